@@ -1,0 +1,87 @@
+"""What a host is made of: cores, NUMA nodes, sockets, GPUs.  Values only; reading them is `sysfs`.
+
+A *socket* here is what one CPU rank is given: by default a CPU package with all NUMA nodes on it,
+or, where the configuration says so, one NUMA node of it (sub-NUMA clustering) or an equal share
+of its cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SocketUnit = Literal["package", "numa"]
+
+
+@dataclass(frozen=True)
+class Core:
+    """One physical core."""
+
+    cpus: tuple[int, ...]
+    """Its online logical CPUs (SMT siblings), ascending; never empty."""
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One NUMA node.  A node without cores is memory only (CXL expander, HBM in flat mode)."""
+
+    id: int
+    package: int | None
+    """CPU package it belongs to; None for memory-only nodes and where the system does not say."""
+    cores: tuple[Core, ...]
+    """Cores that this process may use, by lowest logical CPU."""
+    memory_bytes: int | None = None
+    free_bytes: int | None = None
+    distances: tuple[int, ...] = ()
+    """SLIT distance to each online node in order of node id, 10 = itself; empty if unknown."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; None is unknown."""
+
+    index: int
+    uuid: str | None = None
+    name: str | None = None
+    memory_bytes: int | None = None
+    pci_address: str | None = None
+    numa_node: int | None = None
+
+
+@dataclass(frozen=True)
+class Socket:
+    """What one CPU rank computes on."""
+
+    id: int
+    """Position on its host, 0-based, in the order packages → NUMA nodes → shares."""
+    package: int | None
+    numa_nodes: tuple[int, ...]
+    """Nodes its cores are on, ascending; memory is bound to these."""
+    cores: tuple[Core, ...]
+    memory_bytes: int | None = None
+    free_bytes: int | None = None
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """One logical CPU per physical core: what the rank's OpenMP threads are bound to."""
+        return tuple(core.cpus[0] for core in self.cores)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine as the calling process may use it (its cpuset and cgroup limits applied)."""
+
+    name: str
+    numa_nodes: tuple[NumaNode, ...]
+    gpus: tuple[Gpu, ...] = ()
+    instruction_sets: frozenset[str] = frozenset()
+    """Of avx2, avx512f, avx512_bf16, avx512_vnni, amx_bf16, amx_int8, amx_tile."""
+    memory_limit_bytes: int | None = None
+    """cgroup limit of the process; None where there is none."""
+    offline_cpus: tuple[int, ...] = ()
+    cpu_model: str | None = None
+
+    @property
+    def cores(self) -> tuple[Core, ...]:
+        """All usable cores, by NUMA node."""
+        return tuple(core for node in self.numa_nodes for core in node.cores)
