@@ -27,11 +27,14 @@ class NumaNode:
 
     id: int
     package: int | None
-    """CPU package it belongs to; None for memory-only nodes and where the system does not say."""
+    """CPU package it belongs to; None for memory-only nodes, for a node over several packages and
+    where the system does not say."""
     cores: tuple[Core, ...]
     """Cores that this process may use, by lowest logical CPU."""
     memory_bytes: int | None = None
+    """All memory of the node; 0 where the process may not allocate (its cpuset)."""
     free_bytes: int | None = None
+    """Of it, what an allocation can get: free pages and page cache that the kernel drops."""
     distances: tuple[int, ...] = ()
     """SLIT distance to each online node in order of node id, 10 = itself; empty if unknown."""
 
@@ -78,6 +81,8 @@ class Host:
     """Of avx2, avx512f, avx512_bf16, avx512_vnni, amx_bf16, amx_int8, amx_tile."""
     memory_limit_bytes: int | None = None
     """cgroup limit of the process; None where there is none."""
+    cpu_limit: float | None = None
+    """CPUs' worth of time that the cgroup grants (its quota); None where there is none."""
     offline_cpus: tuple[int, ...] = ()
     cpu_model: str | None = None
 

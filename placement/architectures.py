@@ -1,0 +1,306 @@
+"""Decoder layers of known architectures, as lists of linear layers and vectors.
+
+Names and shapes are those of the checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from placement.quantisation import FLOAT32, Linear, UnknownModelError
+
+
+class Config:
+    """A model's config.json with errors that name the key and the model type."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.model_type = str(values.get("model_type"))
+
+    def number(self, *keys: str) -> int:
+        """The first of these keys that has a value.
+
+        Raises:
+            UnknownModelError: none has, or the value is not a whole number.
+
+        """
+        value = next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UnknownModelError(
+                f"config of model_type {self.model_type!r}: expected a whole number for "
+                f"{' or '.join(keys)}, got {value!r}"
+            )
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A yes or no; the default where the key is absent or null."""
+        value = self.values.get(key)
+        return default if value is None else bool(value)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there with a value."""
+        return self.values.get(key) is not None
+
+    @property
+    def hidden(self) -> int:
+        """Hidden size."""
+        return self.number("hidden_size", "n_embd", "d_model")
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return self.number("num_attention_heads", "n_head")
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads; as many as heads where the config does not say."""
+        return self.number("num_key_value_heads", "num_attention_heads", "n_head")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        if self.has("head_dim"):
+            return self.number("head_dim")
+        return self.hidden // self.heads
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return self.number("num_hidden_layers", "n_layer")
+
+    @property
+    def experts(self) -> int:
+        """Routed experts of a mixture layer; 0 in a dense model."""
+        keys = ("n_routed_experts", "num_local_experts", "num_experts")
+        return self.number(*keys) if any(self.has(key) for key in keys) else 0
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A norm, a bias or another tensor that no format quantises."""
+
+    name: str
+    elements: int
+    dtype_bytes: int | None = None
+    """None is the model's dtype."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The same linear layers, once for each expert; names hold `*` for the expert's number."""
+
+    count: int
+    linears: tuple[Linear, ...]
+
+
+Part = Linear | Vector | Experts
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one family builds its layers."""
+
+    layer: Callable[[Config, int], Iterator[Part]]
+    tied: bool = False
+    """Whether embeddings are tied where the config does not say."""
+    prefix: str = "model.layers."
+    vocabulary_everywhere: bool = False
+    """vLLM 0.32 gives every pipeline stage of this family its embedding and output head."""
+    window: Callable[[Config, int], bool] | None = None
+    """Whether layer i slides its window; None where windows follow `layer_types` alone."""
+
+
+def _attention(config: Config, *, qkv_bias: bool, out_bias: bool) -> Iterator[Part]:
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    yield Linear("self_attn.q_proj", q, config.hidden, qkv_bias)
+    yield Linear("self_attn.k_proj", kv, config.hidden, qkv_bias)
+    yield Linear("self_attn.v_proj", kv, config.hidden, qkv_bias)
+    yield Linear("self_attn.o_proj", config.hidden, q, out_bias)
+
+
+def _head_norms(config: Config) -> Iterator[Part]:
+    yield Vector("self_attn.q_norm.weight", config.head_dim)
+    yield Vector("self_attn.k_norm.weight", config.head_dim)
+
+
+def _gated_mlp(name: str, hidden: int, width: int, bias: bool = False) -> tuple[Linear, ...]:
+    return (
+        Linear(f"{name}.gate_proj", width, hidden, bias),
+        Linear(f"{name}.up_proj", width, hidden, bias),
+        Linear(f"{name}.down_proj", hidden, width, bias),
+    )
+
+
+def _norms(config: Config, *more: str) -> Iterator[Part]:
+    for name in ("input_layernorm", "post_attention_layernorm", *more):
+        yield Vector(f"{name}.weight", config.hidden)
+
+
+def _llama(config: Config, index: int) -> Iterator[Part]:
+    bias = config.flag("attention_bias")
+    yield from _attention(config, qkv_bias=bias, out_bias=bias)
+    width = config.number("intermediate_size")
+    yield from _gated_mlp("mlp", config.hidden, width, config.flag("mlp_bias"))
+    yield from _norms(config)
+
+
+def _mistral(config: Config, index: int) -> Iterator[Part]:
+    yield from _attention(config, qkv_bias=False, out_bias=False)
+    yield from _gated_mlp("mlp", config.hidden, config.number("intermediate_size"))
+    yield from _norms(config)
+
+
+def _qwen2(config: Config, index: int) -> Iterator[Part]:
+    yield from _attention(config, qkv_bias=True, out_bias=False)
+    yield from _gated_mlp("mlp", config.hidden, config.number("intermediate_size"))
+    yield from _norms(config)
+
+
+def _qwen3(config: Config, index: int) -> Iterator[Part]:
+    yield from _llama(config, index)
+    yield from _head_norms(config)
+
+
+def _gemma2(config: Config, index: int) -> Iterator[Part]:
+    yield from _llama(config, index)
+    for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+        yield Vector(f"{name}.weight", config.hidden)
+
+
+def _gemma3(config: Config, index: int) -> Iterator[Part]:
+    yield from _gemma2(config, index)
+    yield from _head_norms(config)
+
+
+def _opt(config: Config, index: int) -> Iterator[Part]:
+    bias, hidden = config.flag("enable_bias", True), config.hidden
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        yield Linear(f"self_attn.{name}", hidden, hidden, bias)
+    yield Linear("fc1", config.number("ffn_dim"), hidden, bias)
+    yield Linear("fc2", hidden, config.number("ffn_dim"), bias)
+    if config.flag("layer_norm_elementwise_affine", True):
+        for name in ("self_attn_layer_norm", "final_layer_norm"):
+            yield Vector(f"{name}.weight", hidden)
+            yield Vector(f"{name}.bias", hidden)
+
+
+def _mixtral(config: Config, index: int) -> Iterator[Part]:
+    hidden, width = config.hidden, config.number("intermediate_size")
+    yield from _attention(config, qkv_bias=False, out_bias=False)
+    yield Linear("block_sparse_moe.gate", config.experts, hidden, quantised=False)
+    expert = "block_sparse_moe.experts.*."
+    yield Experts(
+        config.experts,
+        (
+            Linear(f"{expert}w1", width, hidden),
+            Linear(f"{expert}w2", hidden, width),
+            Linear(f"{expert}w3", width, hidden),
+        ),
+    )
+    yield from _norms(config)
+
+
+def _qwen3_moe(config: Config, index: int) -> Iterator[Part]:
+    bias = config.flag("attention_bias")
+    yield from _attention(config, qkv_bias=bias, out_bias=bias)
+    yield from _head_norms(config)
+    sparse_step = config.values.get("decoder_sparse_step") or 1
+    dense = index in (config.values.get("mlp_only_layers") or ())
+    if dense or not config.experts or (index + 1) % sparse_step:
+        yield from _gated_mlp("mlp", config.hidden, config.number("intermediate_size"))
+    else:
+        yield Linear("mlp.gate", config.experts, config.hidden, quantised=False)
+        width = config.number("moe_intermediate_size")
+        yield Experts(config.experts, _gated_mlp("mlp.experts.*", config.hidden, width))
+    yield from _norms(config)
+
+
+def _deepseek(config: Config, index: int) -> Iterator[Part]:
+    yield from _latent_attention(config)
+    yield from _norms(config)
+    hidden = config.hidden
+    frequency = config.values.get("moe_layer_freq") or 1
+    if index < config.number("first_k_dense_replace") or index % frequency:
+        yield from _gated_mlp("mlp", hidden, config.number("intermediate_size"))
+        return
+    width = config.number("moe_intermediate_size")
+    yield Linear("mlp.gate", config.experts, hidden, quantised=False)
+    if config.values.get("topk_method", _V3_TOPK[config.model_type]) == "noaux_tc":
+        yield Vector("mlp.gate.e_score_correction_bias", config.experts, FLOAT32)
+    yield Experts(config.experts, _gated_mlp("mlp.experts.*", hidden, width))
+    if config.has("n_shared_experts"):
+        shared = width * config.number("n_shared_experts")
+        yield from _gated_mlp("mlp.shared_experts", hidden, shared)
+
+
+_V3_TOPK = {"deepseek_v2": "greedy", "deepseek_v3": "noaux_tc", "kimi_k2": "noaux_tc"}
+
+
+def _latent_attention(config: Config) -> Iterator[Part]:
+    hidden, heads, bias = config.hidden, config.heads, config.flag("attention_bias")
+    rope = config.number("qk_rope_head_dim")
+    nope, value = config.number("qk_nope_head_dim"), config.number("v_head_dim")
+    latent = config.number("kv_lora_rank")
+    if config.has("q_lora_rank"):
+        rank = config.number("q_lora_rank")
+        yield Linear("self_attn.q_a_proj", rank, hidden, bias)
+        yield Vector("self_attn.q_a_layernorm.weight", rank)
+        yield Linear("self_attn.q_b_proj", heads * (nope + rope), rank)
+    else:
+        yield Linear("self_attn.q_proj", heads * (nope + rope), hidden)
+    yield Linear("self_attn.kv_a_proj_with_mqa", latent + rope, hidden, bias)
+    yield Vector("self_attn.kv_a_layernorm.weight", latent)
+    yield Linear("self_attn.kv_b_proj", heads * (nope + value), latent)
+    yield Linear("self_attn.o_proj", hidden, heads * value, bias)
+
+
+def _qwen_window(config: Config, index: int) -> bool:
+    used = config.flag("use_sliding_window")
+    return used and index >= int(config.values.get("max_window_layers") or 0)
+
+
+def _gemma3_window(config: Config, index: int) -> bool:
+    pattern = config.values.get("sliding_window_pattern") or config.values.get(
+        "_sliding_window_pattern"
+    )
+    return bool((index + 1) % (pattern or 6))
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_llama),
+    "mistral": Architecture(_mistral, window=lambda config, index: True),
+    "qwen2": Architecture(_qwen2, window=_qwen_window),
+    "qwen3": Architecture(_qwen3, window=_qwen_window),
+    "gemma": Architecture(_llama, tied=True, vocabulary_everywhere=True),
+    "gemma2": Architecture(
+        _gemma2, tied=True, vocabulary_everywhere=True, window=lambda config, index: index % 2 == 0
+    ),
+    "gemma3_text": Architecture(
+        _gemma3, tied=True, vocabulary_everywhere=True, window=_gemma3_window
+    ),
+    "opt": Architecture(
+        _opt, tied=True, prefix="model.decoder.layers.", vocabulary_everywhere=True
+    ),
+    "mixtral": Architecture(
+        _mixtral, vocabulary_everywhere=True, window=lambda config, index: True
+    ),
+    "qwen3_moe": Architecture(_qwen3_moe, vocabulary_everywhere=True, window=_qwen_window),
+    "deepseek_v2": Architecture(_deepseek),
+    "deepseek_v3": Architecture(_deepseek),
+    "kimi_k2": Architecture(_deepseek),
+}
+
+
+def window_of(config: Config, index: int) -> int | None:
+    """Sliding window of a layer in tokens; None where it sees the whole context."""
+    if not config.has("sliding_window"):
+        return None
+    types = config.values.get("layer_types")
+    if types:
+        slides = types[index] == "sliding_attention"
+    else:
+        rule = ARCHITECTURES[config.model_type].window if config.model_type in ARCHITECTURES else None
+        slides = rule is not None and rule(config, index)
+    return config.number("sliding_window") if slides else None

@@ -1,0 +1,131 @@
+"""Weight tensors of a model as numbers: how many elements, how wide, how they are sharded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal[
+    "attention", "mlp", "expert", "shared expert", "router", "norm", "embedding", "other"
+]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint, or the same tensor of every expert of a layer."""
+
+    name: str
+    """Name without the layer's prefix; `*` stands for the number of an expert."""
+    elements: int
+    """Elements of one of them."""
+    dtype_bytes: int
+    count: int = 1
+    """How many there are: experts of a layer, otherwise 1."""
+    role: Role = "other"
+    shards: int | None = None
+    """Into how many tensor-parallel parts it can be cut at most; 1 is replicated, None any."""
+    values: int = 1
+    """Weights in one element: 8 for 4-bit weights packed into int32, 0 for scales and norms."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.elements * self.dtype_bytes * self.count
+
+    @property
+    def weights(self) -> int:
+        """Weights that a token is multiplied with."""
+        return self.elements * self.count * self.values
+
+    def rank_bytes(self, tensor_parallel_size: int) -> int:
+        """Bytes that one tensor-parallel rank holds, rounded up."""
+        return -(-self.nbytes // self._parts(tensor_parallel_size))
+
+    def rank_weights(self, tensor_parallel_size: int) -> int:
+        """Weights that a token is multiplied with on one tensor-parallel rank, rounded up."""
+        return -(-self.weights // self._parts(tensor_parallel_size))
+
+    def _parts(self, size: int) -> int:
+        return size if self.shards is None else min(size, self.shards)
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """KV cache of one layer."""
+
+    bytes_per_token: int
+    heads: int
+    """KV heads, the parts that tensor parallelism can spread; 1 for the latent of MLA."""
+    window: int | None = None
+    """Sliding window in tokens; None sees the whole context."""
+    flops_per_pair: int = 0
+    """Floating-point operations of attention for one (query, key) pair, all heads."""
+
+    def rank_bytes(self, tensor_parallel_size: int) -> int:
+        """Bytes a token costs one tensor-parallel rank; heads are replicated when ranks are more."""
+        heads = -(-self.heads // tensor_parallel_size)
+        return self.bytes_per_token * heads // self.heads
+
+    def seen(self, context: int) -> int:
+        """How many of a sequence's tokens this layer looks at."""
+        return context if self.window is None else min(context, self.window)
+
+    def kept(self, context: int, chunk: int) -> int:
+        """How many of a sequence's tokens this layer keeps, with a chunk of prompt in flight."""
+        return context if self.window is None else min(context, self.window - 1 + chunk)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer."""
+
+    index: int
+    tensors: tuple[Tensor, ...]
+    kv: KvCache | None
+    """None where the layer keeps no KV cache."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+_REPLICATED = re.compile(
+    r"(norm|router|\.gate\.|shared_expert_gate|kv_a_proj|q_a_proj|project_in|project_out|position"
+    r"|(o_proj|out_proj|down_proj|fc2|\.dense|c_proj|dense_4h_to_h)\.bias$|g_idx$|weight_shape$"
+    r"|input_scale$|activation_scale$)"
+)
+_KV_HEADS = re.compile(r"\b(k_proj|v_proj)\.")
+_ATTENTION = re.compile(r"attn|attention|query_key_value")
+_MLP = re.compile(r"mlp|feed_forward|ffn|fc[12]\b|block_sparse_moe|gate_proj|up_proj|down_proj")
+_NOT_MULTIPLIED = re.compile(
+    r"norm|bias$|scales?$|scale_inv$|qzeros$|zero_point$|g_idx$|weight_shape$|_input_scale$"
+)
+
+
+def role_of(name: str) -> Role:
+    """What a tensor of a decoder layer is for, by its name in the checkpoint."""
+    if ".experts." in name:
+        return "expert"
+    if "shared_expert" in name:
+        return "shared expert"
+    if "norm" in name:
+        return "norm"
+    if ".gate." in name or "router" in name:
+        return "router"
+    if _ATTENTION.search(name):
+        return "attention"
+    return "mlp" if _MLP.search(name) else "other"
+
+
+def shards_of(name: str, kv_heads: int) -> int | None:
+    """Into how many parts vLLM can cut that tensor at most: 1 is replicated, None is any."""
+    if _REPLICATED.search(name):
+        return 1
+    return kv_heads if _KV_HEADS.search(name) else None
+
+
+def is_multiplied(name: str) -> bool:
+    """Whether tokens are multiplied with that tensor (not norms, biases or scales)."""
+    return _NOT_MULTIPLIED.search(name) is None

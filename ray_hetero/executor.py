@@ -1,0 +1,318 @@
+"""vLLM's executor over GPU and CPU ranks.  Start-up reads like a table of contents:
+
+discover → plan → reserve → spawn → connect → warm up.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+import vllm.envs as envs
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor.multiproc_executor import FutureWrapper, WorkerProc
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+from placement import cluster
+from placement.assignment import Node
+from placement.errors import PlacementError
+from ray_hetero import actors, planning, warmup
+from ray_hetero.errors import RankError, RayHeteroError
+from ray_hetero.local_ray import RayConnection
+from ray_hetero.lockstep import describe, run_schedule
+from ray_hetero.progress import StartupProgress, logger
+from ray_hetero.rank_config import check_agreement, shared_settings
+from ray_hetero.rank_environment import find_preload_libraries
+from ray_hetero.vllm_private import launch_of
+from ray_hetero.warmup import Phase, Step, WarmupSizes
+from ray_hetero.world import RankLaunch, World
+from ray_hetero.world_table import as_text, placement_table
+
+
+class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
+    """One vLLM engine over GPUs and CPU sockets, a Ray actor a rank."""
+
+    is_ray_hetero = True
+    """Recognised by the plugin, which must not import this class to compare it."""
+
+    def _init_executor(self) -> None:
+        self._set_up_state()
+        try:
+            nodes = self._discover()
+            self._plan(nodes)
+            self._reserve()
+            self._spawn()
+            self._connect()
+        except BaseException as error:
+            if isinstance(error, RayHeteroError | PlacementError):
+                logger.error("ray_hetero cannot start: %s", error)
+            self.shutdown()
+            raise
+        self.start_worker_monitor()
+
+    def _set_up_state(self) -> None:
+        self._finalizer = weakref.finalize(self, _shut_down_late, weakref.ref(self))
+        self.is_failed = False
+        self.failure_callback: Callable[[], None] | None = None
+        self.shutting_down = False
+        self.shutdown_lock = threading.Lock()
+        self.ray_worker_handles: list[actors.RankHandle] = []
+        self.response_mqs: list[MessageQueue] = []
+        self.rpc_broadcast_mq: MessageQueue | None = None
+        self.futures_queue: deque[FutureWrapper] = deque()
+        self._connection: RayConnection | None = None
+        self._placement_group: Any = None
+        self._progress = StartupProgress()
+        self._launch = launch_of(self.vllm_config)
+        self._config = self._launch.config
+        self._get_parallel_sizes()
+
+    def _discover(self) -> tuple[Node, ...]:
+        with self._progress.step("discover") as step:
+            self._connection = RayConnection(self._launch.ray_address)
+            nodes = cluster.discover(
+                unit=self._config.cpu.unit,
+                shares=self._config.cpu.ranks_per_socket,
+                timeout_s=self._config.placement.timeout_s,
+            )
+            gpus = sum(node.gpus for node in nodes)
+            sockets = sum(len(node.sockets) for node in nodes)
+            step.outcome = f"{len(nodes)} nodes, {gpus} GPUs, {sockets} CPU sockets"
+        return nodes
+
+    def _plan(self, nodes: Sequence[Node]) -> None:
+        with self._progress.step("plan") as step:
+            parallel = self.parallel_config
+            layers = planning.split_layers(
+                self._config,
+                self.model_config.get_total_num_hidden_layers(),
+                parallel.pipeline_parallel_size,
+                envs.VLLM_PP_LAYER_PARTITION,
+            )
+            self.world = planning.plan_world(
+                self._config,
+                nodes,
+                pipeline_parallel_size=parallel.pipeline_parallel_size,
+                tensor_parallel_size=parallel.tensor_parallel_size,
+                layers=layers,
+            )
+            self._ranks = self._rank_launches(self.world)
+            step.outcome = str(self.world.layout)
+        if warning := planning.sharing_warning(self.world.seats):
+            logger.warning(warning)
+        threads = {rank.seat.rank: rank.threads for rank in self._ranks}
+        logger.info("\n%s", as_text(placement_table(self.world, threads)))
+
+    def _rank_launches(self, world: World) -> list[RankLaunch]:
+        shared = shared_settings(self.vllm_config, has_cpu=world.has_cpu)
+        partition = ",".join(map(str, world.layers))
+        # The driver's own copy of the configuration answers questions about layers too.
+        os.environ["VLLM_PP_LAYER_PARTITION"] = partition
+        return [
+            RankLaunch(
+                world=world,
+                seat=seat,
+                launch=self._launch,
+                shared=shared,
+                threads=planning.compute_threads(seat, self._config.cpu)
+                if seat.kind == "cpu"
+                else (),
+                layer_partition=partition,
+            )
+            for seat in world.seats
+        ]
+
+    def _reserve(self) -> None:
+        with self._progress.step("reserve"):
+            self._placement_group = cluster.reserve(
+                self.world.seats,
+                accelerator_type=self._config.gpu.accelerator_type,
+                timeout_s=self._config.placement.timeout_s,
+                name=f"ray_hetero-{self.vllm_config.instance_id}",
+            )
+
+    def _spawn(self) -> None:
+        with self._progress.step("spawn"):
+            libraries = find_preload_libraries()
+            self.ray_worker_handles = [
+                actors.spawn(
+                    rank,
+                    self._placement_group,
+                    actors.environment_of(rank, libraries, None),
+                    rank.seat.rank,
+                )
+                for rank in self._ranks
+            ]
+            fingerprints = self._ask(
+                "prepare", what="starting actors", limit="startup.actor_timeout_s"
+            )
+            check_agreement(fingerprints)
+            self._physical_gpus = {
+                node: tuple(
+                    sorted(
+                        gpu
+                        for seat, answer in zip(self.world.seats, fingerprints, strict=True)
+                        if seat.node_id == node
+                        for gpu in answer.physical_gpus
+                    )
+                )
+                for node in {seat.node_id for seat in self.world.seats}
+            }
+
+    def _connect(self) -> None:
+        with self._progress.step("connect"):
+            local = [seat.rank for seat in self.world.seats if seat.is_driver_node]
+            self.rpc_broadcast_mq = MessageQueue(
+                self.world_size,
+                len(local),
+                local_reader_ranks=local,
+                max_chunk_bytes=envs.VLLM_MQ_MAX_CHUNK_BYTES_MB << 20,
+                connect_ip=ray.util.get_node_ip_address(),
+            )
+            handle = self.rpc_broadcast_mq.export_handle()
+            init_method = ray.get(
+                self.ray_worker_handles[0].actor.create_dist_init_method.remote(),
+                timeout=self._config.startup.actor_timeout_s,
+            )
+            answers = self._ask(
+                "start",
+                init_method,
+                handle,
+                what="joining groups and loading weights",
+                limit="startup.load_timeout_s",
+                by_node=self._physical_gpus,
+            )
+            self.response_mqs = [
+                MessageQueue.create_from_handle(answer["handle"], 0) for answer in answers
+            ]
+            # The ranks subscribe inside run(), so it must be under way before the wait.
+            for rank in self.ray_worker_handles:
+                rank.run_ref = rank.actor.run.remote()
+            self.rpc_broadcast_mq.wait_until_ready()
+            for queue in self.response_mqs:
+                queue.wait_until_ready()
+            self.output_rank = self._get_output_rank()
+
+    def _ask(
+        self,
+        method: str,
+        *args: Any,
+        what: str,
+        limit: str,
+        by_node: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call one method on all actors; `by_node` adds an argument that differs per node."""
+        section, name = limit.split(".")
+        refs = []
+        for handle, seat in zip(self.ray_worker_handles, self.world.seats, strict=True):
+            extra = () if by_node is None else (by_node[seat.node_id],)
+            refs.append(getattr(handle.actor, method).remote(*args, *extra))
+        timeout_s = getattr(getattr(self._config, section), name)
+        return actors.gather(self.world, refs, what=what, timeout_s=timeout_s, key=limit)
+
+    # --- warm up: vLLM calls these two after _init_executor ---------------------------------
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        """The layouts that every rank supports, the same list for each, as vLLM insists on."""
+        offered: list[list[str]] = super().get_supported_kv_cache_layouts()
+        common = [name for name in offered[0] if all(name in names for names in offered)]
+        if not common:
+            raise RankError(f"no KV cache layout suits all ranks: {offered}")
+        return [common] * len(offered)
+
+    def determine_available_memory(self) -> list[int]:
+        """First half of the warm-up schedule; KV cache bytes of each rank."""
+        values = self._warm_up(Phase.MEMORY)
+        return [
+            next(value for value in values[seat.rank].values() if value is not None)
+            for seat in self.world.seats
+        ]
+
+    def compile_or_warm_up_model(self) -> None:
+        """Second half of the warm-up schedule."""
+        values = self._warm_up(Phase.WARM_UP)
+        times = [
+            value for answers in values.values() for value in answers.values() if value is not None
+        ]
+        compilation = self.vllm_config.compilation_config
+        compilation.compilation_time = max((language for language, _ in times), default=0.0)
+        compilation.encoder_compilation_time = max((encoder for _, encoder in times), default=0.0)
+
+    def _warm_up(self, phase: Phase) -> dict[int, dict[int, Any]]:
+        sizes = WarmupSizes(
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            cpu_compiles=not self.model_config.enforce_eager,
+        )
+        steps = warmup.schedule(
+            self.world.layout, sizes, phase, crosses_kinds=not self._is_one_kind
+        )
+        total = len(steps[0]) * self.world_size
+        with self._progress.step("warm up", total=total) as bar:
+            bar.outcome = phase.value
+            return run_schedule(
+                _RankQueues(self),
+                self.world,
+                steps,
+                step_timeout_s=self._config.warmup.step_timeout_s,
+                on_step=lambda rank, step: bar.advance(),
+            )
+
+    @property
+    def _is_one_kind(self) -> bool:
+        return len(set(self.world.layout.kinds)) == 1
+
+    # --- shutdown ---------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Stop the actors, give the bundles back, leave or stop Ray.  Safe to call twice."""
+        with self.shutdown_lock:
+            if self.shutting_down:
+                return
+            self.shutting_down = True
+        if ray.is_initialized():
+            self._join_monitor_thread()
+            for handle in self.ray_worker_handles:
+                ray.kill(handle.actor)
+        for queue in (self.rpc_broadcast_mq, *self.response_mqs):
+            if queue is not None:
+                queue.shutdown()
+        self.rpc_broadcast_mq = None
+        self.response_mqs = []
+        if self._placement_group is not None:
+            cluster.release(self._placement_group)
+            self._placement_group = None
+        if self._connection is not None:
+            self._connection.close()
+
+
+class _RankQueues:
+    """The message queues as the warm-up schedule uses them."""
+
+    def __init__(self, executor: HeteroExecutor) -> None:
+        self._executor = executor
+
+    def send(self, per_stage: Sequence[Sequence[Step]]) -> None:
+        queue = self._executor.rpc_broadcast_mq
+        assert queue is not None
+        for by_stage in zip(*per_stage, strict=True):
+            queue.enqueue(("perform_step", (by_stage,), {}, None))
+
+    def answer(self, rank: int, timeout_s: float) -> Any:
+        if self._executor.is_failed:
+            raise RankError("a rank died during warm-up; the log above says which")
+        status, result = self._executor.response_mqs[rank].dequeue(timeout=timeout_s)
+        if status != WorkerProc.ResponseStatus.SUCCESS:
+            raise RankError(f"warm-up: {describe(self._executor.world, rank)} failed: {result}")
+        return result
+
+
+def _shut_down_late(reference: weakref.ref[HeteroExecutor]) -> None:
+    executor = reference()
+    if executor is not None:
+        executor.shutdown()

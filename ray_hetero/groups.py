@@ -1,0 +1,185 @@
+"""The groups of a world with several kinds of device: NCCL, shared memory or Gloo, per group.
+
+| members of a group             | device communication                               |
+| ------------------------------ | -------------------------------------------------- |
+| GPUs only                      | NCCL and vLLM's own GPU communicators, as in stock |
+| CPU sockets of one host        | vLLM's shared memory, as in stock                  |
+| CPU sockets of several hosts   | Gloo                                               |
+| both kinds                     | Gloo through pinned host memory                    |
+
+No NCCL communicator ever spans a CPU rank: `torch.distributed.new_group` is called by all ranks
+in the same order, but only members build the communicator, each with its own group's backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.parallel_state import GroupCoordinator
+
+from ray_hetero.exchange import StageBoundary
+from ray_hetero.world import World
+
+_world: World | None = None
+
+
+def set_world(world: World) -> None:
+    """Tell this process which ranks are of which kind; before the first group is made."""
+    global _world  # noqa: PLW0603 - one world per process, like vLLM's own groups
+    _world = world
+
+
+class HostCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
+    """Collectives over Gloo; tensors of a GPU pass through pinned host memory.
+
+    Results come back on the caller's device.  Every member gets bit-identical results: Gloo
+    reduces each element once and copies the sum to all.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._pinned: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """Sum over the group; the input's storage may be reused for the result."""
+        host = self._to_host(input_)
+        dist.all_reduce(host, group=self.device_group)
+        return self._from_host(host, input_)
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenate all members' tensors along `dim`, in rank order."""
+        return self._to_device(super().all_gather(self._to_host(input_), dim))
+
+    def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """Concatenate along `dim` on member `dst`; None elsewhere."""
+        gathered = super().gather(self._to_host(input_), dst, dim)
+        return None if gathered is None else self._to_device(gathered)
+
+    def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Sum over the group, each member keeping its chunk along `dim`."""
+        return self._to_device(super().reduce_scatter(self._to_host(input_), dim))
+
+    def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Copy member `src`'s tensor to all, in place."""
+        host = self._to_host(input_)
+        dist.broadcast(host, src=self.ranks[src], group=self.device_group)
+        return self._from_host(host, input_)
+
+    def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
+        """Send to member `dst`, the next one by default."""
+        super().send(self._to_host(tensor), dst)
+
+    def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
+        """Receive from member `src`, the previous one by default."""
+        host = torch.empty(size, dtype=dtype)
+        source = (self.rank_in_group - 1) % self.world_size if src is None else src
+        dist.recv(host, self.ranks[source], group=self.device_group)
+        return self._to_device(host)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor.contiguous()
+        host = self._buffer(tensor.dtype, tensor.numel()).view(tensor.shape)
+        # A blocking copy: Gloo reads the memory at once, outside of any stream.
+        return host.copy_(tensor)
+
+    def _buffer(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        # Powers of two bound the number of buffers whatever the batch sizes are.
+        capacity = 1 << max(elements - 1, 1).bit_length()
+        key = (dtype, capacity)
+        if key not in self._pinned:
+            self._pinned[key] = torch.empty(capacity, dtype=dtype, device="cpu", pin_memory=True)
+        return self._pinned[key][:elements]
+
+    def _from_host(self, host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return host if like.device.type == "cpu" else like.copy_(host)
+
+    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host if self.device.type == "cpu" else host.to(self.device)
+
+
+class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
+    """vLLM's group, with communication chosen by the kinds of its members."""
+
+    def __init__(
+        self,
+        group_ranks: list[list[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_device_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        use_all2all: bool = False,
+    ) -> None:
+        assert _world is not None
+        rank = dist.get_rank()
+        own = next(ranks for ranks in group_ranks if rank in ranks)
+        local = [member % len(_world.seats) for member in own]
+        kinds = _world.group_kinds(local)
+        is_stock = kinds == {"gpu"} or (kinds == {"cpu"} and _world.on_one_node(local))
+        super().__init__(
+            group_ranks=group_ranks,
+            local_rank=local_rank,
+            torch_distributed_backend="nccl" if kinds == {"gpu"} else "gloo",
+            use_device_communicator=use_device_communicator and is_stock,
+            use_message_queue_broadcaster=use_message_queue_broadcaster,
+            group_name=group_name,
+            use_all2all=use_all2all,
+        )
+        self.boundary: StageBoundary | None = None
+        if is_stock or len(own) == 1:
+            return
+        if use_device_communicator:
+            self.use_device_communicator = True
+            self.device_communicator = HostCommunicator(
+                cpu_group=self.cpu_group,
+                device=self.device,
+                device_group=self.device_group,
+                unique_name=self.unique_name,
+                use_all2all=use_all2all,
+            )
+        if group_name == "pp":
+            self.boundary = StageBoundary(
+                self.device_group, self.ranks, self.rank_in_group, self.device
+            )
+
+    def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Copy member `src`'s tensor to all members, whatever their kind."""
+        if isinstance(self.device_communicator, HostCommunicator):
+            return self.device_communicator.broadcast(input_, src)
+        return super().broadcast(input_, src)
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: dict[str, Any],
+        dst: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        all_gather_tensors: dict[str, bool] | None = None,
+    ) -> list[Any]:
+        """Send a stage's output on; across kinds through the stage boundary.
+
+        The slices that vLLM lets tensor-parallel ranks send for each other are not used there:
+        gathering them again costs a collective, host memory does not care.
+        """
+        if self.boundary is None:
+            return super().isend_tensor_dict(
+                tensor_dict, dst, all_gather_group, all_gather_tensors
+            )
+        # vLLM takes the first handle for metadata and waits for the others before its next step;
+        # the boundary keeps what it sends alive by itself, so there is none to wait for.
+        return [self.boundary.isend(tensor_dict)]
+
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        all_gather_tensors: dict[str, bool] | None = None,
+    ) -> tuple[dict[str, Any] | None, list[Any], list[Callable[[], None]]]:
+        """Receive the previous stage's output; across kinds through the stage boundary."""
+        if self.boundary is None:
+            return super().irecv_tensor_dict(src, all_gather_group, all_gather_tensors)
+        return self.boundary.irecv()

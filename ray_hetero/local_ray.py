@@ -1,0 +1,82 @@
+"""Connect to the Ray cluster there is, or start a small one of our own and stop it again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import version
+
+import ray
+
+from ray_hetero.errors import StartupError, UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+OLDEST_RAY = (2, 55)
+OBJECT_STORE_BYTES = 128 << 20
+"""Nothing large goes through the object store; Ray's default would take 30 % of the memory."""
+
+
+def check_ray_version(installed: str | None = None) -> None:
+    """Refuse a Ray that this backend does not work with.
+
+    Raises:
+        UnsupportedError: Ray is older than 2.55.
+
+    """
+    installed = installed or version("ray")
+    release = tuple(int(part) for part in installed.split(".")[:2])
+    if release < OLDEST_RAY:
+        oldest = ".".join(map(str, OLDEST_RAY))
+        raise UnsupportedError(
+            f"ray_hetero needs Ray {oldest} or newer, this is Ray {installed}. "
+            f"Type: pip install 'ray[default]>={oldest}'"
+        )
+
+
+class RayConnection:
+    """This process's connection to Ray; remembers whether it was made, or Ray started, here."""
+
+    def __init__(self, address: str | None) -> None:
+        """Connect to `address`, RAY_ADDRESS or the cluster already connected to; else start one.
+
+        Raises:
+            StartupError: the address does not answer.
+
+        """
+        check_ray_version()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self.is_own_connection = not ray.is_initialized()
+        if not self.is_own_connection:
+            return
+        address = address or os.environ.get("RAY_ADDRESS") or None
+        if address is None:
+            self._start_local()
+        else:
+            self._connect(address)
+
+    def _start_local(self) -> None:
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+        )
+        logger.info("started a local Ray: none was running (RAY_ADDRESS names a cluster)")
+
+    def _connect(self, address: str) -> None:
+        try:
+            ray.init(address=address, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise StartupError(
+                f"no Ray cluster answers at {address!r} (RAY_ADDRESS): {error}. "
+                "Start one with `ray start --head`, or unset RAY_ADDRESS to let the engine start its own."
+            ) from None
+
+    def close(self) -> None:
+        """Leave the cluster, and stop it if it was started here; safe to call twice."""
+        if self.is_own_connection and ray.is_initialized():
+            ray.shutdown()
+        self.is_own_connection = False

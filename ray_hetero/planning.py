@@ -1,0 +1,153 @@
+"""From a described cluster to a world: layout, seats, layers and cores.  No Ray, no actors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placement.assignment import Node, Seat, assign
+from placement.layout import Layout, auto_layout, given_layout
+from placement.topology import Socket
+from ray_hetero.config import CpuConfig, HeteroConfig
+from ray_hetero.errors import ConfigError
+from ray_hetero.world import World
+
+CORES_TO_SPARE = 8
+"""From so many cores a socket on, `auto` keeps some for the engine and for Ray."""
+DRIVER_CORES = 2
+"""Kept on the driver's node: one for the engine's loop, one for the API server and Ray."""
+OTHER_CORES = 1
+"""Kept on every other node, for Ray."""
+
+
+def plan_world(
+    config: HeteroConfig,
+    nodes: Sequence[Node],
+    *,
+    pipeline_parallel_size: int,
+    tensor_parallel_size: int,
+    layers: Sequence[int],
+) -> World:
+    """Decide which device is which rank.
+
+    Args:
+        config: the user's configuration.
+        nodes: the cluster.
+        pipeline_parallel_size: stages.
+        tensor_parallel_size: ranks of a stage.
+        layers: layers of each stage.
+
+    Raises:
+        LayoutError: there are too few devices.
+
+    """
+    gpus = sum(node.gpus for node in nodes)
+    sockets = sum(len(node.sockets) for node in nodes)
+    sizes = (pipeline_parallel_size, tensor_parallel_size)
+    layout = (
+        auto_layout(*sizes, gpus, sockets)
+        if config.layout == "auto"
+        else given_layout(config.layout, *sizes, gpus, sockets)
+    )
+    return World(layout, assign(layout, nodes), tuple(layers))
+
+
+def split_layers(
+    config: HeteroConfig, hidden_layers: int, stages: int, partition: str | None
+) -> tuple[int, ...]:
+    """Layers of each stage: the user's, else equal shares, the earlier stages one more.
+
+    Args:
+        config: its `layers` wins over `partition`.
+        hidden_layers: layers of the model.
+        stages: pipeline stages.
+        partition: VLLM_PP_LAYER_PARTITION, if set.
+
+    Raises:
+        ConfigError: the numbers do not add up, or there are fewer layers than stages.
+
+    """
+    given: Sequence[int] | None = None
+    if config.layers != "auto":
+        given = config.layers
+    elif partition:
+        given = _numbers(partition)
+    if given is None:
+        if hidden_layers < stages:
+            raise ConfigError(
+                f"the model has {hidden_layers} layers, fewer than the {stages} pipeline stages; "
+                f"type: --pipeline-parallel-size {hidden_layers}"
+            )
+        share, rest = divmod(hidden_layers, stages)
+        return tuple(share + (stage < rest) for stage in range(stages))
+    if len(given) != stages or sum(given) != hidden_layers or min(given) < 1:
+        arithmetic = " + ".join(map(str, given))
+        raise ConfigError(
+            f"layers: {arithmetic} = {sum(given)} in {len(given)} stages, but the model has "
+            f"{hidden_layers} layers and the pipeline {stages} stages. Give {stages} numbers of "
+            f"at least 1 that add up to {hidden_layers}."
+        )
+    return tuple(given)
+
+
+def _numbers(partition: str) -> list[int]:
+    try:
+        return [int(part) for part in partition.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"VLLM_PP_LAYER_PARTITION={partition!r}: expected numbers with commas, like 20,12"
+        ) from None
+
+
+def compute_threads(seat: Seat, config: CpuConfig) -> tuple[int, ...]:
+    """Logical CPUs that a CPU rank computes on: one per core, the first cores kept back.
+
+    Raises:
+        ConfigError: more cores are asked for or kept back than the socket has.
+
+    """
+    socket = seat.socket
+    assert socket is not None
+    kept = _reserved(socket, seat, config)
+    usable = socket.cpus[kept:]
+    if config.cores == "auto":
+        return usable
+    if config.cores > len(usable):
+        raise ConfigError(
+            f"cpu.cores: {config.cores} asked for, but socket {socket.id} of {seat.node_name} has "
+            f"{len(socket.cores)} cores less {kept} reserved = {len(usable)}"
+        )
+    return usable[: config.cores]
+
+
+def _reserved(socket: Socket, seat: Seat, config: CpuConfig) -> int:
+    cores = len(socket.cores)
+    if config.reserved_cores == "auto":
+        if cores < CORES_TO_SPARE:
+            return 0
+        return DRIVER_CORES if seat.is_driver_node else OTHER_CORES
+    if config.reserved_cores >= cores:
+        raise ConfigError(
+            f"cpu.reserved_cores: {config.reserved_cores} of the {cores} cores of socket "
+            f"{socket.id} of {seat.node_name} leaves none to compute on"
+        )
+    return config.reserved_cores
+
+
+def sharing_warning(seats: Sequence[Seat]) -> str | None:
+    """A line for the log where CPU ranks compute on the same cores."""
+    used: dict[tuple[str, int], int] = {}
+    for seat in seats:
+        for core in seat.socket.cores if seat.socket else ():
+            key = (seat.node_id, core.cpus[0])
+            used[key] = used.get(key, 0) + 1
+    if max(used.values(), default=1) == 1:
+        return None
+    ranks = sum(seat.kind == "cpu" for seat in seats)
+    return (
+        f"{ranks} CPU ranks share {len(used)} cores: right for trying things out, slow for serving"
+    )
+
+
+def one_kind_per_stage(layout: Layout) -> bool:
+    """Whether no tensor-parallel group is mixed."""
+    return not any(layout.is_mixed(stage) for stage in range(len(layout.stages)))

@@ -1,0 +1,115 @@
+"""The process of one rank: a Ray actor around vLLM's worker process.
+
+Life: created in its bundle with its environment → `prepare` builds its configuration →
+`start` joins the groups and loads the weights → `run` serves until it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
+
+from ray_hetero import vllm_private
+from ray_hetero.groups import set_world
+from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
+from ray_hetero.warmup import Step
+from ray_hetero.warmup_actions import Acknowledged, RankContext, perform
+from ray_hetero.world import RankLaunch
+
+
+class RankWorker:
+    """vLLM's worker, told the size of each step before it runs it."""
+
+    def __init__(self, worker: Any, context: RankContext, stage: int) -> None:
+        self._worker = worker
+        self._stage = stage
+        self._context = context
+        self._boundary: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run one step; the stage boundary learns its tokens first."""
+        if self._boundary is not None and scheduler_output.total_num_scheduled_tokens:
+            self._boundary.begin_step(scheduler_output.total_num_scheduled_tokens)
+        return self._worker.execute_model(scheduler_output)
+
+    def perform_step(self, by_stage: Sequence[Step]) -> Acknowledged:
+        """Carry out this rank's stage's step of the warm-up schedule."""
+        step = by_stage[self._stage]
+        acknowledged = perform(self._worker.worker, self._context, step)
+        self._boundary = getattr(get_pp_group(), "boundary", None)
+        return acknowledged
+
+
+class RankProcess(RayWorkerProc):  # type: ignore[misc]
+    """Ray actor class of a rank; scheduled into the bundle that stands for its device."""
+
+    def __init__(self, rank: RankLaunch) -> None:
+        # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.
+        self._rank = rank
+        self._is_driver_node = rank.seat.is_driver_node
+        if rank.threads:
+            os.sched_setaffinity(0, rank.threads)
+
+    def prepare(self) -> Fingerprint:
+        """Build this rank's configuration and answer what it would run with."""
+        self._vllm_config = build_rank_config(self._rank)
+        self._parallel_config = self._vllm_config.parallel_config
+        gpus: list[int] = []
+        if self._rank.seat.kind == "gpu":
+            _, gpus = self.get_node_and_physical_gpu_ids()
+        return fingerprint(self._rank.seat.rank, self._vllm_config, gpus)
+
+    def start(
+        self, init_method: str, input_handle: Any, physical_gpus: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """Join the groups, load the weights, open the message queues.
+
+        Args:
+            init_method: rendezvous of the world, made by rank 0.
+            input_handle: handle of the driver's broadcast queue.
+            physical_gpus: GPUs of all GPU ranks on this node, by local rank.
+
+        """
+        seat, world = self._rank.seat, self._rank.world
+        set_world(world)
+        vllm_private.use_hetero_groups()
+        if seat.kind == "gpu":
+            self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
+            if world.has_cpu:
+                vllm_private.use_gloo_world()
+        os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
+        WorkerProc.__init__(
+            self,
+            vllm_config=self._vllm_config,
+            local_rank=seat.local_rank,
+            rank=seat.rank,
+            distributed_init_method=init_method,
+            input_shm_handle=input_handle,
+            shared_worker_lock=None,
+            is_driver_worker=seat.tensor_rank == 0,
+        )
+        self.worker = RankWorker(self.worker, self._context(), seat.stage)
+        return dict(self.wait_for_init())
+
+    def _context(self) -> RankContext:
+        seat, config = self._rank.seat, self._rank.launch.config
+        asked = config.cpu.kv_cache_gib
+        beside = [
+            other
+            for other in self._rank.world.seats
+            if other.kind == "cpu" and other.node_id == seat.node_id
+        ]
+        return RankContext(
+            rank=seat.rank,
+            kind=seat.kind,
+            kv_cache_bytes=None if asked == "auto" else int(asked * GIB),
+            ranks_on_memory=len(beside),
+        )

@@ -1,0 +1,149 @@
+"""Everything of vLLM that is not meant to be touched from outside, touched in one place.
+
+Each patch stands alone: what is replaced, why, and when it can go.  A name that upstream has
+renamed is an error when the patch is made, never a silent no-op.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from ray_hetero.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ray_hetero.world import Launch
+
+BACKEND = "ray_hetero"
+EXECUTOR_PATH = "ray_hetero.executor.HeteroExecutor"
+LAUNCH_ATTRIBUTE = "_ray_hetero_launch"
+
+logger = logging.getLogger(__name__)
+
+
+def original(owner: Any, name: str) -> Any:
+    """The object that a patch replaces.
+
+    Raises:
+        UnsupportedError: upstream renamed it.
+
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        where = getattr(owner, "__qualname__", getattr(owner, "__name__", owner))
+        raise UnsupportedError(
+            f"ray_hetero does not work with this vLLM: {where}.{name} is gone. "
+            "Install a supported version (`ray-hetero doctor` names them)."
+        ) from None
+
+
+def teach_backend_name() -> None:
+    """Patch EngineArgs.create_engine_config to understand the name `ray_hetero`.
+
+    Why: vLLM takes unknown backend names for dotted paths and refuses pipeline parallelism for
+    them (EngineArgs._check_feature_supported), and an executor is handed the driver's finished
+    VllmConfig, while ranks of the other kind need one built on their own platform.
+    Can go when: executors can be registered by name, with their EngineArgs.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = original(EngineArgs, "create_engine_config")
+    if hasattr(create, "__ray_hetero__"):
+        return
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = self.distributed_executor_backend
+        if not (backend in (BACKEND, EXECUTOR_PATH) or getattr(backend, "is_ray_hetero", False)):
+            return create(self, *args, **kwargs)
+        launch = _prepare(self)
+        vllm_config = create(self, *args, **kwargs)
+        setattr(vllm_config, LAUNCH_ATTRIBUTE, launch)
+        return vllm_config
+
+    create_engine_config.__ray_hetero__ = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _prepare(engine_args: Any) -> Launch:
+    """Check what can be checked without a cluster, and name the executor class to vLLM."""
+    from ray_hetero.config import load_config
+    from ray_hetero.executor import HeteroExecutor
+    from ray_hetero.local_ray import check_ray_version
+    from ray_hetero.refusals import refuse_unsupported
+    from ray_hetero.world import Launch
+
+    check_ray_version()
+    config = load_config(engine_args.additional_config)
+    refuse_unsupported(engine_args, config)
+    launch = Launch(copy.copy(engine_args), config, _connected_ray_address())
+    engine_args.distributed_executor_backend = HeteroExecutor
+    if config.layout == "auto" or any("cpu" in stage for stage in config.layout):
+        # CPU ranks have the V1 model runner and no asynchronous scheduling; every process of
+        # the engine must agree, and vLLM reads both while it builds the driver's configuration.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        engine_args.async_scheduling = False
+    return launch
+
+
+def _connected_ray_address() -> str | None:
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def launch_of(vllm_config: VllmConfig) -> Launch:
+    """What `teach_backend_name` attached to the driver's configuration.
+
+    Raises:
+        UnsupportedError: the plugin did not run in the process that built the configuration.
+
+    """
+    launch = getattr(vllm_config, LAUNCH_ATTRIBUTE, None)
+    if launch is None:
+        raise UnsupportedError(
+            "the ray_hetero plugin was not loaded: VLLM_PLUGINS is "
+            f"{os.environ.get('VLLM_PLUGINS')!r}; add ray_hetero to it or unset it"
+        )
+    return launch  # type: ignore[no-any-return]
+
+
+def use_hetero_groups() -> None:
+    """Replace the group class of vllm.distributed.parallel_state, in a rank's process.
+
+    Why: its groups all use the backend of the world, and NCCL cannot span a CPU rank.
+    Can go when: init_model_parallel_group takes a backend per group.
+    """
+    from vllm.distributed import parallel_state
+
+    from ray_hetero.groups import HeteroGroup
+
+    original(parallel_state, "GroupCoordinator")
+    parallel_state.GroupCoordinator = HeteroGroup
+
+
+def use_gloo_world() -> None:
+    """Make Gloo the backend of the world group on a GPU rank.
+
+    Why: GPUWorker.init_device takes it from the platform, where it is NCCL.
+    Can go when: the world's backend is an option.
+    """
+    from vllm.platforms import current_platform
+
+    original(current_platform, "dist_backend")
+    current_platform.dist_backend = "gloo"
+
+
+def skip_jit_monitor_and_freeze() -> None:
+    """Finish warm-up the way GPUWorker.compile_or_warm_up_model ends, where it was not called."""
+    from vllm.utils.gc_utils import freeze_gc_heap
+
+    freeze_gc_heap()

@@ -1,0 +1,124 @@
+"""The rank's side of the warm-up schedule: carry out one step and acknowledge it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import set_random_seed
+
+from ray_hetero.warmup import Action, Step
+
+KV_SHARE_OF_FREE = 0.5
+"""Most of the free memory that an automatic KV cache takes, shared by the ranks of a host."""
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """A rank's answer to one step."""
+
+    rank: int
+    step: int
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank's steps need to know of it."""
+
+    rank: int
+    kind: str
+    kv_cache_bytes: int | None
+    """Size the user asked for; None sizes it from what is free."""
+    ranks_on_memory: int
+    """CPU ranks that draw on the same free memory."""
+
+
+@torch.inference_mode()
+def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
+    """Carry out one step on this rank's vLLM worker."""
+    with set_current_vllm_config(worker.vllm_config):
+        return Acknowledged(context.rank, step.number, _ACTIONS[step.action](worker, context, step))
+
+
+def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
+    if context.kind == "gpu":
+        return int(worker.determine_available_memory())
+    worker.model_runner.profile_run()
+    return _kv_budget(worker, context, step)
+
+
+def _forward(worker: Any, context: RankContext, step: Step) -> None:
+    runner = worker.model_runner
+    if step.tokens == runner.max_num_tokens:
+        # Compiles too, unless eager.
+        runner.warming_up_model()
+    else:
+        runner._dummy_run(step.tokens, is_profile=True)
+
+
+def _kv_budget(worker: Any, context: RankContext, step: Step) -> int:
+    """Bytes for the KV cache: what was asked, else what all sequences could fill, if it is free."""
+    if context.kv_cache_bytes is not None:
+        return context.kv_cache_bytes
+    model, scheduler = worker.vllm_config.model_config, worker.vllm_config.scheduler_config
+    needed = sum(
+        spec.page_size_bytes * cdiv(model.max_model_len, spec.block_size)
+        for spec in worker.get_kv_cache_spec().values()
+    )
+    free = int(psutil.virtual_memory().available * KV_SHARE_OF_FREE / context.ranks_on_memory)
+    return min(needed * scheduler.max_num_seqs, free)
+
+
+def _sample(worker: Any, context: RankContext, step: Step) -> None:
+    from vllm.config import CUDAGraphMode
+
+    runner = worker.model_runner
+    hidden, last_hidden = runner._dummy_run(
+        num_tokens=step.tokens, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+    )
+    if runner.is_pooling_model:
+        runner._dummy_pooler_run(hidden)
+    else:
+        runner._dummy_sampler_run(hidden_states=last_hidden)
+
+
+def _stock_warm_up(worker: Any, context: RankContext, step: Step) -> tuple[float, float]:
+    times = worker.compile_or_warm_up_model()
+    return times.language_model, times.encoder
+
+
+def _boundary(worker: Any, context: RankContext, step: Step) -> None:
+    boundary = getattr(get_pp_group(), "boundary", None)
+    if boundary is None:
+        return
+    runner = worker.model_runner
+    template = runner.model.make_empty_intermediate_tensors(
+        batch_size=1, dtype=runner.model_config.dtype, device=runner.device
+    )
+    boundary.agree(template.tensors, runner.max_num_tokens)
+
+
+def _finish(worker: Any, context: RankContext, step: Step) -> None:
+    set_random_seed(worker.model_config.seed, worker.parallel_config.data_parallel_index)
+
+
+def _idle(worker: Any, context: RankContext, step: Step) -> None:
+    return None
+
+
+_ACTIONS = {
+    Action.MEASURE_MEMORY: _measure_memory,
+    Action.FORWARD: _forward,
+    Action.KV_BUDGET: _kv_budget,
+    Action.SAMPLE: _sample,
+    Action.STOCK_WARM_UP: _stock_warm_up,
+    Action.BOUNDARY: _boundary,
+    Action.FINISH: _finish,
+    Action.IDLE: _idle,
+}

@@ -1,0 +1,85 @@
+"""What every rank's process is told about the world it joins: plain values, pickled by Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from placement.assignment import Seat
+from placement.layout import Layout
+from ray_hetero.config import HeteroConfig
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one `create_engine_config` call asked of this backend, carried to the executor."""
+
+    engine_args: EngineArgs
+    """Arguments as the user gave them; each rank builds its own configuration from them."""
+    config: HeteroConfig
+    ray_address: str | None
+    """Cluster that the calling process was connected to, if it was."""
+
+
+@dataclass(frozen=True)
+class SharedSettings:
+    """What all ranks must have in common with the driver, imposed on each rank's configuration."""
+
+    instance_id: str
+    dtype: str
+    max_model_len: int
+    block_size: int
+    seed: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    async_scheduling: bool
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    data_parallel: tuple[tuple[str, object], ...]
+    """Data-parallel fields of the driver's ParallelConfig, by name."""
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of one engine."""
+
+    layout: Layout
+    seats: tuple[Seat, ...]
+    layers: tuple[int, ...]
+    """Layers of each pipeline stage."""
+
+    def group_kinds(self, ranks: Sequence[int]) -> frozenset[str]:
+        """Kinds of device among these ranks."""
+        return frozenset(self.seats[rank].kind for rank in ranks)
+
+    def on_one_node(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks share a host."""
+        return len({self.seats[rank].node_id for rank in ranks}) == 1
+
+    @property
+    def has_cpu(self) -> bool:
+        """Whether any rank is a CPU socket."""
+        return "cpu" in self.layout.kinds
+
+    @property
+    def is_cpu_only(self) -> bool:
+        """Whether every rank is a CPU socket."""
+        return "gpu" not in self.layout.kinds
+
+
+@dataclass(frozen=True)
+class RankLaunch:
+    """Everything one rank's actor needs to start."""
+
+    world: World
+    seat: Seat
+    launch: Launch
+    shared: SharedSettings
+    threads: tuple[int, ...]
+    """Logical CPUs that this rank computes on (CPU rank) or runs its Python on (GPU rank)."""
+    layer_partition: str
+    """Layers of each stage as vLLM's VLLM_PP_LAYER_PARTITION takes them."""

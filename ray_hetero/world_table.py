@@ -1,0 +1,55 @@
+"""The placement as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ray_hetero.world import World
+
+
+def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table:
+    """One row a rank: where it sits and what it holds.
+
+    Args:
+        world: all ranks.
+        threads: logical CPUs of each rank's compute threads, by rank.
+
+    """
+    table = Table(title="Placement", title_justify="left")
+    for column in ("rank", "stage", "tp", "kind", "node", "device", "threads", "layers"):
+        table.add_column(column, justify="right" if column in ("rank", "stage", "tp") else "left")
+    for seat in world.seats:
+        first = sum(world.layers[: seat.stage])
+        last = first + world.layers[seat.stage] - 1
+        table.add_row(
+            str(seat.rank),
+            str(seat.stage),
+            str(seat.tensor_rank),
+            seat.kind,
+            seat.node_name,
+            seat.device,
+            _ranges(threads.get(seat.rank, ())) if seat.kind == "cpu" else "",
+            f"{first}-{last} ({world.layers[seat.stage]})",
+        )
+    return table
+
+
+def as_text(table: Table, width: int = 120) -> str:
+    """The table as plain text for a log."""
+    console = Console(width=width, no_color=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()
+
+
+def _ranges(cpus: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if parts and cpu == parts[-1][-1] + 1:
+            parts[-1][1:] = [cpu]
+        else:
+            parts.append([cpu])
+    return ",".join("-".join(map(str, part)) for part in parts)
