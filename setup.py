@@ -1,4 +1,4 @@
-"""Builds the native module if there is a compiler; without one the package is installed all the same."""
+"""Builds the native module where there is a compiler; the package installs without one too."""
 
 from __future__ import annotations
 
@@ -25,25 +25,6 @@ class OptionalBuild(build_ext):
                 file=sys.stderr,
             )
 
-    def get_outputs(self) -> list[str]:
-        """Only files that were built."""
-        return [path for path in super().get_outputs() if self._built(path)]
-
-    def copy_extensions_to_source(self) -> None:
-        """Editable installs: skip what was not built."""
-        self.extensions = [
-            extension
-            for extension in self.extensions
-            if self._built(f"{self.build_lib}/{self.get_ext_filename(extension.name)}")
-        ]
-        super().copy_extensions_to_source()
-
-    @staticmethod
-    def _built(path: str) -> bool:
-        from pathlib import Path
-
-        return Path(path).exists()
-
 
 setup(
     ext_modules=[
@@ -52,7 +33,7 @@ setup(
             ["csrc/native.cpp"],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
-            extra_link_args=["-pthread"],
+            optional=True,
         )
     ],
     cmdclass={"build_ext": OptionalBuild},

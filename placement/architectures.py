@@ -5,76 +5,11 @@ Names and shapes are those of the checkpoints on the Hugging Face hub.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from placement.quantisation import FLOAT32, Linear, UnknownModelError
-
-
-class Config:
-    """A model's config.json with errors that name the key and the model type."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-        self.model_type = str(values.get("model_type"))
-
-    def number(self, *keys: str) -> int:
-        """The first of these keys that has a value.
-
-        Raises:
-            UnknownModelError: none has, or the value is not a whole number.
-
-        """
-        value = next((self.values[key] for key in keys if self.values.get(key) is not None), None)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UnknownModelError(
-                f"config of model_type {self.model_type!r}: expected a whole number for "
-                f"{' or '.join(keys)}, got {value!r}"
-            )
-        return value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """A yes or no; the default where the key is absent or null."""
-        value = self.values.get(key)
-        return default if value is None else bool(value)
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there with a value."""
-        return self.values.get(key) is not None
-
-    @property
-    def hidden(self) -> int:
-        """Hidden size."""
-        return self.number("hidden_size", "n_embd", "d_model")
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        return self.number("num_attention_heads", "n_head")
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads; as many as heads where the config does not say."""
-        return self.number("num_key_value_heads", "num_attention_heads", "n_head")
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one head."""
-        if self.has("head_dim"):
-            return self.number("head_dim")
-        return self.hidden // self.heads
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers."""
-        return self.number("num_hidden_layers", "n_layer")
-
-    @property
-    def experts(self) -> int:
-        """Routed experts of a mixture layer; 0 in a dense model."""
-        keys = ("n_routed_experts", "num_local_experts", "num_experts")
-        return self.number(*keys) if any(self.has(key) for key in keys) else 0
+from placement.model_config import Config
+from placement.quantisation import FLOAT32, Linear
 
 
 @dataclass(frozen=True)
@@ -301,6 +236,8 @@ def window_of(config: Config, index: int) -> int | None:
     if types:
         slides = types[index] == "sliding_attention"
     else:
-        rule = ARCHITECTURES[config.model_type].window if config.model_type in ARCHITECTURES else None
+        rule = (
+            ARCHITECTURES[config.model_type].window if config.model_type in ARCHITECTURES else None
+        )
         slides = rule is not None and rule(config, index)
     return config.number("sliding_window") if slides else None

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from placement.quantisation import Stored, UnknownModelError
+from placement.model_config import UnknownModelError
+from placement.quantisation import Stored
 from placement.tensors import is_multiplied
 
 _DTYPE_BITS = {
@@ -26,7 +27,7 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _NOT_TEXT = re.compile(r"(^|\.)(vision|visual|vit|audio|image|mm_|multi_modal|siglip)")
-_NOT_LOADED = re.compile(r"rotary_emb\.inv_freq$|attn\.bias$|masked_bias$")
+_NOT_LOADED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 _EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_positions|wpe|project_in)\.")
 _LAST = re.compile(r"(^|\.)(norm|ln_f|final_layer_norm|final_layernorm|norm_f|project_out)\.")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")

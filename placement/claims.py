@@ -114,8 +114,9 @@ def claim(directory: Path, socket_key: str, owner: str, cpus: Collection[int] = 
     Args:
         directory: lock directory; made (mode 0700) if it is not there.
         socket_key: name of the claim; letters, digits, `.`, `_` and `-`.
-        owner: name of the engine.  Claims of one engine may have CPUs in common (several ranks on
-            a small machine), those of two may not.
+        owner: name of the engine, which no other engine has (vLLM's instance id, say).  Claims of
+            one engine may have CPUs in common (several ranks on a small machine), those of two
+            may not.
         cpus: logical CPUs of the socket; without any, only the key counts.
 
     Raises:
@@ -205,4 +206,5 @@ def _command(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return "not visible from here"
-    return b" ".join(words).decode(errors="replace").strip()[:80] or "no command line"
+    text = " ".join(b" ".join(words).decode(errors="replace").split())
+    return text[:80] or "no command line"

@@ -8,28 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from placement.architectures import (
-    ARCHITECTURES,
-    Architecture,
-    Config,
-    Experts,
-    Vector,
-    window_of,
-)
+from placement.architectures import ARCHITECTURES, Architecture, Experts, Vector, window_of
 from placement.checkpoint import read_headers, sort_tensors
-from placement.quantisation import (
-    Linear,
-    Quantised,
-    Stored,
-    UnknownModelError,
-    quantised_from,
-    store,
-)
+from placement.model import Mla, ModelShape
+from placement.model_config import Config, UnknownModelError, dtype_bytes, kv_bytes
+from placement.quantisation import Quantised, Stored, quantised_from, store
 from placement.tensors import KvCache, Layer, Tensor, is_multiplied, role_of, shards_of
+from placement.vocabulary import vocabulary_of
 
 __all__ = [
     "Mla",
@@ -39,93 +27,6 @@ __all__ = [
     "shape_from_safetensors",
     "shape_of",
 ]
-
-DTYPE_BYTES = {
-    "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2,
-    "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Mla:
-    """Multi-head latent attention: one latent per token instead of keys and values per head."""
-
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    qk_nope_head_dim: int
-    v_head_dim: int
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Everything about a model that placing it needs."""
-
-    model_type: str
-    source: Literal["config", "safetensors"]
-    layers: tuple[Layer, ...]
-    embedding: tuple[Tensor, ...]
-    final_norm: tuple[Tensor, ...]
-    output_head: tuple[Tensor, ...]
-    """Empty where the embedding serves as output matrix."""
-    extra: tuple[Tensor, ...]
-    """Vision and audio towers; the first stage holds them."""
-    tied: bool
-    vocabulary_everywhere: bool
-    """vLLM gives each pipeline stage of this architecture its embedding, norm and output head."""
-    hidden_size: int
-    vocab_size: int
-    intermediate_size: int
-    """Widest MLP a token passes, all its active experts together."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
-    """Width of activations."""
-    experts: int = 0
-    active_experts: int = 0
-    mla: Mla | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, each counted once."""
-        rest = self.embedding + self.final_norm + self.output_head + self.extra
-        return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in rest)
-
-    def bytes_by_role(self) -> dict[str, int]:
-        """Weight bytes of attention, MLP, experts, norms, embedding, output head, …."""
-        sums: dict[str, int] = {}
-        parts = [(tensor.role, tensor) for layer in self.layers for tensor in layer.tensors]
-        parts += [("embedding", t) for t in self.embedding]  # type: ignore[misc]
-        parts += [("norm", t) for t in self.final_norm]  # type: ignore[misc]
-        names: list[tuple[str, Tensor]] = [*parts, *(("output head", t) for t in self.output_head)]
-        names += [("other", t) for t in self.extra]
-        for role, tensor in names:
-            sums[role] = sums.get(role, 0) + tensor.nbytes
-        return sums
-
-    def kv_bytes_per_token(self) -> int:
-        """KV bytes of one token over all layers."""
-        return sum(layer.kv.bytes_per_token for layer in self.layers if layer.kv is not None)
-
-    def around(self, *, first: bool, last: bool) -> tuple[Tensor, ...]:
-        """Tensors outside the layers that a stage holds, as vLLM 0.32 places them."""
-        everywhere = self.vocabulary_everywhere
-        tensors: tuple[Tensor, ...] = ()
-        if first or everywhere or (last and self.tied):
-            tensors += self.embedding
-        if first:
-            tensors += self.extra
-        if last or everywhere:
-            tensors += self.final_norm + self.output_head
-        return tensors
-
-    @property
-    def output_matrix(self) -> tuple[Tensor, ...]:
-        """What a decode step reads after the last layer."""
-        if not self.tied:
-            return self.output_head + self.final_norm
-        matrix = max(self.embedding, key=lambda tensor: tensor.nbytes, default=None)
-        return ((matrix,) if matrix is not None else ()) + self.final_norm
 
 
 def shape_of(
@@ -184,19 +85,23 @@ def shape_from_config(
             f"{', '.join(sorted(ARCHITECTURES))}). Plan from a local checkpoint instead: give its "
             "directory, the headers of its safetensors files say everything."
         )
-    width = _dtype_bytes(dtype, config)
+    width = dtype_bytes(dtype, config)
     quantised = quantised_from(config, width)
     layers = tuple(
         Layer(
             index,
             tuple(_layer_tensors(architecture, reader, index, width, quantised)),
-            _kv(reader, index, _kv_bytes(kv_dtype, width)),
+            _kv(reader, index, kv_bytes(kv_dtype, width)),
         )
         for index in range(reader.layers)
     )
     tied = reader.flag("tie_word_embeddings", architecture.tied)
-    embedding, final, head = _vocabulary(reader, width, tied)
-    return _shape(reader, "config", layers, (embedding, final, head, ()), width)
+    around = vocabulary_of(reader, width, tied=tied)
+    rest = tuple(
+        tuple(_tensor(part, reader) for part in parts)
+        for parts in (around.embedding, around.final_norm, around.output_head, ())
+    )
+    return _shape(reader, "config", layers, rest, width)
 
 
 def shape_from_safetensors(
@@ -213,7 +118,7 @@ def shape_from_safetensors(
     # A model with a vision or audio tower describes its decoder in a section of its own.
     reader = Config({**config, **config["text_config"]} if "text_config" in config else config)
     settings = config.get("quantization_config") or {}
-    width = _dtype_bytes(dtype, reader.values)
+    width = dtype_bytes(dtype, reader.values)
     found = sort_tensors(
         read_headers(directory),
         reader.layers,
@@ -224,7 +129,7 @@ def shape_from_safetensors(
         Layer(
             index,
             tuple(_tensor(part, reader, count) for part, count in tensors.values()),
-            _kv(reader, index, _kv_bytes(kv_dtype, width)),
+            _kv(reader, index, kv_bytes(kv_dtype, width)),
         )
         for index, tensors in found.layers.items()
     )
@@ -276,7 +181,9 @@ def _shape(
 
 
 def _intermediate(config: Config) -> int:
-    dense = config.number("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    keys = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    # Where a config leaves the width out it is four times the hidden size (GPT-2, BLOOM, Falcon).
+    dense = config.number(*keys) if any(map(config.has, keys)) else 4 * config.hidden
     if not config.experts:
         return dense
     width = config.number("moe_intermediate_size", "intermediate_size")
@@ -322,44 +229,6 @@ def _layer_tensors(
                 yield _tensor(stored, config)
 
 
-def _vocabulary(
-    config: Config, width: int, tied: bool
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    hidden, vocab = config.hidden, config.number("vocab_size")
-    if config.model_type == "opt":
-        return _opt_vocabulary(config, width, tied)
-    embedding = (_tensor(Stored("embed_tokens.weight", vocab * hidden, width), config),)
-    final = (_tensor(Stored("norm.weight", hidden, width, values=0), config),)
-    head = _tensor(Stored("lm_head.weight", vocab * hidden, width), config)
-    return embedding, final, () if tied else (head,)
-
-
-def _opt_vocabulary(
-    config: Config, width: int, tied: bool
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    hidden, vocab = config.hidden, config.number("vocab_size")
-    inner = config.number("word_embed_proj_dim", "hidden_size")
-    # OPT's positions start at 2, the two rows in front are never used.
-    positions = config.number("max_position_embeddings") + 2
-    embedding = [
-        Stored("embed_tokens.weight", vocab * inner, width),
-        Stored("embed_positions.weight", positions * hidden, width, values=0),
-    ]
-    final = []
-    if config.flag("do_layer_norm_before", True) and not config.flag("_remove_final_layer_norm"):
-        names = ("weight", "bias") if config.flag("layer_norm_elementwise_affine", True) else ()
-        final = [Stored(f"final_layer_norm.{name}", hidden, width, values=0) for name in names]
-    if inner != hidden:
-        embedding.append(Stored("project_in.weight", inner * hidden, width))
-        final.append(Stored("project_out.weight", inner * hidden, width))
-    head = [] if tied else [Stored("lm_head.weight", vocab * inner, width)]
-    return (
-        tuple(_tensor(part, config) for part in embedding),
-        tuple(_tensor(part, config) for part in final),
-        tuple(_tensor(part, config) for part in head),
-    )
-
-
 def _tensor(stored: Stored, config: Config, count: int = 1) -> Tensor:
     return Tensor(
         name=stored.name,
@@ -370,22 +239,3 @@ def _tensor(stored: Stored, config: Config, count: int = 1) -> Tensor:
         shards=shards_of(stored.name, config.kv_heads),
         values=stored.values if is_multiplied(stored.name) else 0,
     )
-
-
-def _dtype_bytes(dtype: str | None, config: Mapping[str, Any]) -> int:
-    if dtype in (None, "auto"):
-        found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    else:
-        found = str(dtype)
-    return _width(found)
-
-
-def _kv_bytes(kv_dtype: str | None, width: int) -> int:
-    return width if kv_dtype in (None, "auto") else _width(str(kv_dtype))
-
-
-def _width(dtype: str) -> int:
-    name = dtype.removeprefix("torch.")
-    if name not in DTYPE_BYTES:
-        raise UnknownModelError(f"dtype {dtype!r} is not known (known: {', '.join(DTYPE_BYTES)})")
-    return DTYPE_BYTES[name]

@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from placement.errors import PlacementError
+from placement.model_config import UnknownModelError
 
 INT32 = 4
 FLOAT32 = 4
 FLOAT16 = 2
 INT64 = 8
-
-
-class UnknownModelError(PlacementError):
-    """Sizes of that architecture or quantisation cannot be told from its config."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,9 @@ def _gptq(settings: Mapping[str, Any], dtype_bytes: int) -> Format:
         groups = -(-linear.in_ // _group(settings, linear.in_))
         packed_out = -(-linear.out * bits // 32)
         return [
-            Stored(f"{linear.name}.qweight", linear.in_ * bits // 32 * linear.out, INT32, 32 // bits),
+            Stored(
+                f"{linear.name}.qweight", linear.in_ * bits // 32 * linear.out, INT32, 32 // bits
+            ),
             Stored(f"{linear.name}.qzeros", groups * packed_out, INT32, values=0),
             Stored(f"{linear.name}.scales", groups * linear.out, FLOAT16, values=0),
             Stored(f"{linear.name}.g_idx", linear.in_, INT32, values=0),
@@ -226,7 +224,7 @@ def _scales(linear: Linear, weights: Mapping[str, Any]) -> int:
     if strategy == "group":
         return linear.out * -(-linear.in_ // int(weights["group_size"]))
     if strategy == "block":
-        rows, columns = weights["block_structure"]
+        rows, columns = map(int, weights["block_structure"])
         return -(-linear.out // rows) * -(-linear.in_ // columns)
     raise UnknownModelError(
         f"compressed-tensors strategy {strategy!r} is not known from the config alone "

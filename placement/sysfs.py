@@ -92,6 +92,8 @@ def _node_ids(tree: Tree) -> tuple[int, ...] | None:
     listed = tree.find_list(f"{NODES}/online")
     if listed is not None:
         missing = [node for node in listed if not tree.exists(f"{NODES}/node{node}")]
+        if listed and len(missing) == len(listed):  # some sandboxes show this file alone
+            return None
         if missing or not listed:
             what = f"node{missing[0]} is listed but not there" if missing else "no node is listed"
             raise TopologyError(f"{tree.root / NODES}/online: {what}; expected the online nodes")

@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal[
-    "attention", "mlp", "expert", "shared expert", "router", "norm", "embedding", "other"
-]
+Role = Literal["attention", "mlp", "expert", "shared expert", "router", "norm", "other"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class KvCache:
     """Floating-point operations of attention for one (query, key) pair, all heads."""
 
     def rank_bytes(self, tensor_parallel_size: int) -> int:
-        """Bytes a token costs one tensor-parallel rank; heads are replicated when ranks are more."""
+        """Bytes a token costs one tensor-parallel rank; with more ranks than heads, one head."""
         heads = -(-self.heads // tensor_parallel_size)
         return self.bytes_per_token * heads // self.heads
 

@@ -5,6 +5,7 @@ discover → plan → reserve → spawn → connect → warm up.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import weakref
@@ -113,19 +114,37 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         partition = ",".join(map(str, world.layers))
         # The driver's own copy of the configuration answers questions about layers too.
         os.environ["VLLM_PP_LAYER_PARTITION"] = partition
+        threads = {
+            seat.rank: planning.compute_threads(seat, self._config.cpu)
+            for seat in world.seats
+            if seat.kind == "cpu"
+        }
+        spare = {node: self._spare_cpus(world, threads, node) for node in world.node_ids}
+        if multiprocessing.parent_process() is not None and (own := spare.get(self._node_id)):
+            # Only in vLLM's own engine process; a notebook's process is the user's.
+            os.sched_setaffinity(0, own)
         return [
             RankLaunch(
                 world=world,
                 seat=seat,
                 launch=self._launch,
                 shared=shared,
-                threads=planning.compute_threads(seat, self._config.cpu)
-                if seat.kind == "cpu"
-                else (),
+                threads=threads.get(seat.rank, spare[seat.node_id]),
                 layer_partition=partition,
             )
             for seat in world.seats
         ]
+
+    @property
+    def _node_id(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    @staticmethod
+    def _spare_cpus(
+        world: World, threads: dict[int, tuple[int, ...]], node_id: str
+    ) -> tuple[int, ...]:
+        seats = [seat for seat in world.seats if seat.kind == "cpu" and seat.node_id == node_id]
+        return planning.spare_cpus(seats, [threads[seat.rank] for seat in seats])
 
     def _reserve(self) -> None:
         with self._progress.step("reserve"):
@@ -143,7 +162,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 actors.spawn(
                     rank,
                     self._placement_group,
-                    actors.environment_of(rank, libraries, None),
+                    actors.environment_of(rank, libraries, os.environ.get("RAY_HETERO_CPU_SITE")),
                     rank.seat.rank,
                 )
                 for rank in self._ranks

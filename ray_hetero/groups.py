@@ -24,13 +24,22 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from ray_hetero.exchange import StageBoundary
 from ray_hetero.world import World
 
+# One world a process, like vLLM's own groups.
 _world: World | None = None
+_device_backend = "gloo"
 
 
-def set_world(world: World) -> None:
-    """Tell this process which ranks are of which kind; before the first group is made."""
-    global _world  # noqa: PLW0603 - one world per process, like vLLM's own groups
+def set_world(world: World, device_backend: str) -> None:
+    """Tell this process about its world, before the first group is made.
+
+    Args:
+        world: which rank is of which kind.
+        device_backend: what groups of GPUs only use, the platform's own: NCCL.
+
+    """
+    global _world, _device_backend
     _world = world
+    _device_backend = device_backend
 
 
 class HostCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
@@ -124,7 +133,7 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         super().__init__(
             group_ranks=group_ranks,
             local_rank=local_rank,
-            torch_distributed_backend="nccl" if kinds == {"gpu"} else "gloo",
+            torch_distributed_backend=_device_backend if kinds == {"gpu"} else "gloo",
             use_device_communicator=use_device_communicator and is_stock,
             use_message_queue_broadcaster=use_message_queue_broadcaster,
             group_name=group_name,
@@ -133,7 +142,13 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         self.boundary: StageBoundary | None = None
         if is_stock or len(own) == 1:
             return
-        if use_device_communicator:
+        if group_name == "pp":
+            # Stages meet at the boundary only; without a communicator in the group, vLLM may
+            # capture CUDA graphs of a GPU stage.
+            self.boundary = StageBoundary(
+                self.device_group, self.ranks, self.rank_in_group, self.device
+            )
+        elif use_device_communicator:
             self.use_device_communicator = True
             self.device_communicator = HostCommunicator(
                 cpu_group=self.cpu_group,
@@ -141,10 +156,6 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
                 device_group=self.device_group,
                 unique_name=self.unique_name,
                 use_all2all=use_all2all,
-            )
-        if group_name == "pp":
-            self.boundary = StageBoundary(
-                self.device_group, self.ranks, self.rank_in_group, self.device
             )
 
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:

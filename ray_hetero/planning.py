@@ -133,6 +133,23 @@ def _reserved(socket: Socket, seat: Seat, config: CpuConfig) -> int:
     return config.reserved_cores
 
 
+def spare_cpus(seats: Sequence[Seat], threads: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Logical CPUs of one node that no CPU rank computes on, for everything else that runs there.
+
+    SMT siblings of compute cores are not spare: what runs there slows the core down.
+
+    Args:
+        seats: the CPU ranks of the node.
+        threads: logical CPUs of each of these ranks' compute threads.
+
+    """
+    busy = {cpu for cpus in threads for cpu in cpus}
+    cores = [core for seat in seats if seat.socket for core in seat.socket.cores]
+    return tuple(
+        sorted({cpu for core in cores if not busy & set(core.cpus) for cpu in core.cpus})
+    )
+
+
 def sharing_warning(seats: Sequence[Seat]) -> str | None:
     """A line for the log where CPU ranks compute on the same cores."""
     used: dict[tuple[str, int], int] = {}

@@ -101,6 +101,8 @@ def build_rank_config(rank: RankLaunch) -> VllmConfig:
         Whatever vLLM raises for options that this platform does not take.
 
     """
+    from vllm.platforms import current_platform
+
     args = copy.copy(rank.launch.engine_args)
     shared, config = rank.shared, rank.launch.config
     # vLLM's GPU worker checks local ranks against nnodes for every other backend name.
@@ -114,7 +116,7 @@ def build_rank_config(rank: RankLaunch) -> VllmConfig:
     args.async_scheduling = shared.async_scheduling
     args.enable_prefix_caching = shared.enable_prefix_caching
     args.enable_chunked_prefill = shared.enable_chunked_prefill
-    if rank.seat.kind == "cpu":
+    if current_platform.is_cpu():
         # Without an explicit size CPUWorker insists on a share of the node's whole memory.
         # The real size is set after loading, when what is free is known.
         asked = config.cpu.kv_cache_gib

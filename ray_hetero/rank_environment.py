@@ -16,7 +16,7 @@ from typing import Literal
 
 from ray_hetero.errors import ConfigError
 
-PROPAGATED_PREFIXES = ("VLLM_", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "NCCL_", "TORCH", "UCX_")
+PROPAGATED_PREFIXES = ("RAY_HETERO_", "VLLM_", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "NCCL_", "TORCH", "UCX_")
 """Variables of the driver that ranks need; the same families that vLLM hands to its workers."""
 PER_RANK = frozenset({"VLLM_HOST_IP", "VLLM_HOST_PORT", "VLLM_CPU_OMP_THREADS_BIND"})
 """Of these families, what describes the driver's own process and must not travel."""

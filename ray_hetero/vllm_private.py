@@ -130,20 +130,33 @@ def use_hetero_groups() -> None:
     parallel_state.GroupCoordinator = HeteroGroup
 
 
-def use_gloo_world() -> None:
-    """Make Gloo the backend of the world group on a GPU rank.
+def use_gloo_world() -> str:
+    """Make Gloo the backend of the world group on a GPU rank; answers the platform's own.
 
     Why: GPUWorker.init_device takes it from the platform, where it is NCCL.
     Can go when: the world's backend is an option.
     """
     from vllm.platforms import current_platform
 
-    original(current_platform, "dist_backend")
+    backend = str(original(current_platform, "dist_backend"))
     current_platform.dist_backend = "gloo"
+    return backend
 
 
-def skip_jit_monitor_and_freeze() -> None:
-    """Finish warm-up the way GPUWorker.compile_or_warm_up_model ends, where it was not called."""
-    from vllm.utils.gc_utils import freeze_gc_heap
+def share_samples(model_runner: Any) -> None:
+    """Let tensor-parallel rank 0 decide what the ranks of a mixed group have sampled.
 
-    freeze_gc_heap()
+    Why: every rank samples for itself (GPUModelRunner._sample) from the same logits, and feeds
+    itself what it sampled; the random generators of a GPU and a CPU differ.
+    Can go when: vLLM broadcasts sampled tokens inside a tensor-parallel group.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    sample = original(model_runner, "_sample")
+
+    def sample_and_share(*args: Any, **kwargs: Any) -> Any:
+        output = sample(*args, **kwargs)
+        output.sampled_token_ids = get_tp_group().broadcast(output.sampled_token_ids)
+        return output
+
+    model_runner._sample = sample_and_share

@@ -9,6 +9,7 @@ import psutil
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import set_random_seed
 
@@ -47,7 +48,7 @@ def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
 
 
 def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
-    if context.kind == "gpu":
+    if current_platform.is_cuda():
         return int(worker.determine_available_memory())
     worker.model_runner.profile_run()
     return _kv_budget(worker, context, step)

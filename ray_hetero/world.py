@@ -61,6 +61,11 @@ class World:
         return len({self.seats[rank].node_id for rank in ranks}) == 1
 
     @property
+    def node_ids(self) -> frozenset[str]:
+        """Nodes that hold at least one rank."""
+        return frozenset(seat.node_id for seat in self.seats)
+
+    @property
     def has_cpu(self) -> bool:
         """Whether any rank is a CPU socket."""
         return "cpu" in self.layout.kinds

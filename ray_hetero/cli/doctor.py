@@ -1,0 +1,47 @@
+"""`ray-hetero doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ray_hetero.checks import Check
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what is wrong on this host and what to type; exit status 1 if something cannot work."""
+    from ray_hetero.host_checks import run_checks
+
+    found = run_checks()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
+    else:
+        _show(found)
+    if any(check.status == "fail" for check in found):
+        raise typer.Exit(1)
+
+
+def _show(found: Sequence[Check]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    width = max(len(check.name) for check in found)
+    for check in found:
+        line = Text(f"{check.status:4}", style=STYLES[check.status])
+        line.append(f"  {check.name:{width}}  {check.found}", style="default")
+        console.print(line)
+        if check.remedy:
+            # Not wrapped and on a line of its own, so that it can be copied.
+            console.print(Text(f"      {'':{width}}  → {check.remedy}"))
+    counts = {status: sum(check.status == status for check in found) for status in STYLES}
+    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

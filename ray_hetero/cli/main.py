@@ -1,0 +1,53 @@
+"""The `ray-hetero` command."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from placement.errors import PlacementError
+from ray_hetero.cli.demo_model import demo_model
+from ray_hetero.cli.doctor import doctor
+from ray_hetero.cli.install_cpu_kernels import install_cpu_kernels
+from ray_hetero.cli.plan import plan
+from ray_hetero.cli.ray_args import ray_args
+from ray_hetero.cli.topology import topology
+from ray_hetero.errors import RayHeteroError
+
+commands = typer.Typer(
+    help="One vLLM engine over GPUs and CPU sockets, placed by Ray.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+commands.command()(topology)
+commands.command()(plan)
+commands.command()(doctor)
+commands.command("install-cpu-kernels")(install_cpu_kernels)
+commands.command("ray-args")(ray_args)
+commands.command("demo-model")(demo_model)
+
+
+@commands.callback(invoke_without_command=True)
+def options(
+    ctx: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and leave.", is_eager=True)
+    ] = False,
+) -> None:
+    """One vLLM engine over GPUs and CPU sockets, placed by Ray."""
+    if show_version:
+        typer.echo(f"ray-hetero {version('ray-hetero')}")
+        raise typer.Exit
+
+
+def app() -> None:
+    """Run the command line; what a user or machine can cause is one line and exit status 1."""
+    try:
+        commands()
+    except (RayHeteroError, PlacementError) as error:
+        typer.echo(f"ray-hetero: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,66 @@
+"""`ray-hetero topology`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from placement.topology import Host
+
+CLUSTER_TIMEOUT_S = 60.0
+
+
+def topology(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Every node of the Ray cluster that runs here.")
+    ] = False,
+) -> None:
+    """Show NUMA nodes, cores, memory and GPUs of this host or of the whole cluster."""
+    from placement.describe import to_dict
+    from placement.sysfs import read_host
+
+    hosts = _cluster_hosts() if cluster else [read_host()]
+    if as_json:
+        found = [to_dict(host) for host in hosts]
+        typer.echo(json.dumps(found if cluster else found[0], indent=2))
+    else:
+        _show(hosts)
+
+
+def _show(hosts: Sequence[Host]) -> None:
+    from rich.console import Console
+
+    from placement.describe import host_table
+
+    console = Console(highlight=False)
+    for host in hosts:
+        console.print(host_table(host))
+
+
+def _cluster_hosts() -> list[Host]:
+    import logging
+    import os
+
+    import ray
+
+    from placement import cluster
+    from ray_hetero.errors import StartupError
+
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        raise StartupError(
+            f"--cluster: no Ray cluster answers at {address!r}; type: ray start --head "
+            "$(ray-hetero ray-args), or set RAY_ADDRESS"
+        ) from None
+    try:
+        nodes = cluster.discover(unit="package", shares=1, timeout_s=CLUSTER_TIMEOUT_S)
+        return [node.host for node in nodes]
+    finally:
+        ray.shutdown()

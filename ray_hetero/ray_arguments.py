@@ -1,0 +1,34 @@
+"""What to add to `ray start` so that a node suits this backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from placement.topology import Host
+
+GIB = 1 << 30
+OBJECT_STORE_BYTES = GIB
+"""Nothing large goes through the object store; Ray's default takes 30 % of the memory."""
+
+
+@dataclass(frozen=True)
+class RayArguments:
+    """Options and environment of `ray start` on one host."""
+
+    options: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def ray_arguments(host: Host) -> RayArguments:
+    """What suits a host.
+
+    `--num-cpus` is physical cores, which is what bundles are sized in; Ray would count logical
+    ones.  The memory monitor is off because it kills the largest worker of a full node, and a
+    node full of weights is how it should be.
+    """
+    memory = sum(node.memory_bytes or 0 for node in host.numa_nodes)
+    store = min(OBJECT_STORE_BYTES, memory // 20) if memory else OBJECT_STORE_BYTES
+    options = [f"--num-cpus={len(host.cores)}", f"--object-store-memory={store}"]
+    if host.gpus:
+        options.append(f"--num-gpus={len(host.gpus)}")
+    return RayArguments(tuple(options), {"RAY_memory_monitor_refresh_ms": "0"})

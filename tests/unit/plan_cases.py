@@ -1,0 +1,56 @@
+"""Models and devices that the planner's tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from placement.devices import RankDevice, StageDevices, known_part
+from placement.model import ModelShape
+from placement.model_shape import shape_from_config
+
+
+def config_of(
+    model_type: str, layers: int, hidden: int, width: int, heads: tuple[int, int], vocab: int,
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocab,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+def llama(layers: int, hidden: int, width: int, heads: tuple[int, int]) -> ModelShape:
+    return shape_from_config(config_of("llama", layers, hidden, width, heads, 128256))
+
+
+LLAMA_8B = llama(32, 4096, 14336, (32, 8))
+LLAMA_70B = llama(80, 8192, 28672, (64, 8))
+LLAMA_405B = llama(126, 16384, 53248, (128, 8))
+MIXTRAL_8X22B = shape_from_config(
+    config_of(
+        "mixtral", 56, 6144, 16384, (48, 8), 32768, num_local_experts=8, num_experts_per_tok=2
+    )
+)
+
+GPU_BANDWIDTH = 0.85 * 3350e9
+CPU_BANDWIDTH = 0.75 * 307.2e9
+
+
+def device(part: str, index: int = 0, *, gib: float | None = None, node: str = "a") -> RankDevice:
+    """A device of the table with 90 % of its memory, or so many GiB, for the engine."""
+    figures = known_part(part)
+    assert figures is not None
+    usable = int(figures.memory_bytes * 0.9) if gib is None else int(gib * 2**30)
+    noun = "GPU" if figures.kind == "gpu" else "socket"
+    return RankDevice(node, f"{noun} {index}", figures, usable)
+
+
+def stage(*ranks: RankDevice) -> StageDevices:
+    return StageDevices(ranks)

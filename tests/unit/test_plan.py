@@ -1,0 +1,211 @@
+"""Plans on described clusters, their picture, their table and the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from plan_cases import LLAMA_8B, LLAMA_70B, config_of
+from rich.console import Console
+from typer.testing import CliRunner
+
+from placement.described import described, read_described
+from placement.errors import DoesNotFitError, LayoutError
+from placement.picture import plan_svg
+from placement.plan import Plan, plan_model
+from placement.plan_table import plan_table
+from placement.svg import fitted, width
+from ray_hetero.cli.plan import plan as plan_command
+
+DATA = Path(__file__).parent / "data"
+SERVER = read_described(DATA / "h100_two_8480.yaml")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_number_of_stages_is_chosen() -> None:
+    assert plan_model("m", LLAMA_8B, SERVER).split.layers == (32,)
+    # Two stages: the GPU holds 42 of 80 layers of 1.71 GB; the second socket would bring nothing.
+    planned = plan_model("m", LLAMA_70B, SERVER)
+    assert len(planned.split.stages) == 2
+    assert [device.label for device in planned.idle] == ["socket 1"]
+    assert len(plan_model("m", LLAMA_70B, SERVER, pipeline_parallel_size=3).split.stages) == 3
+    given = plan_model("m", LLAMA_70B, SERVER, layers=(60, 20))
+    assert [stage.devices.has_cpu for stage in given.split.stages] == [True, False]
+    assert given.split.layers == (60, 20)
+
+
+def test_a_plan_without_cpu_ranks_says_so() -> None:
+    alone = plan_model("m", LLAMA_8B, SERVER)
+    assert alone.notes[0] == "The model fits on the GPUs alone: no CPU rank is asked to work."
+    asked = plan_model("m", LLAMA_8B, SERVER, pipeline_parallel_size=2)
+    assert "no CPU rank is needed. With --pipeline-parallel-size 1" in asked.notes[0]
+    assert "GPUs alone" not in " ".join(plan_model("m", LLAMA_70B, SERVER).notes)
+
+
+def test_what_cannot_be_planned() -> None:
+    with pytest.raises(LayoutError, match="9 pipeline stages"):
+        plan_model("m", LLAMA_8B, SERVER, pipeline_parallel_size=9)
+    small = described({"nodes": [{"name": "a", "gpus": {"part": "L40S"}}]})
+    with pytest.raises(DoesNotFitError, match="GiB too many"):
+        plan_model("m", LLAMA_70B, small)
+
+
+def test_tensor_parallel_stages_are_of_one_node() -> None:
+    cluster = read_described(DATA / "two_nodes.yaml")
+    split = plan_model("m", LLAMA_8B, cluster, tensor_parallel_size=2).split
+    assert [[rank.device.label for rank in stage.ranks] for stage in split.stages] == [
+        ["GPU 0", "GPU 1"]
+    ]
+
+
+PLANS = {
+    "three stages": plan_model("70B", LLAMA_70B, SERVER, pipeline_parallel_size=3),
+    "idle devices": plan_model("<8B> & more", LLAMA_8B, SERVER),
+    "two nodes, throughput": plan_model(
+        "a rather long name of a model " * 6,
+        LLAMA_70B,
+        read_described(DATA / "two_nodes.yaml"),
+        pipeline_parallel_size=5,
+        objective="throughput",
+    ),
+    "many nodes": plan_model(
+        "8B",
+        LLAMA_8B,
+        described({"nodes": [{"name": "n", "count": 40, "gpus": {"part": "H200", "count": 8}}]}),
+        tensor_parallel_size=4,
+        pipeline_parallel_size=3,
+    ),
+}
+
+
+def boxes_of_texts(root: ElementTree.Element) -> list[tuple[str, float, float, float, float]]:
+    found = []
+    for text in root.iter(f"{SVG}text"):
+        size, x, y = (float(text.attrib[key]) for key in ("font-size", "x", "y"))
+        # `width` is rather too wide; a real sans-serif font takes at most this.
+        wide = 0.85 * width(text.text or "", size, bold="font-weight" in text.attrib)
+        left = x - wide if text.attrib["text-anchor"] == "end" else x
+        found.append((text.text or "", left, y - 0.75 * size, left + wide, y + 0.2 * size))
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_texts_of_the_picture_do_not_overlap_or_leave_it(name: str) -> None:
+    root = ElementTree.fromstring(plan_svg(PLANS[name]))  # noqa: S314
+    wide, high = float(root.attrib["width"]), float(root.attrib["height"])
+    boxes = boxes_of_texts(root)
+    for text, left, top, right, bottom in boxes:
+        assert 0 <= left < right <= wide, text
+        assert 0 <= top < bottom <= high, text
+    for (a, *one), (b, *two) in combinations(boxes, 2):
+        apart = one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]
+        assert apart, (a, b)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_picture_shows_every_rank_and_all_its_layers(name: str) -> None:
+    plan = PLANS[name]
+    root = ElementTree.fromstring(plan._repr_svg_())  # noqa: S314
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    for stage in plan.split.stages:
+        last = stage.first_layer + stage.layers - 1
+        noun = "layer" if stage.layers == 1 else "layers"
+        span = f"{noun} {last}" if stage.layers == 1 else f"{noun} {stage.first_layer} to {last}"
+        assert texts.count(span) >= stage.devices.size
+    assert not [
+        part for part in root.iter() if part.tag not in (f"{SVG}svg", f"{SVG}rect", f"{SVG}text")
+    ]
+
+
+def test_text_is_cut_to_its_room() -> None:
+    assert fitted("short", 12, 200) == "short"
+    cut = fitted("a long text that does not fit", 12, 80)
+    assert cut.endswith("…")
+    assert width(cut, 12, bold=True) <= 80
+
+
+def as_text(plan: Plan) -> str:
+    console = Console(width=160, force_terminal=False)
+    with console.capture() as capture:
+        console.print(plan_table(plan))
+    return capture.get()
+
+
+def test_the_table() -> None:
+    lines = as_text(PLANS["three stages"]).splitlines()
+    row = next(line for line in lines if "GPU 0" in line)
+    assert "H100 SXM" in row
+    assert [cell.strip() for cell in row.split("│")[1:5]][3] == "38-79 (42)"
+    assert any("VLLM_PP_LAYER_PARTITION=" in line for line in lines)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = config_of("llama", 80, 8192, 28672, (64, 8), 128256)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def run(*arguments: object) -> Any:
+    app = typer.Typer()
+    app.command()(plan_command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+TOPOLOGY = ("--topology", DATA / "h100_two_8480.yaml")
+
+
+def test_the_command_prints_json_and_writes_the_picture(model: Path) -> None:
+    result = run(model, *TOPOLOGY, "-pp", 3, "--json", "--svg", model / "plan.svg")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["weight_bytes"] == 141107412992
+    assert sum(found["layer_partition"]) == 80
+    parts = sum(
+        seconds for stage in found["stages"] for seconds in stage["decode_parts_s"].values()
+    )
+    assert parts == pytest.approx(found["decode_step_s"])
+    ElementTree.parse(model / "plan.svg")  # noqa: S314
+
+
+def test_the_command_prints_a_table(model: Path) -> None:
+    result = run(model / "config.json", *TOPOLOGY, "-tp", 1, "--layers", "50,30", "--batch", 2)
+    assert result.exit_code == 0, result.output
+    assert "VLLM_PP_LAYER_PARTITION=50,30" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--layers", "50,31"), "50 + 31 = 81, but the model has 80"),
+        (("--layers", "many"), "expected numbers with commas"),
+        (("--objective", "beauty"), "expected latency or throughput, got 'beauty'"),
+        (("-pp", "1", "--max-model-len", "4096"), "GiB too many"),
+        (("-pp", "7"), "7 pipeline stages"),
+        (("--svg", "/nowhere/x.svg"), "cannot be written"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    arguments: tuple[str, ...], message: str, model: Path
+) -> None:
+    result = run(model, *TOPOLOGY, *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_the_planner_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, placement.plan, placement.picture, placement.plan_table; "
+        "print([m for m in ('vllm', 'torch', 'ray', 'transformers') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
