@@ -27,6 +27,8 @@ class Node:
     cpus: float
     """CPUs that Ray knows there."""
     is_driver: bool = False
+    holders: tuple[str, ...] = ()
+    """Who holds the other sockets, for messages."""
 
 
 @dataclass(frozen=True)

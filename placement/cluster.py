@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -14,12 +13,19 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.assignment import Node, Seat, bundle_of
+from placement.claims import Holder, default_directory, held
 from placement.errors import ReservationError, TopologyError
 from placement.sockets import sockets_of
 from placement.sysfs import read_host
 from placement.topology import Host, SocketUnit
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def _describe() -> tuple[Host, tuple[Holder, ...]]:
+    return read_host(), held(default_directory())
 
 
 def discover(*, unit: SocketUnit, shares: int, timeout_s: float) -> tuple[Node, ...]:
@@ -37,48 +43,67 @@ def discover(*, unit: SocketUnit, shares: int, timeout_s: float) -> tuple[Node, 
 
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
-    driver = ray.get_runtime_context().get_node_id()
-    hosts: dict[str, Host] = {driver: read_host()}
-    hosts |= _ask([node for node in alive if node["NodeID"] != driver], timeout_s)
-    nodes = tuple(
-        Node(
-            node_id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            host=hosts[node["NodeID"]],
-            sockets=sockets_of(hosts[node["NodeID"]], unit, shares),
-            gpus=int(node["Resources"].get("GPU", 0)),
-            cpus=float(node["Resources"].get("CPU", 0)),
-            is_driver=node["NodeID"] == driver,
-        )
-        for node in alive
-        if node["NodeID"] in hosts
-    )
-    if not nodes:
+    answers = on_nodes(_describe, [node["NodeID"] for node in alive], timeout_s)
+    if not answers:
         raise TopologyError(f"none of {len(alive)} Ray nodes described itself in {timeout_s:g} s")
-    return nodes
+    driver = ray.get_runtime_context().get_node_id()
+    nodes = []
+    for node in alive:
+        if node["NodeID"] not in answers:
+            logger.warning("node %s left out: it did not describe itself", _name(node))
+            continue
+        host, claims = answers[node["NodeID"]]
+        taken = {cpu for claim in claims for cpu in claim.cpus}
+        sockets = sockets_of(host, unit, shares)
+        nodes.append(
+            Node(
+                node_id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                host=host,
+                sockets=tuple(socket for socket in sockets if not taken & set(socket.cpus)),
+                gpus=int(node["Resources"].get("GPU", 0)),
+                cpus=float(node["Resources"].get("CPU", 0)),
+                is_driver=node["NodeID"] == driver,
+                holders=tuple(map(str, claims)),
+            )
+        )
+    return tuple(nodes)
 
 
-def _ask(nodes: Sequence[dict[str, Any]], timeout_s: float) -> dict[str, Host]:
-    describe = ray.remote(num_cpus=0)(read_host)
+def on_nodes(function: Callable[[], T], node_ids: Iterable[str], timeout_s: float) -> dict[str, T]:
+    """Call a function on nodes, on each by one short task, here directly.
+
+    Args:
+        function: importable on every node.
+        node_ids: Ray's ids.
+        timeout_s: longest wait for all nodes together.
+
+    Returns:
+        Answers by node; nodes that are late or fail are named in the log and left out.
+
+    """
+    here = ray.get_runtime_context().get_node_id()
+    task = ray.remote(num_cpus=0)(function)
     tasks = {
-        describe.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(): node
-        for node in nodes
+        task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote(): node_id
+        for node_id in node_ids
+        if node_id != here
     }
-    hosts: dict[str, Host] = {}
-    if not tasks:
-        return hosts
-    done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s)
-    for task in late:
-        ray.cancel(task, force=True)
-        logger.warning("node %s left out: no answer in %g s", _name(tasks[task]), timeout_s)
-    for task in done:
+    answers = {here: function()} if here in node_ids else {}
+    done, late = (
+        ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s) if tasks else ([], [])
+    )
+    for ref in late:
+        ray.cancel(ref, force=True)
+        logger.warning("node %s: no answer in %g s", tasks[ref], timeout_s)
+    for ref in done:
         try:
-            hosts[tasks[task]["NodeID"]] = ray.get(task)
+            answers[tasks[ref]] = ray.get(ref)
         except RayError as error:
-            logger.warning("node %s left out: %s", _name(tasks[task]), error)
-    return hosts
+            logger.warning("node %s: %s", tasks[ref], error)
+    return answers
 
 
 def _name(node: dict[str, Any]) -> str:
@@ -130,13 +155,3 @@ def _missing(bundles: Sequence[dict[str, float]], timeout_s: float) -> str:
         "(`ray status`), or the node was started with fewer (`ray-hetero ray-args` prints what "
         "to add to `ray start`)."
     )
-
-
-def is_connected() -> bool:
-    """Whether this process is connected to a Ray cluster."""
-    return bool(ray.is_initialized())
-
-
-def known_address() -> str | None:
-    """Address of a running cluster that the environment names, if any."""
-    return os.environ.get("RAY_ADDRESS") or None

@@ -17,8 +17,8 @@ from placement.assignment import Seat
 from placement.errors import PlacementError
 from ray_hetero.errors import RayHeteroError, StartupError
 from ray_hetero.lockstep import describe
+from ray_hetero.node_software import NodeSoftware
 from ray_hetero.rank_environment import (
-    PreloadLibraries,
     cpu_rank_environment,
     gpu_rank_environment,
     propagated,
@@ -46,18 +46,16 @@ def actor_name(instance_id: str, seat: Seat) -> str:
     )
 
 
-def environment_of(
-    rank: RankLaunch, libraries: PreloadLibraries, cpu_site: str | None
-) -> dict[str, str]:
-    """The environment that a rank's process starts with."""
+def environment_of(rank: RankLaunch, software: NodeSoftware) -> dict[str, str]:
+    """The environment that a rank's process starts with on its node."""
     config = rank.launch.config
     environment = propagated(os.environ)
     if rank.seat.kind == "cpu":
         environment |= cpu_rank_environment(
             rank.threads,
-            libraries,
+            software.libraries,
             openmp=config.cpu.openmp,
-            cpu_site=cpu_site,
+            cpu_site=software.cpu_site,
             python_path=os.environ.get("PYTHONPATH", ""),
         )
         environment |= config.cpu.env
@@ -68,10 +66,8 @@ def environment_of(
     return environment
 
 
-def spawn(
-    rank: RankLaunch, group: PlacementGroup, environment: Mapping[str, str], bundle: int
-) -> RankHandle:
-    """Create one rank's actor in its bundle; returns at once."""
+def spawn(rank: RankLaunch, group: PlacementGroup, environment: Mapping[str, str]) -> RankHandle:
+    """Create one rank's actor in its bundle, which has the rank's number; returns at once."""
     from ray_hetero.rank_process import RankProcess
 
     seat = rank.seat
@@ -80,7 +76,7 @@ def spawn(
         num_cpus=seat.bundle_cpus,
         num_gpus=1 if seat.kind == "gpu" else 0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=bundle
+            placement_group=group, placement_group_bundle_index=seat.rank
         ),
         runtime_env={"env_vars": dict(environment)},
         max_restarts=0,
@@ -88,7 +84,9 @@ def spawn(
     return RankHandle(actor.remote(rank), seat.rank)
 
 
-def gather(world: World, refs: Sequence[Any], *, what: str, timeout_s: float, key: str) -> list[Any]:
+def gather(
+    world: World, refs: Sequence[Any], *, what: str, timeout_s: float, key: str
+) -> list[Any]:
     """Wait for one answer a rank.
 
     Args:

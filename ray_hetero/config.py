@@ -25,7 +25,9 @@ KEY = "ray_hetero"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 class GpuConfig(_Section):
@@ -54,6 +56,8 @@ class CpuConfig(_Section):
     """KV cache of each CPU rank in GiB."""
     openmp: Literal["auto", "gomp", "iomp", "none"] = "auto"
     """OpenMP library to preload; none leaves threads and binding to the environment."""
+    strict: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Largest share of a rank's memory on foreign NUMA nodes; more is an error. None only logs."""
     env: Environment = {}
     """Added to the environment of CPU ranks."""
 
@@ -81,6 +85,14 @@ class StartupConfig(_Section):
     """Longest wait for a rank to join its groups and load its weights."""
 
 
+class PipelineConfig(_Section):
+    """Pipeline stages."""
+
+    batches_in_flight: Annotated[int, Field(ge=1)] | Auto = "auto"
+    """Batches that are between the first and the last stage at once.  Each one reads every weight
+    of a stage again, so auto is 1 where a CPU stage leads to a GPU stage, else one per stage."""
+
+
 class ExchangeConfig(_Section):
     """Tensor exchange between ranks."""
 
@@ -103,6 +115,7 @@ class HeteroConfig(_Section):
     startup: StartupConfig = StartupConfig()
     warmup: WarmupConfig = WarmupConfig()
     exchange: ExchangeConfig = ExchangeConfig()
+    pipeline: PipelineConfig = PipelineConfig()
 
     @field_validator("layout")
     @classmethod

@@ -132,7 +132,10 @@ class StageBoundary:
             self._outgoing = [_Slot(template, capacity) for _ in range(self._depth)]
             self._work = queue.SimpleQueue()
             threading.Thread(
-                target=self._send_in_order, args=(self._work,), daemon=True, name="StageBoundarySend"
+                target=self._send_in_order,
+                args=(self._work,),
+                daemon=True,
+                name="StageBoundarySend",
             ).start()
 
     def _compare(self, mine: Signature) -> None:

@@ -10,7 +10,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -22,15 +23,16 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 from placement import cluster
 from placement.assignment import Node
 from placement.errors import PlacementError
-from ray_hetero import actors, planning, warmup
-from ray_hetero.errors import RankError, RayHeteroError
+from ray_hetero import actors, last_words, planning, vllm_private, warmup
+from ray_hetero.errors import CpuSiteError, RankError, RayHeteroError
 from ray_hetero.local_ray import RayConnection
 from ray_hetero.lockstep import describe, run_schedule
+from ray_hetero.node_software import NodeSoftware, read_node_software
 from ray_hetero.progress import StartupProgress, logger
 from ray_hetero.rank_config import check_agreement, shared_settings
-from ray_hetero.rank_environment import find_preload_libraries
 from ray_hetero.vllm_private import launch_of
 from ray_hetero.warmup import Phase, Step, WarmupSizes
+from ray_hetero.watch import RankWatch
 from ray_hetero.world import RankLaunch, World
 from ray_hetero.world_table import as_text, placement_table
 
@@ -43,18 +45,26 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         self._set_up_state()
-        try:
+        with self._nothing_left_on_failure():
             nodes = self._discover()
             self._plan(nodes)
             self._reserve()
             self._spawn()
             self._connect()
-        except BaseException as error:
-            if isinstance(error, RayHeteroError | PlacementError):
-                logger.error("ray_hetero cannot start: %s", error)
-            self.shutdown()
+
+    @contextmanager
+    def _nothing_left_on_failure(self) -> Iterator[None]:
+        is_done = False
+        try:
+            yield
+            is_done = True
+        except (RayHeteroError, PlacementError) as error:
+            logger.error("ray_hetero cannot start: %s", error)
+            last_words.leave(str(error))
             raise
-        self.start_worker_monitor()
+        finally:
+            if not is_done:
+                self.shutdown()
 
     def _set_up_state(self) -> None:
         self._finalizer = weakref.finalize(self, _shut_down_late, weakref.ref(self))
@@ -68,6 +78,8 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         self.futures_queue: deque[FutureWrapper] = deque()
         self._connection: RayConnection | None = None
         self._placement_group: Any = None
+        self._watch: RankWatch | None = None
+        self.world: World | None = None
         self._progress = StartupProgress()
         self._launch = launch_of(self.vllm_config)
         self._config = self._launch.config
@@ -103,6 +115,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 layers=layers,
             )
             self._ranks = self._rank_launches(self.world)
+            vllm_private.limit_batches_in_flight(self._batches_in_flight(self.world))
             step.outcome = str(self.world.layout)
         if warning := planning.sharing_warning(self.world.seats):
             logger.warning(warning)
@@ -123,6 +136,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         if multiprocessing.parent_process() is not None and (own := spare.get(self._node_id)):
             # Only in vLLM's own engine process; a notebook's process is the user's.
             os.sched_setaffinity(0, own)
+            self._connection.keep_off(own)
         return [
             RankLaunch(
                 world=world,
@@ -134,6 +148,14 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             )
             for seat in world.seats
         ]
+
+    def _batches_in_flight(self, world: World) -> int:
+        asked = self._config.pipeline.batches_in_flight
+        if asked != "auto":
+            return asked
+        if world.has_cpu and not world.is_cpu_only:
+            return 1
+        return int(self.vllm_config.max_concurrent_batches)
 
     @property
     def _node_id(self) -> str:
@@ -157,13 +179,12 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
     def _spawn(self) -> None:
         with self._progress.step("spawn"):
-            libraries = find_preload_libraries()
+            software = self._node_software()
             self.ray_worker_handles = [
                 actors.spawn(
                     rank,
                     self._placement_group,
-                    actors.environment_of(rank, libraries, os.environ.get("RAY_HETERO_CPU_SITE")),
-                    rank.seat.rank,
+                    actors.environment_of(rank, software[rank.seat.node_id]),
                 )
                 for rank in self._ranks
             ]
@@ -182,6 +203,22 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 )
                 for node in {seat.node_id for seat in self.world.seats}
             }
+
+    def _node_software(self) -> dict[str, NodeSoftware]:
+        software = cluster.on_nodes(
+            read_node_software, self.world.node_ids, self._config.placement.timeout_s
+        )
+        problems = sorted(
+            {
+                f"node {seat.node_name}: {found.problem if found else 'no answer'}"
+                for seat in self.world.seats
+                if seat.kind == "cpu"
+                and ((found := software.get(seat.node_id)) is None or found.problem)
+            }
+        )
+        if problems:
+            raise CpuSiteError("; ".join(problems))
+        return software
 
     def _connect(self) -> None:
         with self._progress.step("connect"):
@@ -212,9 +249,11 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             # The ranks subscribe inside run(), so it must be under way before the wait.
             for rank in self.ray_worker_handles:
                 rank.run_ref = rank.actor.run.remote()
+            self._watch = RankWatch(self.world, self.ray_worker_handles, self._on_rank_death)
             self.rpc_broadcast_mq.wait_until_ready()
             for queue in self.response_mqs:
                 queue.wait_until_ready()
+            vllm_private.unlink_once_attached(self.rpc_broadcast_mq)
             self.output_rank = self._get_output_rank()
 
     def _ask(
@@ -234,7 +273,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         timeout_s = getattr(getattr(self._config, section), name)
         return actors.gather(self.world, refs, what=what, timeout_s=timeout_s, key=limit)
 
-    # --- warm up: vLLM calls these two after _init_executor ---------------------------------
+    # --- warm up: vLLM calls these after _init_executor -------------------------------------
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         """The layouts that every rank supports, the same list for each, as vLLM insists on."""
@@ -286,7 +325,17 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
     def _is_one_kind(self) -> bool:
         return len(set(self.world.layout.kinds)) == 1
 
-    # --- shutdown ---------------------------------------------------------------------------
+    # --- failure and shutdown ---------------------------------------------------------------
+
+    def _on_rank_death(self, report: str) -> None:
+        """Runs in the watching thread: end the engine, the report last in its log."""
+        self.is_failed = True
+        logger.error("ray_hetero: %s; stopping the engine", report)
+        last_words.leave(report)
+        callback, self.failure_callback = self.failure_callback, None
+        self.shutdown()
+        if callback is not None:
+            callback()
 
     def shutdown(self) -> None:
         """Stop the actors, give the bundles back, leave or stop Ray.  Safe to call twice."""
@@ -294,8 +343,9 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             if self.shutting_down:
                 return
             self.shutting_down = True
+        if self._watch is not None:
+            self._watch.stop()
         if ray.is_initialized():
-            self._join_monitor_thread()
             for handle in self.ray_worker_handles:
                 ray.kill(handle.actor)
         for queue in (self.rpc_broadcast_mq, *self.response_mqs):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from ray_hetero import vllm_private
 from ray_hetero.exchange import StageBoundary
 from ray_hetero.world import World
 
@@ -140,7 +141,11 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
             use_all2all=use_all2all,
         )
         self.boundary: StageBoundary | None = None
+        if self.mq_broadcaster is not None:
+            vllm_private.unlink_once_attached(self.mq_broadcaster)
         if is_stock or len(own) == 1:
+            if kinds == {"cpu"} and self.device_communicator is not None:
+                vllm_private.unlink_cpu_shared_memory(self.device_communicator)
             return
         if group_name == "pp":
             # Stages meet at the boundary only; without a communicator in the group, vLLM may
@@ -177,9 +182,7 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         gathering them again costs a collective, host memory does not care.
         """
         if self.boundary is None:
-            return super().isend_tensor_dict(
-                tensor_dict, dst, all_gather_group, all_gather_tensors
-            )
+            return super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
         # vLLM takes the first handle for metadata and waits for the others before its next step;
         # the boundary keeps what it sends alive by itself, so there is none to wait for.
         return [self.boundary.isend(tensor_dict)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Collection
 from importlib.metadata import version
 
+import psutil
 import ray
 
 from ray_hetero.errors import StartupError, UnsupportedError
@@ -47,6 +50,7 @@ class RayConnection:
         check_ray_version()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.is_own_connection = not ray.is_initialized()
+        self.is_local = False
         if not self.is_own_connection:
             return
         address = address or os.environ.get("RAY_ADDRESS") or None
@@ -56,6 +60,7 @@ class RayConnection:
             self._connect(address)
 
     def _start_local(self) -> None:
+        self.is_local = True
         ray.init(
             address="local",
             num_cpus=os.cpu_count(),
@@ -72,8 +77,23 @@ class RayConnection:
         except ConnectionError as error:
             raise StartupError(
                 f"no Ray cluster answers at {address!r} (RAY_ADDRESS): {error}. "
-                "Start one with `ray start --head`, or unset RAY_ADDRESS to let the engine start its own."
+                "Start one with `ray start --head`, or unset RAY_ADDRESS to let the "
+                "engine start its own."
             ) from None
+
+    def keep_off(self, cpus: Collection[int]) -> None:
+        """Move the processes of a Ray that was started here away from the compute cores.
+
+        Args:
+            cpus: logical CPUs that they may use; without any, nothing is moved.
+
+        """
+        if not (self.is_local and cpus):
+            return
+        for process in psutil.Process().children(recursive=True):
+            # One that has ended meanwhile needs no cores.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.cpu_affinity(list(cpus))
 
     def close(self) -> None:
         """Leave the cluster, and stop it if it was started here; safe to call twice."""

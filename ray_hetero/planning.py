@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placement.assignment import Node, Seat, assign
-from placement.layout import Layout, auto_layout, given_layout
+from placement.errors import LayoutError
+from placement.layout import auto_layout, given_layout
 from placement.topology import Socket
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
@@ -43,12 +44,20 @@ def plan_world(
     gpus = sum(node.gpus for node in nodes)
     sockets = sum(len(node.sockets) for node in nodes)
     sizes = (pipeline_parallel_size, tensor_parallel_size)
-    layout = (
-        auto_layout(*sizes, gpus, sockets)
-        if config.layout == "auto"
-        else given_layout(config.layout, *sizes, gpus, sockets)
-    )
+    try:
+        layout = (
+            auto_layout(*sizes, gpus, sockets)
+            if config.layout == "auto"
+            else given_layout(config.layout, *sizes, gpus, sockets)
+        )
+    except LayoutError as error:
+        raise LayoutError(f"{error}{_held(nodes)}") from None
     return World(layout, assign(layout, nodes), tuple(layers))
+
+
+def _held(nodes: Sequence[Node]) -> str:
+    holders = [f"{node.host.name}: {holder}" for node in nodes for holder in node.holders]
+    return f" Sockets are held by {'; '.join(holders)}." if holders else ""
 
 
 def split_layers(
@@ -145,9 +154,7 @@ def spare_cpus(seats: Sequence[Seat], threads: Sequence[Sequence[int]]) -> tuple
     """
     busy = {cpu for cpus in threads for cpu in cpus}
     cores = [core for seat in seats if seat.socket for core in seat.socket.cores]
-    return tuple(
-        sorted({cpu for core in cores if not busy & set(core.cpus) for cpu in core.cpus})
-    )
+    return tuple(sorted({cpu for core in cores if not busy & set(core.cpus) for cpu in core.cpus}))
 
 
 def sharing_warning(seats: Sequence[Seat]) -> str | None:
@@ -163,8 +170,3 @@ def sharing_warning(seats: Sequence[Seat]) -> str | None:
     return (
         f"{ranks} CPU ranks share {len(used)} cores: right for trying things out, slow for serving"
     )
-
-
-def one_kind_per_stage(layout: Layout) -> bool:
-    """Whether no tensor-parallel group is mixed."""
-    return not any(layout.is_mixed(stage) for stage in range(len(layout.stages)))

@@ -143,9 +143,7 @@ def _impose(vllm_config: VllmConfig, shared: SharedSettings) -> None:
 
 def fingerprint(rank: int, vllm_config: VllmConfig, physical_gpus: Sequence[int]) -> Fingerprint:
     """Read the shared fields of a rank's configuration."""
-    fields = {
-        path: str(reduce(getattr, path.split("."), vllm_config)) for path in SHARED_FIELDS
-    }
+    fields = {path: str(reduce(getattr, path.split("."), vllm_config)) for path in SHARED_FIELDS}
     return Fingerprint(rank, fields, tuple(physical_gpus))
 
 

@@ -16,7 +16,16 @@ from typing import Literal
 
 from ray_hetero.errors import ConfigError
 
-PROPAGATED_PREFIXES = ("RAY_HETERO_", "VLLM_", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "NCCL_", "TORCH", "UCX_")
+PROPAGATED_PREFIXES = (
+    "RAY_HETERO_",
+    "VLLM_",
+    "HF_",
+    "HUGGING_FACE_",
+    "TRANSFORMERS_",
+    "NCCL_",
+    "TORCH",
+    "UCX_",
+)
 """Variables of the driver that ranks need; the same families that vLLM hands to its workers."""
 PER_RANK = frozenset({"VLLM_HOST_IP", "VLLM_HOST_PORT", "VLLM_CPU_OMP_THREADS_BIND"})
 """Of these families, what describes the driver's own process and must not travel."""
@@ -95,9 +104,7 @@ def cpu_rank_environment(
     return environment | _openmp(threads, libraries, openmp)
 
 
-def _openmp(
-    threads: Sequence[int], libraries: PreloadLibraries, openmp: str
-) -> dict[str, str]:
+def _openmp(threads: Sequence[int], libraries: PreloadLibraries, openmp: str) -> dict[str, str]:
     if openmp == "none":
         return {}
     if openmp == "auto":
@@ -105,7 +112,9 @@ def _openmp(
     count = {"OMP_NUM_THREADS": str(len(threads))}
     if openmp == "plain":
         places = ",".join(f"{{{cpu}}}" for cpu in threads)
-        return count | {"OMP_PLACES": places, "OMP_PROC_BIND": "true"} | _preload(libraries.tcmalloc)
+        return (
+            count | {"OMP_PLACES": places, "OMP_PROC_BIND": "true"} | _preload(libraries.tcmalloc)
+        )
     library = libraries.gomp if openmp == "gomp" else libraries.iomp
     if library is None:
         raise ConfigError(

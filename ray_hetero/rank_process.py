@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
+from placement.claims import claim_socket
 from ray_hetero import vllm_private
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import set_world
@@ -22,7 +23,6 @@ from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerpr
 from ray_hetero.warmup import Step
 from ray_hetero.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.world import RankLaunch
-
 
 PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
 """For tests: GPU ranks compute on the CPU platform where there is no GPU."""
@@ -83,6 +83,10 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""
         _check_platform(self._rank)
+        seat = self._rank.seat
+        if seat.socket is not None:
+            # Held until this process is gone, however it ends.
+            self._claim = claim_socket(seat.socket, owner=self._rank.shared.instance_id)
         self._vllm_config = build_rank_config(self._rank)
         self._parallel_config = self._vllm_config.parallel_config
         gpus: list[int] = []
@@ -109,6 +113,8 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         vllm_private.use_hetero_groups()
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
+        if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
+            vllm_private.bind_memory_to(seat.socket.numa_nodes)
         os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
         WorkerProc.__init__(
             self,
@@ -124,6 +130,16 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             vllm_private.share_samples(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage)
         return dict(self.wait_for_init())
+
+    def run(self) -> None:
+        """Serve until killed; the driver has mapped the answer queue when this goes on."""
+        self.rpc_broadcast_mq.wait_until_ready()
+        self.worker_response_mq.wait_until_ready()
+        vllm_private.unlink_once_attached(self.worker_response_mq)
+        try:
+            self.worker_busy_loop()
+        finally:
+            self.shutdown()
 
     def _context(self) -> RankContext:
         seat, config = self._rank.seat, self._rank.launch.config

