@@ -23,6 +23,8 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    "8b-half": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 16,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 512},
     "20b": {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 48,
             "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip

