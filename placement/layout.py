@@ -79,7 +79,8 @@ def _too_few(stages: int, size: int, gpus: int, sockets: int) -> str:
     )
     if gpus + sockets >= world:
         return f'{message} Name the stages yourself, for example "layout": [["gpu", "cpu"], …].'
-    shares = -(-(world - gpus) // sockets) if sockets else 0
+    on_sockets = (stages - gpus // size) * size
+    shares = -(-on_sockets // sockets) if sockets else 0
     if shares:
         return (
             f"{message} Ask for at most {gpus + sockets} ranks, or split each socket between "

@@ -52,7 +52,7 @@ class CpuConfig(_Section):
     """Compute threads of each rank; auto is all cores of the socket less the reserved ones."""
     reserved_cores: Annotated[int, Field(ge=0)] | Auto = "auto"
     """Cores of a socket kept for the engine, the API server and Ray."""
-    kv_cache_gib: Annotated[float, Field(gt=0)] | Auto = "auto"
+    kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
     """KV cache of each CPU rank in GiB."""
     openmp: Literal["auto", "gomp", "iomp", "none"] = "auto"
     """OpenMP library to preload; none leaves threads and binding to the environment."""
@@ -181,6 +181,8 @@ def _problem(detail: dict[str, Any]) -> str:
     names = [str(part) for part in detail["loc"] if "[" not in str(part)]
     key = ".".join(names)
     if detail["type"] == "extra_forbidden":
+        names = [str(part) for part in detail["loc"]]
+        key = ".".join(names)
         section: Any = HeteroConfig
         for name in names[:-1]:
             section = section.model_fields[name].annotation

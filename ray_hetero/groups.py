@@ -73,11 +73,11 @@ class HostCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
         """Sum over the group, each member keeping its chunk along `dim`."""
         return self._to_device(super().reduce_scatter(self._to_host(input_), dim))
 
-    def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Copy member `src`'s tensor to all, in place."""
-        host = self._to_host(input_)
+        host = self._to_host(tensor)
         dist.broadcast(host, src=self.ranks[src], group=self.device_group)
-        return self._from_host(host, input_)
+        return self._from_host(host, tensor)
 
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
         """Send to member `dst`, the next one by default."""

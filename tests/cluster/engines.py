@@ -1,0 +1,172 @@
+"""Engines in processes of their own, so that each is really gone when its test goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leftovers import MARKER, Scene
+
+HERE = Path(__file__).parent
+START_SECONDS = 240.0
+"""Longest wait for one engine to start, on two cores with nothing cached."""
+STOP_SECONDS = 60.0
+"""Longest wait for an engine to stop."""
+INHERITED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "USER")
+
+Json = dict[str, Any]
+
+
+def environment_of(scene: Scene, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment of a test's processes: marked, offline, with directories of their own.
+
+    Nothing else of this process's environment is handed on; a RAY_ADDRESS or VLLM_PLUGINS of the
+    developer's shell would change what is tested.
+    """
+    environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return environment | {
+        MARKER: scene.marker,
+        "TMPDIR": str(scene.temporary),
+        "RAY_HETERO_CLAIM_DIR": str(scene.claims),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **(extra or {}),
+    }  # fmt: skip
+
+
+@dataclass
+class Child:
+    """A running process, its output in a file."""
+
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        """Everything that it has written so far, standard error included."""
+        return self.log_path.read_text(errors="replace")
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of its output, for messages."""
+        return "\n".join(self.log.splitlines()[-lines:])
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to this one process, as a terminal's user or an init system does."""
+        self.process.send_signal(number)
+
+    def wait(self, limit_s: float) -> int:
+        """Its exit status; fails the test when it does not end in time."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"still running after {limit_s:g} s; the end of its output:\n{self.tail()}"
+            ) from None
+
+
+def start(
+    scene: Scene, command: Sequence[str], log: Path, extra: Mapping[str, str] | None = None
+) -> Child:
+    """Start a command of this environment in a session of its own."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment_of(scene, extra),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Child(process, log)
+
+
+def hetero(**keys: Any) -> Json:
+    """Arguments that choose the backend, with one CPU rank a share of this machine's socket."""
+    cpu = {"kv_cache_gib": 0.5, **keys.pop("cpu", {})}
+    return {
+        "distributed_executor_backend": "ray_hetero",
+        "additional_config": {"ray_hetero": {"cpu": cpu, **keys}},
+    }
+
+
+def engine(model: Path, pipeline: int = 1, tensor: int = 1, **arguments: Any) -> Json:
+    """Arguments of an engine over CPU ranks; one rank without a backend of ours is stock vLLM."""
+    world = pipeline * tensor
+    ours = hetero(cpu={"ranks_per_socket": world}) if world > 1 else {}
+    return {
+        "model": str(model),
+        "pipeline_parallel_size": pipeline,
+        "tensor_parallel_size": tensor,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 512,
+        **ours,
+        **arguments,
+    }
+
+
+def prompts(count: int = 16, vocabulary: int = 600) -> list[list[int]]:
+    """Token prompts of mixed length, from 1 to 200 tokens, the same on each call."""
+    lengths = [1, 200, 2, 129, 3, 128, 5, 127, 8, 100, 13, 89, 21, 64, 34, 55]
+    return [
+        [(7919 * (place + 1) * (at + 1) + 31 * at) % vocabulary + 8 for at in range(length)]
+        for place, length in enumerate(lengths[:count])
+    ]
+
+
+def batch(given: Sequence[Sequence[int]], **sampling: Any) -> Json:
+    """Prompts with one set of sampling parameters, greedy unless said otherwise."""
+    defaults = {"temperature": 0.0, "max_tokens": 24, "detokenize": False, "ignore_eos": True}
+    return {"prompts": [list(one) for one in given], "sampling": {**defaults, **sampling}}
+
+
+def run_engines(
+    scene: Scene,
+    directory: Path,
+    runs: Sequence[tuple[Json, Sequence[Json]]],
+    *,
+    extra: Mapping[str, str] | None = None,
+    ray: Json | None = None,
+    limit_s: float | None = None,
+) -> list[list[list[Json]]]:
+    """Run engines one after the other in one process.
+
+    Args:
+        scene: where the process belongs.
+        directory: for its files.
+        runs: arguments of an engine with the batches it is to answer.
+        extra: added to its environment.
+        ray: arguments of `ray.init` before the first engine; None leaves Ray to the engine.
+        limit_s: longest wait for all.
+
+    Returns:
+        By engine, batch and prompt: {"tokens": [one list a sample], "logprobs": [one list of
+        {token: value} a sample, if asked for]}.
+
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    request, answer = directory / "request.json", directory / "answer.json"
+    request.write_text(
+        json.dumps({"ray": ray, "runs": [{"engine": e, "batches": b} for e, b in runs]})
+    )
+    command = [sys.executable, str(HERE / "engine_process.py"), str(request), str(answer)]
+    child = start(scene, command, directory / "log", extra)
+    status = child.wait(limit_s or START_SECONDS * len(runs))
+    assert status == 0, f"exit status {status}:\n{child.tail()}"
+    answers: list[list[list[Json]]] = json.loads(answer.read_text())
+    return answers
+
+
+def tokens(answers: Sequence[Json]) -> list[list[int]]:
+    """The first sample of each prompt."""
+    return [answer["tokens"][0] for answer in answers]

@@ -1,0 +1,109 @@
+"""What a test's processes leave behind: processes, shared memory, claims, temporary files.
+
+Other people's processes may run on the same machine, so ours are found by a variable that all of
+them inherit, and a shared-memory segment that a foreign process has open is none of our business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MARKER = "RAY_HETERO_TEST_ID"
+SHARED_MEMORY = Path("/dev/shm")
+GONE_SECONDS = 20.0
+"""Longest wait for processes that are on their way out."""
+
+
+def marked_processes(marker: str) -> dict[int, str]:
+    """Processes that inherited the marker: pid → command line; zombies have none and are gone."""
+    found = {}
+    entry = f"{MARKER}={marker}".encode()
+    for directory in Path("/proc").glob("[0-9]*"):
+        # A process may end, or belong to somebody else.
+        with contextlib.suppress(OSError):
+            if entry in (directory / "environ").read_bytes().split(b"\0"):
+                words = (directory / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(directory.name)] = words.decode(errors="replace").strip()[:120]
+    return found
+
+
+def segments() -> frozenset[str]:
+    """Names in /dev/shm."""
+    return frozenset(path.name for path in SHARED_MEMORY.iterdir())
+
+
+def _held_by_others(marker: str) -> frozenset[str]:
+    """Names in /dev/shm that living processes without the marker have mapped or open."""
+    ours = marked_processes(marker)
+    held = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        if int(directory.name) not in ours:
+            held.update(_names_in_use(directory))
+    return frozenset(held)
+
+
+def _names_in_use(process: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for line in (process / "maps").read_text().splitlines():
+            if f"{SHARED_MEMORY}/" in line:
+                yield line.split(f"{SHARED_MEMORY}/", 1)[1].split(" (deleted)")[0]
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = os.readlink(descriptor)
+                if target.startswith(f"{SHARED_MEMORY}/"):
+                    yield target.removeprefix(f"{SHARED_MEMORY}/").split(" (deleted)")[0]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The machine before a test; afterwards it must look like this again."""
+
+    marker: str
+    before: frozenset[str]
+    temporary: Path
+    """TMPDIR of the test's processes."""
+    claims: Path
+    """Lock directory of the test's engines."""
+
+    def leftovers(self) -> list[str]:
+        """Everything that is there now and was not there before, in words."""
+        found = [f"process {pid}: {words}" for pid, words in marked_processes(self.marker).items()]
+        new = segments() - self.before
+        found += [f"/dev/shm/{name}" for name in sorted(new - _held_by_others(self.marker))]
+        found += [str(path) for path in self.temporary.glob("ray_hetero-*")]
+        return found + [f"claim {holder}" for holder in self._holders()]
+
+    def _holders(self) -> list[str]:
+        from placement.claims import held
+
+        return [str(holder) for holder in held(self.claims)]
+
+    def assert_clean(self) -> None:
+        """Wait until nothing is left, and name what is when the time is over."""
+        left = wait_until(lambda: not self.leftovers(), GONE_SECONDS)
+        assert left, f"left behind: {self.leftovers()}"
+
+    def sweep(self) -> None:
+        """Kill what a failed test left running, and remove its segments."""
+        for pid in marked_processes(self.marker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not marked_processes(self.marker), GONE_SECONDS)
+        for name in segments() - self.before - _held_by_others(self.marker):
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float, poll_s: float = 0.2) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True

@@ -1,0 +1,246 @@
+"""What this package touches of the installed vLLM is there, with signatures that fit.
+
+When a new vLLM breaks one of these, the module named in the test is the one to change.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from ray_hetero import vllm_private
+from ray_hetero.demo_model import DemoShape, write_demo_model
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.executor import HeteroExecutor
+from ray_hetero.groups import HeteroGroup, HostCommunicator
+from ray_hetero.rank_config import SHARED_FIELDS, build_rank_config, fingerprint, shared_settings
+from ray_hetero.rank_process import RankProcess
+from ray_hetero.world import SharedSettings
+
+PACKAGE = Path(vllm_private.__file__).parent
+
+OVERRIDES: dict[type, set[str]] = {
+    HeteroExecutor: {
+        "_init_executor", "get_supported_kv_cache_layouts", "determine_available_memory",
+        "compile_or_warm_up_model", "shutdown",
+    },
+    RankProcess: {"run"},
+    HeteroGroup: {"__init__", "broadcast", "isend_tensor_dict", "irecv_tensor_dict"},
+    HostCommunicator: {
+        "__init__", "all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast", "send",
+        "recv",
+    },
+}  # fmt: skip
+"""Methods that stand for one of vLLM's; a renamed one would silently never be called."""
+REPLACED = {RankProcess: {"__init__"}}
+"""Methods of our own that only share the name."""
+
+
+def _own_methods(cls: type) -> dict[str, Any]:
+    return {
+        name: member
+        for name, member in vars(cls).items()
+        if inspect.isfunction(member) or isinstance(member, staticmethod)
+    }
+
+
+def _inherited(cls: type, name: str) -> Any:
+    return next((vars(base)[name] for base in cls.__mro__[1:-1] if name in vars(base)), None)
+
+
+@pytest.mark.parametrize("cls", OVERRIDES, ids=lambda cls: cls.__name__)
+def test_exactly_the_listed_methods_override_one_of_vllms(cls: type) -> None:
+    overriding = {name for name in _own_methods(cls) if _inherited(cls, name) is not None}
+    assert overriding - REPLACED.get(cls, set()) == OVERRIDES[cls]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [(cls, name) for cls, names in OVERRIDES.items() for name in sorted(names)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_overrides_take_every_call_that_vllm_makes(cls: type, name: str) -> None:
+    theirs = inspect.signature(_inherited(cls, name)).parameters
+    ours = inspect.signature(vars(cls)[name]).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in ours.values()):
+        return
+    optional = {n: p.default is not p.empty for n, p in theirs.items()}
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for parameter, was_optional in optional.items():
+        assert (ours[parameter].default is not inspect.Parameter.empty) >= was_optional, parameter
+    extra = [*ours.values()][len(theirs) :]
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in extra)
+
+
+def _imports_of_vllm() -> Iterator[tuple[str, str, str]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for found in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(found, ast.ImportFrom) and str(found.module).split(".")[0] == "vllm":
+                yield from ((path.stem, str(found.module), alias.name) for alias in found.names)
+
+
+@pytest.mark.parametrize(("where", "module", "name"), sorted(set(_imports_of_vllm())))
+def test_every_name_that_is_imported_exists(where: str, module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name), f"{where}.py imports it"
+
+
+PRIVATE: list[tuple[str, type, str]] = [
+    ("warmup_actions", CPUModelRunner, "profile_run"),
+    ("warmup_actions", CPUModelRunner, "warming_up_model"),
+    ("warmup_actions", GPUModelRunner, "_dummy_run"),
+    ("warmup_actions", GPUModelRunner, "_dummy_sampler_run"),
+    ("warmup_actions", GPUModelRunner, "_dummy_pooler_run"),
+    ("warmup_actions", CPUWorker, "compile_or_warm_up_model"),
+    ("warmup_actions", CPUWorker, "determine_available_memory"),
+    ("warmup_actions", CPUWorker, "get_kv_cache_spec"),
+    ("vllm_private", CPUWorker, "init_device"),
+    ("vllm_private", GPUModelRunner, "_sample"),
+    ("vllm_private", EngineArgs, "create_engine_config"),
+    ("rank_process", RankProcess, "worker_busy_loop"),
+    ("rank_process", RankProcess, "create_dist_init_method"),
+    ("rank_process", RankProcess, "get_node_and_physical_gpu_ids"),
+    ("rank_process", RankProcess, "wait_for_init"),
+    ("executor", HeteroExecutor, "_get_output_rank"),
+    ("executor", HeteroExecutor, "_get_parallel_sizes"),
+]
+
+
+@pytest.mark.parametrize(("where", "owner", "name"), PRIVATE)
+def test_private_methods_exist(where: str, owner: type, name: str) -> None:
+    assert callable(getattr(owner, name, None)), f"{where}.py calls it"
+
+
+ASSIGNED: list[tuple[str, type, str]] = [
+    ("warmup_actions", GPUModelRunner, "self.max_num_tokens = "),
+    ("warmup_actions", GPUModelRunner, "self.is_pooling_model = "),
+    ("warmup_actions", GPUModelRunner, "self.model_config = "),
+    ("warmup_actions", GPUModelRunner, "self.device = "),
+    ("vllm_private", MessageQueue, "self.buffer = "),
+    ("vllm_private", ShmRingBuffer, "self.is_creator = "),
+    ("vllm_private", ShmRingBuffer, "self.shared_memory = "),
+    ("vllm_private", CpuCommunicator, "self.dist_module = "),
+]
+
+
+@pytest.mark.parametrize(("where", "owner", "text"), ASSIGNED)
+def test_private_attributes_are_assigned(where: str, owner: type, text: str) -> None:
+    named = text.removesuffix(" = ")
+    assigned = {
+        ast.unparse(target)
+        for found in ast.walk(ast.parse(inspect.getsource(owner)))
+        for target in (
+            found.targets if isinstance(found, ast.Assign)
+            else [found.target] if isinstance(found, ast.AnnAssign) else []
+        )
+    }  # fmt: skip
+    assert named in assigned, f"{where}.py reads it"
+
+
+def test_sampled_tokens_can_be_shared() -> None:
+    names = [field.name for field in dataclasses.fields(SamplerOutput)]
+    assert "sampled_token_ids" in names
+
+
+def test_the_creator_of_a_ring_buffer_unlinks_it_once() -> None:
+    import torch  # noqa: F401  (the ring buffer maps its memory as a tensor)
+
+    queue = MessageQueue(n_reader=1, n_local_reader=1)
+    path = Path("/dev/shm") / queue.buffer.shared_memory.name
+    assert path.exists()
+    vllm_private.unlink_once_attached(queue)
+    assert not path.exists()
+    # The second call, and the collection of the queue, find nothing to do and say nothing.
+    queue.buffer.is_creator = False
+    queue.shutdown()
+
+
+def test_a_name_that_upstream_renamed_is_told() -> None:
+    with pytest.raises(UnsupportedError, match=r"does not work with this vLLM: MessageQueue.gone"):
+        vllm_private.original(MessageQueue, "gone")
+
+
+def test_the_patch_of_the_engine_arguments_is_made_once() -> None:
+    vllm_private.teach_backend_name()
+    once = EngineArgs.create_engine_config
+    vllm_private.teach_backend_name()
+    assert EngineArgs.create_engine_config is once
+    assert once.__wrapped__ is not once
+    assert inspect.signature(once) == inspect.signature(once.__wrapped__)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    return write_demo_model(directory, shape=DemoShape(layers=2, hidden=64, heads=2))
+
+
+@pytest.fixture
+def arguments(model: Path) -> EngineArgs:
+    return EngineArgs(model=str(model), pipeline_parallel_size=2, max_model_len=128)
+
+
+def test_the_backends_name_becomes_a_class_and_the_arguments_travel(arguments: EngineArgs) -> None:
+    vllm_private.teach_backend_name()
+    arguments.distributed_executor_backend = "ray_hetero"
+    arguments.additional_config = {"ray_hetero": {"layers": [1, 1]}}
+    config = arguments.create_engine_config()
+    assert config.parallel_config.distributed_executor_backend is HeteroExecutor
+    launch = vllm_private.launch_of(config)
+    assert launch.config.layers == [1, 1]
+    assert launch.ray_address is None
+    # What the ranks build theirs from is what the user wrote.
+    assert launch.engine_args.distributed_executor_backend == "ray_hetero"
+
+
+def test_other_backends_are_left_alone(model: Path) -> None:
+    vllm_private.teach_backend_name()
+    config = EngineArgs(model=str(model), max_model_len=128).create_engine_config()
+    with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
+        vllm_private.launch_of(config)
+
+
+def test_every_shared_field_exists(arguments: EngineArgs) -> None:
+    arguments.distributed_executor_backend = "mp"
+    config = arguments.create_engine_config()
+    assert set(fingerprint(0, config, ()).fields) == set(SHARED_FIELDS)
+    for path in SHARED_FIELDS:
+        reduce(getattr, path.split("."), config)
+    shared = shared_settings(config, has_cpu=True)
+    assert shared.max_model_len == 128
+    assert {name for name, _ in shared.data_parallel} >= {"data_parallel_size"}
+
+
+def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
+    from worlds import world
+
+    from ray_hetero.world import Launch, RankLaunch
+
+    vllm_private.teach_backend_name()
+    arguments.distributed_executor_backend = "ray_hetero"
+    arguments.max_num_seqs = 7
+    driver = arguments.create_engine_config()
+    shared: SharedSettings = shared_settings(driver, has_cpu=True)
+    there = world("c", "c", layers=1)
+    launch: Launch = vllm_private.launch_of(driver)
+    ranks = [
+        build_rank_config(RankLaunch(there, seat, launch, shared, (0,), "1,1"))
+        for seat in there.seats
+    ]
+    prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]
+    assert prints[0].fields == prints[1].fields == fingerprint(9, driver, ()).fields
+    assert prints[0].fields["scheduler_config.max_num_seqs"] == "7"

@@ -1,0 +1,89 @@
+"""Layouts: kinds by stage, chosen or given, and what is said when devices are missing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import layout
+
+from placement.errors import LayoutError
+from placement.layout import auto_layout, given_layout
+
+STAGES, RANKS, DEVICES = st.integers(1, 8), st.integers(1, 8), st.integers(0, 20)
+
+
+@given(STAGES, RANKS, DEVICES, DEVICES)
+def test_auto_uses_what_is_there_or_says_what_is_missing(
+    stages: int, ranks: int, gpus: int, sockets: int
+) -> None:
+    if gpus // ranks + sockets // ranks < stages:
+        with pytest.raises(LayoutError, match=rf"{stages} .* {ranks} .* = {stages * ranks} ranks"):
+            auto_layout(stages, ranks, gpus, sockets)
+        return
+    made = auto_layout(stages, ranks, gpus, sockets)
+    assert [len(stage) for stage in made.stages] == [ranks] * stages
+    assert made.count("gpu") <= gpus
+    assert made.count("cpu") <= sockets
+    assert not any(made.is_mixed(stage) for stage in range(stages))
+    assert made.count("gpu") == min(stages, gpus // ranks) * ranks
+    # CPU stages first: the output matrix and the sampling stay on a GPU.
+    assert list(made.stages) == sorted(made.stages)
+
+
+@given(STAGES, RANKS, st.integers(0, 3), st.integers(1, 3))
+def test_the_remedy_for_too_few_sockets_works(
+    stages: int, ranks: int, gpus: int, sockets: int
+) -> None:
+    world = stages * ranks
+    if gpus + sockets >= world or gpus // ranks + sockets // ranks >= stages:
+        return
+    with pytest.raises(LayoutError) as caught:
+        auto_layout(stages, ranks, gpus, sockets)
+    shares = re.search(r'"ranks_per_socket": (\d+)', str(caught.value))
+    assert shares is not None
+    kinds = ["gpu"] * gpus + ["cpu"] * (world - gpus)
+    asked = [kinds[stage * ranks : (stage + 1) * ranks] for stage in range(stages)]
+    made = given_layout(asked, stages, ranks, gpus, sockets * int(shares[1]))  # type: ignore[arg-type]
+    assert made.count("cpu") == world - gpus
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3])
+def test_the_remedy_for_too_few_sockets_satisfies_auto_too(gpus: int) -> None:
+    with pytest.raises(LayoutError) as caught:
+        auto_layout(4, 2, gpus, 1)
+    shares = re.search(r'"ranks_per_socket": (\d+)', str(caught.value))
+    assert shares is not None
+    assert auto_layout(4, 2, gpus, int(shares[1])).tensor_parallel_size == 2
+
+
+def test_devices_that_fill_no_stage_of_one_kind_ask_for_a_written_layout() -> None:
+    with pytest.raises(LayoutError, match="Name the stages yourself"):
+        auto_layout(1, 2, 1, 1)
+
+
+def test_a_given_layout_keeps_its_order() -> None:
+    made = given_layout([["gpu", "cpu"], ["cpu", "gpu"]], 2, 2, 2, 2)
+    assert made == layout("gc", "cg")
+    assert made.kinds == ("gpu", "cpu", "cpu", "gpu")
+    assert [made.is_mixed(stage) for stage in (0, 1)] == [True, True]
+    assert str(made) == "[gpu, cpu] → [cpu, gpu]"
+
+
+@pytest.mark.parametrize(
+    ("stages", "pipeline", "tensor", "said"),
+    [
+        ([["cpu"]], 2, 1, r"1 stages of \[1\] ranks.*--pipeline-parallel-size 2"),
+        ([["cpu", "cpu"]], 1, 1, r"\[2\] ranks.*--tensor-parallel-size 1"),
+        ([["cpu"], ["cpu", "cpu"]], 2, 1, r"\[1, 2\]"),
+        ([["cpu"], ["cpu"], ["cpu"]], 3, 1, "asks for 3 CPU sockets, but 2 are free"),
+        ([["gpu"], ["gpu"]], 2, 1, "asks for 2 GPUs, but 1 are free"),
+    ],
+)
+def test_a_given_layout_that_cannot_be(
+    stages: list[list[str]], pipeline: int, tensor: int, said: str
+) -> None:
+    with pytest.raises(LayoutError, match=said):
+        given_layout(stages, pipeline, tensor, gpus=1, sockets=2)  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""From a described cluster to a world; layers, compute threads and what is left for others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import node, socket, world
+
+from placement.assignment import Seat
+from placement.errors import LayoutError
+from ray_hetero.config import CpuConfig, HeteroConfig
+from ray_hetero.errors import ConfigError
+from ray_hetero.planning import (
+    compute_threads,
+    plan_world,
+    sharing_warning,
+    spare_cpus,
+    split_layers,
+)
+
+AUTO = HeteroConfig()
+
+
+def seat(cores: int, *, is_driver: bool = True, first: int = 0, threads: int = 1) -> Seat:
+    one = world("c").seats[0]
+    return replace(
+        one, socket=socket(0, cores, first, threads), is_driver_node=is_driver, node_name="a"
+    )
+
+
+def test_a_world_takes_stages_from_the_cluster() -> None:
+    made = plan_world(
+        AUTO, [node(sockets=1, gpus=1)], pipeline_parallel_size=2, tensor_parallel_size=1,
+        layers=(3, 1),
+    )  # fmt: skip
+    assert made.layout.kinds == ("cpu", "gpu")
+    assert made.layers == (3, 1)
+    assert made.has_cpu
+    assert not made.is_cpu_only
+
+
+def test_who_holds_the_sockets_is_told() -> None:
+    held = replace(node(sockets=1), holders=("pid 7 (python), engine 'x'",))
+    with pytest.raises(LayoutError, match=r"2 ranks.*Sockets are held by a: pid 7"):
+        plan_world(AUTO, [held], pipeline_parallel_size=2, tensor_parallel_size=1, layers=(2, 2))
+
+
+@given(st.integers(1, 100), st.integers(1, 12))
+def test_layers_are_shared_out_evenly(layers: int, stages: int) -> None:
+    if layers < stages:
+        with pytest.raises(ConfigError, match=f"{layers} layers, fewer than the {stages}"):
+            split_layers(AUTO, layers, stages, None)
+        return
+    split = split_layers(AUTO, layers, stages, None)
+    assert sum(split) == layers
+    assert len(split) == stages
+    assert max(split) - min(split) <= 1
+    assert list(split) == sorted(split, reverse=True)
+
+
+def test_given_layers_win_over_vllms_variable() -> None:
+    assert split_layers(HeteroConfig(layers=[1, 3]), 4, 2, "2,2") == (1, 3)
+    assert split_layers(AUTO, 4, 2, " 3, 1") == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "partition", "said"),
+    [
+        ([2, 3], None, r"2 \+ 3 = 5 in 2 stages, but the model has 4 layers.*add up to 4"),
+        ([4], None, r"4 = 4 in 1 stages.*Give 2 numbers"),
+        ([1, 1, 2], None, "in 3 stages"),
+        ("auto", "4,0", "at least 1"),
+        ("auto", "2;2", r"VLLM_PP_LAYER_PARTITION='2;2': expected numbers with commas"),
+    ],
+)
+def test_layers_that_do_not_add_up(
+    layers: list[int] | str, partition: str | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        split_layers(HeteroConfig.model_validate({"layers": layers}), 4, 2, partition)
+
+
+@pytest.mark.parametrize(
+    ("cores", "is_driver", "computing"),
+    [(1, True, 1), (7, True, 7), (8, True, 6), (8, False, 7), (56, True, 54)],
+)
+def test_cores_are_kept_back_where_there_are_many(
+    cores: int, is_driver: bool, computing: int
+) -> None:
+    threads = compute_threads(seat(cores, is_driver=is_driver), CpuConfig())
+    assert threads == tuple(range(cores))[cores - computing :]
+
+
+def test_asked_cores() -> None:
+    assert compute_threads(seat(8), CpuConfig(cores=3, reserved_cores=1)) == (1, 2, 3)
+    assert compute_threads(seat(8), CpuConfig(reserved_cores=0)) == tuple(range(8))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (CpuConfig(cores=9), r"9 asked for, but socket 0 of a has 8 cores less 2 reserved = 6"),
+        (CpuConfig(reserved_cores=8), "8 of the 8 cores of socket 0 of a leaves none"),
+    ],
+)
+def test_cores_that_are_not_there(config: CpuConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compute_threads(seat(8), config)
+
+
+def test_spare_cpus_are_those_of_cores_without_compute_threads() -> None:
+    # Two CPUs a core: core k has CPUs k and k + 8.
+    one = seat(8, threads=2)
+    threads = compute_threads(one, CpuConfig())
+    assert threads == (2, 3, 4, 5, 6, 7)
+    assert spare_cpus([one], [threads]) == (0, 1, 8, 9)
+    assert spare_cpus([one], [range(8)]) == ()
+
+
+def test_sharing_is_told() -> None:
+    apart = world("c", "c").seats
+    assert sharing_warning(apart) is None
+    together = [replace(one, socket=apart[0].socket) for one in apart]
+    warning = sharing_warning(together)
+    assert warning is not None
+    assert "2 CPU ranks share 4 cores" in warning
+    assert sharing_warning(world("g").seats) is None
