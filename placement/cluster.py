@@ -145,7 +145,8 @@ def _missing(bundles: Sequence[dict[str, float]], timeout_s: float) -> str:
     free = ray.available_resources()
     total = ray.cluster_resources()
     lines = [
-        f"{resource}: asked {amount:g}, free {free.get(resource, 0):g} of {total.get(resource, 0):g}"
+        f"{resource}: asked {amount:g}, "
+        f"free {free.get(resource, 0):g} of {total.get(resource, 0):g}"
         for resource, amount in sorted(asked.items())
         if free.get(resource, 0) < amount
     ]

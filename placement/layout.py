@@ -65,9 +65,10 @@ def auto_layout(
     cpu_stages = pipeline_parallel_size - gpu_stages
     if cpu_stages > sockets // size:
         raise LayoutError(_too_few(pipeline_parallel_size, size, gpus, sockets))
-    cpu: tuple[Kind, ...] = ("cpu",) * size
-    gpu: tuple[Kind, ...] = ("gpu",) * size
-    return Layout((cpu,) * cpu_stages + (gpu,) * gpu_stages)
+    cpu: Kind = "cpu"
+    gpu: Kind = "gpu"
+    kinds = [cpu] * cpu_stages + [gpu] * gpu_stages
+    return Layout(tuple((kind,) * size for kind in kinds))
 
 
 def _too_few(stages: int, size: int, gpus: int, sockets: int) -> str:
@@ -111,8 +112,10 @@ def given_layout(
             f"{tensor_parallel_size}. Make the two agree."
         )
     layout = Layout(tuple(tuple(stage) for stage in stages))
-    for kind, there, noun in (("gpu", gpus, "GPUs"), ("cpu", sockets, "CPU sockets")):
-        asked = layout.kinds.count(kind)  # type: ignore[arg-type]
+    for asked, there, noun in (
+        (layout.count("gpu"), gpus, "GPUs"),
+        (layout.count("cpu"), sockets, "CPU sockets"),
+    ):
         if asked > there:
             raise LayoutError(
                 f"layout {layout} asks for {asked} {noun}, but {there} are free. "

@@ -79,7 +79,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         self._connection: RayConnection | None = None
         self._placement_group: Any = None
         self._watch: RankWatch | None = None
-        self.world: World | None = None
+        self.world: World
         self._progress = StartupProgress()
         self._launch = launch_of(self.vllm_config)
         self._config = self._launch.config
@@ -136,7 +136,8 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         if multiprocessing.parent_process() is not None and (own := spare.get(self._node_id)):
             # Only in vLLM's own engine process; a notebook's process is the user's.
             os.sched_setaffinity(0, own)
-            self._connection.keep_off(own)
+            if self._connection is not None:
+                self._connection.keep_off(own)
         return [
             RankLaunch(
                 world=world,

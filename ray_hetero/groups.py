@@ -25,6 +25,9 @@ from ray_hetero import vllm_private
 from ray_hetero.exchange import StageBoundary
 from ray_hetero.world import World
 
+Received = tuple[dict[str, Any] | None, list[Any], list[Callable[[], None]]]
+"""Tensors, handles to wait for, and callbacks to call then; as vLLM's `irecv_tensor_dict`."""
+
 # One world a process, like vLLM's own groups.
 _world: World | None = None
 _device_backend = "gloo"
@@ -115,6 +118,9 @@ class HostCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
 class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
     """vLLM's group, with communication chosen by the kinds of its members."""
 
+    device_communicator: Any
+    mq_broadcaster: Any
+
     def __init__(
         self,
         group_ranks: list[list[int]],
@@ -182,7 +188,10 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         gathering them again costs a collective, host memory does not care.
         """
         if self.boundary is None:
-            return super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+            handles: list[Any] = super().isend_tensor_dict(
+                tensor_dict, dst, all_gather_group, all_gather_tensors
+            )
+            return handles
         # vLLM takes the first handle for metadata and waits for the others before its next step;
         # the boundary keeps what it sends alive by itself, so there is none to wait for.
         return [self.boundary.isend(tensor_dict)]
@@ -192,8 +201,11 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         src: int | None = None,
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: dict[str, bool] | None = None,
-    ) -> tuple[dict[str, Any] | None, list[Any], list[Callable[[], None]]]:
+    ) -> Received:
         """Receive the previous stage's output; across kinds through the stage boundary."""
         if self.boundary is None:
-            return super().irecv_tensor_dict(src, all_gather_group, all_gather_tensors)
+            received: Received = super().irecv_tensor_dict(
+                src, all_gather_group, all_gather_tensors
+            )
+            return received
         return self.boundary.irecv()

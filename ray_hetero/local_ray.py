@@ -11,11 +11,11 @@ from importlib.metadata import version
 import psutil
 import ray
 
+from ray_hetero.checks import check_ray
 from ray_hetero.errors import StartupError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-OLDEST_RAY = (2, 55)
 OBJECT_STORE_BYTES = 128 << 20
 """Nothing large goes through the object store; Ray's default would take 30 % of the memory."""
 
@@ -24,17 +24,12 @@ def check_ray_version(installed: str | None = None) -> None:
     """Refuse a Ray that this backend does not work with.
 
     Raises:
-        UnsupportedError: Ray is older than 2.55.
+        UnsupportedError: Ray is too old.
 
     """
-    installed = installed or version("ray")
-    release = tuple(int(part) for part in installed.split(".")[:2])
-    if release < OLDEST_RAY:
-        oldest = ".".join(map(str, OLDEST_RAY))
-        raise UnsupportedError(
-            f"ray_hetero needs Ray {oldest} or newer, this is Ray {installed}. "
-            f"Type: pip install 'ray[default]>={oldest}'"
-        )
+    check = check_ray(installed or version("ray"))
+    if check.status == "fail":
+        raise UnsupportedError(f"ray_hetero and Ray: {check.found}. Type: {check.remedy}")
 
 
 class RayConnection:

@@ -20,8 +20,8 @@ from placement.claims import claim_socket
 from ray_hetero import vllm_private
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import set_world
-from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
 from ray_hetero.progress import logger
+from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
 from ray_hetero.step_clock import StepClock
 from ray_hetero.warmup import Step
 from ray_hetero.warmup_actions import Acknowledged, RankContext, perform
@@ -89,6 +89,8 @@ class RankWorker:
 
 class RankProcess(RayWorkerProc):  # type: ignore[misc]
     """Ray actor class of a rank; scheduled into the bundle that stands for its device."""
+
+    worker: Any
 
     def __init__(self, rank: RankLaunch) -> None:
         # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from vllm.utils.torch_utils import set_random_seed
 
 from ray_hetero.warmup import Action, Step
 
+KV_ROUNDS = 2
+"""Sequences that an automatic KV cache holds, in units of what runs at once: prefixes of finished
+requests stay for the next ones."""
 KV_SHARE_OF_FREE = 0.5
 """Most of the free memory that an automatic KV cache takes, shared by the ranks of a host."""
 
@@ -40,10 +44,9 @@ class RankContext:
     """CPU ranks that draw on the same free memory."""
 
 
-@torch.inference_mode()
 def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
     """Carry out one step on this rank's vLLM worker."""
-    with set_current_vllm_config(worker.vllm_config):
+    with torch.inference_mode(), set_current_vllm_config(worker.vllm_config):
         return Acknowledged(context.rank, step.number, _ACTIONS[step.action](worker, context, step))
 
 
@@ -64,16 +67,19 @@ def _forward(worker: Any, context: RankContext, step: Step) -> None:
 
 
 def _kv_budget(worker: Any, context: RankContext, step: Step) -> int:
-    """Bytes for the KV cache: what was asked, else what all sequences could fill, if it is free."""
+    """Bytes for the KV cache: what was asked, else room for all sequences, if that much is free."""
     if context.kv_cache_bytes is not None:
         return context.kv_cache_bytes
     model, scheduler = worker.vllm_config.model_config, worker.vllm_config.scheduler_config
-    needed = sum(
-        spec.page_size_bytes * cdiv(model.max_model_len, spec.block_size)
-        for spec in worker.get_kv_cache_spec().values()
+    specs: Iterable[Any] = worker.get_kv_cache_spec().values()
+    # vLLM keeps one block for itself; without it the last sequence would wait for a whole round.
+    needed: int = sum(
+        spec.page_size_bytes * (cdiv(model.max_model_len, spec.block_size) * sequences + 1)
+        for spec in specs
+        for sequences in [scheduler.max_num_seqs * KV_ROUNDS]
     )
     free = int(psutil.virtual_memory().available * KV_SHARE_OF_FREE / context.ranks_on_memory)
-    return min(needed * scheduler.max_num_seqs, free)
+    return min(needed, free)
 
 
 def _sample(worker: Any, context: RankContext, step: Step) -> None:
@@ -113,7 +119,7 @@ def _idle(worker: Any, context: RankContext, step: Step) -> None:
     return None
 
 
-_ACTIONS = {
+_ACTIONS: dict[Action, Callable[[Any, RankContext, Step], Any]] = {
     Action.MEASURE_MEMORY: _measure_memory,
     Action.FORWARD: _forward,
     Action.KV_BUDGET: _kv_budget,
