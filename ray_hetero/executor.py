@@ -22,7 +22,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from placement import cluster
 from placement.assignment import Node
-from placement.errors import PlacementError
+from placement.errors import ClaimError, PlacementError
 from ray_hetero import actors, last_words, planning, vllm_private, warmup
 from ray_hetero.errors import CpuSiteError, RankError, RayHeteroError
 from ray_hetero.local_ray import RayConnection
@@ -46,11 +46,25 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
     def _init_executor(self) -> None:
         self._set_up_state()
         with self._nothing_left_on_failure():
+            self._claim_devices()
+            self._connect()
+
+    def _claim_devices(self) -> None:
+        """From discovery to claimed sockets; again from the start if another engine was faster."""
+        for is_last in (False, False, True):
             nodes = self._discover()
             self._plan(nodes)
             self._reserve()
-            self._spawn()
-            self._connect()
+            try:
+                self._spawn()
+            except ClaimError as error:
+                if is_last:
+                    raise
+                logger.warning("planning again: %s", error)
+                self._give_back()
+            else:
+                break
+        self._keep_off_compute_cores()
 
     @contextmanager
     def _nothing_left_on_failure(self) -> Iterator[None]:
@@ -79,6 +93,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         self._connection: RayConnection | None = None
         self._placement_group: Any = None
         self._watch: RankWatch | None = None
+        self._given_partition = envs.VLLM_PP_LAYER_PARTITION
         self.world: World
         self._progress = StartupProgress()
         self._launch = launch_of(self.vllm_config)
@@ -87,7 +102,8 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
     def _discover(self) -> tuple[Node, ...]:
         with self._progress.step("discover") as step:
-            self._connection = RayConnection(self._launch.ray_address)
+            if self._connection is None:
+                self._connection = RayConnection(self._launch.ray_address)
             nodes = cluster.discover(
                 unit=self._config.cpu.unit,
                 shares=self._config.cpu.ranks_per_socket,
@@ -105,7 +121,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 self._config,
                 self.model_config.get_total_num_hidden_layers(),
                 parallel.pipeline_parallel_size,
-                envs.VLLM_PP_LAYER_PARTITION,
+                self._given_partition,
             )
             self.world = planning.plan_world(
                 self._config,
@@ -115,7 +131,9 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 layers=layers,
             )
             self._ranks = self._rank_launches(self.world)
-            vllm_private.limit_batches_in_flight(self._batches_in_flight(self.world))
+            vllm_private.limit_batches_in_flight(
+                self.vllm_config, self._batches_in_flight(self.world)
+            )
             step.outcome = str(self.world.layout)
         if warning := planning.sharing_warning(self.world.seats):
             logger.warning(warning)
@@ -133,11 +151,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             if seat.kind == "cpu"
         }
         spare = {node: self._spare_cpus(world, threads, node) for node in world.node_ids}
-        if multiprocessing.parent_process() is not None and (own := spare.get(self._node_id)):
-            # Only in vLLM's own engine process; a notebook's process is the user's.
-            os.sched_setaffinity(0, own)
-            if self._connection is not None:
-                self._connection.keep_off(own)
+        self._spare_here = spare.get(self._node_id, ())
         return [
             RankLaunch(
                 world=world,
@@ -149,6 +163,16 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             )
             for seat in world.seats
         ]
+
+    def _keep_off_compute_cores(self) -> None:
+        """Move this process, and a Ray that it started, to the cores that were kept back.
+
+        Only in vLLM's own engine process; a notebook's process is the user's.
+        """
+        if self._spare_here and multiprocessing.parent_process() is not None:
+            os.sched_setaffinity(0, self._spare_here)
+            assert self._connection is not None
+            self._connection.keep_off(self._spare_here)
 
     def _batches_in_flight(self, world: World) -> int:
         asked = self._config.pipeline.batches_in_flight
@@ -346,19 +370,25 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             self.shutting_down = True
         if self._watch is not None:
             self._watch.stop()
-        if ray.is_initialized():
-            for handle in self.ray_worker_handles:
-                ray.kill(handle.actor)
+        self._give_back()
         for queue in (self.rpc_broadcast_mq, *self.response_mqs):
             if queue is not None:
                 queue.shutdown()
         self.rpc_broadcast_mq = None
         self.response_mqs = []
+        if self._connection is not None:
+            self._connection.close()
+        _restore("VLLM_PP_LAYER_PARTITION", self._given_partition)
+
+    def _give_back(self) -> None:
+        """Stop the actors and release their bundles."""
+        if ray.is_initialized():
+            for handle in self.ray_worker_handles:
+                ray.kill(handle.actor)
+        self.ray_worker_handles = []
         if self._placement_group is not None:
             cluster.release(self._placement_group)
             self._placement_group = None
-        if self._connection is not None:
-            self._connection.close()
 
 
 class _RankQueues:
@@ -380,6 +410,13 @@ class _RankQueues:
         if status != WorkerProc.ResponseStatus.SUCCESS:
             raise RankError(f"warm-up: {describe(self._executor.world, rank)} failed: {result}")
         return result
+
+
+def _restore(variable: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(variable, None)
+    else:
+        os.environ[variable] = value
 
 
 def _shut_down_late(reference: weakref.ref[HeteroExecutor]) -> None:

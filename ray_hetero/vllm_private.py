@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BACKEND = "ray_hetero"
 EXECUTOR_PATH = "ray_hetero.executor.HeteroExecutor"
 LAUNCH_ATTRIBUTE = "_ray_hetero_launch"
+BATCHES_ATTRIBUTE = "_ray_hetero_batches_in_flight"
 
 logger = logging.getLogger(__name__)
 
@@ -121,18 +122,24 @@ def launch_of(vllm_config: VllmConfig) -> Launch:
     return launch  # type: ignore[no-any-return]
 
 
-def limit_batches_in_flight(batches: int) -> None:
-    """Set how many batches the engine keeps in the pipeline at once.
+def limit_batches_in_flight(vllm_config: VllmConfig, batches: int) -> None:
+    """Set how many batches this engine keeps in the pipeline at once.
 
     Why: VllmConfig.max_concurrent_batches is one per stage.  Every batch in flight has a stage
     read all of its weights again; where one stage is slow and bound by memory, two half-full
     batches take twice as long as one full batch, and the other stage's time is not worth hiding.
     Can go when: the number is an option.
     """
-    from vllm.config import VllmConfig
+    own_class = type(vllm_config)
+    stock = original(own_class, "max_concurrent_batches")
+    if not hasattr(stock.fget, "__ray_hetero__"):
 
-    original(VllmConfig, "max_concurrent_batches")
-    VllmConfig.max_concurrent_batches = property(lambda self: batches)
+        def max_concurrent_batches(self: Any) -> int:
+            return getattr(self, BATCHES_ATTRIBUTE, None) or int(stock.fget(self))
+
+        max_concurrent_batches.__ray_hetero__ = True  # type: ignore[attr-defined]
+        own_class.max_concurrent_batches = property(max_concurrent_batches)
+    setattr(vllm_config, BATCHES_ATTRIBUTE, batches)
 
 
 def unlink_once_attached(queue: Any) -> None:

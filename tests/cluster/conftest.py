@@ -6,14 +6,29 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from engines import batch, engine, prompts, run_engines, tokens
 from leftovers import Scene, segments
 
 from ray_hetero.demo_model import write_demo_model
 
 Model = Callable[..., Path]
+Stock = Callable[[str], list[list[int]]]
+
+EAGER = ("llama-bf16", "opt-bf16", "llama-f32", "opt-f32")
+COMPILED = ("llama-bf16-compiled", "opt-f32-compiled")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keep_compiled_code(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One cache for all engines, and for the next run: TMPDIR, where it would be, is swept."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = request.config.cache.mkdir("inductor")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -30,15 +45,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make
 
 
-@pytest.fixture(scope="module")
-def scene() -> Iterator[Scene]:
-    """Where this module's engines run; nothing of them may be left when the module is done."""
+@contextmanager
+def clean_scene() -> Iterator[Scene]:
+    """A scene of which nothing may be left in the end."""
     # Short: the names of Ray's sockets must fit into 107 bytes.
     root = Path(tempfile.mkdtemp(prefix="rh", dir="/tmp"))
     made = Scene(uuid.uuid4().hex, segments(), root / "t", root / "c")
     made.temporary.mkdir()
-    yield made
     try:
+        yield made
         made.assert_clean()
     finally:
         made.sweep()
@@ -46,6 +61,42 @@ def scene() -> Iterator[Scene]:
 
 
 @pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    """Where this module's engines run; nothing of them may be left when the module is done."""
+    with clean_scene() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For requests, answers and output of this module's engines."""
     return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def stock(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    """Greedy tokens of stock vLLM in one process, by name: "llama-bf16", "opt-f32-compiled", …."""
+    known: dict[str, list[list[int]]] = {}
+    directory = tmp_path_factory.mktemp("stock")
+
+    def arguments(name: str) -> dict[str, object]:
+        architecture, dtype, *compiled = name.split("-")
+        return engine(
+            model(architecture, dtype),
+            dtype="float32" if dtype == "f32" else "bfloat16",
+            enforce_eager=not compiled,
+        )
+
+    def answers(name: str) -> list[list[int]]:
+        if name not in known:
+            # All of a sort in one process: most of an engine's start is importing vLLM.
+            names = EAGER if name in EAGER else COMPILED
+            runs = [(arguments(one), [batch(prompts())]) for one in names]
+            with clean_scene() as made:
+                found = run_engines(
+                    made, directory / name, runs, extra={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+                )
+            known.update(zip(names, (tokens(batches[0]) for batches in found), strict=True))
+        return known[name]
+
+    return answers

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,14 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leftovers import MARKER, Scene
+import httpx
+import openai
+from leftovers import MARKER, Scene, wait_until
 
 HERE = Path(__file__).parent
 START_SECONDS = 240.0
 """Longest wait for one engine to start, on two cores with nothing cached."""
 STOP_SECONDS = 60.0
 """Longest wait for an engine to stop."""
-INHERITED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "USER")
+INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "USER",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 
 Json = dict[str, Any]
 
@@ -170,3 +183,78 @@ def run_engines(
 def tokens(answers: Sequence[Json]) -> list[list[int]]:
     """The first sample of each prompt."""
     return [answer["tokens"][0] for answer in answers]
+
+
+@dataclass
+class Server:
+    """A running `vllm serve`."""
+
+    child: Child
+    url: str
+
+    def ctrl_c(self) -> None:
+        """What a terminal does: SIGINT to the command and to all its children in the group."""
+        os.killpg(self.child.process.pid, signal.SIGINT)
+
+    def get(self, path: str) -> httpx.Response:
+        """GET a path of the server."""
+        return httpx.get(f"{self.url}{path}", trust_env=False, timeout=30)
+
+    def client(self) -> openai.OpenAI:
+        """The official client."""
+        web = openai.DefaultHttpxClient(
+            trust_env=False, limits=httpx.Limits(max_connections=100), timeout=180
+        )
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=web)
+
+    @property
+    def running(self) -> float:
+        """Requests that the engine works on."""
+        found = re.findall(
+            r"^vllm:num_requests_running\{.*\} (.*)$", self.get("/metrics").text, re.M
+        )
+        return sum(map(float, found))
+
+
+VLLM = str(Path(sys.executable).with_name("vllm"))
+NAME = "demo"
+"""Name that servers give their model."""
+
+
+def serve(
+    scene: Scene, log: Path, model: Path, *arguments: str, extra: Mapping[str, str] | None = None
+) -> Server:
+    """Start `vllm serve`; `wait_until_healthy` tells when it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        VLLM, "serve", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
+        "--port", str(port), "--enforce-eager", *arguments,
+    ]  # fmt: skip
+    return Server(start(scene, command, log, extra), f"http://127.0.0.1:{port}")
+
+
+def wait_until_healthy(server: Server) -> None:
+    """Wait until the server answers; fails the test when it ends or is too late."""
+
+    def ended_or_healthy() -> bool:
+        if server.child.process.poll() is not None:
+            return True
+        try:
+            return server.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    in_time = wait_until(ended_or_healthy, START_SECONDS, 0.5)
+    assert in_time and server.child.process.poll() is None, server.child.tail()  # noqa: PT018
+
+
+def backend(pipeline: int, **keys: Any) -> list[str]:
+    """Options of `vllm serve` that choose the backend, for a pipeline on this machine's socket."""
+    config = hetero(cpu={"ranks_per_socket": pipeline, **keys.pop("cpu", {})}, **keys)
+    return [
+        "--distributed-executor-backend", "ray_hetero",
+        "--pipeline-parallel-size", str(pipeline),
+        "--additional-config", json.dumps(config["additional_config"]),
+    ]  # fmt: skip

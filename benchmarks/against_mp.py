@@ -1,0 +1,100 @@
+"""Start-up, prefill and decode of TP 2 over two CPU ranks, side by side with vLLM's own `mp`.
+
+Both engines run in turns, in processes of their own, on the same shape, prompts and cores; the
+ratios are of the medians.  Writes the raw results and prints a table.
+
+    python benchmarks/against_mp.py --rounds 5 --out docs/benchmarks/against-mp
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ENGINE_RUN = Path(__file__).with_name("engine_run.py")
+FIGURES = {
+    "startup_s": "start-up, s",
+    "prefill_s": "prefill of the batch, s",
+    "decode_ms": "decode step, ms",
+}
+
+
+def run(backend: str, shape: str, batches: str, timeout_s: float) -> list[dict[str, float]]:
+    """One engine from start to end; its results, one a batch size."""
+    command = [sys.executable, str(ENGINE_RUN), "--shape", shape, "--batches", batches]
+    command += ["--label", backend, "--repeats", "3", "--decode-tokens", "24"]
+    environment = dict(os.environ)
+    if backend == "ray_hetero":
+        config = '{"cpu": {"ranks_per_socket": 2, "kv_cache_gib": 1}}'
+        command += ["--layout", '[["cpu", "cpu"]]', "--config", config]
+    else:
+        engine = '{"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}'
+        command += ["--backend", "mp", "--engine", engine]
+        # Stock vLLM takes one NUMA node for one rank unless it is told to pretend.
+        environment |= {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{backend} failed ({done.returncode}):\n{done.stderr[-3000:]}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+
+def table(results: dict[str, list[dict[str, float]]], batches: list[int]) -> Table:
+    """Medians of both and their ratios."""
+    shown = Table(title="TP 2 on CPU, ray_hetero against stock mp")
+    for column in ("figure", "batch", "ray_hetero", "mp", "ray_hetero ÷ mp"):
+        shown.add_column(column)
+    for key, name in FIGURES.items():
+        for batch in batches[:1] if key == "startup_s" else batches:
+            ours, theirs = (
+                statistics.median(r[key] for r in results[backend] if r["batch"] == batch)
+                for backend in ("ray_hetero", "mp")
+            )
+            cells = (f"{ours:.3g}", f"{theirs:.3g}", f"{ours / theirs:.2f}")
+            shown.add_row(name, "" if key == "startup_s" else str(batch), *cells)
+    return shown
+
+
+def main() -> None:
+    """Run all rounds, write and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shape", default="1b")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--out", type=Path, required=True, help="without ending")
+    options = parser.parse_args()
+    results: dict[str, list[dict[str, float]]] = {"ray_hetero": [], "mp": []}
+    for _ in range(options.rounds):
+        for backend, collected in results.items():
+            collected += run(backend, options.shape, options.batches, options.timeout)
+    shown = table(results, [int(b) for b in options.batches.split(",")])
+    about = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": "python benchmarks/against_mp.py " + " ".join(sys.argv[1:]),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "rounds": options.rounds,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    raw = json.dumps(about | {"results": results}, indent=1)
+    options.out.with_suffix(".json").write_text(raw + "\n")
+    console = Console(record=True, width=100)
+    console.print(shown)
+    options.out.with_suffix(".txt").write_text(f"{json.dumps(about)}\n{console.export_text()}")
+
+
+if __name__ == "__main__":
+    main()
