@@ -13,7 +13,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ray_hetero.plugin import SUPPORTED_VLLM, is_supported
+from ray_hetero.supported import SUPPORTED_VLLM, is_supported
 
 Status = Literal["ok", "warn", "fail"]
 OLDEST_RAY = (2, 55)

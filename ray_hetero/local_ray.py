@@ -32,6 +32,13 @@ def check_ray_version(installed: str | None = None) -> None:
         raise UnsupportedError(f"ray_hetero and Ray: {check.found}. Type: {check.remedy}")
 
 
+def connected_address() -> str | None:
+    """Address of the cluster that this process is connected to, if it is."""
+    if not ray.is_initialized():
+        return None
+    return str(ray.get_runtime_context().gcs_address)
+
+
 class RayConnection:
     """This process's connection to Ray; remembers whether it was made, or Ray started, here."""
 

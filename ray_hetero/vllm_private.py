@@ -6,12 +6,10 @@ renamed is an error when the patch is made, never a silent no-op.
 
 from __future__ import annotations
 
-import copy
 import functools
 import glob
-import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +20,8 @@ if TYPE_CHECKING:
 
     from ray_hetero.world import Launch
 
-BACKEND = "ray_hetero"
-EXECUTOR_PATH = "ray_hetero.executor.HeteroExecutor"
 LAUNCH_ATTRIBUTE = "_ray_hetero_launch"
 BATCHES_ATTRIBUTE = "_ray_hetero_batches_in_flight"
-
-logger = logging.getLogger(__name__)
 
 
 def original(owner: Any, name: str) -> Any:
@@ -47,13 +41,18 @@ def original(owner: Any, name: str) -> Any:
         ) from None
 
 
-def teach_backend_name() -> None:
+def teach_backend_name(is_ours: Callable[[object], bool], prepare: Callable[[Any], Launch]) -> None:
     """Patch EngineArgs.create_engine_config to understand the name `ray_hetero`.
 
     Why: vLLM takes unknown backend names for dotted paths and refuses pipeline parallelism for
     them (EngineArgs._check_feature_supported), and an executor is handed the driver's finished
     VllmConfig, while ranks of the other kind need one built on their own platform.
     Can go when: executors can be registered by name, with their EngineArgs.
+
+    Args:
+        is_ours: whether a value of --distributed-executor-backend names this backend.
+        prepare: called with the EngineArgs first; what it answers goes to the executor.
+
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -63,47 +62,15 @@ def teach_backend_name() -> None:
 
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        backend = self.distributed_executor_backend
-        if not (backend in (BACKEND, EXECUTOR_PATH) or getattr(backend, "is_ray_hetero", False)):
+        if not is_ours(self.distributed_executor_backend):
             return create(self, *args, **kwargs)
-        launch = _prepare(self)
+        launch = prepare(self)
         vllm_config = create(self, *args, **kwargs)
         setattr(vllm_config, LAUNCH_ATTRIBUTE, launch)
         return vllm_config
 
     create_engine_config.__ray_hetero__ = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
-
-
-def _prepare(engine_args: Any) -> Launch:
-    """Check what can be checked without a cluster, and name the executor class to vLLM."""
-    from ray_hetero import last_words
-    from ray_hetero.config import load_config
-    from ray_hetero.executor import HeteroExecutor
-    from ray_hetero.local_ray import check_ray_version
-    from ray_hetero.refusals import refuse_unsupported
-    from ray_hetero.world import Launch
-
-    check_ray_version()
-    last_words.catch()
-    config = load_config(engine_args.additional_config)
-    refuse_unsupported(engine_args, config)
-    launch = Launch(copy.copy(engine_args), config, _connected_ray_address())
-    engine_args.distributed_executor_backend = HeteroExecutor
-    if config.layout == "auto" or any("cpu" in stage for stage in config.layout):
-        # CPU ranks have the V1 model runner and no asynchronous scheduling; every process of
-        # the engine must agree, and vLLM reads both while it builds the driver's configuration.
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        engine_args.async_scheduling = False
-    return launch
-
-
-def _connected_ray_address() -> str | None:
-    import ray
-
-    if not ray.is_initialized():
-        return None
-    return str(ray.get_runtime_context().gcs_address)
 
 
 def launch_of(vllm_config: VllmConfig) -> Launch:
@@ -188,7 +155,7 @@ def bind_memory_to(numa_nodes: Sequence[int]) -> None:
     CPUWorker.init_device = init_device_and_bind
 
 
-def use_hetero_groups() -> None:
+def use_groups(group_class: type) -> None:
     """Replace the group class of vllm.distributed.parallel_state, in a rank's process.
 
     Why: its groups all use the backend of the world, and NCCL cannot span a CPU rank.
@@ -196,10 +163,8 @@ def use_hetero_groups() -> None:
     """
     from vllm.distributed import parallel_state
 
-    from ray_hetero.groups import HeteroGroup
-
     original(parallel_state, "GroupCoordinator")
-    parallel_state.GroupCoordinator = HeteroGroup
+    parallel_state.GroupCoordinator = group_class
 
 
 def use_gloo_world() -> str:

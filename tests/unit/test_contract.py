@@ -23,7 +23,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ray_hetero import vllm_private
+from ray_hetero import plugin, vllm_private
 from ray_hetero.demo_model import DemoShape, write_demo_model
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.executor import HeteroExecutor
@@ -175,9 +175,9 @@ def test_a_name_that_upstream_renamed_is_told() -> None:
 
 
 def test_the_patch_of_the_engine_arguments_is_made_once() -> None:
-    vllm_private.teach_backend_name()
+    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
     once = EngineArgs.create_engine_config
-    vllm_private.teach_backend_name()
+    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
     assert EngineArgs.create_engine_config is once
     assert once.__wrapped__ is not once
     assert inspect.signature(once) == inspect.signature(once.__wrapped__)
@@ -195,7 +195,7 @@ def arguments(model: Path) -> EngineArgs:
 
 
 def test_the_backends_name_becomes_a_class_and_the_arguments_travel(arguments: EngineArgs) -> None:
-    vllm_private.teach_backend_name()
+    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = "ray_hetero"
     arguments.additional_config = {"ray_hetero": {"layers": [1, 1]}}
     config = arguments.create_engine_config()
@@ -208,7 +208,7 @@ def test_the_backends_name_becomes_a_class_and_the_arguments_travel(arguments: E
 
 
 def test_other_backends_are_left_alone(model: Path) -> None:
-    vllm_private.teach_backend_name()
+    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
     config = EngineArgs(model=str(model), max_model_len=128).create_engine_config()
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
         vllm_private.launch_of(config)
@@ -230,7 +230,7 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
 
     from ray_hetero.world import Launch, RankLaunch
 
-    vllm_private.teach_backend_name()
+    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = "ray_hetero"
     arguments.max_num_seqs = 7
     driver = arguments.create_engine_config()
