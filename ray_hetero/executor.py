@@ -17,7 +17,7 @@ from typing import Any
 import ray
 import vllm.envs as envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-from vllm.v1.executor.multiproc_executor import FutureWrapper, WorkerProc
+from vllm.v1.executor.multiproc_executor import FutureWrapper
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from placement import cluster
@@ -26,12 +26,13 @@ from placement.errors import ClaimError, PlacementError
 from ray_hetero import actors, last_words, planning, vllm_private, warmup
 from ray_hetero.errors import CpuSiteError, RankError, RayHeteroError
 from ray_hetero.local_ray import RayConnection
-from ray_hetero.lockstep import describe, run_schedule
+from ray_hetero.lockstep import run_schedule
 from ray_hetero.node_software import NodeSoftware, read_node_software
 from ray_hetero.progress import StartupProgress, logger
 from ray_hetero.rank_config import check_agreement, shared_settings
+from ray_hetero.rank_queues import RankQueues
 from ray_hetero.vllm_private import launch_of
-from ray_hetero.warmup import Phase, Step, WarmupSizes
+from ray_hetero.warmup import Phase, WarmupSizes
 from ray_hetero.watch import RankWatch
 from ray_hetero.world import RankLaunch, World
 from ray_hetero.world_table import as_text, placement_table
@@ -339,12 +340,18 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         with self._progress.step("warm up", total=total) as bar:
             bar.outcome = phase.value
             return run_schedule(
-                _RankQueues(self),
+                self._rank_queues(),
                 self.world,
                 steps,
                 step_timeout_s=self._config.warmup.step_timeout_s,
                 on_step=lambda rank, step: bar.advance(),
             )
+
+    def _rank_queues(self) -> RankQueues:
+        assert self.rpc_broadcast_mq is not None
+        return RankQueues(
+            self.world, self.rpc_broadcast_mq, self.response_mqs, lambda: self.is_failed
+        )
 
     @property
     def _is_one_kind(self) -> bool:
@@ -389,27 +396,6 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         if self._placement_group is not None:
             cluster.release(self._placement_group)
             self._placement_group = None
-
-
-class _RankQueues:
-    """The message queues as the warm-up schedule uses them."""
-
-    def __init__(self, executor: HeteroExecutor) -> None:
-        self._executor = executor
-
-    def send(self, per_stage: Sequence[Sequence[Step]]) -> None:
-        queue = self._executor.rpc_broadcast_mq
-        assert queue is not None
-        for by_stage in zip(*per_stage, strict=True):
-            queue.enqueue(("perform_step", (by_stage,), {}, None))
-
-    def answer(self, rank: int, timeout_s: float) -> Any:
-        if self._executor.is_failed:
-            raise RankError("a rank died during warm-up; the log above says which")
-        status, result = self._executor.response_mqs[rank].dequeue(timeout=timeout_s)
-        if status != WorkerProc.ResponseStatus.SUCCESS:
-            raise RankError(f"warm-up: {describe(self._executor.world, rank)} failed: {result}")
-        return result
 
 
 def _restore(variable: str, value: str | None) -> None:
