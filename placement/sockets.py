@@ -21,7 +21,7 @@ def sockets_of(host: Host, unit: SocketUnit = "package", shares: int = 1) -> tup
     more stage boundary, a second copy of what is not split (norms, activations, often the
     embeddings) and one more process with cores to spare.  Against that stands the longer way to
     another node of the same package, hidden by prefetching in a streaming read, and small beside
-    the way to the other package.  `numa` is right where `ray-hetero bench` shows that it is.
+    the way to the other package.  `numa` is right where a measurement shows that it is.
 
     Memory-only nodes (CXL expanders, HBM in flat mode) and nodes on which the process may use no
     core are no socket.  A node over several packages, or of an unknown one, is a socket of its own.

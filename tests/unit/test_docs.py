@@ -1,0 +1,210 @@
+"""What README and docs say is there: links, commands, keys, messages, patches."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from placement.described import read_described
+from ray_hetero import vllm_private
+from ray_hetero.cli.main import commands
+from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, HeteroConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from write_configuration_page import PAGE, keys_of, written  # noqa: E402
+
+DOCS = ROOT / "docs"
+READMES = [ROOT / "README.md", ROOT / "README.ko.md"]
+PAGES = [*READMES, *sorted(DOCS.rglob("*.md"))]
+SOURCES = [
+    path
+    for package in ("ray_hetero", "placement")
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
+NOT_OURS = {"import torchvision", "torch==…+cpu", "ray-hetero plan"}
+"""Code in headings of the troubleshooting page that is not a message of this package."""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def links(page: Path) -> list[str]:
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{link}: no such file"
+        assert ROOT in target.resolve().parents, f"{link} leads out of the repository"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_every_page_is_on_the_site_and_on_its_first_page() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    pages = {path for entry in site["nav"] for path in entry.values()}
+    assert pages <= {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    top = {path.name for path in DOCS.glob("*.md")}
+    assert top <= pages
+    assert {link.partition("#")[0] for link in links(DOCS / "index.md")} == pages - {"index.md"}
+
+
+def test_the_two_readmes_have_the_same_content() -> None:
+    english, korean = (page.read_text(encoding="utf-8") for page in READMES)
+
+    def skeleton(text: str) -> dict[str, list[str]]:
+        text = re.sub(r"\]\(README(\.ko)?\.md\)", "](README)", text)
+        return {
+            "headings": re.findall(
+                r"^#+", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M
+            ),
+            "code": re.findall(r"^```\w+\n.*?^```$", text, re.M | re.S),
+            "links": sorted(re.findall(r"\]\(([^)\s]+)\)", text)),
+            "rows": [str(line.count("|")) for line in text.splitlines() if line.startswith("|")],
+            "points": re.findall(r"^(?:-|\d\.) ", text, re.M),
+            "keys": sorted(set(re.findall(r"`[a-z_]+\.[a-z_]+`", text))),
+        }
+
+    assert skeleton(korean) == skeleton(english)
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert written(page) == page, "type: python tools/write_configuration_page.py"
+
+
+def test_the_table_has_every_key_with_its_meaning() -> None:
+    rows = {
+        key: (values, default, meaning) for key, values, default, meaning in keys_of(HeteroConfig)
+    }
+    assert all(meaning for _, _, meaning in rows.values())
+    assert rows["cpu.reserved_cores"][:2] == ("whole number at least 0 or `auto`", "`auto`")
+    assert rows["layout"][0] == "`auto` or list of (list of (`cpu`, `gpu`))"
+    assert rows["gpu.memory_utilization"][0] == "number above 0 and at most 1 or `null`"
+
+
+def test_a_page_without_the_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected the lines"):
+        written("# Configuration")
+
+
+def test_every_command_that_is_named_exists() -> None:
+    known = {
+        command.name or command.callback.__name__.replace("_", "-")
+        for command in commands.registered_commands
+        if command.callback
+    }
+    named = {
+        (name_of(page), command)
+        for page in PAGES
+        for command in re.findall(r"\bray-hetero ([a-z][a-z-]+)", page.read_text(encoding="utf-8"))
+    }
+    assert {"doctor", "plan"} <= {command for _, command in named}
+    # "install ray-hetero again" and the like do not occur in the pages.
+    assert {entry for entry in named if entry[1] not in known} == set()
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", text, re.M)) != set()
+    named = {a or b for a, b in re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", text, re.M)}
+    assert named <= targets
+
+
+def test_every_file_that_is_named_exists() -> None:
+    pattern = r"`((?:ray_hetero|placement|csrc|tests|benchmarks|tools|examples|docs)/[\w./-]+)`"
+    named = {found for page in PAGES for found in re.findall(pattern, page.read_text("utf-8"))}
+    assert "ray_hetero/vllm_private.py" in named
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+
+
+def test_every_configuration_that_is_shown_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    given = [
+        json.loads(text)
+        for page in PAGES
+        for block in blocks(page, "sh")
+        for text in re.findall(r"--additional-config '([^']+)'", block)
+    ]
+    assert len(given) >= 5
+    assert all(load_config(one) != HeteroConfig() for one in given)
+    files = [text for page in PAGES for text in blocks(page, "yaml")]
+    described = [text for text in files if "nodes:" in text]
+    assert described
+    for text in files:
+        content = yaml.safe_load(text)
+        if text in described:
+            path = tmp_path / "cluster.yaml"
+            path.write_text(text)
+            assert read_described(path).devices
+        else:
+            assert load_config({KEY: content}) != HeteroConfig()
+
+
+def templates() -> Iterator[str]:
+    """Every text in the code, with … for what is put in at run time."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                yield "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%[sdg]", "…", node.value)
+
+
+def messages() -> list[str]:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### (.+)$", page, re.M)
+    found = [code for heading in headings for code in re.findall(r"`([^`]+)`", heading)]
+    return [code for code in found if code not in NOT_OURS]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_of_the_troubleshooting_page_are_in_the_code(message: str) -> None:
+    parts = [part.strip() for part in message.split("…") if part.strip()]
+    assert sum(map(len, parts)) > 10, "too little to tell one message from another"
+    pattern = re.compile(".*".join(map(re.escape, parts)), re.S)
+    assert any(pattern.search(template) for template in templates())
+
+
+def test_every_patch_of_vllm_is_on_the_upgrading_page() -> None:
+    patches = {
+        name
+        for name, function in inspect.getmembers(vllm_private, inspect.isfunction)
+        if function.__module__ == vllm_private.__name__
+        and "Can go when" in (function.__doc__ or "")
+    }
+    page = (DOCS / "upgrading-vllm.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(\w+)`", page, re.M))
+    assert listed - {"AliasFinder"} == patches
