@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_hetero.config import HeteroConfig
@@ -20,6 +21,7 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig) -> None:
         ConfigError: the sizes asked for contradict each other.
 
     """
+    _check_model_path(engine_args.model)
     stages = engine_args.pipeline_parallel_size
     ranks = engine_args.tensor_parallel_size
     _check_layout(config, stages, ranks)
@@ -36,6 +38,16 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig) -> None:
     ):  # fmt: skip
         if value:
             raise UnsupportedError(f"{option} does not work with ray_hetero: {why}. Leave it out.")
+
+
+def _check_model_path(model: str) -> None:
+    """A name on a hub has at most one slash and does not start like a path."""
+    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    if is_path and "://" not in model and not Path(model).expanduser().exists():
+        raise ConfigError(
+            f"model: there is no {model!r} on this host. Give an existing directory, the name of "
+            "a model on the hub (owner/name), or make one: ray-hetero demo-model DIR"
+        )
 
 
 def _check_layout(config: HeteroConfig, stages: int, ranks: int) -> None:
