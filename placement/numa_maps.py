@@ -39,6 +39,23 @@ def pages_per_node(
     return {node: count for node, count in counts.items() if count}
 
 
+def anonymous_pages(*, root: Path = Path("/"), pid: str = "self") -> dict[int, int]:
+    """Resident anonymous pages of a process by node, in pages of 4 KiB.
+
+    Mapped files and shared memory are left out.
+
+    Raises:
+        TopologyError: the file is not there or not readable.
+
+    """
+    counts: Counter[int] = Counter()
+    for line in Tree(root).text(f"proc/{pid}/numa_maps").splitlines():
+        _, _, rest = line.partition(" ")
+        if " file=" not in rest:
+            counts.update(_placed(rest))
+    return dict(counts)
+
+
 def _mappings(tree: Tree, path: str) -> Iterator[tuple[int, int]]:
     for line in tree.text(path).splitlines():
         match = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
@@ -51,7 +68,12 @@ def _numa_maps(tree: Tree, path: str) -> Iterator[tuple[int, dict[int, int]]]:
     """Start of each mapping and its pages by node, in pages of 4 KiB."""
     for line in tree.text(path).splitlines():
         start, _, rest = line.partition(" ")
-        size = re.search(r"kernelpagesize_kB=(\d+)", rest)
-        scale = int(size[1]) // PAGE_KIB if size else 1
-        counts = re.findall(r"\bN(\d+)=(\d+)", rest)
-        yield int(start, 16), {int(node): int(pages) * scale for node, pages in counts}
+        yield int(start, 16), _placed(rest)
+
+
+def _placed(rest: str) -> dict[int, int]:
+    """Pages by node of one line, in pages of 4 KiB."""
+    size = re.search(r"kernelpagesize_kB=(\d+)", rest)
+    scale = int(size[1]) // PAGE_KIB if size else 1
+    counts = re.findall(r"\bN(\d+)=(\d+)", rest)
+    return {int(node): int(pages) * scale for node, pages in counts}

@@ -61,9 +61,11 @@ def environment_of(rank: RankLaunch, software: NodeSoftware) -> dict[str, str]:
         environment |= config.cpu.env
     else:
         environment |= gpu_rank_environment() | config.gpu.env
-    if config.exchange.interface != "auto":
-        environment["GLOO_SOCKET_IFNAME"] = config.exchange.interface
-    return environment
+    interface = config.exchange.interface
+    if interface == "auto":
+        # Gloo would take what the host's name resolves to, which may be the loopback.
+        interface = software.interfaces.get(rank.seat.address, "")
+    return environment | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
 
 
 def spawn(rank: RankLaunch, group: PlacementGroup, environment: Mapping[str, str]) -> RankHandle:

@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from placement.stage_plan import Objective
 from ray_hetero.errors import ConfigError
 
 Kind = Literal["cpu", "gpu"]
 Auto = Literal["auto"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+GigabytesPerSecond = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
 
 ENVIRONMENT_VARIABLE = "RAY_HETERO_CONFIG"
@@ -37,6 +39,9 @@ class GpuConfig(_Section):
     """Ray's accelerator type the GPU bundles ask for, for example H100; None takes any."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory for vLLM; None takes vLLM's own --gpu-memory-utilization."""
+    bandwidth_gb_s: GigabytesPerSecond | None = None
+    """What a GPU reads its memory with, in 10^9 bytes per second, for planning; None looks the GPU
+    up in the table of known parts."""
     env: Environment = {}
     """Added to the environment of GPU ranks."""
 
@@ -54,6 +59,9 @@ class CpuConfig(_Section):
     """Cores of a socket kept for the engine, the API server and Ray."""
     kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
     """KV cache of each CPU rank in GiB."""
+    bandwidth_gb_s: GigabytesPerSecond | None = None
+    """What one CPU rank reads its memory with, in 10^9 bytes per second, for planning; None
+    measures it at the first start on a host."""
     openmp: Literal["auto", "gomp", "iomp", "none"] = "auto"
     """OpenMP library to preload; none leaves threads and binding to the environment."""
     strict: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -90,7 +98,8 @@ class PipelineConfig(_Section):
 
     batches_in_flight: Annotated[int, Field(ge=1)] | Auto = "auto"
     """Batches that are between the first and the last stage at once.  Each one reads every weight
-    of a stage again, so auto is 1 where a CPU stage leads to a GPU stage, else one per stage."""
+    of a stage again, so auto is 1 where there are both kinds of stage, unless the objective is
+    throughput; else one per stage."""
 
 
 class ExchangeConfig(_Section):
@@ -98,7 +107,7 @@ class ExchangeConfig(_Section):
 
     interface: str | Auto = "auto"
     """Network interface of Gloo; auto is the one that holds the node's Ray address."""
-    timeout_s: Seconds = 300
+    timeout_s: Seconds = 600
     """Longest wait for a peer inside one exchange."""
 
 
@@ -108,7 +117,11 @@ class HeteroConfig(_Section):
     layout: Auto | list[list[Kind]] = "auto"
     """A list of stages, each the kinds of its ranks in tensor-parallel order."""
     layers: Auto | list[Annotated[int, Field(ge=1)]] = "auto"
-    """Layers of each pipeline stage."""
+    """Layers of each pipeline stage; auto plans them where there are both GPUs and sockets, and
+    shares them out equally where there is one kind."""
+    objective: Objective = "latency"
+    """What planned layers make best: the decode step of one sequence, or tokens per second with a
+    batch in every stage."""
     gpu: GpuConfig = GpuConfig()
     cpu: CpuConfig = CpuConfig()
     placement: PlacementConfig = PlacementConfig()

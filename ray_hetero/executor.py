@@ -23,14 +23,17 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 from placement import cluster
 from placement.assignment import Node
 from placement.errors import ClaimError, PlacementError
-from ray_hetero import actors, last_words, planning, vllm_private, warmup
+from ray_hetero import actors, last_words, layer_plan, planning, vllm_private, warmup
+from ray_hetero.engine_facts import facts_of
 from ray_hetero.errors import CpuSiteError, RankError, RayHeteroError
+from ray_hetero.layer_plan import LayerPlan
 from ray_hetero.local_ray import RayConnection
 from ray_hetero.lockstep import run_schedule
 from ray_hetero.node_software import NodeSoftware, read_node_software
 from ray_hetero.progress import StartupProgress, logger
 from ray_hetero.rank_config import check_agreement, shared_settings
 from ray_hetero.rank_queues import RankQueues
+from ray_hetero.socket_bandwidth import bandwidth_probe
 from ray_hetero.vllm_private import launch_of
 from ray_hetero.warmup import Phase, WarmupSizes
 from ray_hetero.watch import RankWatch
@@ -117,31 +120,30 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
     def _plan(self, nodes: Sequence[Node]) -> None:
         with self._progress.step("plan") as step:
-            parallel = self.parallel_config
-            layers = planning.split_layers(
-                self._config,
-                self.model_config.get_total_num_hidden_layers(),
-                parallel.pipeline_parallel_size,
-                self._given_partition,
-            )
-            self.world = planning.plan_world(
+            plan = layer_plan.plan_layers(
                 self._config,
                 nodes,
-                pipeline_parallel_size=parallel.pipeline_parallel_size,
-                tensor_parallel_size=parallel.tensor_parallel_size,
-                layers=layers,
+                facts_of(self.vllm_config),
+                pipeline_parallel_size=self.parallel_config.pipeline_parallel_size,
+                tensor_parallel_size=self.parallel_config.tensor_parallel_size,
+                partition=self._given_partition,
+                measure=bandwidth_probe(nodes, self._config.placement.timeout_s),
             )
-            self._ranks = self._rank_launches(self.world)
+            self.world = plan.world
+            self._ranks = self._rank_launches(plan)
             vllm_private.limit_batches_in_flight(
                 self.vllm_config, self._batches_in_flight(self.world)
             )
             step.outcome = str(self.world.layout)
-        if warning := planning.sharing_warning(self.world.seats):
+        for warning in filter(None, (plan.warning, planning.sharing_warning(self.world.seats))):
             logger.warning(warning)
         threads = {rank.seat.rank: rank.threads for rank in self._ranks}
         logger.info("\n%s", as_text(placement_table(self.world, threads)))
+        for line in layer_plan.describe_split(plan):
+            logger.info("plan: %s", line)
 
-    def _rank_launches(self, world: World) -> list[RankLaunch]:
+    def _rank_launches(self, plan: LayerPlan) -> list[RankLaunch]:
+        world = plan.world
         shared = shared_settings(self.vllm_config, has_cpu=world.has_cpu)
         partition = ",".join(map(str, world.layers))
         # The driver's own copy of the configuration answers questions about layers too.
@@ -161,6 +163,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 shared=shared,
                 threads=threads.get(seat.rank, spare[seat.node_id]),
                 layer_partition=partition,
+                forecast=plan.forecast(seat.rank),
             )
             for seat in world.seats
         ]
@@ -179,7 +182,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         asked = self._config.pipeline.batches_in_flight
         if asked != "auto":
             return asked
-        if world.has_cpu and not world.is_cpu_only:
+        if world.has_cpu and not world.is_cpu_only and self._config.objective == "latency":
             return 1
         return int(self.vllm_config.max_concurrent_batches)
 
@@ -334,7 +337,7 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             cpu_compiles=not self.model_config.enforce_eager,
         )
         steps = warmup.schedule(
-            self.world.layout, sizes, phase, crosses_kinds=not self._is_one_kind
+            self.world.layout, sizes, phase, has_boundary=self.world.has_boundary
         )
         total = len(steps[0]) * self.world_size
         with self._progress.step("warm up", total=total) as bar:
@@ -352,10 +355,6 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         return RankQueues(
             self.world, self.rpc_broadcast_mq, self.response_mqs, lambda: self.is_failed
         )
-
-    @property
-    def _is_one_kind(self) -> bool:
-        return len(set(self.world.layout.kinds)) == 1
 
     # --- failure and shutdown ---------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         own = next(ranks for ranks in group_ranks if rank in ranks)
         local = [member % len(_world.seats) for member in own]
         kinds = _world.group_kinds(local)
-        is_stock = kinds == {"gpu"} or (kinds == {"cpu"} and _world.on_one_node(local))
+        is_stock = _world.is_stock_group(local)
         super().__init__(
             group_ranks=group_ranks,
             local_rank=local_rank,
@@ -150,7 +150,7 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         if self.mq_broadcaster is not None:
             vllm_private.unlink_once_attached(self.mq_broadcaster)
         if is_stock or len(own) == 1:
-            if kinds == {"cpu"} and self.device_communicator is not None:
+            if self.device.type == "cpu" and self.device_communicator is not None:
                 vllm_private.unlink_cpu_shared_memory(self.device_communicator)
             return
         if group_name == "pp":

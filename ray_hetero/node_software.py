@@ -1,9 +1,12 @@
-"""What one node has installed for CPU ranks; read on the node itself."""
+"""What one node has for its ranks: libraries, CPU kernels, network; read on the node itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
+
+import psutil
 
 from ray_hetero.cpu_site import cpu_site_needed, installed_version, require_cpu_site
 from ray_hetero.errors import CpuSiteError
@@ -17,6 +20,8 @@ class NodeSoftware:
     libraries: PreloadLibraries
     cpu_site: str | None = None
     """Folder that goes first on a CPU rank's import path; None where the install is CPU-only."""
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """Network interface of each address of the node."""
     problem: str | None = None
     """Why CPU ranks cannot start there."""
 
@@ -24,12 +29,17 @@ class NodeSoftware:
 def read_node_software() -> NodeSoftware:
     """Find libraries and CPU kernels on this node; a problem is told, not raised."""
     libraries = find_preload_libraries()
+    interfaces = {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+    }
     if not cpu_site_needed():
-        return NodeSoftware(libraries)
+        return NodeSoftware(libraries, interfaces=interfaces)
     vllm = installed_version("vllm")
     assert vllm is not None
     try:
         site = require_cpu_site(vllm, version("torch"))
     except CpuSiteError as error:
-        return NodeSoftware(libraries, problem=str(error))
-    return NodeSoftware(libraries, str(site.directory))
+        return NodeSoftware(libraries, interfaces=interfaces, problem=str(error))
+    return NodeSoftware(libraries, str(site.directory), interfaces)

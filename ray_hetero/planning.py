@@ -12,6 +12,11 @@ from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.world import World
 
+KV_ROUNDS = 2
+"""Sequences that an automatic KV cache holds, in units of what runs at once: prefixes of finished
+requests stay for the next ones."""
+KV_SHARE_OF_FREE = 0.5
+"""Most of the free memory that an automatic KV cache takes, shared by the ranks of a host."""
 CORES_TO_SPARE = 8
 """From so many cores a socket on, `auto` keeps some for the engine and for Ray."""
 DRIVER_CORES = 2

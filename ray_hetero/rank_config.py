@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -116,6 +117,9 @@ def build_rank_config(rank: RankLaunch) -> VllmConfig:
     args.async_scheduling = shared.async_scheduling
     args.enable_prefix_caching = shared.enable_prefix_caching
     args.enable_chunked_prefill = shared.enable_chunked_prefill
+    # Without it a Gloo exchange with a peer that hangs waits for half an hour.
+    args.distributed_timeout_seconds = math.ceil(config.exchange.timeout_s)
+    args.cpu_distributed_timeout_seconds = math.ceil(config.exchange.timeout_s)
     if current_platform.is_cpu():
         # Without an explicit size CPUWorker insists on a share of the node's whole memory.
         # The real size is set after loading, when what is free is known.

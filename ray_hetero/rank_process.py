@@ -22,10 +22,10 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import HeteroGroup, set_world
 from ray_hetero.progress import logger
 from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
-from ray_hetero.step_clock import StepClock
+from ray_hetero.step_clock import PredictedStep, StepClock
 from ray_hetero.warmup import Step
 from ray_hetero.warmup_actions import Acknowledged, RankContext, perform
-from ray_hetero.world import RankLaunch
+from ray_hetero.world import Forecast, RankLaunch
 
 PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
 """For tests: GPU ranks compute on the CPU platform where there is no GPU."""
@@ -50,13 +50,18 @@ def _check_platform(rank: RankLaunch) -> None:
 class RankWorker:
     """vLLM's worker, told the size of each step before it runs it."""
 
-    def __init__(self, worker: Any, context: RankContext, stage: int) -> None:
+    def __init__(
+        self, worker: Any, context: RankContext, stage: int, forecast: Forecast | None
+    ) -> None:
         self._worker = worker
         self._stage = stage
         self._context = context
         self._boundary: Any = None
         self._clock = StepClock(
-            lambda line: logger.info("%s rank %d: %s", context.kind, context.rank, line)
+            lambda line: logger.info("%s rank %d: %s", context.kind, context.rank, line),
+            predicted=None
+            if forecast is None
+            else PredictedStep(1000 * forecast.step_s, forecast.batch, forecast.context),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -147,7 +152,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         )
         if world.layout.is_mixed(seat.stage):
             vllm_private.share_samples(self.worker.model_runner)
-        self.worker = RankWorker(self.worker, self._context(), seat.stage)
+        self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
         return dict(self.wait_for_init())
 
     def run(self) -> None:
@@ -173,4 +178,8 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             kind=seat.kind,
             kv_cache_bytes=None if asked == "auto" else int(asked * GIB),
             ranks_on_memory=len(beside),
+            kv_tokens=self._rank.forecast.kv_tokens if self._rank.forecast else None,
+            numa_nodes=seat.socket.numa_nodes if seat.socket else (),
+            threads=self._rank.threads,
+            strict=config.cpu.strict,
         )

@@ -22,6 +22,10 @@ class StepTotals:
     waiting_s: float = 0.0
     """For tensors of the previous stage."""
     received_bytes: int = 0
+    priced_steps: int = 0
+    """Steps of as many tokens as the one that the plan has priced."""
+    priced_s: float = 0.0
+    """Of `busy_s`, what these took."""
 
     def __str__(self) -> str:
         if not self.steps:
@@ -34,18 +38,47 @@ class StepTotals:
         )
 
 
+@dataclass(frozen=True)
+class PredictedStep:
+    """The decode step that the plan has priced, on one rank's stage."""
+
+    ms: float
+    tokens: int
+    """One for each sequence."""
+    context: int
+    """Tokens of each of them so far."""
+
+    def against(self, totals: StepTotals) -> str:
+        """Predicted beside measured; nothing where no such step was run."""
+        if not totals.priced_steps:
+            return ""
+        measured = 1000 * totals.priced_s / totals.priced_steps
+        return (
+            f"; steps of {self.tokens} tokens: {measured:.2f} ms busy, {self.ms:.2f} ms predicted "
+            f"(at context {self.context}), measured / predicted = {measured / self.ms:.2f}"
+        )
+
+
 class StepClock:
     """Adds up a rank's steps and reports them every so often.
 
     Args:
         report: takes one line.
         interval_s: seconds between reports while there are steps.
+        predicted: what the plan expects of this rank; None where it expects nothing.
 
     """
 
-    def __init__(self, report: Callable[[str], None], interval_s: float = REPORT_SECONDS) -> None:
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        interval_s: float = REPORT_SECONDS,
+        predicted: PredictedStep | None = None,
+    ) -> None:
         self._report = report
         self._interval_s = interval_s
+        self._predicted = predicted
+        self._is_priced = False
         self._last = time.monotonic()
         self.totals = StepTotals()
 
@@ -58,7 +91,14 @@ class StepClock:
         totals.busy_s += seconds - waited
         totals.waiting_s += waited
         totals.received_bytes += received
+        if tokens:
+            self._is_priced = self._predicted is not None and tokens == self._predicted.tokens
+        # A call without tokens (sampling) belongs to the step before it.
+        if self._is_priced:
+            totals.priced_steps += tokens > 0
+            totals.priced_s += seconds - waited
         if time.monotonic() - self._last > self._interval_s and totals.steps:
-            self._report(str(totals))
+            compared = self._predicted.against(totals) if self._predicted is not None else ""
+            self._report(f"{totals}{compared}")
             self.totals = StepTotals()
             self._last = time.monotonic()

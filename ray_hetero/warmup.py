@@ -73,7 +73,7 @@ class WarmupSizes:
 
 
 def schedule(
-    layout: Layout, sizes: WarmupSizes, phase: Phase, *, crosses_kinds: bool
+    layout: Layout, sizes: WarmupSizes, phase: Phase, *, has_boundary: bool
 ) -> tuple[tuple[Step, ...], ...]:
     """The steps of each stage, by stage.
 
@@ -81,14 +81,14 @@ def schedule(
         layout: kinds of all ranks.
         sizes: token counts.
         phase: before or after the KV cache exists.
-        crosses_kinds: whether stages exchange tensors over Gloo.
+        has_boundary: whether stages exchange tensors over Gloo.
 
     """
     last = len(layout.stages) - 1
     lists = [
         _memory(layout, stage, sizes)
         if phase is Phase.MEMORY
-        else _warm_up(layout, stage, sizes, is_last=stage == last, crosses=crosses_kinds)
+        else _warm_up(layout, stage, sizes, is_last=stage == last, has_boundary=has_boundary)
         for stage in range(len(layout.stages))
     ]
     longest = max(map(len, lists))
@@ -109,7 +109,7 @@ def _memory(layout: Layout, stage: int, sizes: WarmupSizes) -> list[tuple[Action
 
 
 def _warm_up(
-    layout: Layout, stage: int, sizes: WarmupSizes, *, is_last: bool, crosses: bool
+    layout: Layout, stage: int, sizes: WarmupSizes, *, is_last: bool, has_boundary: bool
 ) -> list[tuple[Action, int]]:
     steps: list[tuple[Action, int]] = []
     if layout.is_mixed(stage):
@@ -117,7 +117,7 @@ def _warm_up(
             steps.append((Action.SAMPLE, sizes.sampled))
     else:
         steps.append((Action.STOCK_WARM_UP, 0))
-    if crosses:
+    if has_boundary:
         steps.append((Action.BOUNDARY, 0))
     return [*steps, (Action.FINISH, 0)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import set_random_seed
 
+from ray_hetero import placement_proof
+from ray_hetero.planning import KV_ROUNDS, KV_SHARE_OF_FREE
+from ray_hetero.progress import logger
 from ray_hetero.warmup import Action, Step
 
-KV_ROUNDS = 2
-"""Sequences that an automatic KV cache holds, in units of what runs at once: prefixes of finished
-requests stay for the next ones."""
-KV_SHARE_OF_FREE = 0.5
-"""Most of the free memory that an automatic KV cache takes, shared by the ranks of a host."""
+PLANNED_SHARE_OF_FREE = 0.9
+"""Most of the free memory that a planned KV cache takes: the plan may have been wrong."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,14 @@ class RankContext:
     """Size the user asked for; None sizes it from what is free."""
     ranks_on_memory: int
     """CPU ranks that draw on the same free memory."""
+    kv_tokens: int | None = None
+    """Tokens that the plan gives the KV cache; None where there is no plan of it."""
+    numa_nodes: tuple[int, ...] = ()
+    """Where a CPU rank's memory belongs; none for a GPU rank."""
+    threads: tuple[int, ...] = ()
+    """Logical CPUs that a CPU rank computes on."""
+    strict: float | None = None
+    """Largest share of its memory on other nodes."""
 
 
 def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
@@ -71,15 +79,21 @@ def _kv_budget(worker: Any, context: RankContext, step: Step) -> int:
     if context.kv_cache_bytes is not None:
         return context.kv_cache_bytes
     model, scheduler = worker.vllm_config.model_config, worker.vllm_config.scheduler_config
-    specs: Iterable[Any] = worker.get_kv_cache_spec().values()
+    specs: list[Any] = list(worker.get_kv_cache_spec().values())
     # vLLM keeps one block for itself; without it the last sequence would wait for a whole round.
     needed: int = sum(
         spec.page_size_bytes * (cdiv(model.max_model_len, spec.block_size) * sequences + 1)
         for spec in specs
         for sequences in [scheduler.max_num_seqs * KV_ROUNDS]
     )
-    free = int(psutil.virtual_memory().available * KV_SHARE_OF_FREE / context.ranks_on_memory)
-    return min(needed, free)
+    available = psutil.virtual_memory().available
+    if context.kv_tokens is None:
+        return min(needed, int(available * KV_SHARE_OF_FREE / context.ranks_on_memory))
+    # The plan knows what every rank of the host takes.
+    planned: int = sum(
+        spec.page_size_bytes * (cdiv(context.kv_tokens, spec.block_size) + 1) for spec in specs
+    )
+    return min(needed, planned, int(available * PLANNED_SHARE_OF_FREE))
 
 
 def _sample(worker: Any, context: RankContext, step: Step) -> None:
@@ -112,7 +126,18 @@ def _boundary(worker: Any, context: RankContext, step: Step) -> None:
 
 
 def _finish(worker: Any, context: RankContext, step: Step) -> None:
+    _prove_placement(worker, context)
     set_random_seed(worker.model_config.seed, worker.parallel_config.data_parallel_index)
+
+
+def _prove_placement(worker: Any, context: RankContext) -> None:
+    if not context.numa_nodes:
+        return
+    runner = worker.model_runner
+    tensors = [*runner.model.parameters(), *placement_proof.flat(runner.kv_caches)]
+    proof = placement_proof.prove(tensors, context.numa_nodes, context.threads)
+    logger.info("%s rank %d: %s", context.kind, context.rank, proof)
+    placement_proof.check(proof, context.strict)
 
 
 def _idle(worker: Any, context: RankContext, step: Step) -> None:

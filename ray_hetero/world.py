@@ -60,6 +60,19 @@ class World:
         """Whether these ranks share a host."""
         return len({self.seats[rank].node_id for rank in ranks}) == 1
 
+    def is_stock_group(self, ranks: Sequence[int]) -> bool:
+        """Whether vLLM's own communicators serve these ranks: GPUs, or CPU sockets of one host."""
+        kinds = self.group_kinds(ranks)
+        return kinds == {"gpu"} or (kinds == {"cpu"} and self.on_one_node(ranks))
+
+    @property
+    def has_boundary(self) -> bool:
+        """Whether some pipeline's stages exchange their tensors over Gloo."""
+        size = self.layout.tensor_parallel_size
+        return not all(
+            self.is_stock_group(range(first, len(self.seats), size)) for first in range(size)
+        )
+
     @property
     def node_ids(self) -> frozenset[str]:
         """Nodes that hold at least one rank."""
@@ -77,6 +90,20 @@ class World:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What the plan expects of one rank."""
+
+    batch: int
+    """Sequences in the decode step that was priced."""
+    context: int
+    """Tokens of each of them."""
+    step_s: float
+    """That step on the rank's stage, in seconds."""
+    kv_tokens: int
+    """Tokens that the KV cache of every rank must hold."""
+
+
+@dataclass(frozen=True)
 class RankLaunch:
     """Everything one rank's actor needs to start."""
 
@@ -88,3 +115,5 @@ class RankLaunch:
     """Logical CPUs that this rank computes on (CPU rank) or runs its Python on (GPU rank)."""
     layer_partition: str
     """Layers of each stage as vLLM's VLLM_PP_LAYER_PARTITION takes them."""
+    forecast: Forecast | None = None
+    """None where nothing is known to plan from."""

@@ -57,7 +57,8 @@ def _cluster_hosts() -> list[Host]:
     except ConnectionError:
         raise StartupError(
             f"--cluster: no Ray cluster answers at {address!r}; type: ray start --head "
-            "$(ray-hetero ray-args), or set RAY_ADDRESS"
+            "$(ray-hetero ray-args), or set RAY_ADDRESS. If one runs there and asks for a token, "
+            "type: export RAY_AUTH_MODE=token"
         ) from None
     try:
         nodes = cluster.discover(unit="package", shares=1, timeout_s=CLUSTER_TIMEOUT_S)

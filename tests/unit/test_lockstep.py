@@ -38,7 +38,7 @@ class FakeRanks:
 
 
 def run(ranks: FakeRanks, phase: Phase = Phase.MEMORY, **options: Any) -> dict[int, dict[int, Any]]:
-    steps = schedule(ranks.world.layout, SIZES, phase, crosses_kinds=True)
+    steps = schedule(ranks.world.layout, SIZES, phase, has_boundary=True)
     return run_schedule(ranks, ranks.world, steps, **{"step_timeout_s": 0.3, **options})
 
 
@@ -50,7 +50,7 @@ def test_all_values_come_back_by_rank_and_step(stages: tuple[str, ...], phase: P
     assert values == {
         rank: {number: (rank, number) for number in range(1, len(steps) + 1)}
         for rank, steps in (
-            (seat.rank, schedule(ranks.world.layout, SIZES, phase, crosses_kinds=True)[seat.stage])
+            (seat.rank, schedule(ranks.world.layout, SIZES, phase, has_boundary=True)[seat.stage])
             for seat in ranks.world.seats
         )
     }

@@ -30,7 +30,7 @@ def actions(steps: tuple[Step, ...]) -> list[tuple[Action, int]]:
 def test_every_stage_answers_equally_often_and_counts_from_one(
     stages: tuple[str, ...], sizes: WarmupSizes, phase: Phase
 ) -> None:
-    steps = schedule(layout(*stages), sizes, phase, crosses_kinds=True)
+    steps = schedule(layout(*stages), sizes, phase, has_boundary=True)
     assert len(steps) == len(stages)
     assert len({len(one) for one in steps}) == 1
     for one in steps:
@@ -43,7 +43,7 @@ def test_every_stage_runs_the_model_once_and_sizes_its_kv_cache_once(
     stages: tuple[str, ...], sizes: WarmupSizes
 ) -> None:
     # Stock vLLM 0.32 leaves a CPU stage without buffers to receive into when it never runs.
-    for one in schedule(layout(*stages), sizes, Phase.MEMORY, crosses_kinds=True):
+    for one in schedule(layout(*stages), sizes, Phase.MEMORY, has_boundary=True):
         done = [step.action for step in one]
         assert {Action.MEASURE_MEMORY, Action.FORWARD} & set(done)
         answers = [a for a in done if a in (Action.MEASURE_MEMORY, Action.KV_BUDGET)]
@@ -51,19 +51,19 @@ def test_every_stage_runs_the_model_once_and_sizes_its_kv_cache_once(
 
 
 def test_an_eager_cpu_stage_makes_one_short_pass() -> None:
-    (steps,) = schedule(layout("cc"), EAGER, Phase.MEMORY, crosses_kinds=False)
+    (steps,) = schedule(layout("cc"), EAGER, Phase.MEMORY, has_boundary=False)
     assert actions(steps) == [(Action.FORWARD, 1), (Action.KV_BUDGET, 0)]
 
 
 def test_a_compiled_cpu_stage_compiles_at_the_largest_batch() -> None:
-    (steps,) = schedule(layout("c"), COMPILED, Phase.MEMORY, crosses_kinds=False)
+    (steps,) = schedule(layout("c"), COMPILED, Phase.MEMORY, has_boundary=False)
     assert actions(steps)[0] == (Action.FORWARD, 512)
 
 
 @pytest.mark.parametrize("sizes", [EAGER, COMPILED], ids=["eager", "compiled"])
 def test_a_mixed_group_never_does_what_only_one_kind_does(sizes: WarmupSizes) -> None:
     for phase in Phase:
-        first, last = schedule(layout("gc", "cg"), sizes, phase, crosses_kinds=True)
+        first, last = schedule(layout("gc", "cg"), sizes, phase, has_boundary=True)
         assert Action.STOCK_WARM_UP not in {step.action for step in (*first, *last)}
         assert Action.FORWARD not in {step.action for step in (*first, *last)}
     assert (Action.SAMPLE, 64) in actions(last)
@@ -76,16 +76,16 @@ def test_no_more_requests_are_sampled_than_a_batch_holds() -> None:
 
 
 def test_stages_that_cross_kinds_agree_on_their_boundary_behind_everything_else() -> None:
-    for one in schedule(layout("g", "c"), EAGER, Phase.WARM_UP, crosses_kinds=True):
+    for one in schedule(layout("g", "c"), EAGER, Phase.WARM_UP, has_boundary=True):
         assert [step.action for step in one] == [
             Action.STOCK_WARM_UP, Action.BOUNDARY, Action.FINISH
         ]  # fmt: skip
-    (alone,) = schedule(layout("c"), EAGER, Phase.WARM_UP, crosses_kinds=False)
+    (alone,) = schedule(layout("c"), EAGER, Phase.WARM_UP, has_boundary=False)
     assert Action.BOUNDARY not in {step.action for step in alone}
 
 
 def test_a_shorter_list_is_filled_up() -> None:
-    gpu, cpu = schedule(layout("g", "c"), EAGER, Phase.MEMORY, crosses_kinds=True)
+    gpu, cpu = schedule(layout("g", "c"), EAGER, Phase.MEMORY, has_boundary=True)
     assert [step.action for step in gpu] == [Action.MEASURE_MEMORY, Action.IDLE]
     assert [step.action for step in cpu] == [Action.FORWARD, Action.KV_BUDGET]
 

@@ -1,0 +1,197 @@
+"""What the device of each rank can do: from the configuration, measured, or known parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from placement.assignment import Node, Seat
+from placement.devices import GB, GIB, DeviceFigures, RankDevice
+from placement.layout import Kind
+from placement.part_names import part_called
+from placement.topology import Host, Socket
+from ray_hetero.config import HeteroConfig
+from ray_hetero.errors import RayHeteroError
+
+ASSUMED_HOST_LINK = 25 * GB
+"""Bytes per second between a GPU and its host where the part is not in the table: PCIe 4 x16."""
+ASSUMED_FLOP_PER_BYTE = 150
+"""bf16 FLOP a GPU does in the time it reads a byte, where the part is not in the table; the parts
+there have 150 to 420 of their peaks.  Decoding needs a few per byte."""
+SYSTEM_SHARE = 0.05
+"""Of a socket's memory, left to the system: Ray's memory monitor kills above 95 %."""
+# bf16 FLOP per second and core at 2 GHz: AMX 1024 a cycle; two 512-bit units with bf16 dot
+# products 64 (as the table has it for EPYC 9654), without them 32 x 2 in float32; AVX2 half of it.
+_FLOPS_PER_CORE = (
+    ("amx_bf16", 2048e9), ("avx512_bf16", 154e9), ("avx512f", 128e9), ("avx2", 64e9),
+)  # fmt: skip
+_SLOWEST_CORE = 32e9
+_REACHABLE = 0.4
+"""Share of these that matrix products reach, as for the table's sockets."""
+
+
+LAYER_LATENCY_S: dict[tuple[Kind, bool], float] = {
+    ("cpu", False): 0.2e-3,
+    ("cpu", True): 0.4e-3,
+    ("gpu", False): 0.05e-3,
+    ("gpu", True): 0.25e-3,
+}
+"""What a layer costs beside its bytes, compiled and eager.  Sockets: busy time of a model too small
+to cost anything else, 2 against 6 layers on one core.  GPUs: assumed."""
+
+
+class UnknownDeviceError(RayHeteroError):
+    """Speed or memory of a rank's device is not known; says what to set."""
+
+
+def rank_devices(
+    config: HeteroConfig,
+    seats: Sequence[Seat],
+    nodes: Sequence[Node],
+    *,
+    threads: Mapping[int, Sequence[int]],
+    bandwidth: Mapping[int, float],
+    gpu_share: float,
+    is_eager: bool = False,
+) -> tuple[RankDevice, ...]:
+    """The device of each rank with its figures, by rank.
+
+    Args:
+        config: figures given here win over measured ones, and these over known parts.
+        seats: all ranks.
+        nodes: the cluster.
+        threads: logical CPUs of each CPU rank's compute threads, by rank.
+        bandwidth: measured bytes per second by CPU rank.
+        gpu_share: share of a GPU's memory that the engine takes.
+        is_eager: whether nothing is compiled or captured.
+
+    Raises:
+        UnknownDeviceError: speed or memory of a device is not known.
+
+    """
+    hosts = {node.node_id: node.host for node in nodes}
+    crowd = {
+        node: sum(seat.kind == "cpu" and seat.node_id == node for seat in seats) for node in hosts
+    }
+    devices = (
+        _gpu(config, seat, hosts[seat.node_id], gpu_share)
+        if seat.socket is None
+        else _socket(
+            config,
+            seat,
+            seat.socket,
+            hosts[seat.node_id],
+            cores=len(threads[seat.rank]),
+            measured=bandwidth.get(seat.rank),
+            crowd=crowd[seat.node_id],
+        )
+        for seat in seats
+    )
+    kinds = {seat.stage: {other.kind for other in seats if other.stage == seat.stage}
+             for seat in seats}  # fmt: skip
+    return tuple(
+        # GPU ranks of a mixed group run eagerly.
+        _with_latency(device, is_eager=is_eager or len(kinds[seat.stage]) > 1)
+        for device, seat in zip(devices, seats, strict=True)
+    )
+
+
+def _with_latency(device: RankDevice, *, is_eager: bool) -> RankDevice:
+    latency = LAYER_LATENCY_S[device.kind, is_eager]
+    return replace(device, figures=replace(device.figures, layer_latency_s=latency))
+
+
+def _gpu(config: HeteroConfig, seat: Seat, host: Host, share: float) -> RankDevice:
+    gpu = next((gpu for gpu in host.gpus if gpu.index == seat.local_rank), None)
+    if gpu is None or gpu.memory_bytes is None:
+        raise UnknownDeviceError(
+            f"GPU {seat.local_rank} of node {seat.node_name} does not tell its memory"
+        )
+    part, given = part_called(gpu.name), config.gpu.bandwidth_gb_s
+    if part is None and given is None:
+        raise UnknownDeviceError(
+            f"the memory bandwidth of {gpu.name or 'the GPU'} on node {seat.node_name} is not "
+            "known: set gpu.bandwidth_gb_s"
+        )
+    rate = 0.0 if given is None else given * GB
+    figures = part or DeviceFigures(
+        gpu.name or "GPU", "gpu", rate, rate * ASSUMED_FLOP_PER_BYTE, 0, ASSUMED_HOST_LINK
+    )
+    if given is not None:
+        figures = replace(figures, read_bandwidth=rate, source="configured")
+    figures = replace(figures, memory_bytes=gpu.memory_bytes)
+    usable = int(gpu.memory_bytes * share)
+    return RankDevice(seat.node_name, f"GPU {seat.local_rank}", figures, usable)
+
+
+def _socket(
+    config: HeteroConfig,
+    seat: Seat,
+    socket: Socket,
+    host: Host,
+    *,
+    cores: int,
+    measured: float | None,
+    crowd: int,
+) -> RankDevice:
+    figures = _socket_figures(config, seat, socket, host, cores=cores, measured=measured)
+    usable = _free_bytes(seat, socket, host, crowd)
+    asked = config.cpu.kv_cache_gib
+    return RankDevice(
+        seat.node_name,
+        f"socket {socket.id}",
+        figures,
+        usable,
+        kv_limit_bytes=None if asked == "auto" else int(asked * GIB),
+    )
+
+
+def _socket_figures(
+    config: HeteroConfig,
+    seat: Seat,
+    socket: Socket,
+    host: Host,
+    *,
+    cores: int,
+    measured: float | None,
+) -> DeviceFigures:
+    part, given = part_called(host.cpu_model), config.cpu.bandwidth_gb_s
+    package = [node for node in host.numa_nodes if node.package == socket.package]
+    whole = max(1, sum(len(node.cores) for node in package))
+    known = part if part is not None and not host.instruction_sets else None
+    base = DeviceFigures(
+        name=part.name if part is not None else host.cpu_model or "CPU",
+        kind="cpu",
+        read_bandwidth=0,
+        compute=known.compute * cores / whole if known is not None else _compute(host, cores),
+        memory_bytes=socket.memory_bytes or 0,
+    )
+    if given is not None:
+        return replace(base, read_bandwidth=given * GB, source="configured")
+    if measured is not None:
+        return replace(base, read_bandwidth=measured, source="measured")
+    if part is None:
+        raise UnknownDeviceError(
+            f"the memory bandwidth of {base.name} on node {seat.node_name} is not known: set "
+            "cpu.bandwidth_gb_s"
+        )
+    return replace(base, read_bandwidth=part.read_bandwidth * len(socket.cores) / whole)
+
+
+def _compute(host: Host, cores: int) -> float:
+    per_core = next(
+        (flops for name, flops in _FLOPS_PER_CORE if name in host.instruction_sets), _SLOWEST_CORE
+    )
+    return max(1, cores) * per_core * _REACHABLE
+
+
+def _free_bytes(seat: Seat, socket: Socket, host: Host, crowd: int) -> int:
+    """What a CPU rank may take of its socket: what is free there, within the control group."""
+    if socket.free_bytes is None or socket.memory_bytes is None:
+        raise UnknownDeviceError(
+            f"free memory of socket {socket.id} of node {seat.node_name} is not known"
+        )
+    free = socket.free_bytes - int(SYSTEM_SHARE * socket.memory_bytes)
+    if host.memory_limit_bytes is not None:
+        free = min(free, int(host.memory_limit_bytes * (1 - SYSTEM_SHARE)) // crowd)
+    return max(0, free)
