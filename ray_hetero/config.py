@@ -191,7 +191,9 @@ def _validate(settings: dict[str, Any]) -> HeteroConfig:
 
 
 def _problem(detail: dict[str, Any]) -> str:
-    names = [str(part) for part in detail["loc"] if "[" not in str(part)]
+    # Names of pydantic's union members are no keys.
+    tags = ("[", "constrained-")
+    names = [str(part) for part in detail["loc"] if not any(tag in str(part) for tag in tags)]
     key = ".".join(names)
     if detail["type"] == "extra_forbidden":
         names = [str(part) for part in detail["loc"]]

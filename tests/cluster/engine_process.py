@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
+import ray
 from vllm import LLM, SamplingParams
+
+
+def _values(at: Any) -> dict[int, float]:
+    return {token: entry.logprob for token, entry in (at or {}).items()}
 
 
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -18,26 +24,37 @@ def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "tokens": [list(sample.token_ids) for sample in output.outputs],
             "logprobs": [
-                [{token: entry.logprob for token, entry in at.items()} for at in sample.logprobs]
+                [_values(at) for at in sample.logprobs]
                 for sample in output.outputs
                 if sample.logprobs
             ],
+            "prompt_logprobs": [_values(at) for at in output.prompt_logprobs or ()],
         }
         for output in outputs
     ]
 
 
-def _run(run: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def _run(run: dict[str, Any]) -> list[Any]:
     # Imported above: the frame in which vLLM is first imported is never freed, nor an engine in it.
-    engine = LLM(**run["engine"])
+    fails = run["engine"].pop("fails", False)
+    try:
+        engine = LLM(**run["engine"])
+    except RuntimeError as error:
+        if not fails:
+            raise
+        return [{"error": str(error), "left": _own_ray_processes()}]
+    assert not fails, "this engine was expected not to start"
     return [_answers(engine, batch) for batch in run["batches"]]
+
+
+def _own_ray_processes() -> list[str]:
+    names = (process.name() for process in psutil.Process().children(recursive=True))
+    return [name for name in names if name.startswith(("ray", "gcs_server"))]
 
 
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     if request["ray"] is not None:
-        import ray
-
         ray.init(**request["ray"])
     answers = []
     for run in request["runs"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ import openai
 from leftovers import MARKER, Scene, wait_until
 
 HERE = Path(__file__).parent
+TOKEN = secrets.token_hex(16)
+"""Shared by the clusters and the engines of one test run."""
 START_SECONDS = 240.0
 """Longest wait for one engine to start, on two cores with nothing cached."""
 STOP_SECONDS = 60.0
@@ -49,6 +52,9 @@ def environment_of(scene: Scene, extra: Mapping[str, str] | None = None) -> dict
         "TMPDIR": str(scene.temporary),
         "RAY_HETERO_CLAIM_DIR": str(scene.claims),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray authenticates with a token; one of this run's own leaves the user's alone.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -164,7 +170,8 @@ def run_engines(
 
     Returns:
         By engine, batch and prompt: {"tokens": [one list a sample], "logprobs": [one list of
-        {token: value} a sample, if asked for]}.
+        {token: value} a sample, if asked for], "prompt_logprobs": [{token: value}, …]}; of an
+        engine with the argument "fails", {"error": what it said, "left": [Ray's processes]}.
 
     """
     directory.mkdir(parents=True, exist_ok=True)

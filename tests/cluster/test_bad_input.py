@@ -1,115 +1,172 @@
-"""What cannot work ends with one line that says what was expected, what came and what to type.
+"""Bad input gets one clear line before any weights are loaded, and leaves nothing behind.
 
-All servers of this module start at once: none of them gets as far as loading a model.
+The line says what was expected, what came and what to type.  What the plugin itself can refuse is
+asked of it directly; the command line is run for one case of each way that a message can take.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 from conftest import Model
-from engines import START_SECONDS, Server, serve
-from leftovers import Scene
+from engines import START_SECONDS, VLLM, backend, hetero, start
+from leftovers import Scene, wait_until
 
-pytestmark = pytest.mark.timeout(600)
+from ray_hetero import plugin
+from ray_hetero.errors import ConfigError, RayHeteroError, UnsupportedError
 
-SPLIT = {"cpu": {"ranks_per_socket": 2}}
+pytestmark = pytest.mark.timeout(400)
+
+LOADING = "Starting to load model"
+"""vLLM's own words before it reads weights."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys", "error", "said"),
+    [
+        ({}, {"cpu": {"thraeds": 2}}, ConfigError,
+         r"cpu\.thraeds: unknown key; known here: .*\bcores\b"),
+        ({}, {"sockets": 2}, ConfigError, r"sockets: unknown key; known here: layout, layers"),
+        ({}, {"cpu": {"cores": "two"}}, ConfigError, r"cpu\.cores: .*integer.*got 'two'"),
+        ({}, {"layers": [1, 1, 2]}, ConfigError, r"3 numbers \[1, 1, 2\] for 2 pipeline stages"),
+        ({}, {"layout": [["cpu"]]}, ConfigError,
+         r"1 stages of 1 ranks.*--pipeline-parallel-size 2.*Type: --pipeline-parallel-size 1"),
+        ({"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_both"}}, {}, UnsupportedError,
+         r"--kv-transfer-config does not work with ray_hetero: .*Leave it out"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, {},
+         UnsupportedError, r"--speculative-config does not work with ray_hetero: .*Leave it out"),
+    ],
+)  # fmt: skip
+def test_the_plugin_refuses_before_anything_starts(
+    arguments: dict[str, Any],
+    keys: dict[str, Any],
+    error: type[RayHeteroError],
+    said: str,
+    model: Model,
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    given = {"pipeline_parallel_size": 2, **hetero(**keys), **arguments}
+    with pytest.raises(error, match=said) as caught:
+        EngineArgs(model=str(model()), **given).create_engine_config()
+    assert "\n" not in str(caught.value)
+    assert not ray.is_initialized()
 
 
 @dataclass(frozen=True)
-class Bad:
-    """One bad request and what its last line must say."""
+class Case:
+    """A command that must fail, and what its last line must say."""
 
-    says: str
-    """Regular expression that the line matches after `ray_hetero: `."""
-    config: dict[str, object] = field(default_factory=lambda: dict(SPLIT))
-    arguments: tuple[str, ...] = ("--pipeline-parallel-size", "2")
-    model: str = ""
-    environment: tuple[tuple[str, str], ...] = ()
+    command: tuple[str, ...]
+    said: str
+    path: str = ""
+    """Put first on PYTHONPATH."""
+    is_script: bool = False
+    """Not the `vllm` command: vLLM's own traceback follows the line."""
 
 
-CASES = {
-    "unknown key": Bad(
-        r".*cpu\.rankz: unknown key; known here: unit, ranks_per_socket, ",
-        config={"cpu": {"rankz": 2}},
-    ),
-    "wrong type": Bad(
-        r".*cpu\.ranks_per_socket: .*valid integer, got 'two'",
-        config={"cpu": {"ranks_per_socket": "two"}},
-    ),
-    "layout of another size": Bad(
-        r"layout: 1 stages of 2 ranks, .*--pipeline-parallel-size 2 .*Type: "
-        r"--pipeline-parallel-size 1 --tensor-parallel-size 2",
-        config={**SPLIT, "layout": [["cpu", "cpu"]]},
-    ),
-    "layers of another model": Bad(
-        r"layers: 40 \+ 40 = 80 in 2 stages, but the model has \d+ layers .*add up to \d+",
-        config={**SPLIT, "layers": [40, 40]},
-    ),
-    "more ranks than sockets": Bad(
-        r"4 pipeline stages × 4 .*= 16 ranks.*0 GPUs.*CPU sockets.*ranks_per_socket",
-        config={},
-        arguments=("--pipeline-parallel-size", "4", "--tensor-parallel-size", "4"),
-    ),
-    "speculative decoding": Bad(
-        r"--speculative-config does not work with ray_hetero: .*Leave it out",
-        arguments=(
-            "--pipeline-parallel-size", "2", "--speculative-config",
-            '{"method": "ngram", "num_speculative_tokens": 2}',
+SCRIPT = """
+import os
+os.environ["VLLM_PLUGINS"] = ""
+from vllm import LLM
+LLM({model!r}, distributed_executor_backend="ray_hetero.executor.HeteroExecutor",
+    enforce_eager=True, max_model_len=128)
+"""
+
+
+def _cases(model: Path, old_ray: Path) -> dict[str, Case]:
+    def command(*options: str, path: Path = model) -> tuple[str, ...]:
+        return (VLLM, "serve", str(path), "--enforce-eager", *options)
+
+    three = [*backend(3)]
+    three[-1] = three[-1].replace('"ranks_per_socket": 3', '"ranks_per_socket": 1')
+    return {
+        "unknown key": Case(
+            command(*backend(2, cpu={"thraeds": 1})),
+            r"cpu\.thraeds: unknown key; known here: .*\bcores\b",
         ),
-    ),
-    "no such model": Bad(
-        r"model: there is no '/no/such/model' on this host\. .*ray-hetero demo-model",
-        model="/no/such/model",
-        # Offline, vLLM looks for the path among cached hub models before anybody else.
-        environment=(("HF_HUB_OFFLINE", "0"),),
-    ),
-    "Ray too old": Bad(r"ray_hetero and Ray: 2\.40\.0, needed is 2\.55 .*pip install"),
-}  # fmt: skip
+        "more ranks than sockets": Case(
+            command(*three),
+            r"3 pipeline stages × 1 tensor-parallel ranks = 3 ranks.* 0 GPUs .* CPU sockets .*"
+            r'"ranks_per_socket": 3',
+        ),
+        "layers that do not add up": Case(
+            command(*backend(2, layers=[2, 3])),
+            r"layers: 2 \+ 3 = 5 in 2 stages, but the model has 4 layers.*add up to 4",
+        ),
+        "no such model": Case(command(*backend(2), path=model / "nowhere"), r"nowhere"),
+        "Ray too old": Case(
+            command(*backend(2)),
+            r"Ray: 2\.40\.0, needed is 2\.55 or newer\. Type: pip install 'ray",
+            path=str(old_ray),
+        ),
+        "plugin not loaded": Case(
+            (sys.executable, "-c", SCRIPT.format(model=str(model))),
+            r"the ray_hetero plugin was not loaded: VLLM_PLUGINS is ''; add ray_hetero to it",
+            is_script=True,
+        ),
+    }  # fmt: skip
+
+
+NAMES = (
+    "unknown key", "more ranks than sockets", "layers that do not add up", "no such model",
+    "Ray too old", "plugin not loaded",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    status: int
+    log: str
 
 
 @pytest.fixture(scope="module")
-def old_ray(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that makes the installed Ray look old to whoever asks for its version."""
-    folder = tmp_path_factory.mktemp("old")
-    metadata = folder / "ray-2.40.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.40.0\n")
-    return folder
+def outcomes(
+    scene: Scene, logs: Path, model: Model, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    """Run all cases, two at a time."""
+    old_ray = tmp_path_factory.mktemp("site")
+    info = old_ray / "ray-2.40.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.40.0\n")
+    cases = _cases(model("llama"), old_ray)
+    assert set(cases) == set(NAMES)
+
+    def run(name: str) -> Outcome:
+        case = cases[name]
+        path = [case.path, os.environ.get("PYTHONPATH", "")]
+        extra = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+        child = start(scene, case.command, logs / name.replace(" ", "_"), extra)
+        return Outcome(case, child.wait(START_SECONDS), child.log)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(NAMES, pool.map(run, NAMES), strict=True))
 
 
-@pytest.fixture(scope="module")
-def servers(scene: Scene, logs: Path, model: Model, old_ray: Path) -> dict[str, Server]:
-    """Every bad request on its way."""
-    good = model("llama", "bf16")
-    started = {}
-    for name, bad in CASES.items():
-        extra = dict(bad.environment)
-        if name == "Ray too old":
-            extra["PYTHONPATH"] = str(old_ray)
-        more = ("--distributed-executor-backend", "ray_hetero", "--additional-config")
-        config = json.dumps({"ray_hetero": bad.config})
-        path = Path(bad.model) if bad.model else good
-        log = logs / name.replace(" ", "-")
-        started[name] = serve(scene, log, path, *bad.arguments, *more, config, extra=extra)
-    return started
+def _lines(log: str) -> Sequence[str]:
+    return [line for line in log.splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_last_line_says_it_all(name: str, servers: dict[str, Server]) -> None:
-    child = servers[name].child
-    status = child.wait(START_SECONDS)
-    assert status != 0
-    last = child.log.splitlines()[-1]
-    assert re.match(rf"ray_hetero: {CASES[name].says}", last), child.tail(15)
-    assert "Loading safetensors" not in child.log
+@pytest.mark.parametrize("name", NAMES)
+def test_one_clear_line_near_the_end(name: str, outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes[name]
+    assert outcome.status not in (0, -9, -11)
+    lines = _lines(outcome.log)[0 if outcome.case.is_script else -15 :]
+    assert [line for line in lines if re.search(outcome.case.said, line)], "\n".join(lines)
+    assert LOADING not in outcome.log
 
 
-def test_nothing_is_left(scene: Scene, servers: dict[str, Server]) -> None:
-    for server in servers.values():
-        server.child.wait(START_SECONDS)
-    scene.assert_clean()
+def test_nothing_is_left(outcomes: dict[str, Outcome], scene: Scene) -> None:
+    assert len(outcomes) == len(NAMES)
+    assert wait_until(lambda: not scene.leftovers(), 20), scene.leftovers()

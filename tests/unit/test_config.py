@@ -100,7 +100,8 @@ def test_a_bad_file_is_named(file: Path, content: bytes | None, said: str) -> No
         ({"sockets": 2}, ["sockets: unknown key; known here: layout, layers"]),
         ({"cpu": {"thraeds": 1}}, ["cpu.thraeds: unknown key", "cores"]),
         ({"odd[0]": 1}, ["odd[0]: unknown key"]),
-        ({"cpu": {"cores": "two"}}, ["cpu.cores:", "'two'"]),
+        ({"cpu": {"cores": "two"}}, ["cpu.cores: Input should be a valid integer, got 'two'"]),
+        ({"cpu": {"kv_cache_gib": [1]}}, ["cpu.kv_cache_gib: Input should be a valid number"]),
         ({"cpu": {"cores": 0}}, ["cpu.cores:", "greater than or equal to 1", "got 0"]),
         ({"cpu": {"ranks_per_socket": True}}, ["cpu.ranks_per_socket:", "integer", "True"]),
         ({"cpu": {"kv_cache_gib": float("inf")}}, ["cpu.kv_cache_gib:", "inf"]),
@@ -168,7 +169,7 @@ def _outcome(given: object) -> HeteroConfig | str:
 def test_any_json_is_a_configuration_or_an_error(settings_: object) -> None:
     outcome = _outcome(settings_)
     if isinstance(outcome, str):
-        assert re.search(r"expected keys and values|^ray_hetero configuration: \S", outcome)
+        assert re.search(r"expected keys and values|^ray_hetero configuration: .", outcome)
     else:
         # What was accepted can be written down and read again.
         assert _outcome(json.loads(outcome.model_dump_json())) == outcome

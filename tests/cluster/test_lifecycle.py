@@ -1,0 +1,117 @@
+"""However an engine ends, nothing of it is left; a cluster that was there before stays.
+
+The normal end is every engine of the other modules, whose scene must be clean as well; SIGTERM is
+the end of test_server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Model, Stock, clean_scene
+from engines import (
+    HERE,
+    NAME,
+    START_SECONDS,
+    STOP_SECONDS,
+    backend,
+    batch,
+    engine,
+    prompts,
+    run_engines,
+    serve,
+    start,
+    tokens,
+    wait_until_healthy,
+)
+from leftovers import Scene, marked_processes, wait_until
+from ray_cluster import cluster, look
+
+pytestmark = pytest.mark.timeout(600)
+
+EXECUTOR = "ray_hetero.executor.HeteroExecutor"
+
+
+def _ray_processes(scene: Scene) -> list[str]:
+    found = marked_processes(scene.marker).values()
+    return [words for words in found if "ray::" in words or "/ray/" in words]
+
+
+def test_ctrl_c_while_serving(scene: Scene, logs: Path, model: Model) -> None:
+    server = serve(scene, logs / "ctrl_c", model("llama", "bf16"), *backend(2))
+    wait_until_healthy(server)
+    running = _ray_processes(scene)
+    assert any("raylet" in words for words in running)
+    assert sum("ray::RankProcess" in words for words in running) == 2
+    with server.client() as client:
+        stream = iter(
+            client.completions.create(
+                model=NAME, prompt=prompts()[1], max_tokens=1500, stream=True,
+                extra_body={"ignore_eos": True},
+            )
+        )  # fmt: skip
+        next(stream)
+        server.ctrl_c()
+        # vLLM's HTTP server stays until its clients have left; the engine does not.
+        assert wait_until(lambda: not _ray_processes(scene), STOP_SECONDS)
+    server.child.wait(STOP_SECONDS)
+    scene.assert_clean()
+
+
+def test_a_failed_start_leaves_nothing_and_the_next_engine_starts(
+    scene: Scene, logs: Path, model: Model, stock: Stock, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model("llama", "bf16"), broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    failed, answered = run_engines(
+        scene,
+        logs / "failed",
+        [
+            ({**engine(broken, 2), "fails": True}, []),
+            (engine(model("llama", "bf16"), 2), [batch(prompts())]),
+        ],
+    )
+    assert "Engine core initialization failed" in failed[0]["error"]
+    assert failed[0]["left"] == []
+    assert tokens(answered[0]) == stock("llama-bf16")
+    log = (logs / "failed" / "log").read_text()
+    said = (
+        r"ray_hetero cannot start: joining groups and loading weights: rank [01] \(cpu.*Safetensor"
+    )
+    assert re.search(said, log)
+    scene.assert_clean()
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Scene]:
+    """For a cluster that is not the engine's."""
+    with clean_scene() as made:
+        yield made
+
+
+def test_a_running_cluster_stays_and_serves_an_asynchronous_engine_by_its_dotted_path(
+    scene: Scene, other: Scene, logs: Path, model: Model, stock: Stock
+) -> None:
+    request, answer = logs / "async.request.json", logs / "async.answer.json"
+    arguments = engine(model("llama", "bf16"), 2, distributed_executor_backend=EXECUTOR)
+    request.write_text(json.dumps({"engine": arguments, "batch": batch(prompts())}))
+    with cluster(other, logs / "cluster") as address:
+        child = start(
+            scene,
+            [sys.executable, str(HERE / "async_process.py"), str(request), str(answer)],
+            logs / "async",
+            {"RAY_ADDRESS": address},
+        )
+        assert child.wait(START_SECONDS) == 0, child.tail()
+        assert json.loads(answer.read_text()) == stock("llama-bf16")
+        scene.assert_clean()
+        assert look(other, address) == {"free": 2, "all": 2, "groups": [], "answer": 42}
+    other.assert_clean()
