@@ -19,9 +19,9 @@ EAGER = [
     ("llama-bf16", 2, 1),
     ("opt-bf16", 2, 1),
     ("llama-f32", 1, 2),
-    ("opt-f32", 1, 2),
+    ("opt-f32", 2, 2),
 ]
-COMPILED = [("llama-bf16-compiled", 2, 1), ("opt-f32-compiled", 2, 2)]
+COMPILED = [("llama-bf16-compiled", 2, 1), ("opt-f32-compiled", 1, 2)]
 
 Tokens = dict[str, list[list[int]]]
 
