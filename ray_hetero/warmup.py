@@ -96,11 +96,9 @@ def schedule(
 
 
 def _memory(layout: Layout, stage: int, sizes: WarmupSizes) -> list[tuple[Action, int]]:
-    if layout.is_mixed(stage):
-        # GPU ranks profile at the largest batch inside their own measurement; CPU ranks make
-        # the same pass beside them.
-        return [(Action.MEASURE_MEMORY, sizes.max_num_batched_tokens)]
-    if layout.stages[stage][0] == "gpu":
+    if "gpu" in layout.stages[stage]:
+        # GPU ranks profile at the largest batch inside their own measurement; CPU ranks of a
+        # mixed stage make the same pass beside them.
         return [(Action.MEASURE_MEMORY, sizes.max_num_batched_tokens)]
     # An eager CPU stage needs one short pass all the same: it makes the buffers that later
     # stages receive into, which stock vLLM 0.32 only makes on ranks that profile.
