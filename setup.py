@@ -9,6 +9,12 @@ from setuptools import setup
 from setuptools.errors import BaseError, CCompilerError
 from setuptools.extension import Extension
 
+WITHOUT = {
+    "placement._native": "measuring memory bandwidth",
+    "ray_hetero._decode_linear": "linear layers at the bandwidth of the socket",
+}
+"""What is missing without each module."""
+
 
 class OptionalBuild(build_ext):
     """A native module that cannot be built costs one line, not the installation."""
@@ -20,7 +26,7 @@ class OptionalBuild(build_ext):
         except (BaseError, CCompilerError, OSError) as error:
             print(
                 f"ray-hetero: {extension.name} was not built ({error}). The package works without "
-                "it, except for measuring memory bandwidth. For it, install a C++17 compiler "
+                f"it, except for {WITHOUT[extension.name]}. For it, install a C++17 compiler "
                 "(Debian: apt install g++) and install ray-hetero again.",
                 file=sys.stderr,
             )
@@ -34,7 +40,15 @@ setup(
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
             optional=True,
-        )
+        ),
+        Pybind11Extension(
+            "ray_hetero._decode_linear",
+            ["csrc/decode_linear.cpp"],
+            cxx_std=17,
+            extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp"],
+            extra_link_args=["-fopenmp"],
+            optional=True,
+        ),
     ],
     cmdclass={"build_ext": OptionalBuild},
 )

@@ -7,6 +7,7 @@ Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_C
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -14,6 +15,8 @@ from collections.abc import Callable
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
+
+from ray_hetero import _decode_linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
@@ -28,7 +31,20 @@ def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Te
     packed = torch.ops._C.convert_weight_packed(weight)
     made["sgl"] = lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None)
     made["torch"] = lambda x: torch.nn.functional.linear(x, weight)
+    for name, use_amx in (("streaming-avx512", False), ("streaming-amx", True)):
+        if use_amx <= _decode_linear.has_amx():
+            made[name] = functools.partial(_streaming, packed, use_amx)
     return made
+
+
+def _streaming(packed: torch.Tensor, use_amx: bool, x: torch.Tensor) -> torch.Tensor:
+    (outputs, inputs), tokens = packed.shape, x.shape[0]
+    y = torch.empty(tokens, outputs, dtype=x.dtype)
+    _decode_linear.linear(
+        x.data_ptr(), x.stride(0), packed.data_ptr(), 0, y.data_ptr(), tokens, outputs, inputs,
+        use_amx,
+    )  # fmt: skip
+    return y
 
 
 def main() -> None:
@@ -37,7 +53,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", default="1,8,32,128")
     parser.add_argument("--label", default="")
-    parser.add_argument("--kernels", default="onednn,sgl,torch")
+    parser.add_argument("--kernels", default="onednn,sgl,streaming-avx512,streaming-amx")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     from vllm.platforms import current_platform
@@ -59,7 +75,8 @@ def main() -> None:
             for _ in range(options.repeats + 1):
                 start = time.perf_counter()
                 for width, made in layers:
-                    made[name](inputs[width])
+                    if name in made:
+                        made[name](inputs[width])
                 times.append(time.perf_counter() - start)
             best = sorted(times[1:])[len(times[1:]) // 2]
             result = {

@@ -1,0 +1,137 @@
+"""Linear layers of a CPU rank that read their weights at the bandwidth of the socket.
+
+vLLM's kernels for CPUs divide a layer by its outputs, so some threads wait for others where the
+outputs do not divide well, and a decode step, which reads every weight for a handful of tokens,
+stays 15 to 20 % below what the memory gives.  Here all threads stream equal shares of a layer
+(csrc/decode_linear.cpp).  The weights are in the layout of vLLM's own packed kernel, which
+computes what is too large for this one, so they are held once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Literal
+
+import torch
+from vllm import _custom_ops as vllm_ops
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ray_hetero.errors import UnsupportedError
+
+try:
+    _native: ModuleType | None = importlib.import_module("ray_hetero._decode_linear")
+except ImportError:
+    _native = None
+
+Choice = Literal["auto", "streaming", "vllm"]
+
+MULTIPLE = 32
+"""Of inputs and outputs, as the packed layout has them."""
+MOST_TOKENS_WITH_AMX = 128
+"""Above, vLLM's packed kernel is faster; measured, see docs/tuning.md."""
+MOST_TOKENS_WITHOUT_AMX = 4
+
+_library = torch.library.Library("ray_hetero", "FRAGMENT")
+
+
+class DecodeLinear:
+    """What this process computes linear layers with."""
+
+    def __init__(self, native: ModuleType) -> None:
+        self._native = native
+        self._has_amx = bool(native.has_amx())
+        self._most_tokens = MOST_TOKENS_WITH_AMX if self._has_amx else MOST_TOKENS_WITHOUT_AMX
+
+    def __call__(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y = x · Wᵀ + bias.
+
+        Args:
+            x: […, K], bf16.
+            packed: W [N, K] as `torch.ops._C.convert_weight_packed` packs it, bf16.
+            bias: [N], float32.
+
+        Returns:
+            […, N], bf16.
+
+        """
+        outputs, inputs = packed.shape
+        tokens = x.numel() // inputs
+        if tokens > self._most_tokens:
+            return vllm_ops.weight_packed_linear_cpu(x, packed, outputs, bias)
+        rows = x.reshape(tokens, inputs)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
+        self._native.linear(
+            rows.data_ptr(),
+            rows.stride(0),
+            packed.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            tokens,
+            outputs,
+            inputs,
+            self._has_amx,
+        )
+        return y
+
+
+def _register(kernel: DecodeLinear) -> None:
+    def decode_linear(
+        x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return kernel(x, packed, bias)
+
+    def shape_of(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+    direct_register_custom_op(
+        "decode_linear", decode_linear, fake_impl=shape_of, target_lib=_library, dispatch_key="CPU"
+    )
+
+
+def choose(choice: Choice) -> bool:
+    """Whether this process's linear layers are to stream; registers the operator if so.
+
+    `auto` streams where there is AMX, the processors it was measured on.
+
+    Raises:
+        UnsupportedError: streaming was asked for and cannot be had here.
+
+    """
+    if choice == "vllm":
+        return False
+    missing = _missing()
+    if choice == "streaming" and missing:
+        raise UnsupportedError(
+            f"cpu.linear_kernel is 'streaming', but {missing}. "
+            "Leave the setting out for vLLM's kernels."
+        )
+    if missing or _native is None or (choice == "auto" and not _native.has_amx()):
+        return False
+    if not hasattr(torch.ops.ray_hetero, "decode_linear"):
+        _register(DecodeLinear(_native))
+    return True
+
+
+def _missing() -> str:
+    if _native is None:
+        return "ray-hetero was installed without a C++ compiler (see `ray-hetero doctor`)"
+    if not _native.has_bf16():
+        return "this processor has no AVX-512-BF16"
+    if not hasattr(torch.ops._C, "convert_weight_packed"):
+        return "this build of vLLM has no packed kernels"
+    return ""
+
+
+def suits(weight: torch.Tensor) -> bool:
+    """Whether a layer's weight [N, K] can be computed here."""
+    return (
+        weight.ndim == 2
+        and not weight.is_meta
+        and weight.dtype == torch.bfloat16
+        and all(size % MULTIPLE == 0 for size in weight.shape)
+    )

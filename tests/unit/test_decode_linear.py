@@ -1,0 +1,131 @@
+"""The streaming linear kernel computes what torch computes, whatever the shapes and threads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.model_executor.layers import utils  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from ray_hetero import decode_linear, vllm_private  # noqa: E402
+from ray_hetero.errors import UnsupportedError  # noqa: E402
+
+current_platform.import_kernels()
+native = decode_linear._native
+needs_bf16 = pytest.mark.skipif(
+    native is None or not native.has_bf16(), reason="needs the native module and AVX-512-BF16"
+)
+KERNELS = [False] + ([True] if native is not None and native.has_amx() else [])
+
+
+def packed(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
+    return weight, torch.ops._C.convert_weight_packed(weight)
+
+
+def compute(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, use_amx: bool
+) -> torch.Tensor:
+    (tokens, inputs), outputs = x.shape, weight.shape[0]
+    y = torch.full((tokens, outputs), float("nan"), dtype=torch.bfloat16)
+    address = 0 if bias is None else bias.data_ptr()
+    native.linear(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), address, y.data_ptr(),
+        tokens, outputs, inputs, use_amx,
+    )  # fmt: skip
+    return y
+
+
+@needs_bf16
+@pytest.mark.parametrize("use_amx", KERNELS)
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 1376), (512, 256), (2080, 2048)])
+def test_it_computes_what_torch_computes(
+    outputs: int, inputs: int, threads: int, use_amx: bool
+) -> None:
+    torch.manual_seed(outputs + threads)
+    weight, weight_packed = packed(outputs, inputs)
+    bias = torch.randn(outputs)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for tokens in (1, 2, 7, 8, 9, 16, 17, 33, 64, 70):
+            # A view of a wider tensor, as attention hands over slices.
+            x = torch.randn(tokens, inputs + 64).bfloat16()[:, :inputs]
+            expected = x.float() @ weight.float().T + bias
+            found = compute(x, weight_packed, bias, use_amx).float()
+            # One rounding to bf16, 8 bits.
+            torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-8)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_bf16
+def test_a_shape_that_the_layout_cannot_hold_is_refused() -> None:
+    x, y = torch.zeros(1, 48).bfloat16(), torch.zeros(1, 32).bfloat16()
+    with pytest.raises(ValueError, match="multiples of 32"):
+        native.linear(x.data_ptr(), 48, x.data_ptr(), 0, y.data_ptr(), 1, 32, 48, False)
+
+
+@needs_bf16
+def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    assert decode_linear.choose("streaming")
+    vllm_private.use_linear(torch.ops.ray_hetero.decode_linear, decode_linear.suits)
+    weight, _ = packed(64, 128)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.bias = torch.nn.Parameter(torch.randn(64).bfloat16(), requires_grad=False)
+    bias = layer.bias.float()
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert layer.weight.numel() == 0
+    for shape in ((3, 128), (2, 5, 128), (300, 128)):
+        x = torch.randn(shape).bfloat16()
+        expected = torch.nn.functional.linear(x.float(), weight.float(), bias)
+        found = layer.cpu_linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=2**-7)
+
+
+@needs_bf16
+def test_it_stays_one_operator_in_a_compiled_graph() -> None:
+    assert decode_linear.choose("streaming")
+    _weight, weight_packed = packed(64, 128)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.ray_hetero.decode_linear(x, weight_packed, None) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 5):
+        x = torch.randn(tokens, 128).bfloat16()
+        torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
+
+
+@needs_bf16
+def test_other_layers_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[object] = []
+    monkeypatch.setattr(
+        utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: left.append(layer)
+    )
+    vllm_private.use_linear(torch.ops.aten.linear, decode_linear.suits)
+    layers = [
+        SimpleNamespace(weight=torch.zeros(64, 64)),
+        SimpleNamespace(weight=torch.zeros(40, 64).bfloat16()),
+        SimpleNamespace(weight=torch.zeros(4, 64, 64).bfloat16()),
+        SimpleNamespace(weight=torch.zeros(64, 64, dtype=torch.bfloat16, device="meta")),
+    ]
+    for layer in layers:
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert left == layers
+
+
+def test_streaming_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_linear, "_native", None)
+    with pytest.raises(UnsupportedError, match="C\\+\\+ compiler"):
+        decode_linear.choose("streaming")
+    assert not decode_linear.choose("auto")
+    assert not decode_linear.choose("vllm")
