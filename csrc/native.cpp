@@ -36,6 +36,7 @@ namespace {
 constexpr std::size_t kMaskWords = 1024 / (CHAR_BIT * sizeof(unsigned long));
 constexpr std::size_t kQueryBatch = 1 << 14;          // pages of one move_pages call
 constexpr std::size_t kChunk = std::size_t{1} << 22;  // bytes read between two looks at the clock
+constexpr std::size_t kRounds = 5;                    // windows of each way to read
 
 [[noreturn]] void throw_os_error(int error, const std::string& what) {
   errno = error;
@@ -134,106 +135,123 @@ std::map<int, std::size_t> pages_per_node(std::uintptr_t address, std::size_t nb
 // ---------------------------------------------------------------------------------------------
 // Bandwidth
 
-// Reads `nbytes` (a multiple of kChunk) as four streams side by side: a core has more misses in
-// flight that way than with one stream, since hardware prefetchers stop at page borders.
-using ReadChunk = std::uint64_t (*)(const std::uint8_t* data, std::size_t nbytes);
-constexpr std::size_t kStreams = 4;
+// A way to read `nbytes` (a multiple of kChunk): loads of one width, at one place or at several
+// side by side.  Hardware prefetchers and miss buffers differ, so on one processor a single stream
+// of 32-byte loads is fastest, on another four streams of 64-byte ones: all of them are tried.
+using Read = std::uint64_t (*)(const std::uint8_t* data, std::size_t nbytes);
+constexpr std::size_t kLines = 4;  // cache lines of a stream between two looks at the loop counter
+constexpr std::size_t kLine = 64;
 
-template <std::size_t kLanes>
-std::uint64_t fold(const std::uint64_t (&lanes)[kLanes]) {
-  std::uint64_t sum = 0;
-  for (std::uint64_t lane : lanes) sum ^= lane;
-  return sum;
-}
-
+template <std::size_t kStreams>
 std::uint64_t read_portable(const std::uint8_t* data, std::size_t nbytes) {
   const std::size_t stride = nbytes / kStreams;
-  std::uint64_t sums[kStreams] = {};
-  for (std::size_t i = 0; i < stride; i += sizeof(std::uint64_t))
+  std::uint64_t sums[kLines] = {};
+  for (std::size_t i = 0; i < stride; i += kLines * sizeof(std::uint64_t))
     for (std::size_t stream = 0; stream < kStreams; ++stream)
-      sums[stream] ^= *reinterpret_cast<const std::uint64_t*>(data + stream * stride + i);
-  return fold(sums);
+      for (std::size_t word = 0; word < kLines; ++word)
+        sums[word] ^= reinterpret_cast<const std::uint64_t*>(data + stream * stride + i)[word];
+  return sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
 }
 
 #if defined(__x86_64__)
+template <std::size_t kStreams>
 __attribute__((target("avx2"))) std::uint64_t read_avx2(const std::uint8_t* data,
                                                         std::size_t nbytes) {
+  constexpr std::size_t kLoads = kLines * kLine / sizeof(__m256i);
   const std::size_t stride = nbytes / kStreams;
-  __m256i sums[kStreams] = {};
-  for (std::size_t i = 0; i < stride; i += sizeof(__m256i))
-    for (std::size_t stream = 0; stream < kStreams; ++stream)
-      sums[stream] = _mm256_xor_si256(
-          sums[stream],
-          _mm256_load_si256(reinterpret_cast<const __m256i*>(data + stream * stride + i)));
-  alignas(32) std::uint64_t lanes[kStreams * 4];
-  for (std::size_t stream = 0; stream < kStreams; ++stream)
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + stream * 4), sums[stream]);
-  return fold(lanes);
+  __m256i sums[kLoads] = {};
+  for (std::size_t i = 0; i < stride; i += kLines * kLine)
+    for (std::size_t stream = 0; stream < kStreams; ++stream) {
+      const auto* words = reinterpret_cast<const __m256i*>(data + stream * stride + i);
+      for (std::size_t load = 0; load < kLoads; ++load)
+        sums[load] = _mm256_xor_si256(sums[load], _mm256_load_si256(words + load));
+    }
+  for (std::size_t load = 1; load < kLoads; ++load)
+    sums[0] = _mm256_xor_si256(sums[0], sums[load]);
+  alignas(32) std::uint64_t lanes[4];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sums[0]);
+  return lanes[0] ^ lanes[1] ^ lanes[2] ^ lanes[3];
 }
 
+template <std::size_t kStreams>
 __attribute__((target("avx512f"))) std::uint64_t read_avx512(const std::uint8_t* data,
                                                              std::size_t nbytes) {
   const std::size_t stride = nbytes / kStreams;
-  __m512i sums[kStreams] = {};
-  for (std::size_t i = 0; i < stride; i += sizeof(__m512i))
-    for (std::size_t stream = 0; stream < kStreams; ++stream)
-      sums[stream] = _mm512_xor_si512(
-          sums[stream],
-          _mm512_load_si512(reinterpret_cast<const __m512i*>(data + stream * stride + i)));
-  alignas(64) std::uint64_t lanes[kStreams * 8];
-  for (std::size_t stream = 0; stream < kStreams; ++stream)
-    _mm512_store_si512(reinterpret_cast<__m512i*>(lanes + stream * 8), sums[stream]);
-  return fold(lanes);
+  __m512i sums[kStreams * kLines] = {};
+  for (std::size_t i = 0; i < stride; i += kLines * kLine)
+    for (std::size_t stream = 0; stream < kStreams; ++stream) {
+      const std::uint8_t* lines = data + stream * stride + i;
+      for (std::size_t line = 0; line < kLines; ++line) {
+        __m512i& sum = sums[stream * kLines + line];
+        sum = _mm512_xor_si512(sum, _mm512_load_si512(lines + line * kLine));
+      }
+    }
+  for (std::size_t i = 1; i < kStreams * kLines; ++i) sums[0] = _mm512_xor_si512(sums[0], sums[i]);
+  alignas(64) std::uint64_t lanes[8];
+  _mm512_store_si512(lanes, sums[0]);
+  return lanes[0] ^ lanes[1] ^ lanes[2] ^ lanes[3] ^ lanes[4] ^ lanes[5] ^ lanes[6] ^ lanes[7];
 }
 #endif
 
-ReadChunk widest_read() {
+// The ways to read that this processor has.
+std::vector<Read> reads_here() {
+  std::vector<Read> reads;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) return read_avx512;
-  if (__builtin_cpu_supports("avx2")) return read_avx2;
+  if (__builtin_cpu_supports("avx512f")) reads = {read_avx512<1>, read_avx512<4>};
+  if (__builtin_cpu_supports("avx2")) reads.insert(reads.end(), {read_avx2<1>, read_avx2<4>});
 #endif
-  return read_portable;
+  if (reads.empty()) reads = {read_portable<1>, read_portable<4>};
+  return reads;
 }
 
-// Private memory of one thread, touched first by that thread.
+// Private memory of one thread, touched first by that thread, on huge pages where the system has
+// them: fewer TLB misses, as vLLM's weights have.
 class Buffer {
  public:
   explicit Buffer(std::size_t nbytes) : nbytes_(nbytes) {
-    data_ = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data_ == MAP_FAILED) return;
-    madvise(data_, nbytes_, MADV_HUGEPAGE);  // a hint: fewer TLB misses, as vLLM's weights have
+    mapped_ = mmap(nullptr, nbytes_ + kHugePage, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (!valid()) return;
+    const auto address = reinterpret_cast<std::uintptr_t>(mapped_);
+    data_ = reinterpret_cast<std::uint8_t*>((address + kHugePage - 1) & ~(kHugePage - 1));
+    madvise(data_, nbytes_, MADV_HUGEPAGE);  // a hint
     std::memset(data_, 1, nbytes_);
   }
   ~Buffer() {
-    if (valid()) munmap(data_, nbytes_);
+    if (valid()) munmap(mapped_, nbytes_ + kHugePage);
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
-  bool valid() const { return data_ != MAP_FAILED; }
-  const std::uint8_t* bytes() const { return static_cast<const std::uint8_t*>(data_); }
+  bool valid() const { return mapped_ != MAP_FAILED; }
+  const std::uint8_t* bytes() const { return data_; }
   std::size_t size() const { return nbytes_; }
 
  private:
+  static constexpr std::uintptr_t kHugePage = std::uintptr_t{1} << 21;
   std::size_t nbytes_;
-  void* data_;
+  void* mapped_;
+  std::uint8_t* data_ = nullptr;
 };
 
 using Clock = std::chrono::steady_clock;
 
-// What the threads of one measurement share.
+// What the threads of one measurement share.  Ways to read take turns, a window of time each.
 struct Race {
+  std::vector<Read> reads = reads_here();
+  Clock::duration window{};
+  Clock::time_point start;
   std::atomic<std::size_t> ready{0};
   std::atomic<int> error{0};
   std::atomic<bool> go{false};
-  Clock::time_point start, deadline;
+
+  std::size_t windows() const { return kRounds * reads.size(); }
 };
 
 struct Lap {
-  std::size_t nbytes = 0;
-  Clock::time_point end;
-  std::uint64_t sum = 0;  // kept so that the reads are not optimised away
+  std::vector<double> rates;  // bytes per second in each window
+  std::uint64_t sum = 0;      // kept so that the reads are not optimised away
 };
 
 int pin_to(int cpu) {
@@ -246,13 +264,25 @@ int pin_to(int cpu) {
   return error;
 }
 
-void read_until_deadline(const Buffer& buffer, const Race& race, Lap& lap) {
-  const ReadChunk read = widest_read();
-  for (std::size_t offset = 0;; offset = offset + kChunk < buffer.size() ? offset + kChunk : 0) {
+void read_in_windows(const Buffer& buffer, const Race& race, Lap& lap) {
+  std::size_t offset = 0;
+  const auto read_chunk = [&](Read read) {
     lap.sum ^= read(buffer.bytes() + offset, kChunk);
-    lap.nbytes += kChunk;
-    lap.end = Clock::now();
-    if (lap.end >= race.deadline) return;
+    offset = offset + kChunk < buffer.size() ? offset + kChunk : 0;
+    return Clock::now();
+  };
+  Clock::time_point end = race.start;
+  for (std::size_t window = 0; window < race.windows(); ++window) {
+    end += race.window;
+    const Read read = race.reads[window % race.reads.size()];
+    const Clock::time_point began = read_chunk(read);  // this one warms the way up
+    Clock::time_point now;
+    double nbytes = 0;
+    do {
+      now = read_chunk(read);
+      nbytes += static_cast<double>(kChunk);
+    } while (now < end);
+    lap.rates.push_back(nbytes / std::chrono::duration<double>(now - began).count());
   }
 }
 
@@ -263,7 +293,7 @@ void run_reader(int cpu, std::size_t nbytes, Race& race, Lap& lap) {
     if (buffer.valid()) {
       race.ready.fetch_add(1);
       while (!race.go.load(std::memory_order_acquire)) std::this_thread::yield();
-      if (race.error.load() == 0) read_until_deadline(buffer, race, lap);
+      if (race.error.load() == 0) read_in_windows(buffer, race, lap);
       return;
     }
     error = ENOMEM;
@@ -286,6 +316,23 @@ std::vector<std::thread> start_readers(const std::vector<int>& cpus, std::size_t
   return threads;
 }
 
+// What all threads read together in the way that is fastest here: the median of its windows, so
+// that neither a disturbance nor a burst decides.
+double typical_rate(const Race& race, const std::vector<Lap>& laps) {
+  double best = 0;
+  for (std::size_t read = 0; read < race.reads.size(); ++read) {
+    std::vector<double> rates;
+    for (std::size_t window = read; window < race.windows(); window += race.reads.size()) {
+      double together = 0;
+      for (const Lap& lap : laps) together += lap.rates[window];
+      rates.push_back(together);
+    }
+    std::nth_element(rates.begin(), rates.begin() + kRounds / 2, rates.end());
+    best = std::max(best, rates[kRounds / 2]);
+  }
+  return best;
+}
+
 double read_bandwidth(const std::vector<int>& cpus, std::size_t nbytes_per_thread, double seconds) {
   const bool sane =
       std::all_of(cpus.begin(), cpus.end(), [](int cpu) { return cpu >= 0 && cpu < 65536; });
@@ -294,6 +341,8 @@ double read_bandwidth(const std::vector<int>& cpus, std::size_t nbytes_per_threa
     throw_os_error(EINVAL, "read_bandwidth");
   const std::size_t nbytes = (nbytes_per_thread + kChunk - 1) / kChunk * kChunk;
   Race race;
+  race.window = std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(seconds / static_cast<double>(race.windows())));
   std::vector<Lap> laps(cpus.size());
   {
     py::gil_scoped_release release;
@@ -301,21 +350,13 @@ double read_bandwidth(const std::vector<int>& cpus, std::size_t nbytes_per_threa
     while (race.ready.load() < threads.size())
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     race.start = Clock::now();
-    race.deadline = race.start + std::chrono::duration_cast<Clock::duration>(
-                                     std::chrono::duration<double>(seconds));
     race.go.store(true, std::memory_order_release);
     for (std::thread& thread : threads) thread.join();
   }
   if (race.error.load() != 0) throw_os_error(race.error.load(), "read_bandwidth");
-  double total = 0;
   volatile std::uint64_t sink = 0;
-  Clock::time_point end = race.start;
-  for (const Lap& lap : laps) {
-    total += static_cast<double>(lap.nbytes);
-    sink = sink ^ lap.sum;
-    end = std::max(end, lap.end);
-  }
-  return total / std::chrono::duration<double>(end - race.start).count();
+  for (const Lap& lap : laps) sink = sink ^ lap.sum;
+  return typical_rate(race, laps);
 }
 
 }  // namespace

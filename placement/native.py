@@ -132,7 +132,8 @@ def read_bandwidth(
     """Bytes per second that these CPUs read together, each from memory that it touched first.
 
     One thread is pinned to each CPU, fills a buffer of its own (so on its NUMA node) and streams
-    through it with the widest loads of the processor.  The GIL is released.
+    through it.  Loads of each width that the processor has, from one place and from several, take
+    turns in short windows; the median window of the fastest of them counts.  The GIL is released.
 
     Args:
         cpus: logical CPUs, one per core; all must be in this process's cpuset.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from placement import cgroup
@@ -74,11 +74,23 @@ def _read_nodes(tree: Tree) -> tuple[NumaNode, ...]:
             node,
             _package(tree, cpus_of[node] & online),
             _cores(tree, cpus_of[node] & usable),
-            *(_meminfo(tree, f"{NODES}/node{node}/meminfo") if node in memory_nodes else (0, 0)),
+            *(_node_memory(tree, node, node_ids) if node in memory_nodes else (0, 0)),
             distances=_distances(tree, node, len(node_ids)),
         )
         for node in node_ids
     )
+
+
+def _node_memory(tree: Tree, node: int, node_ids: Sequence[int]) -> tuple[int, int]:
+    """(total, available) bytes of one NUMA node.
+
+    A sandbox that makes memory up as it is used shows a node with little; where the node is the
+    whole machine, /proc/meminfo knows better.
+    """
+    own = _meminfo(tree, f"{NODES}/node{node}/meminfo")
+    if len(node_ids) > 1 or not tree.exists("proc/meminfo"):
+        return own
+    return max(own, _meminfo(tree, "proc/meminfo"))
 
 
 def _single_node(tree: Tree, online: set[int], usable: set[int]) -> NumaNode:

@@ -190,3 +190,14 @@ def test_cpulist_nonsense(text: str) -> None:
 def test_json_nonsense(text: str) -> None:
     with pytest.raises(TopologyError, match="host as JSON"):
         host_from_json(text)
+
+
+def test_the_only_node_has_all_the_memory_of_the_machine(tmp_path: Path) -> None:
+    root = write_tree("vm-four-packages", tmp_path)
+    meminfo = root / "proc/meminfo"
+    meminfo.write_text("MemTotal: 64000000 kB\nMemFree: 60000000 kB\n")
+    (node,) = read_host(root).numa_nodes
+    assert (node.memory_bytes, node.free_bytes) == (64000000 * 1024, 60000000 * 1024)
+    meminfo.write_text("MemTotal: 8000000 kB\nMemFree: 6000000 kB\n")
+    (node,) = read_host(root).numa_nodes
+    assert node.memory_bytes == 16000000 * 1024
