@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from placement.given import shown
+from ray_hetero import demo_int8
 from ray_hetero.demo_tokenizer import text_tokens, train_tokenizer
 from ray_hetero.demo_weights import fill
 from ray_hetero.errors import ConfigError
@@ -15,6 +17,8 @@ Dtype = Literal["bf16", "f32"]
 MAX_POSITIONS = 2048
 SLIDING_WINDOW = 32
 EXPERTS = 8
+MOST = {"layers": 200, "hidden": 16384, "heads": 256}
+MOST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,16 @@ class DemoShape:
     heads: int = 8
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no architecture can have.
+        """Refuse sizes that no architecture can have, or that make no demo.
 
         Raises:
-            ConfigError: a size below one, or a head size that attention kernels cannot use.
+            ConfigError: a size below one or too large, or a head size that attention kernels
+                cannot use.
 
         """
         for name, value in vars(self).items():
-            if value < 1:
-                raise ConfigError(f"--{name}: expected at least 1, got {value}")
+            if not 1 <= value <= MOST[name]:
+                raise ConfigError(f"--{name}: expected 1 to {MOST[name]}, got {shown(value)}")
         if self.hidden % self.heads or self.head_size % 32:
             raise ConfigError(
                 f"--hidden {self.hidden} with --heads {self.heads}: expected a head size (hidden "
@@ -135,6 +140,7 @@ def write_demo_model(
     shape: DemoShape | None = None,
     seed: int = 0,
     dtype: Dtype = "bf16",
+    int8: bool = False,
     force: bool = False,
 ) -> Path:
     """Write a checkpoint and its tokenizer; the same arguments give the same bytes.
@@ -145,35 +151,47 @@ def write_demo_model(
         shape: layers, width and heads.
         seed: seed of all weights.
         dtype: type that the weights are stored in.
+        int8: whether the linear layers are quantised to eight bits.
         force: write into a directory that has a checkpoint, or anything else, in it.
 
     Returns:
         The directory.
 
     Raises:
-        ConfigError: an unknown architecture or dtype, or a directory that is not empty.
+        ConfigError: an unknown architecture or dtype, experts in eight bits, or a directory that
+            is not empty.
 
     """
     shape = shape or DemoShape()
     target = Path(directory)
-    _check(target, architecture, dtype, force=force)
+    _check(target, architecture, dtype, seed, int8=int8, force=force)
     tokenizer = train_tokenizer(MAX_POSITIONS)
     model = _model(architecture, shape, tokenizer, dtype)
     fill(model, seed, text_tokens(tokenizer))
     target.mkdir(parents=True, exist_ok=True)
     for stale in target.glob("*.safetensors*"):  # of a model with more shards than this one
         stale.unlink()
-    model.save_pretrained(target)
+    if int8:
+        model.config.quantization_config = demo_int8.scheme()
+        model.save_pretrained(target, state_dict=demo_int8.quantised(model))
+    else:
+        model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return target
 
 
-def _check(target: Path, architecture: str, dtype: str, *, force: bool) -> None:
+def _check(
+    target: Path, architecture: str, dtype: str, seed: int, *, int8: bool, force: bool
+) -> None:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"--architecture: expected one of {known}; got {architecture!r}")
     if dtype not in ("bf16", "f32"):
         raise ConfigError(f"--dtype: expected bf16 or f32; got {dtype!r}")
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"--seed: expected 0 to {MOST_SEED}, got {shown(seed)}")
+    if int8 and architecture == "mixtral":
+        raise ConfigError("--int8: mixtral's experts are not quantised here; leave it out")
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target}: expected a directory, this is a file")
     if not force and target.is_dir() and any(target.iterdir()):

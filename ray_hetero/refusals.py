@@ -1,8 +1,14 @@
-"""What this backend cannot do, refused in one line before anything starts."""
+"""What this backend cannot do, refused in one line before anything starts.
+
+Each refusal was seen to fail, or to be ignored, when it was tried; docs/compatibility.md has the
+table.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +19,100 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
-def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig) -> None:
+@dataclass(frozen=True)
+class Refusal:
+    """An option that does not work."""
+
+    option: str
+    is_asked: Callable[[EngineArgs], object]
+    why: str
+    instead: str = "Leave it out."
+
+    def __str__(self) -> str:
+        """The line for the user."""
+        return f"{self.option} does not work with ray_hetero: {self.why}. {self.instead}"
+
+
+ALWAYS: Sequence[Refusal] = (
+    Refusal("--nnodes", lambda args: args.nnodes > 1, "Ray places the ranks; leave it at 1"),
+    Refusal(
+        "--device-ids",
+        lambda args: args.device_ids,
+        "Ray chooses the GPUs",
+        "Leave it out, or set CUDA_VISIBLE_DEVICES where Ray is started.",
+    ),
+    Refusal(
+        "--numa-bind",
+        lambda args: args.numa_bind,
+        "every rank is bound to its own socket already",
+    ),
+    Refusal(
+        "--kv-transfer-config",
+        lambda args: args.kv_transfer_config,
+        "KV blocks live on two kinds",
+    ),
+    Refusal(
+        "--prefill-context-parallel-size",
+        lambda args: args.prefill_context_parallel_size > 1,
+        "a layout has pipeline stages and tensor-parallel ranks only",
+    ),
+)
+"""Refused in every world."""
+
+ONLY_V2 = "it needs vLLM's V2 model runner, CPU ranks have V1"
+WITH_CPU_RANKS: Sequence[Refusal] = (
+    Refusal(
+        "--speculative-config",
+        lambda args: args.speculative_config or args.spec_method or args.spec_model,
+        "drafts run on one kind only",
+    ),
+    Refusal("--enable-sleep-mode", lambda args: args.enable_sleep_mode, "CPU ranks cannot sleep"),
+    Refusal(
+        "--decode-context-parallel-size",
+        lambda args: args.decode_context_parallel_size > 1,
+        "attention on CPUs does not give the sums that it combines",
+    ),
+    Refusal(
+        "--async-scheduling",
+        lambda args: args.async_scheduling,
+        "CPU ranks compute one step at a time",
+    ),
+    Refusal(
+        "VLLM_USE_V2_MODEL_RUNNER=1",
+        lambda args: os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
+        "CPU ranks have the V1 model runner",
+        "Unset it.",
+    ),
+    Refusal("--watermark-config", lambda args: args.watermark_config, ONLY_V2),
+    Refusal("--enable-trace-replay", lambda args: args.enable_trace_replay, ONLY_V2),
+    Refusal("--return-sampling-mask", lambda args: args.return_sampling_mask, ONLY_V2),
+    Refusal(
+        "--enable-return-routed-experts", lambda args: args.enable_return_routed_experts, ONLY_V2
+    ),
+    Refusal(
+        "--enable-batch-sharded-sampling", lambda args: args.enable_batch_sharded_sampling, ONLY_V2
+    ),
+    Refusal(
+        "--enable-expert-parallel",
+        lambda args: (
+            args.enable_expert_parallel and args.tensor_parallel_size * args.data_parallel_size > 1
+        ),
+        "vLLM's experts on CPUs crash where a rank holds some of them only",
+        "Leave it out: tensor parallelism splits every expert.",
+    ),
+    Refusal("--enable-eplb", lambda args: args.enable_eplb, "it moves experts between GPUs only"),
+    Refusal("--enable-dbo", lambda args: args.enable_dbo, "it overlaps kernels of GPUs only"),
+)
+"""Refused where the world may have CPU ranks."""
+
+
+def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, has_cpu: bool) -> None:
     """Raise for the first option that cannot work.
+
+    Args:
+        engine_args: what vLLM was asked for.
+        config: what this backend was asked for.
+        has_cpu: whether the world may have CPU ranks.
 
     Raises:
         UnsupportedError: the option does not work with CPU ranks or with this backend at all.
@@ -26,18 +124,25 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig) -> None:
     ranks = engine_args.tensor_parallel_size
     _check_layout(config, stages, ranks)
     _check_layers(config, stages)
-    for option, value, why in (
-        ("--speculative-config", engine_args.speculative_config, "drafts run on one kind only"),
-        ("--kv-transfer-config", engine_args.kv_transfer_config, "KV blocks live on two kinds"),
-        ("--enable-sleep-mode", engine_args.enable_sleep_mode, "CPU ranks cannot sleep"),
-        ("--prefill-context-parallel-size",
-         engine_args.prefill_context_parallel_size > 1, "CPU ranks have no such group"),
-        ("--decode-context-parallel-size",
-         engine_args.decode_context_parallel_size > 1, "CPU ranks have no such group"),
-        ("--nnodes", engine_args.nnodes > 1, "Ray places the ranks; leave it at 1"),
-    ):  # fmt: skip
-        if value:
-            raise UnsupportedError(f"{option} does not work with ray_hetero: {why}. Leave it out.")
+    _check_restart(engine_args, config)
+    for refusal in (*ALWAYS, *(WITH_CPU_RANKS if has_cpu else ())):
+        if refusal.is_asked(engine_args):
+            raise UnsupportedError(str(refusal))
+
+
+def _check_restart(engine_args: EngineArgs, config: HeteroConfig) -> None:
+    if not config.restart:
+        return
+    if engine_args.data_parallel_size > 1:
+        raise UnsupportedError(
+            f"restart: {config.restart} does not work with --data-parallel-size "
+            f"{engine_args.data_parallel_size}: the engines step together. Leave one of them out."
+        )
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        raise UnsupportedError(
+            f"restart: {config.restart} needs vLLM's engine in a process of its own, but "
+            "VLLM_ENABLE_V1_MULTIPROCESSING is 0. Unset it, or leave restart out."
+        )
 
 
 def _check_model_path(model: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from ray_hetero.errors import UnsupportedError
 
 Architecture = Literal["llama", "opt", "qwen3", "mixtral", "gemma"]
 
@@ -18,14 +21,23 @@ def demo_model(
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Type of the weights.")] = "bf16",
+    int8: Annotated[bool, typer.Option("--int8", help="Linear layers in eight bits.")] = False,
     force: Annotated[bool, typer.Option(help="Write into a directory that is not empty.")] = False,
 ) -> None:
     """Write a tiny random checkpoint with a working tokenizer, offline."""
+    if importlib.util.find_spec("transformers") is None:
+        raise UnsupportedError(
+            "demo-model needs transformers, which comes with vLLM; "
+            "type: pip install 'ray-hetero[cpu]'"
+        )
     from transformers.utils import logging
 
     from ray_hetero.demo_model import DemoShape, write_demo_model
 
     logging.disable_progress_bar()
     shape = DemoShape(layers=layers, hidden=hidden, heads=heads)
-    write_demo_model(directory, architecture, shape=shape, seed=seed, dtype=dtype, force=force)
-    typer.echo(f"wrote a random {architecture} model ({layers} layers, {dtype}) to {directory}")
+    write_demo_model(
+        directory, architecture, shape=shape, seed=seed, dtype=dtype, int8=int8, force=force
+    )
+    stored = f"{dtype}, linear layers in int8" if int8 else dtype
+    typer.echo(f"wrote a random {architecture} model ({layers} layers, {stored}) to {directory}")

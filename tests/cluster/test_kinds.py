@@ -2,10 +2,12 @@
 
 What needs no GPU is covered: which group talks how, the boundary between stages, agreement of
 configurations, the warm-up schedule of mixed groups, and one answer from all ranks of a group.
+A pretended GPU draws other random numbers than a CPU does, as a real one would.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,68 @@ LAYOUTS = {
     "mixed stage": [["gpu", "cpu"]],
     "stages of two": [["cpu", "cpu"], ["gpu", "gpu"]],
 }
+UNSHARED = "mixed stage in which every rank samples for itself"
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 16, "logprobs": 0}
+OTHER_NUMBERS = """
+import torch
+
+class Generator(torch.Generator):
+    def manual_seed(self, seed):
+        return super().manual_seed(seed + 1)
+
+torch.Generator = Generator
+"""
+"""Start-up code of a pretended GPU's process: its random numbers are not those of a CPU."""
+NO_SHARING = """
+from ray_hetero import vllm_private
+
+vllm_private.share_samples = lambda model_runner: None
+"""
 
 
-def _arguments(model: Path, layout: list[list[str]]) -> Json:
+def _start_up(directory: Path, *code: str) -> Json:
+    """Environment of ranks whose Python begins with this code."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text("".join(code))
+    path = [str(directory), os.environ.get("PYTHONPATH", "")]
+    return {"env": {"PYTHONPATH": os.pathsep.join(filter(None, path))}}
+
+
+def _arguments(model: Path, layout: list[list[str]], gpu: Json, cpu: Json) -> Json:
     ranks = sum(map(len, layout))
-    keys = {"layout": layout, "cpu": {"ranks_per_socket": ranks}, "warmup": {"step_timeout_s": 60}}
+    keys = {
+        "layout": layout, "gpu": gpu, "cpu": {"ranks_per_socket": ranks, **cpu},
+        "warmup": {"step_timeout_s": 60},
+    }  # fmt: skip
     sizes = (len(layout), len(layout[0]))
     return engine(model, *sizes, dtype="float32", **hetero(**keys))
 
 
 @pytest.fixture(scope="module")
-def answers(scene: Scene, logs: Path, model: Model) -> dict[str, list[list[Json]]]:
+def answers(scene: Scene, logs: Path, model: Model, tmp_path_factory: Any) -> dict[str, Any]:
+    """What each layout answers: greedily, and sampled."""
     ray: dict[str, Any] = {
         "num_cpus": 2, "num_gpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False
     }  # fmt: skip
+    sites = tmp_path_factory.mktemp("sites")
+    other = _start_up(sites / "gpu", OTHER_NUMBERS)
+    runs = {name: (layout, other, {}) for name, layout in LAYOUTS.items()}
+    runs[UNSHARED] = (
+        LAYOUTS["mixed stage"],
+        _start_up(sites / "unshared_gpu", OTHER_NUMBERS, NO_SHARING),
+        _start_up(sites / "unshared_cpu", NO_SHARING),
+    )
     batches = [batch(prompts()), batch(prompts(), **SAMPLED)]
-    runs = [(_arguments(model("llama", "f32"), kinds), batches) for kinds in LAYOUTS.values()]
-    found = run_engines(scene, logs / "kinds", runs, ray=ray, extra={"RAY_HETERO_PRETEND_GPU": "1"})
-    return dict(zip(LAYOUTS, found, strict=True))
+    engines = [_arguments(model("llama", "f32"), *run) for run in runs.values()]
+    engines[-1]["left"] = True
+    found = run_engines(
+        scene,
+        logs / "kinds",
+        [(one, batches) for one in engines],
+        ray=ray,
+        extra={"RAY_HETERO_PRETEND_GPU": "1"},
+    )
+    return dict(zip(runs, found, strict=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -47,6 +92,14 @@ def test_greedy_tokens_are_those_of_stock(
     name: str, answers: dict[str, list[list[Json]]], stock: Stock
 ) -> None:
     assert tokens(answers[name][0]) == stock("llama-f32")
+
+
+def test_an_engine_left_to_the_end_of_its_process_ends_before_ray(
+    answers: dict[str, list[list[Json]]], logs: Path
+) -> None:
+    log = (logs / "kinds" / "log").read_text()
+    assert len(answers) == log.count("starting resource teardown")
+    assert "stopping the engine" not in log
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +123,30 @@ def rescored(
 def test_all_ranks_go_on_from_the_same_sampled_token(
     name: str, answers: dict[str, list[list[Json]]], rescored: dict[str, list[Json]]
 ) -> None:
-    # A rank that fed itself another token would have shifted every logprob behind it.  Pretended
-    # GPUs draw as CPUs do, so that ranks are made to agree is only seen on a real GPU.
-    for answer, scored in zip(answers[name][1], rescored[name], strict=True):
-        sampled = answer["tokens"][0]
-        wanted = _values(scored["prompt_logprobs"][-len(sampled) :], sampled)
-        assert _values(answer["logprobs"][0], sampled) == pytest.approx(wanted, abs=1e-3)
+    # A rank that fed itself another token would have shifted every logprob behind it.
+    assert max(_differences(answers[name][1], rescored[name])) < 1e-3
+
+
+def test_the_ranks_of_a_mixed_stage_would_not_agree_by_themselves(
+    answers: dict[str, list[list[Json]]], rescored: dict[str, list[Json]]
+) -> None:
+    assert tokens(answers[UNSHARED][0]) == tokens(answers["mixed stage"][0])
+    assert max(_differences(answers[UNSHARED][1], rescored[UNSHARED])) > 0.1
+
+
+def _differences(answers: list[Json], scored: list[Json]) -> list[float]:
+    """Largest difference, for each prompt, of the sampled tokens' logprobs from stock vLLM's."""
+    return [
+        max(
+            abs(left - right)
+            for left, right in zip(
+                _values(answer["logprobs"][0], answer["tokens"][0]),
+                _values(stock["prompt_logprobs"][-len(answer["tokens"][0]) :], answer["tokens"][0]),
+                strict=True,
+            )
+        )
+        for answer, stock in zip(answers, scored, strict=True)
+    ]
 
 
 def _values(logprobs: list[dict[str, float]], sampled: list[int]) -> list[float]:

@@ -1,12 +1,23 @@
-"""One engine on a GPU host: greedy tokens and logprobs of fixed prompts, as one line of JSON."""
+"""Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
+
+The argument is a list of {"model", "layout", "dtype", "compiled", "shares"}; an empty layout is
+stock vLLM on one GPU.
+"""
 
 from __future__ import annotations
 
-import argparse
+import gc
 import json
+import sys
+import time
 from typing import Any
 
+from vllm import LLM, SamplingParams
+
+from ray_hetero.errors import RayHeteroError
+
 PROMPTS = 32
+TOKENS = 24
 
 
 def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
@@ -19,59 +30,62 @@ def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    """Start the engine, generate, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--layout", default="", help="empty: stock vLLM on one GPU")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--cpu-shares", type=int, default=4)
-    options = parser.parse_args()
-    from vllm import LLM, SamplingParams
-
-    settings: dict[str, Any] = {
-        "model": options.model,
-        "dtype": options.dtype,
-        "enforce_eager": not options.compile,
+def settings(run: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the engine."""
+    common = {
+        "model": run["model"],
+        "dtype": run["dtype"],
+        "enforce_eager": not run["compiled"],
         "max_model_len": 256,
         # Several engines share the GPU here, so none may size itself by what is free.
-        "kv_cache_memory_bytes": 2 << 30,
+        "kv_cache_memory_bytes": 1 << 30,
         "gpu_memory_utilization": 0.2,
     }
-    if options.layout:
-        layout = json.loads(options.layout)
-        config = {
-            "layout": layout,
-            "cpu": {"ranks_per_socket": options.cpu_shares, "kv_cache_gib": 1.0},
-        }
-        settings |= {
-            "distributed_executor_backend": "ray_hetero",
-            "pipeline_parallel_size": len(layout),
-            "tensor_parallel_size": len(layout[0]),
-            "additional_config": {"ray_hetero": config},
-        }
-    llm = LLM(**settings)
-    vocabulary = llm.get_tokenizer().vocab_size
-    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
-    answers = [output.outputs[0] for output in llm.generate(prompts(vocabulary), sampling)]
-    print(
-        "ANSWER "
-        + json.dumps(
-            {
-                "tokens": [list(answer.token_ids) for answer in answers],
-                # The two most likely tokens at each position, the likelier first.
-                "top": [
-                    [
-                        sorted(((e.logprob, t) for t, e in at.items()), reverse=True)[:2]
-                        for at in answer.logprobs
-                    ]
-                    for answer in answers
-                ],
-            }
-        ),
-        flush=True,
-    )
+    layout = run["layout"]
+    if not layout:
+        return common
+    stages = [["gpu"]] if layout == "auto" else layout
+    cpu = {"ranks_per_socket": run["shares"], "kv_cache_gib": 0.5}
+    return common | {
+        "distributed_executor_backend": "ray_hetero",
+        "pipeline_parallel_size": len(stages),
+        "tensor_parallel_size": len(stages[0]),
+        "additional_config": {"ray_hetero": {"layout": layout, "cpu": cpu}},
+    }
+
+
+def answer(run: dict[str, Any]) -> dict[str, Any]:
+    """Start the engine and generate; what it said, or why it did not start."""
+    start = time.monotonic()
+    try:
+        llm = LLM(**settings(run))
+    except (RuntimeError, ValueError, RayHeteroError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    started = time.monotonic()
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+    given = prompts(llm.get_tokenizer().vocab_size)
+    outputs = [output.outputs[0] for output in llm.generate(given, sampling, use_tqdm=False)]
+    config = llm.llm_engine.vllm_config
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        # The two most likely tokens at each position, the likelier first.
+        "top": [
+            [sorted(((e.logprob, t) for t, e in at.items()), reverse=True)[:2]
+             for at in output.logprobs]
+            for output in outputs
+        ],
+        "is_v2_runner": config.use_v2_model_runner,
+        "is_async": config.scheduler_config.async_scheduling,
+        "start_s": started - start,
+        "seconds": time.monotonic() - start,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Answer every run in its own line, as soon as it is there."""
+    for run in json.loads(sys.argv[1]):
+        print("ANSWER " + json.dumps(answer(run)), flush=True)
+        gc.collect()
 
 
 if __name__ == "__main__":

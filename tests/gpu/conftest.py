@@ -1,0 +1,57 @@
+"""Engines on a host with a GPU; what they share with the tests on CPUs is in tests/cluster."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+pytest.register_assert_rewrite("server_checks", "token_checks")
+
+from gpu_host import Checkpoint  # noqa: E402
+from leftovers import Scene, segments  # noqa: E402
+
+from ray_hetero.demo_model import write_demo_model  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Make (once) a demo checkpoint: architecture, `-int8` behind it if quantised, and dtype."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(name: str, dtype: str) -> Path:
+        directory = root / f"{name}-{dtype}"
+        if not directory.exists():
+            architecture, _, quantised = name.partition("-")
+            stored = "f32" if dtype == "float32" else "bf16"
+            write_demo_model(directory, architecture, dtype=stored, int8=quantised == "int8")
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    """Where a module's engines run; nothing of them may be left when the module is done."""
+    # Short: the names of Ray's sockets must fit into 107 bytes.
+    root = Path(tempfile.mkdtemp(prefix="rh", dir="/tmp"))
+    made = Scene(uuid.uuid4().hex, segments(), root / "t", root / "c")
+    made.temporary.mkdir()
+    try:
+        yield made
+        made.assert_clean()
+    finally:
+        made.sweep()
+        shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For requests, answers and output of a module's engines."""
+    return tmp_path_factory.mktemp("logs")

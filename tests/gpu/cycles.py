@@ -1,0 +1,52 @@
+"""Start an engine, ask it, stop it; again when the test has looked: MODEL FOLDER COUNT SHARES.
+
+After cycle N the tokens are in FOLDER/stopped-N; the next one starts when FOLDER/go-N is there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": False}
+
+
+def _cycle(model: str, shares: int) -> list[list[int]]:
+    cpu: dict[str, Any] = {"ranks_per_socket": shares, "kv_cache_gib": 0.5}
+    llm = LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 30,
+        distributed_executor_backend="ray_hetero",
+        pipeline_parallel_size=2,
+        additional_config={"ray_hetero": {"layout": [["cpu"], ["gpu"]], "cpu": cpu}},
+    )
+    given = [{"prompt_token_ids": list(range(8, 8 + length))} for length in (1, 40, 150)]
+    outputs = llm.generate(given, SamplingParams(**GREEDY), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def main() -> None:
+    """Run the cycles."""
+    model, folder, count, shares = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
+    for number in range(count):
+        tokens = _cycle(model, shares)
+        gc.collect()
+        part = folder / "part"
+        part.write_text(json.dumps(tokens))
+        part.rename(folder / f"stopped-{number}")
+        while not (folder / f"go-{number}").exists():
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()

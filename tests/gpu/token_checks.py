@@ -1,0 +1,174 @@
+"""Greedy tokens of many layouts, each compared with stock vLLM on one GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines import Child, start
+from gpu_host import LANES, SHARES, Checkpoint, confined, environment
+from leftovers import Scene, wait_until
+
+SCRIPT = Path(__file__).with_name("greedy_tokens.py")
+LOGPROB_TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
+"""How far the logprob of a token may be from the reference's.  The reference itself is not exact
+in float32: its attention kernel multiplies in TF32, and stock vLLM on the GPU differs from this
+backend with a GPU alone, same kernels and another model runner, by up to 1e-3."""
+ROUTED_TOLERANCE = 0.3
+"""The same for a mixture of experts, where a rounding may send a token to another expert; up to
+0.17 was seen."""
+INT8_TOLERANCE = 0.5
+"""The same where activations are rounded to eight bits; in a tensor-parallel group every rank
+rounds its share of them with a scale of its own."""
+
+Layout = str | list[list[str]]
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine."""
+
+    model: str
+    """Architecture, `-int8` behind it if quantised."""
+    dtype: str = "float32"
+    layout: str = ""
+    """Kinds of the ranks, `g` and `c`, stage by stage: `c/g` is a CPU stage before a GPU stage,
+    `gc` one stage of two ranks.  Empty is stock vLLM on one GPU, `auto` one rank that the backend
+    seats."""
+    is_compiled: bool = False
+
+    def __str__(self) -> str:
+        """Name of the test."""
+        compiled = ["compiled"] if self.is_compiled else []
+        return "-".join([self.model, self.dtype, self.layout.replace("/", "→"), *compiled])
+
+    @property
+    def stages(self) -> Layout:
+        """As the configuration has it."""
+        if self.layout in ("", "auto"):
+            return self.layout
+        kinds = {"c": "cpu", "g": "gpu"}
+        return [[kinds[letter] for letter in stage] for stage in self.layout.split("/")]
+
+    @property
+    def reference(self) -> Case:
+        """What it is compared with."""
+        return Case(self.model, self.dtype)
+
+    @property
+    def tolerance(self) -> float:
+        """How far a logprob may be from the reference's."""
+        if self.model.endswith("-int8"):
+            return INT8_TOLERANCE
+        return ROUTED_TOLERANCE if self.model == "mixtral" else LOGPROB_TOLERANCE[self.dtype]
+
+
+def run_cases(
+    scene: Scene, logs: Path, checkpoint: Checkpoint, cases: Sequence[Case], limit_s: float
+) -> dict[Case, Answer]:
+    """Run all cases and their references, a few at a time, each lane's in one process.
+
+    An engine that does not start or finish has an answer with an `error`.
+    """
+    references = list(dict.fromkeys(case.reference for case in cases))
+    lanes = [_lane(references, cases, number) for number in range(LANES)]
+    for case in references:
+        checkpoint(case.model, case.dtype)
+
+    def run(number: int) -> dict[Case, Answer]:
+        with confined(number, LANES):
+            return _run(scene, logs / f"lane{number}", checkpoint, lanes[number], limit_s)
+
+    with ThreadPoolExecutor(LANES) as pool:
+        answers = list(pool.map(run, range(LANES)))
+    return {case: answer for found in answers for case, answer in found.items()}
+
+
+def _lane(references: Sequence[Case], cases: Sequence[Case], number: int) -> list[Case]:
+    # References first: an engine with CPU ranks chooses the model runner for its process.
+    return [*references[number::LANES], *cases[number::LANES]]
+
+
+def _run(
+    scene: Scene, log: Path, checkpoint: Checkpoint, cases: Sequence[Case], limit_s: float
+) -> dict[Case, Answer]:
+    runs = [
+        {
+            "model": str(checkpoint(case.model, case.dtype)),
+            "dtype": case.dtype,
+            "layout": case.stages,
+            "compiled": case.is_compiled,
+            "shares": SHARES,
+        }
+        for case in cases
+    ]
+    child = start(scene, [sys.executable, str(SCRIPT), json.dumps(runs)], log, environment())
+    ended = wait_until(lambda: child.process.poll() is not None, limit_s)
+    if not ended:
+        child.process.kill()
+    answers = _answers(child)
+    why = f"no answer: {'ended' if ended else f'still running after {limit_s:g} s'}"
+    missing = {"error": f"{why}\n{child.tail(80)}"}
+    padded = [*answers, *[missing] * (len(cases) - len(answers))]
+    return dict(zip(cases, padded, strict=True))
+
+
+def _answers(child: Child) -> list[Answer]:
+    lines = [line for line in child.log.splitlines() if line.startswith("ANSWER ")]
+    return [json.loads(line.removeprefix("ANSWER ")) for line in lines]
+
+
+def write_report(answers: dict[Case, Answer], name: str) -> None:
+    """Keep the answers where RAY_HETERO_GPU_REPORT says, a folder."""
+    if folder := os.environ.get("RAY_HETERO_GPU_REPORT"):
+        rows = [{**vars(case), **summary(case, answers)} for case in answers]
+        Path(folder, f"{name}.json").write_text(json.dumps(rows, indent=1))
+
+
+def summary(case: Case, answers: dict[Case, Answer]) -> dict[str, Any]:
+    """How a case compares with its reference, in numbers."""
+    answer, reference = answers[case], answers[case.reference]
+    if "error" in answer or "error" in reference:
+        return {"error": answer.get("error", "no reference")}
+    differences, gaps = compare(reference, answer)
+    kept = ("is_v2_runner", "is_async", "start_s", "seconds")
+    return {
+        "prompts_with_the_same_tokens": len(answer["tokens"]) - len(gaps),
+        "largest_logprob_difference": max(differences),
+        "gaps_where_tokens_differ": gaps,
+        **{name: answer[name] for name in kept},
+    }
+
+
+def compare(reference: Answer, answer: Answer) -> tuple[list[float], list[float]]:
+    """Differences of the likeliest tokens' logprobs up to where an answer parts from the reference,
+    and by how much the reference's two likeliest tokens are apart there."""
+    differences, gaps = [0.0], []
+    rows = zip(reference["tokens"], answer["tokens"], reference["top"], answer["top"], strict=True)
+    for expected, got, expected_top, got_top in rows:
+        for at, (left, right) in enumerate(zip(expected, got, strict=True)):
+            (first, _), (second, _) = expected_top[at]
+            if left != right:
+                gaps.append(first - second)
+                break
+            differences.append(abs(first - got_top[at][0][0]))
+    return differences, gaps
+
+
+def check(case: Case, answers: dict[Case, Answer]) -> None:
+    """The same tokens as the reference but for near-ties, their logprobs within the tolerance."""
+    answer, reference = answers[case], answers[case.reference]
+    assert "error" not in reference, reference["error"]
+    assert "error" not in answer, answer["error"]
+    # Not a test if every prompt ends in the same rut.
+    assert len({tuple(tokens[-4:]) for tokens in reference["tokens"]}) > 8
+    differences, gaps = compare(reference, answer)
+    assert max(gaps, default=0.0) < case.tolerance, f"no near-ties: {gaps}"
+    assert max(differences) < case.tolerance

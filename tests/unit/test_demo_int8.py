@@ -1,0 +1,59 @@
+"""Demo models in eight bits: the same model, rounded, in the format that the config names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from placement.model_shape import shape_of
+from ray_hetero.demo_model import DemoShape, write_demo_model
+from ray_hetero.errors import ConfigError
+
+SMALL = DemoShape(layers=2, hidden=64, heads=2)
+
+
+def _pair(directory: Path, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    folders = [
+        write_demo_model(directory / name, architecture, shape=SMALL, dtype="f32", int8=int8)
+        for name, int8 in (("plain", False), ("int8", True))
+    ]
+    plain, rounded = (load_file(folder / "model.safetensors") for folder in folders)
+    return plain, rounded
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma", "opt"])
+def test_weights_are_those_of_the_plain_model_rounded(tmp_path: Path, architecture: str) -> None:
+    plain, rounded = _pair(tmp_path, architecture)
+    scales = {name for name in rounded if name.endswith("_scale")}
+    assert set(rounded) - scales == set(plain)
+    # Of llama: seven linear layers in each of two.
+    assert len(scales) >= 12
+    for name, weight in plain.items():
+        if f"{name}_scale" not in scales:
+            assert rounded[name].equal(weight)
+            continue
+        scale = rounded[f"{name}_scale"]
+        assert str(rounded[name].dtype) == "torch.int8"
+        assert tuple(scale.shape) == (weight.shape[0], 1)
+        # Half a step at most, and every row uses the whole range.
+        assert ((rounded[name] * scale - weight).abs() <= 0.501 * scale).all()
+        assert (rounded[name].abs().amax(dim=1) == 127).all()
+
+
+def test_the_config_says_so_and_the_planner_reads_it(tmp_path: Path) -> None:
+    plain = write_demo_model(tmp_path / "plain", shape=SMALL)
+    int8 = write_demo_model(tmp_path / "int8", shape=SMALL, int8=True)
+    scheme = json.loads((int8 / "config.json").read_text())["quantization_config"]
+    assert (scheme["quant_method"], scheme["format"]) == ("compressed-tensors", "int-quantized")
+    layers = [shape_of(path, "bfloat16", "auto").layers[0].nbytes for path in (plain, int8)]
+    assert 0.5 * layers[0] < layers[1] < 0.6 * layers[0]
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--int8: mixtral's experts are not quantised here"):
+        write_demo_model(tmp_path / "model", "mixtral", int8=True)
+    assert not (tmp_path / "model").exists()

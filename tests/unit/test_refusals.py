@@ -1,0 +1,85 @@
+"""Options that do not work are refused by name, each with its reason and what to do instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from ray_hetero.config import HeteroConfig
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.refusals import ALWAYS, WITH_CPU_RANKS, refuse_unsupported
+
+IN_EVERY_WORLD: dict[str, dict[str, Any]] = {
+    "--nnodes": {"nnodes": 2},
+    "--device-ids": {"device_ids": [0]},
+    "--numa-bind": {"numa_bind": True},
+    "--kv-transfer-config": {"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_both"}},
+    "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
+}
+BESIDE_CPU_RANKS: dict[str, dict[str, Any]] = {
+    "--speculative-config": {"speculative_config": {"method": "ngram"}},
+    "--enable-sleep-mode": {"enable_sleep_mode": True},
+    "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
+    "--async-scheduling": {"async_scheduling": True},
+    "VLLM_USE_V2_MODEL_RUNNER=1": {},
+    "--watermark-config": {"watermark_config": {"x": 1}},
+    "--enable-trace-replay": {"enable_trace_replay": True},
+    "--return-sampling-mask": {"return_sampling_mask": True},
+    "--enable-return-routed-experts": {"enable_return_routed_experts": True},
+    "--enable-batch-sharded-sampling": {"enable_batch_sharded_sampling": True},
+    "--enable-expert-parallel": {"enable_expert_parallel": True, "tensor_parallel_size": 2},
+    "--enable-eplb": {"enable_eplb": True},
+    "--enable-dbo": {"enable_dbo": True},
+}
+
+
+def _asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> Any:
+    """vLLM's arguments with one option that is refused."""
+    variable, _, value = option.partition("=")
+    if value:
+        monkeypatch.setenv(variable, value)
+    args = EngineArgs(model=str(tmp_path))
+    for name, given in (IN_EVERY_WORLD | BESIDE_CPU_RANKS)[option].items():
+        # vLLM turns some values into objects of its own, which are beside the point.
+        assert hasattr(args, name)
+        setattr(args, name, given)
+    return args
+
+
+def test_every_refusal_is_tested() -> None:
+    assert {refusal.option for refusal in ALWAYS} == set(IN_EVERY_WORLD)
+    assert {refusal.option for refusal in WITH_CPU_RANKS} == set(BESIDE_CPU_RANKS)
+
+
+@pytest.mark.parametrize("option", [*IN_EVERY_WORLD, *BESIDE_CPU_RANKS])
+def test_it_is_named_with_a_reason_and_a_remedy(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = _asked(tmp_path, monkeypatch, option)
+    said = rf"{re.escape(option)} does not work with ray_hetero: [^.]+\. (Leave it out|Unset it)"
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+
+
+@pytest.mark.parametrize("option", BESIDE_CPU_RANKS)
+def test_without_cpu_ranks_it_is_for_vllm_to_say(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = _asked(tmp_path, monkeypatch, option)
+    layout = [["gpu"] * args.tensor_parallel_size]
+    refuse_unsupported(args, HeteroConfig(layout=layout), has_cpu=False)
+
+
+@pytest.mark.parametrize("has_cpu", [True, False])
+def test_what_vllm_does_by_default_is_not_refused(*, has_cpu: bool, tmp_path: Path) -> None:
+    refuse_unsupported(EngineArgs(model=str(tmp_path)), HeteroConfig(), has_cpu=has_cpu)
+
+
+def test_every_refusal_is_in_the_table_of_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs/compatibility.md").read_text(encoding="utf-8")
+    named = [refusal.option for refusal in (*ALWAYS, *WITH_CPU_RANKS)]
+    assert [option for option in named if f"`{option}`" not in page] == []
