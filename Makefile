@@ -5,13 +5,14 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= .demo/llama
 PYTEST_ARGS ?=
+REPORT ?= gpu-report
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := cpu,test
+EXTRAS := cpu,test,docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-unit check lock clean
+.PHONY: help env demo test test-slow test-unit test-gpu fuzz check docs dist lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -36,17 +37,36 @@ demo: env ## Serve a model over two CPU ranks, chat with it and stop (MODEL=path
 test: env ## Run all tests; those that need a GPU say why they are skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-slow: env ## Run the tests that `make test` leaves out: several nodes, jobs, notebooks, restarts, more faults
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
 test-unit: env ## Run the tests that need neither Ray nor vLLM engines
 	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+test-gpu: ## Run the tests that need a GPU, on a host that has one; the report goes to REPORT
+	$(PYTHON) tests/gpu/run_all.py --report '$(REPORT)'
+
+fuzz: env ## Give configuration and command line thousands of inputs
+	$(BIN)/python -m pytest tests/unit/test_fuzz_config.py tests/unit/test_fuzz_cli.py \
+	  --hypothesis-profile fuzz --hypothesis-show-statistics $(PYTEST_ARGS)
 
 check: env ## Lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: env ## Build the pages into site/; a broken link is an error
+	@# With --quiet, mkdocs does not count the warnings that --strict is about.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: env ## Build sdist and wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+
 lock: env ## Write requirements.lock from what is installed
 	$(BIN)/python tools/write_lock.py
 
 clean: ## Remove everything that the other commands made
-	rm -rf $(VENV) .demo build dist *.egg-info placement/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo build dist site *.egg-info placement/*.so ray_hetero/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

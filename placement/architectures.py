@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from placement.model_config import Config
+from placement.model_config import Config, UnknownModelError
 from placement.quantisation import FLOAT32, Linear
 
 
@@ -141,8 +141,8 @@ def _qwen3_moe(config: Config, index: int) -> Iterator[Part]:
     bias = config.flag("attention_bias")
     yield from _attention(config, qkv_bias=bias, out_bias=bias)
     yield from _head_norms(config)
-    sparse_step = config.values.get("decoder_sparse_step") or 1
-    dense = index in (config.values.get("mlp_only_layers") or ())
+    sparse_step = config.number_or(1, "decoder_sparse_step")
+    dense = config.has("mlp_only_layers") and index in config.numbers("mlp_only_layers")
     if dense or not config.experts or (index + 1) % sparse_step:
         yield from _gated_mlp("mlp", config.hidden, config.number("intermediate_size"))
     else:
@@ -156,8 +156,8 @@ def _deepseek(config: Config, index: int) -> Iterator[Part]:
     yield from _latent_attention(config)
     yield from _norms(config)
     hidden = config.hidden
-    frequency = config.values.get("moe_layer_freq") or 1
-    if index < config.number("first_k_dense_replace") or index % frequency:
+    frequency = config.number_or(1, "moe_layer_freq")
+    if index < config.number("first_k_dense_replace", least=0) or index % frequency:
         yield from _gated_mlp("mlp", hidden, config.number("intermediate_size"))
         return
     width = config.number("moe_intermediate_size")
@@ -166,7 +166,7 @@ def _deepseek(config: Config, index: int) -> Iterator[Part]:
         yield Vector("mlp.gate.e_score_correction_bias", config.experts, FLOAT32)
     yield Experts(config.experts, _gated_mlp("mlp.experts.*", hidden, width))
     if config.has("n_shared_experts"):
-        shared = width * config.number("n_shared_experts")
+        shared = width * config.number("n_shared_experts", least=0)
         yield from _gated_mlp("mlp.shared_experts", hidden, shared)
 
 
@@ -193,14 +193,12 @@ def _latent_attention(config: Config) -> Iterator[Part]:
 
 def _qwen_window(config: Config, index: int) -> bool:
     used = config.flag("use_sliding_window")
-    return used and index >= int(config.values.get("max_window_layers") or 0)
+    return used and index >= config.number_or(0, "max_window_layers", least=0)
 
 
 def _gemma3_window(config: Config, index: int) -> bool:
-    pattern = config.values.get("sliding_window_pattern") or config.values.get(
-        "_sliding_window_pattern"
-    )
-    return bool((index + 1) % (pattern or 6))
+    pattern = config.number_or(6, "sliding_window_pattern", "_sliding_window_pattern")
+    return bool((index + 1) % pattern)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -232,8 +230,12 @@ def window_of(config: Config, index: int) -> int | None:
     """Sliding window of a layer in tokens; None where it sees the whole context."""
     if not config.has("sliding_window"):
         return None
-    types = config.values.get("layer_types")
+    types = config.texts("layer_types")
     if types:
+        if len(types) != config.layers:
+            raise UnknownModelError(
+                f"layer_types has {len(types)} entries, num_hidden_layers is {config.layers}"
+            )
         slides = types[index] == "sliding_attention"
     else:
         rule = (

@@ -6,7 +6,6 @@ each tensor's dtype, shape and place (https://github.com/huggingface/safetensors
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from placement.model_config import UnknownModelError
+from placement.given import shown
+from placement.model_config import MOST, UnknownModelError, json_object
 from placement.quantisation import Stored
 from placement.tensors import is_multiplied
 
@@ -58,16 +58,26 @@ def read_headers(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     for file in _files(path):
         for name, entry in _header(file).items():
             if name != "__metadata__":
-                tensors[name] = (entry["dtype"], tuple(entry["shape"]))
+                tensors[name] = _entry(file, name, entry)
     return tensors
+
+
+def _entry(file: Path, name: str, entry: object) -> tuple[str, tuple[int, ...]]:
+    found = entry if isinstance(entry, dict) else {}
+    dtype, shape = found.get("dtype"), found.get("shape")
+    sizes = shape if isinstance(shape, list) else [None]
+    if isinstance(dtype, str) and all(type(size) is int and 0 <= size <= MOST for size in sizes):
+        return dtype, tuple(sizes)
+    raise UnknownModelError(
+        f"{file}: tensor {shown(name)}: expected its dtype and shape, got {shown(entry)}"
+    )
 
 
 def _files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         # A directory may hold the same weights twice (consolidated.safetensors): the index decides.
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        files = [path / name for name in sorted(set(names))]
+        files = [path / name for name in sorted(_names_in(index))]
     elif (path / "model.safetensors").is_file():
         files = [path / "model.safetensors"]
     else:
@@ -81,6 +91,13 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
+def _names_in(index: Path) -> set[str]:
+    names = json_object(index.read_bytes(), index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UnknownModelError(f"{index}: expected weight_map with the file of every tensor")
+    return set(names.values())
+
+
 def _header(file: Path) -> dict[str, Any]:
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -89,13 +106,7 @@ def _header(file: Path) -> dict[str, Any]:
             raise UnknownModelError(
                 f"{file}: no safetensors header: it says {length} bytes, the file has {size}"
             )
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise UnknownModelError(f"{file}: header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise UnknownModelError(f"{file}: header is not a JSON object")
-    return header
+        return json_object(stream.read(length), f"{file}: header")
 
 
 def sort_tensors(
@@ -175,6 +186,6 @@ def _values(name: str, dtype: str, bits: int) -> int:
 def _width(name: str, dtype: str) -> int:
     if dtype not in _DTYPE_BITS:
         raise UnknownModelError(
-            f"tensor {name} has dtype {dtype}; known are {', '.join(_DTYPE_BITS)}"
+            f"tensor {shown(name)} has dtype {shown(dtype)}; known are {', '.join(_DTYPE_BITS)}"
         )
     return _DTYPE_BITS[dtype] // 8

@@ -5,12 +5,12 @@ The file's keys are those of `description.ClusterSection`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from placement.assignment import Node, Seat
@@ -32,11 +32,15 @@ from placement.devices import (
     known_part,
 )
 from placement.errors import TopologyError
+from placement.given import key_of, listed, shown
 from placement.layout import Kind
 from placement.sockets import sockets_of
 from placement.topology import Core, Gpu, Host, NumaNode
+from placement.yaml_file import YamlError, read_yaml
 
 ASSUMED_HOST_LINK = 25 * GB
+MOST_DEVICES = 10_000
+"""More than this are a slip of the pen, and take minutes to plan."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,9 @@ def read_described(path: str | Path) -> DescribedCluster:
 
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise TopologyError(f"{path}: the file cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise TopologyError(f"{path}: not YAML: {error}") from None
+        content = read_yaml(path)
+    except YamlError as error:
+        raise TopologyError(f"{path}: {error}") from None
     return described(content, str(path))
 
 
@@ -117,23 +119,31 @@ def described(content: object, where: str = "cluster description") -> DescribedC
     try:
         cluster = ClusterSection.model_validate(content)
     except ValidationError as error:
-        problems = "; ".join(_problem(dict(detail)) for detail in error.errors())
+        problems = listed([_problem(dict(detail)) for detail in error.errors()])
         raise TopologyError(f"{where}: {problems}") from None
+    _check_size(cluster, where)
     names = [name for section in cluster.nodes for name in _names(section)]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise TopologyError(f"{where}: nodes need different names, twice: {', '.join(twice)}")
+        raise TopologyError(f"{where}: nodes need different names, twice: {listed(twice)}")
     return DescribedCluster(
         tuple(_node(section, name) for section in cluster.nodes for name in _names(section)),
         _links(cluster.links),
     )
 
 
+def _check_size(cluster: ClusterSection, where: str) -> None:
+    kinds = [(node.count, kind) for node in cluster.nodes for kind in (node.gpus, node.sockets)]
+    devices = sum(count * kind.count for count, kind in kinds if kind is not None)
+    if devices > MOST_DEVICES:
+        raise TopologyError(f"{where}: {devices} GPUs and sockets, at most {MOST_DEVICES}")
+
+
 def _problem(detail: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in detail["loc"]) or "file"
+    key = key_of(detail["loc"]) or "file"
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key"
-    return f"{key}: {detail['msg']}, got {detail['input']!r}"
+    return f"{key}: {detail['msg']}, got {shown(detail['input'])}"
 
 
 def _names(section: NodeSection) -> Sequence[str]:

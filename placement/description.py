@@ -20,12 +20,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from placement.devices import known_part, known_parts
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(ge=1e-6, le=1e9)]
 Count = Annotated[int, Field(ge=1, le=4096)]
+Name = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[^\p{C}]*$")]
+"""Text on one line, for tables and pictures."""
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 class LinkSection(_Section):
@@ -50,9 +54,9 @@ class DevicesSection(_Section):
 
     part: str | None = None
     """A name of the table of known parts."""
-    name: str | None = None
+    name: Name | None = None
     """What to call it; the part's name otherwise."""
-    count: Count = 1
+    count: Annotated[int, Field(ge=1, le=64)] = 1
     memory_gib: Positive | None = None
     """Memory of one device."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -61,7 +65,7 @@ class DevicesSection(_Section):
     """Bandwidth of reading its own memory, 10^9 bytes per second."""
     bf16_tflop_s: Positive | None = None
     """Dense bf16 compute, 10^12 FLOP per second."""
-    layer_latency_us: Annotated[float, Field(ge=0)] = 0
+    layer_latency_us: Annotated[float, Field(ge=0, le=1e9)] = 0
     """What a layer costs beside its bytes: kernel launches, thread barriers."""
     runtime_gib: Positive = 1
     """Memory of process, libraries, CUDA context and graphs."""
@@ -95,7 +99,7 @@ class SocketsSection(DevicesSection):
 class NodeSection(_Section):
     """One node, or several alike."""
 
-    name: str
+    name: Name
     count: Count = 1
     gpus: GpusSection | None = None
     sockets: SocketsSection | None = None

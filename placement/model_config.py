@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from placement.errors import PlacementError
+from placement.given import shown
 
 DTYPE_BYTES = {
     "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2,
@@ -17,36 +19,94 @@ class UnknownModelError(PlacementError):
     """Sizes of that architecture or quantisation cannot be told from its config."""
 
 
-class Config:
-    """A model's config.json with errors that name the key and the model type."""
+MOST = 2**31 - 1
+"""Larger than any size in a config."""
+MOST_LAYERS = 1000
+EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+
+def json_object(text: str | bytes, where: object) -> dict[str, Any]:
+    """Content of a JSON file that holds an object.
+
+    Raises:
+        UnknownModelError: it is not JSON, or not an object.
+
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise UnknownModelError(f"{where}: not JSON: {error}") from None
+    except RecursionError:
+        raise UnknownModelError(f"{where}: not JSON that can be read: nested too deeply") from None
+    if not isinstance(content, dict):
+        raise UnknownModelError(f"{where}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+class Config:
+    """A JSON object of a model's files, with errors that name the key and where it is missing."""
+
+    def __init__(self, values: Mapping[str, Any], where: str | None = None) -> None:
         self.values = values
         self.model_type = str(values.get("model_type"))
+        self._where = where or f"config of model_type {shown(self.model_type)}"
 
-    def number(self, *keys: str) -> int:
+    def number(self, *keys: str, least: int = 1, most: int = MOST) -> int:
         """The first of these keys that has a value.
 
         Raises:
-            UnknownModelError: none has, or the value is not a whole number.
+            UnknownModelError: none has, or the value is not a whole number of that range.
 
         """
-        value = next((self.values[key] for key in keys if self.values.get(key) is not None), None)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UnknownModelError(
-                f"config of model_type {self.model_type!r}: expected a whole number for "
-                f"{' or '.join(keys)}, got {value!r}"
-            )
+        value = next((self.values[key] for key in keys if self.has(key)), None)
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(f"a whole number from {least} to {most}", keys, value)
         return value
+
+    def number_or(self, default: int, *keys: str, least: int = 1, most: int = MOST) -> int:
+        """The same, with a default for when no key has a value."""
+        return self.number(*keys, least=least, most=most) if any(map(self.has, keys)) else default
+
+    def numbers(self, key: str, count: int | None = None) -> tuple[int, ...]:
+        """A list of whole numbers, of that length if one is given."""
+        value = self.values.get(key)
+        numbers = value if isinstance(value, list) else [None]
+        if all(type(one) is int and one >= 0 for one in numbers) and count in (None, len(numbers)):
+            return tuple(numbers)
+        words = "whole numbers" if count is None else f"{count} whole numbers"
+        raise self._wrong(f"a list of {words}", (key,), value)
+
+    def texts(self, *keys: str) -> tuple[str, ...]:
+        """The list of texts under the first of these keys that has one; empty without any."""
+        value: object = next((self.values[key] for key in keys if self.values.get(key)), [])
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self._wrong("a list of texts", keys, value)
+        return tuple(value)
+
+    def section(self, key: str) -> Config | None:
+        """An object inside the object; None where it is absent, null or empty."""
+        value = self.values.get(key)
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong("keys and values", (key,), value)
+        return Config(value, key)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A yes or no; the default where the key is absent or null."""
         value = self.values.get(key)
-        return default if value is None else bool(value)
+        if not isinstance(value, bool | None):
+            raise self._wrong("true or false", (key,), value)
+        return default if value is None else value
 
     def has(self, key: str) -> bool:
         """Whether the key is there with a value."""
         return self.values.get(key) is not None
+
+    def _wrong(self, expected: str, keys: tuple[str, ...], value: object) -> UnknownModelError:
+        return UnknownModelError(
+            f"{self._where}: expected {expected} for {' or '.join(keys)}, got {shown(value)}"
+        )
 
     @property
     def hidden(self) -> int:
@@ -68,18 +128,19 @@ class Config:
         """Size of one head."""
         if self.has("head_dim"):
             return self.number("head_dim")
+        if self.heads > self.hidden:
+            raise self._wrong(f"at most {self.hidden}", ("num_attention_heads",), self.heads)
         return self.hidden // self.heads
 
     @property
     def layers(self) -> int:
         """Decoder layers."""
-        return self.number("num_hidden_layers", "n_layer")
+        return self.number("num_hidden_layers", "n_layer", most=MOST_LAYERS)
 
     @property
     def experts(self) -> int:
         """Routed experts of a mixture layer; 0 in a dense model."""
-        keys = ("n_routed_experts", "num_local_experts", "num_experts")
-        return self.number(*keys) if any(self.has(key) for key in keys) else 0
+        return self.number_or(0, *EXPERT_KEYS, least=0)
 
 
 def dtype_bytes(dtype: str | None, config: Mapping[str, Any]) -> int:
@@ -104,5 +165,7 @@ def kv_bytes(kv_dtype: str | None, width: int) -> int:
 def _width(dtype: str) -> int:
     name = dtype.removeprefix("torch.")
     if name not in DTYPE_BYTES:
-        raise UnknownModelError(f"dtype {dtype!r} is not known (known: {', '.join(DTYPE_BYTES)})")
+        raise UnknownModelError(
+            f"dtype {shown(dtype)} is not known (known: {', '.join(DTYPE_BYTES)})"
+        )
     return DTYPE_BYTES[name]

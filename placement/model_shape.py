@@ -6,16 +6,31 @@ headers of a local checkpoint (`shape_from_safetensors`).  No weight is read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from placement.architectures import ARCHITECTURES, Architecture, Experts, Vector, window_of
 from placement.checkpoint import read_headers, sort_tensors
+from placement.given import shown
 from placement.model import Mla, ModelShape
-from placement.model_config import Config, UnknownModelError, dtype_bytes, kv_bytes
-from placement.quantisation import Quantised, Stored, quantised_from, store
+from placement.model_config import (
+    EXPERT_KEYS,
+    Config,
+    UnknownModelError,
+    dtype_bytes,
+    json_object,
+    kv_bytes,
+)
+from placement.quantisation import (
+    Quantised,
+    Stored,
+    config_groups,
+    packed_bits,
+    quantised_from,
+    store,
+    weights_of,
+)
 from placement.tensors import KvCache, Layer, Tensor, is_multiplied, role_of, shards_of
 from placement.vocabulary import vocabulary_of
 
@@ -60,12 +75,10 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UnknownModelError(f"{file}: expected a model's config.json: {error}") from None
-    if not isinstance(config, dict):
-        raise UnknownModelError(f"{file}: expected a JSON object, got {type(config).__name__}")
-    return config
+    return json_object(text, file)
 
 
 def shape_from_config(
@@ -81,12 +94,12 @@ def shape_from_config(
     architecture = ARCHITECTURES.get(reader.model_type)
     if architecture is None:
         raise UnknownModelError(
-            f"model_type {reader.model_type!r} is not known from its config alone (known: "
+            f"model_type {shown(reader.model_type)} is not known from its config alone (known: "
             f"{', '.join(sorted(ARCHITECTURES))}). Plan from a local checkpoint instead: give its "
             "directory, the headers of its safetensors files say everything."
         )
     width = dtype_bytes(dtype, config)
-    quantised = quantised_from(config, width)
+    quantised = quantised_from(reader, width)
     layers = tuple(
         Layer(
             index,
@@ -116,14 +129,15 @@ def shape_from_safetensors(
     directory = Path(path)
     config = read_config(directory)
     # A model with a vision or audio tower describes its decoder in a section of its own.
-    reader = Config({**config, **config["text_config"]} if "text_config" in config else config)
-    settings = config.get("quantization_config") or {}
+    decoder = Config(config).section("text_config")
+    reader = Config({**config, **decoder.values} if decoder else config)
+    settings = Config(config).section("quantization_config")
     width = dtype_bytes(dtype, reader.values)
     found = sort_tensors(
         read_headers(directory),
         reader.layers,
         float_bytes=width if dtype not in (None, "auto") else None,
-        bits=_packed_bits(settings),
+        bits=_packed_bits(settings) if settings else 4,
     )
     layers = tuple(
         Layer(
@@ -140,11 +154,11 @@ def shape_from_safetensors(
     return _shape(reader, "safetensors", layers, rest, width)
 
 
-def _packed_bits(settings: Mapping[str, Any]) -> int:
-    groups = list((settings.get("config_groups") or {}).values())
+def _packed_bits(settings: Config) -> int:
+    groups = config_groups(settings)
     if groups:
-        return int(groups[0]["weights"]["num_bits"])
-    return int(settings.get("bits") or settings.get("w_bit") or 4)
+        return packed_bits(weights_of(groups[0]), "num_bits")
+    return packed_bits(settings, "bits", "w_bit", default=4)
 
 
 def _shape(
@@ -157,6 +171,11 @@ def _shape(
     architecture = ARCHITECTURES.get(config.model_type)
     embedding, final_norm, head, extra = rest
     experts = config.experts
+    if not experts and any(tensor.role == "expert" for x in layers for tensor in x.tensors):
+        raise UnknownModelError(
+            f"config of model_type {shown(config.model_type)}: its layers have experts, expected "
+            f"how many in {' or '.join(EXPERT_KEYS)}"
+        )
     return ModelShape(
         model_type=config.model_type,
         source=source,
@@ -187,7 +206,7 @@ def _intermediate(config: Config) -> int:
     if not config.experts:
         return dense
     width = config.number("moe_intermediate_size", "intermediate_size")
-    shared = int(config.values.get("n_shared_experts") or 0)
+    shared = config.number_or(0, "n_shared_experts", least=0)
     return max(dense, width * (config.number("num_experts_per_tok") + shared))
 
 

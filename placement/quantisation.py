@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from placement.model_config import UnknownModelError
+from placement.given import shown
+from placement.model_config import Config, UnknownModelError
 
 INT32 = 4
 FLOAT32 = 4
@@ -66,58 +66,85 @@ class Quantised:
     """The format of a checkpoint and the modules it leaves alone."""
 
     format: Format
-    ignored: tuple[str, ...] = ()
-    """Module names, parts of them, or `re:` and a regular expression."""
+    ignored: tuple[re.Pattern[str], ...] = ()
 
     def applies_to(self, module: str) -> bool:
         """Whether that module's weight is stored in the format."""
-        return not any(_matches(pattern, module) for pattern in self.ignored)
+        return not any(pattern.search(module) for pattern in self.ignored)
 
 
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", module) is not None
+def _pattern(ignored: str) -> re.Pattern[str]:
+    """One entry of an ignore list: a module, a part of its name, or `re:` and an expression."""
+    if not ignored.startswith("re:"):
+        return re.compile(rf"(^|\.){re.escape(ignored)}(\.|$)")
+    try:
+        return re.compile(rf"\A(?:{ignored.removeprefix('re:')})")
+    except re.error as error:
+        raise UnknownModelError(
+            f"quantization_config: {shown(ignored)} is no regular expression: {error}"
+        ) from None
 
 
-def quantised_from(config: Mapping[str, Any], dtype_bytes: int) -> Quantised:
+def quantised_from(config: Config, dtype_bytes: int) -> Quantised:
     """Read a config's `quantization_config`; without one, weights are stored plainly.
 
     Raises:
         UnknownModelError: the method or one of its options is not known.
 
     """
-    settings = config.get("quantization_config")
-    if not settings:
+    settings = config.section("quantization_config")
+    if settings is None:
         return Quantised(lambda linear: [_plain(linear, dtype_bytes)])
-    method = settings.get("quant_method")
+    method = settings.values.get("quant_method")
     reader = _METHODS.get(str(method))
     if reader is None:
         raise UnknownModelError(
-            f"quantization method {method!r} is not known from its config alone "
+            f"quantization method {shown(method)} is not known from its config alone "
             f"(known: {', '.join(_METHODS)}). Plan from a local checkpoint instead: the headers of "
             "its safetensors files say everything."
         )
-    ignored = (
-        settings.get("modules_to_not_convert")
-        or settings.get("ignore")
-        or settings.get("ignored_layers")
-        or ()
-    )
-    return Quantised(reader(settings, dtype_bytes), tuple(ignored))
+    ignored = settings.texts("modules_to_not_convert", "ignore", "ignored_layers")
+    return Quantised(reader(settings, dtype_bytes), tuple(map(_pattern, ignored)))
+
+
+def packed_bits(settings: Config, *keys: str, default: int | None = None) -> int:
+    """Width of a packed weight; without a default the key has to be there."""
+    if default is not None and not any(map(settings.has, keys)):
+        return default
+    return settings.number(*keys, most=32)
+
+
+def config_groups(settings: Config) -> list[Config]:
+    """The groups of a `compressed-tensors` config; empty where it has none."""
+    groups = settings.section("config_groups")
+    found = [groups.section(name) for name in groups.values] if groups else []
+    return [group for group in found if group is not None]
+
+
+def weights_of(group: Config) -> Config:
+    """How a group stores weights.
+
+    Raises:
+        UnknownModelError: it does not say.
+
+    """
+    weights = group.section("weights")
+    if weights is None:
+        raise UnknownModelError("config_groups: expected keys and values for weights, got nothing")
+    return weights
 
 
 def _plain(linear: Linear, dtype_bytes: int) -> Stored:
     return Stored(f"{linear.name}.weight", linear.out * linear.in_, dtype_bytes)
 
 
-def _group(settings: Mapping[str, Any], in_: int) -> int:
-    size = int(settings.get("group_size") or -1)
-    return in_ if size < 0 else size
+def _group(settings: Config, in_: int) -> int:
+    size = settings.number_or(-1, "group_size", least=-1)
+    return size if size > 0 else in_
 
 
-def _gptq(settings: Mapping[str, Any], dtype_bytes: int) -> Format:
-    bits = int(settings["bits"])
+def _gptq(settings: Config, dtype_bytes: int) -> Format:
+    bits = packed_bits(settings, "bits")
 
     def tensors(linear: Linear) -> list[Stored]:
         groups = -(-linear.in_ // _group(settings, linear.in_))
@@ -134,8 +161,8 @@ def _gptq(settings: Mapping[str, Any], dtype_bytes: int) -> Format:
     return tensors
 
 
-def _awq(settings: Mapping[str, Any], dtype_bytes: int) -> Format:
-    bits = int(settings.get("bits") or settings.get("w_bit") or 4)
+def _awq(settings: Config, dtype_bytes: int) -> Format:
+    bits = packed_bits(settings, "bits", "w_bit", default=4)
 
     def tensors(linear: Linear) -> list[Stored]:
         groups = -(-linear.in_ // _group(settings, linear.in_))
@@ -149,9 +176,9 @@ def _awq(settings: Mapping[str, Any], dtype_bytes: int) -> Format:
     return tensors
 
 
-def _fp8(settings: Mapping[str, Any], dtype_bytes: int) -> Format:
-    block = settings.get("weight_block_size")
-    static = settings.get("activation_scheme") == "static"
+def _fp8(settings: Config, dtype_bytes: int) -> Format:
+    block = _block(settings, "weight_block_size") if settings.has("weight_block_size") else None
+    static = settings.values.get("activation_scheme") == "static"
 
     def tensors(linear: Linear) -> list[Stored]:
         stored = [Stored(f"{linear.name}.weight", linear.out * linear.in_, 1)]
@@ -167,72 +194,79 @@ def _fp8(settings: Mapping[str, Any], dtype_bytes: int) -> Format:
     return tensors
 
 
-def _compressed_tensors(settings: Mapping[str, Any], dtype_bytes: int) -> Format:
-    groups = list(settings.get("config_groups", {}).values())
-    if len(groups) != 1 or "Linear" not in groups[0].get("targets", ()):
+def _compressed_tensors(settings: Config, dtype_bytes: int) -> Format:
+    groups = config_groups(settings)
+    if len(groups) != 1 or "Linear" not in groups[0].texts("targets"):
         raise UnknownModelError(
             f"compressed-tensors with {len(groups)} config groups: only one group that targets "
             "Linear is known from the config alone. Plan from a local checkpoint instead."
         )
-    weights = groups[0]["weights"]
-    inputs = groups[0].get("input_activations")
-    packed = (groups[0].get("format") or settings.get("format")) == "pack-quantized"
+    weights = weights_of(groups[0])
+    inputs = groups[0].section("input_activations")
+    static = inputs is not None and not inputs.flag("dynamic")
+    formats = (groups[0].values.get("format"), settings.values.get("format"))
+    packed = next(filter(None, formats), None) == "pack-quantized"
 
     def tensors(linear: Linear) -> list[Stored]:
         stored = _packed(linear, weights) if packed else _bytes_wide(linear, weights)
         scales = _scales(linear, weights)
         stored.append(Stored(f"{linear.name}.weight_scale", scales, dtype_bytes, values=0))
-        if inputs and not inputs.get("dynamic", False):
+        if static:
             stored.append(Stored(f"{linear.name}.input_scale", 1, dtype_bytes, values=0))
         return stored
 
     return tensors
 
 
-def _packed(linear: Linear, weights: Mapping[str, Any]) -> list[Stored]:
-    bits = int(weights["num_bits"])
+def _packed(linear: Linear, weights: Config) -> list[Stored]:
+    bits = packed_bits(weights, "num_bits")
     per_int = 32 // bits
     row = -(-linear.in_ // per_int)
     stored = [
         Stored(f"{linear.name}.weight_packed", linear.out * row, INT32, per_int),
         Stored(f"{linear.name}.weight_shape", 2, INT64, values=0),
     ]
-    if not weights.get("symmetric", True):
+    if not weights.flag("symmetric", True):
         columns = _scales(linear, weights) // linear.out
         zeros = -(-linear.out // per_int) * columns
         stored.append(Stored(f"{linear.name}.weight_zero_point", zeros, INT32, values=0))
-    if weights.get("actorder") in ("group", True):
+    if weights.values.get("actorder") in ("group", True):
         stored.append(Stored(f"{linear.name}.weight_g_idx", linear.in_, INT32, values=0))
     return stored
 
 
-def _bytes_wide(linear: Linear, weights: Mapping[str, Any]) -> list[Stored]:
-    if int(weights["num_bits"]) != 8:
+def _bytes_wide(linear: Linear, weights: Config) -> list[Stored]:
+    if (bits := packed_bits(weights, "num_bits")) != 8:
         raise UnknownModelError(
-            f"compressed-tensors with {weights['num_bits']}-bit weights that are not "
+            f"compressed-tensors with {bits}-bit weights that are not "
             "pack-quantized is not known from the config alone. Plan from a local checkpoint."
         )
     return [Stored(f"{linear.name}.weight", linear.out * linear.in_, 1)]
 
 
-def _scales(linear: Linear, weights: Mapping[str, Any]) -> int:
-    strategy = weights.get("strategy")
+def _block(settings: Config, key: str) -> tuple[int, int]:
+    rows, columns = settings.numbers(key, 2)
+    return max(1, rows), max(1, columns)
+
+
+def _scales(linear: Linear, weights: Config) -> int:
+    strategy = weights.values.get("strategy")
     if strategy == "tensor":
         return 1
     if strategy == "channel":
         return linear.out
     if strategy == "group":
-        return linear.out * -(-linear.in_ // int(weights["group_size"]))
+        return linear.out * -(-linear.in_ // weights.number("group_size"))
     if strategy == "block":
-        rows, columns = map(int, weights["block_structure"])
+        rows, columns = _block(weights, "block_structure")
         return -(-linear.out // rows) * -(-linear.in_ // columns)
     raise UnknownModelError(
-        f"compressed-tensors strategy {strategy!r} is not known from the config alone "
+        f"compressed-tensors strategy {shown(strategy)} is not known from the config alone "
         "(known: tensor, channel, group, block). Plan from a local checkpoint."
     )
 
 
-_METHODS: dict[str, Callable[[Mapping[str, Any], int], Format]] = {
+_METHODS: dict[str, Callable[[Config, int], Format]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,

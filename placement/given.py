@@ -1,0 +1,40 @@
+"""What a user gave, as error messages show it: on one line, and short whatever it was."""
+
+from __future__ import annotations
+
+import reprlib
+
+MOST_PROBLEMS = 10
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 12
+        self.maxstring = self.maxother = 160
+        self.maxlong = 40
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """The value as Python writes it, cut where it is long or deep."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:
+        # Python writes no whole number of more than 4300 digits.
+        return "a number of thousands of digits"
+
+
+def key_of(parts: tuple[object, ...]) -> str:
+    """A key by its sections, like cpu.cores; line breaks and the like are escaped."""
+    names = (str(part) if str(part).isprintable() else shown(str(part)) for part in parts)
+    return ".".join(name if len(name) <= _SHORT.maxstring else shown(name) for name in names)
+
+
+def listed(problems: list[str]) -> str:
+    """Problems with semicolons between them; the first few where there are many."""
+    rest = len(problems) - MOST_PROBLEMS
+    return "; ".join(problems[:MOST_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,0 +1,115 @@
+"""YAML files that people write: one meaning, or an error that says what is wrong.
+
+Stricter than YAML 1.1, where `010` is eight, `1:30` is ninety, `no` is false, and the second of
+two equal keys silently wins.  Here numbers are decimal, truth is `true` or `false`, and a key that
+comes twice is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from yaml.constructor import ConstructorError
+
+TAG = "tag:yaml.org,2002:"
+
+
+class YamlError(ValueError):
+    """The file cannot be read, is not YAML, or has no single meaning."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Values that are no text without quotes around them."""
+
+    name: str
+    pattern: re.Pattern[str]
+    first: str
+    """Characters that such a value may begin with."""
+    value: Callable[[str], object]
+
+    def construct(self, loader: yaml.SafeLoader, node: yaml.ScalarNode) -> object:
+        """The value of a node; with an explicit tag it may not look like one."""
+        text = loader.construct_scalar(node)
+        if not self.pattern.fullmatch(text):
+            raise ConstructorError(None, None, f"{text!r} is no {self.name}", node.start_mark)
+        return self.value(text)
+
+
+def _float(text: str) -> float:
+    return float(re.sub(r"\.(?=[in])", "", text.lower()))
+
+
+_KINDS = (
+    _Kind("null", re.compile(r"~|null|Null|NULL|"), "~nN", lambda text: None),
+    _Kind("bool", re.compile(r"(?i:true|false)"), "tTfF", lambda text: text.lower() == "true"),
+    _Kind("int", re.compile(r"[-+]?(0|[1-9][0-9]*)"), "-+0123456789", int),
+    _Kind(
+        "float",
+        re.compile(
+            r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+        ),
+        "-+.0123456789",
+        _float,
+    ),
+)
+"""In this order: a whole number looks like a float too."""
+
+
+class _OneMeaning(yaml.SafeLoader):
+    """Text, lists, mappings without a key twice, and the kinds above; no other tags."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        tag: yaml.SafeLoader.yaml_constructors[tag]
+        for tag in (f"{TAG}str", f"{TAG}seq", f"{TAG}map", None)
+    }
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
+        """Refuse what a dictionary would quietly swallow."""
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name = (key.tag, key.value)
+                if name in seen:
+                    raise ConstructorError(
+                        None, None, f"key {key.value!r} comes twice", key.start_mark
+                    )
+                seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+for _kind in _KINDS:
+    _OneMeaning.add_constructor(TAG + _kind.name, _kind.construct)
+    _OneMeaning.add_implicit_resolver(
+        # The resolver only matches at the beginning.
+        TAG + _kind.name, re.compile(f"(?:{_kind.pattern.pattern})$"), [*_kind.first]
+    )  # fmt: skip
+_OneMeaning.add_implicit_resolver(f"{TAG}null", re.compile("$"), [""])
+
+
+def read_yaml(path: str | Path) -> object:
+    """Content of a file; None where it is empty.
+
+    Raises:
+        YamlError: it cannot be read, is not YAML, or a key comes twice.
+
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise YamlError(f"the file cannot be read: {error}") from None
+    try:
+        return yaml.load(text, Loader=_OneMeaning)  # noqa: S506  (a SafeLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise YamlError(f"not YAML: {error}") from None
+    except RecursionError:
+        raise YamlError("not YAML that can be read: nested too deeply") from None
