@@ -1,59 +1,91 @@
-"""Hugging Face transformers + accelerate with half the layers held in host memory, one line."""
+"""Hugging Face transformers + accelerate with some layers in host memory.
+
+Takes the same points and prints the same lines as engine_run.py.  Accelerate copies a layer's
+weights to the GPU each time it computes them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from pathlib import Path
 
 import torch
 from accelerate import dispatch_model
-from engine_run import write_shape
-from transformers import AutoConfig, AutoModelForCausalLM
+from engine_run import Point, Timeline, figures
+from memory import memory_since, used_bytes
+from shapes import SHAPES, write_shape
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+
+class TokenTimes(LogitsProcessor):
+    """Notes when the logits of each token are there; changes nothing."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Note the time; the scores go on as they are."""
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter())
+        return scores
 
 
 def main() -> None:
-    """Build, dispatch, measure; the same prompts and figures as engine_run.py."""
+    """Build, dispatch, measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="8b")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--decode-tokens", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--outside", type=int, required=True, help="layers in host memory")
+    parser.add_argument("--points", default="1x128,8x128")
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--point-seconds", type=float, default=60)
     options = parser.parse_args()
-    config = AutoConfig.from_pretrained(write_shape(options.shape, Path("/tmp/ray_hetero_shapes")))  # noqa: S108
+    before, begin = used_bytes(), time.perf_counter()
+    model = dispatched(options.shape, options.outside)
+    startup = {"startup_s": round(time.perf_counter() - begin, 1)}
+    for text in options.points.split(","):
+        point = Point.parse(text)
+        generate(model, point, 2)
+        started, rounds = time.monotonic(), []
+        for _ in range(options.repeats):
+            rounds.append(generate(model, point, options.output_tokens))
+            if time.monotonic() - started > options.point_seconds:
+                break
+        result = startup | figures(point, options.output_tokens, rounds)
+        print("RESULT " + json.dumps(result), flush=True)
+    print("MEMORY " + json.dumps(memory_since(before)), flush=True)
+
+
+def dispatched(shape: str, outside: int) -> torch.nn.Module:
+    """A random model, its first layers in host memory and all else on the GPU."""
+    config = AutoConfig.from_pretrained(write_shape(shape))
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    layers = config.num_hidden_layers
-    where = {f"model.layers.{i}": "cpu" if i < layers // 2 else 0 for i in range(layers)}
+    places: dict[str, str | int] = {
+        f"model.layers.{i}": "cpu" if i < outside else 0 for i in range(config.num_hidden_layers)
+    }
     others = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-    model = dispatch_model(model, where | dict.fromkeys(others, 0), main_device=0)
-    for batch in map(int, options.batches.split(",")):
-        ids = torch.randint(3, 500, (batch, options.prompt), device="cuda")
+    return dispatch_model(model, places | dict.fromkeys(others, 0), main_device=0)
 
-        def seconds(tokens: int, ids: torch.Tensor = ids) -> float:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-            torch.cuda.synchronize()
-            return time.perf_counter() - start
 
-        seconds(2)
-        prefills, steps = [], []
-        for _ in range(options.repeats):
-            short, both = seconds(1), seconds(1 + options.decode_tokens)
-            prefills.append(short)
-            steps.append((both - short) / options.decode_tokens * 1000)
-        result = {
-            "batch": batch,
-            "prompt": options.prompt,
-            "prefill_s": round(statistics.median(prefills), 4),
-            "decode_ms": round(statistics.median(steps), 2),
-            "decode_ms_all": [round(step, 2) for step in steps],
-        }
-        print("RESULT " + json.dumps(result), flush=True)
+def generate(model: torch.nn.Module, point: Point, tokens: int) -> Timeline:
+    """One batch from start to end."""
+    ids = torch.randint(3, 500, (point.batch, point.prompt), device="cuda")
+    times = TokenTimes()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([times]),
+    )
+    torch.cuda.synchronize()
+    first, last = times.seconds[0] - start, times.seconds[-1] - start
+    return Timeline(first, last, point.batch * (tokens - 1), time.perf_counter() - start)
 
 
 if __name__ == "__main__":

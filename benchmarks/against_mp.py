@@ -31,8 +31,9 @@ FIGURES = {
 
 def run(backend: str, shape: str, batches: str, timeout_s: float) -> list[dict[str, float]]:
     """One engine from start to end; its results, one a batch size."""
-    command = [sys.executable, str(ENGINE_RUN), "--shape", shape, "--batches", batches]
-    command += ["--label", backend, "--repeats", "3", "--decode-tokens", "24"]
+    points = ",".join(f"{batch}x128" for batch in batches.split(","))
+    command = [sys.executable, str(ENGINE_RUN), "--shape", shape, "--points", points]
+    command += ["--repeats", "3", "--output-tokens", "25"]
     environment = dict(os.environ)
     if backend == "ray_hetero":
         config = '{"cpu": {"ranks_per_socket": 2, "kv_cache_gib": 1}}'

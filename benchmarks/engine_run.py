@@ -1,8 +1,13 @@
-"""One engine, one shape, one placement: prefill and decode times, as one line of JSON.
+"""One engine, one placement, several batches and prompts: prefill, decode, tokens per second.
 
-Every measurement of the side-by-side benchmark is a run of this script in a process of its own.
-Times come from whole `generate` calls: prefill is a call for one token, a decode step is the
-difference between a long and a short call over the difference in tokens.
+Every contender of `side_by_side.py` is a run of this script in a process of its own.  It drives
+the engine step by step and takes the time at every step that brings tokens:
+
+    prefill   from the first request to the moment when all requests have a token
+    decode    from then until the first request ends: the batch is full all that time
+    whole     from the first request to the last token
+
+Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}` at the end.
 """
 
 from __future__ import annotations
@@ -10,73 +15,102 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import time
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
-             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512},
-    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-           "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
-    "8b-half": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 16,
-                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 512},
-    "20b": {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 48,
-            "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 128256},
-}  # fmt: skip
+from memory import memory_since, used_bytes
+from shapes import SHAPES, write_shape
+
+BLOCKS = {"uni": 16}
+"""Tokens of a KV block by backend: vLLM's own choice on a GPU, and on CPU ranks for the others."""
+CPU_BLOCK = 128
 
 
-def write_shape(name: str, directory: Path) -> Path:
-    """Write a config.json of a known shape; weights are vLLM's dummies."""
-    directory = directory / name
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config | SHAPES[name]))
-    return directory
+@dataclass(frozen=True)
+class Point:
+    """So many requests at once, each with a prompt of so many tokens."""
+
+    batch: int
+    prompt: int
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        """Read `8x128`."""
+        batch, prompt = text.split("x")
+        return cls(int(batch), int(prompt))
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.prompt}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Seconds since the first request was handed in."""
+
+    all_started: float
+    """When every request had its first token."""
+    first_ended: float
+    full_tokens: int
+    """Tokens between these two, all requests together."""
+    ended: float
+
+    def decode_ms(self, batch: int) -> float | None:
+        """Milliseconds in which each request of a full batch gets one token."""
+        if not self.full_tokens:
+            return None
+        return 1000 * (self.first_ended - self.all_started) * batch / self.full_tokens
 
 
 def arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--label", default="")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--shape-dir", type=Path, default=Path("/tmp/ray_hetero_shapes"))  # noqa: S108
     parser.add_argument("--backend", default="ray_hetero", help="ray_hetero, mp, uni")
     parser.add_argument("--layout", default='[["cpu"],["gpu"]]')
     parser.add_argument("--config", default="{}", help="more of the ray_hetero configuration")
     parser.add_argument("--engine", default="{}", help="more arguments of LLM(), as JSON")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--prompts", default="128")
-    parser.add_argument("--decode-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--points", default="1x128,8x128", help="batch x prompt, with commas")
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--calls", type=int, default=0, help="empty calls of all ranks to time")
     return parser.parse_args()
 
 
+def points_of(options: argparse.Namespace) -> list[Point]:
+    """The points that were asked for."""
+    return [Point.parse(text) for text in options.points.split(",")]
+
+
 def engine(options: argparse.Namespace) -> Any:
-    """Start the engine that the options describe."""
+    """Start the engine that the options describe, with just enough KV cache for all points."""
     from vllm import LLM
 
-    batches = [int(b) for b in options.batches.split(",")]
-    longest = max(int(p) for p in options.prompts.split(","))
+    points = points_of(options)
+    longest = max(point.prompt for point in points) + options.output_tokens + 8
+    block = BLOCKS.get(options.backend, CPU_BLOCK)
+    blocks = max(p.batch * -(-(p.prompt + options.output_tokens) // block) for p in points)
     settings: dict[str, Any] = {
-        "model": str(write_shape(options.shape, options.shape_dir)),
+        "model": str(write_shape(options.shape)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "max_model_len": longest + options.decode_tokens + 64,
-        "max_num_seqs": max(batches),
-        "enforce_eager": not options.compile,
+        "max_model_len": longest,
+        "max_num_seqs": max(point.batch for point in points),
+        "max_num_batched_tokens": 8192,
+        "block_size": block,
+        # One block is vLLM's own; one request of the longest context must fit in any case.
+        "num_gpu_blocks_override": max(blocks, -(-longest // block)) + 1,
+        "enforce_eager": options.eager,
         "enable_prefix_caching": False,
         "dtype": "bfloat16",
     }
+    if not options.eager and has_gpu(options):
+        # Graphs of just these batches: capturing all sizes takes half a minute of every start.
+        sizes = sorted({point.batch for point in points})
+        settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     if options.backend == "ray_hetero":
         layout = json.loads(options.layout)
         settings |= {
@@ -88,53 +122,113 @@ def engine(options: argparse.Namespace) -> Any:
     return LLM(**(settings | json.loads(options.engine)))
 
 
-def measure(llm: Any, batch: int, prompt: int, options: argparse.Namespace) -> dict[str, float]:
-    """Prefill seconds and decode milliseconds a step, medians over the repeats."""
+def has_gpu(options: argparse.Namespace) -> bool:
+    """Whether a GPU takes part."""
+    return options.backend == "uni" or "gpu" in options.layout
+
+
+def run_requests(llm: Any, point: Point, output_tokens: int, salt: int) -> Timeline:
+    """Hand in a batch of requests and take the time of every token."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    def seconds(tokens: int, salt: int) -> float:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
-        )
-        prompts = [
-            {"prompt_token_ids": [(salt + 31 * row + 7 * i) % 500 + 3 for i in range(prompt)]}
-            for row in range(batch)
-        ]
-        start = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - start
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=output_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    start = time.perf_counter()
+    for row in range(point.batch):
+        tokens = [(salt + 31 * row + 7 * i) % 500 + 3 for i in range(point.prompt)]
+        llm.llm_engine.add_request(f"{salt}-{row}", {"prompt_token_ids": tokens}, params)
+    started: set[str] = set()
+    all_started = first_ended = passed = 0.0
+    full_tokens = 0
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+        passed = time.perf_counter() - start
+        if all_started and not first_ended:
+            full_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+        started |= {output.request_id for output in outputs}
+        if not all_started and len(started) == point.batch:
+            all_started = passed
+        if not first_ended and any(output.finished for output in outputs):
+            first_ended = passed
+    return Timeline(all_started, first_ended, full_tokens, passed)
 
-    seconds(2, 0)
-    prefills, steps = [], []
+
+def measure(llm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the repeats of one point, and all of them."""
+    # A short round first: what a size needs once is not part of a step.
+    run_requests(llm, point, 2, 0)
+    is_ours = options.backend == "ray_hetero"
+    before = llm.collective_rpc("step_totals") if is_ours else []
+    begin, rounds = time.monotonic(), []
     for repeat in range(1, options.repeats + 1):
-        short = seconds(1, 1000 * repeat)
-        both = seconds(1 + options.decode_tokens, 1000 * repeat + 1)
-        prefills.append(short)
-        steps.append((both - short) / options.decode_tokens * 1000)
+        rounds.append(run_requests(llm, point, options.output_tokens, 1000 * repeat))
+        if time.monotonic() - begin > options.point_seconds:
+            break
+    seconds = time.monotonic() - begin
+    after = llm.collective_rpc("step_totals") if is_ours else []
+    ranks = [rank_shares(*both, seconds) for both in zip(before, after, strict=True)]
+    return figures(point, options.output_tokens, rounds) | ({"ranks": ranks} if ranks else {})
+
+
+def rank_shares(
+    before: dict[str, float], after: dict[str, float], seconds: float
+) -> dict[str, float]:
+    """What a rank did with its time, prompts and decode steps together."""
+    new = {name: after[name] - before[name] for name in after}
     return {
-        "batch": batch,
-        "prompt": prompt,
-        "prefill_s": round(statistics.median(prefills), 4),
-        "decode_ms": round(statistics.median(steps), 3),
-        "decode_ms_all": [round(step, 2) for step in steps],  # type: ignore[dict-item]
+        "steps": new["steps"],
+        "busy_share": round(new["busy_s"] / seconds, 3),
+        "waiting_share": round(new["waiting_s"] / seconds, 3),
+        "exchange_ms_a_step": round(1000 * new["exchange_s"] / new["steps"], 3),
     }
+
+
+def figures(point: Point, output_tokens: int, rounds: list[Timeline]) -> dict[str, Any]:
+    """One point's results from its rounds."""
+    steps = [ms for r in rounds if (ms := r.decode_ms(point.batch)) is not None]
+    rates = [point.batch * output_tokens / r.ended for r in rounds]
+    return {
+        "batch": point.batch,
+        "prompt": point.prompt,
+        "output": output_tokens,
+        "prefill_s": round(statistics.median(r.all_started for r in rounds), 4),
+        "decode_ms": round(statistics.median(steps), 3) if steps else None,
+        "tokens_per_s": round(statistics.median(rates), 2),
+        "prefill_s_all": [round(r.all_started, 4) for r in rounds],
+        "decode_ms_all": [round(ms, 3) for ms in steps],
+        "tokens_per_s_all": [round(rate, 2) for rate in rates],
+    }
+
+
+def call_us(llm: Any, calls: int) -> float:
+    """Median microseconds of a call from here to all ranks and back that does nothing there."""
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        llm.collective_rpc("check_health")
+        times.append(time.perf_counter() - start)
+    return round(1e6 * statistics.median(times), 1)
 
 
 def main() -> None:
     """Run and print."""
     options = arguments()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    before = used_bytes()
     start = time.perf_counter()
     llm = engine(options)
-    startup = time.perf_counter() - start
-    for prompt in map(int, options.prompts.split(",")):
-        for batch in map(int, options.batches.split(",")):
-            result = {"label": options.label, "startup_s": round(startup, 1)}
-            result |= measure(llm, batch, prompt, options)
-            result["peak_rss_gib"] = round(
-                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2
-            )
-            print("RESULT " + json.dumps(result), flush=True)
+    startup = {"startup_s": round(time.perf_counter() - start, 1)}
+    for point in points_of(options):
+        print("RESULT " + json.dumps(startup | measure(llm, point, options)), flush=True)
+    if options.calls:
+        print("CALLS " + json.dumps({"call_us": call_us(llm, options.calls)}), flush=True)
+    print("MEMORY " + json.dumps(memory_since(before)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
-"""Half of a model's layers outside the GPU, served in every way there is, in one run.
+"""One model with some of its layers outside the GPU, served in every way there is, in one run.
 
-    python benchmarks/side_by_side.py --out docs/gpu-host/side-by-side
+    python benchmarks/side_by_side.py --out results                   # half of an 8B shape outside
+    python benchmarks/side_by_side.py --case budget --out results-20b  # 40 GB in 24 GiB of GPU
+    python benchmarks/side_by_side.py --case in-flight --out results-in-flight
 
-Contenders that fail or are not installed are reported, with the end of their output.  The floor
-is measured in the same run, before every contender: the bandwidth of the socket's compute cores.
+On a host without a GPU, two CPU ranks beside vLLM's own `mp`.  `--list` names the contenders,
+`--contenders` chooses some.  Results are written after each contender, into what `--out` already
+holds, so that a run may be done in parts.  Contenders that fail, are late or are not installed
+are reported with the end of their output (all of it is in the folder OUT-logs).  The floor is
+measured in the same run: the CPU ranks' cores before and after each contender, the GPU and its
+link once.  `side_by_side_report.py` makes the table and the plot.
 """
 
 from __future__ import annotations
@@ -12,135 +18,197 @@ import argparse
 import datetime
 import json
 import os
-import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from engine_run import SHAPES
-from rich.console import Console
-from rich.table import Table
+import contender_process
+import contenders
+import floor
+from contenders import GIB, Contender, Split
+from shapes import SHAPES, head_bytes, layer_bytes
+from side_by_side_report import table
 
-from placement import native
-from placement.sockets import sockets_of
-from placement.sysfs import read_host
-
-HERE = Path(__file__).parent
-ENGINE = [sys.executable, str(HERE / "engine_run.py")]
-GPU_BANDWIDTH = 4.3e12
-"""Bytes/s of an H200 as a device-to-device copy was measured there; only 1-4 % of the floor."""
-
-
-def contenders(layers: int, layer_gib: float) -> dict[str, list[str]]:
-    """Name → command; each holds half of the layers outside the GPU, but for all-GPU."""
-    half_gib = layer_gib * layers / 2
-    uva = json.dumps({"cpu_offload_gb": round(half_gib, 2)})
-    prefetch = json.dumps({"offload_group_size": 2, "offload_num_in_group": 1})
-    stock = [*ENGINE, "--backend", "uni"]
-    return {
-        "ray_hetero cpu→gpu": [*ENGINE, "--layout", '[["cpu"],["gpu"]]', "--compile"],
-        "vLLM UVA offload": [*stock, "--engine", uva],
-        "vLLM prefetch offload": [*stock, "--engine", prefetch],
-        "ray_hetero gpu→cpu": [*ENGINE, "--layout", '[["gpu"],["cpu"]]', "--compile"],
-        "transformers + accelerate": [sys.executable, str(HERE / "accelerate_run.py")],
-        "all on the GPU": [*stock, "--compile"],
-    }
+CASES = {"half": "8b", "budget": "20b", "in-flight": "8b"}
+"""Shape of each case where there is a GPU; without one the case is `half`, of a smaller shape."""
+BATCHES = (1, 8, 32, 128)
+PROMPTS = (128, 1024, 8192)
 
 
-def probe(cpus: tuple[int, ...]) -> float:
-    """Bytes/s that the compute cores read together now."""
-    return native.read_bandwidth(cpus, nbytes_per_thread=256 << 20, seconds=1.0)
-
-
-def run(command: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """One contender in a process of its own."""
-    command = [*command, "--shape", options.shape, "--batches", options.batches]
-    command += ["--repeats", str(options.repeats)]
-    start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=options.timeout, check=False
-        )
-        output, status = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        output, status = (late.stdout or b"").decode(errors="replace"), -1
-    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-    return {
-        "status": status,
-        "seconds": round(time.monotonic() - start, 1),
-        "results": [json.loads(line.removeprefix("RESULT ")) for line in lines],
-        "end_of_output": "" if status == 0 else output[-2000:],
-    }
-
-
-def layer_bytes(shape: dict[str, int]) -> int:
-    """Bytes of one decoder layer's matrices in bf16."""
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    kv = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
-    return 2 * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
-
-
-def show(found: dict[str, dict[str, Any]], held: int, rest: int) -> Table:
-    """One row a contender and batch, the floor of the CPU contenders beside them."""
-    table = Table(title="Half the layers outside the GPU, prompts of 128 tokens")
-    for column in ("contender", "batch", "decode step, ms", "floor, ms", "÷ floor", "prefill, s"):
-        table.add_column(column)
-    for name, outcome in found.items():
-        bandwidth = statistics.median(outcome["bandwidth"])
-        floor = 1000 * (held / bandwidth + rest / GPU_BANDWIDTH)
-        for result in outcome["results"]:
-            is_ours = name.startswith("ray_hetero")
-            cells = (f"{floor:.1f}", f"{result['decode_ms'] / floor:.2f}") if is_ours else ("", "")
-            table.add_row(
-                name, str(result["batch"]), f"{result['decode_ms']:.1f}", *cells,
-                f"{result['prefill_s']:.2f}",
-            )  # fmt: skip
-        if outcome["status"] != 0:
-            table.add_row(name, "", f"failed ({outcome['status']})", "", "", "")
-    return table
+def parse_options() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="without ending")
+    parser.add_argument("--case", choices=CASES, default="half")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--outside", type=int, help="layers outside the GPU; half by default")
+    parser.add_argument("--contenders", help="names with commas; else all but the eager ones")
+    parser.add_argument("--list", action="store_true", help="name the contenders and stop")
+    parser.add_argument("--points", help="batch x prompt with commas, such as 1x128,8x128")
+    parser.add_argument("--most-prompt-tokens", type=int, default=16384,
+                        help="of all requests of a point; larger points are left out")  # fmt: skip
+    parser.add_argument("--output-tokens", type=int, help="of each request")
+    parser.add_argument("--gpu-budget-gib", type=float, default=24)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
+    parser.add_argument("--timeout", type=float, default=400, help="of one contender")
+    parser.add_argument("--reserved-cores", type=int, help="that CPU ranks leave free")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Run all contenders, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="8b")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=200)
-    parser.add_argument("--only", default="", help="names with commas; all by default")
-    parser.add_argument("--reserved-cores", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="without ending")
-    options = parser.parse_args()
-    shape = SHAPES[options.shape]
-    one = layer_bytes(shape)
-    layers = shape["num_hidden_layers"]
-    held = one * (layers // 2)
-    rest = one * (layers - layers // 2) + 2 * shape["vocab_size"] * shape["hidden_size"]
-    socket = sockets_of(read_host(gpus=False))[0]
-    cpus = socket.cpus[options.reserved_cores :]
-    found: dict[str, dict[str, Any]] = {}
-    for name, command in contenders(layers, one / (1 << 30)).items():
-        if options.only and name not in options.only.split(","):
-            continue
-        before = probe(cpus)
-        found[name] = run(command, options)
-        found[name]["bandwidth"] = [before, probe(cpus)]
-        print(name, found[name]["status"], found[name]["results"], flush=True)
-    about = {
+    """Run the contenders one after the other, write and print."""
+    options = parse_options()
+    gpu = floor.gpu_figures()
+    split = split_of(options, has_gpu=gpu is not None)
+    wanted = chosen(all_contenders(options, split, gpu), options.contenders)
+    if options.list:
+        print("\n".join(contender.name for contender in wanted))
+        return
+    points, left_out = points_of(options)
+    found = opened(options.out, about(options, split, gpu) | {"points_left_out": left_out})
+    reserved = options.reserved_cores
+    if reserved is None:
+        # As the engine keeps them on its own node.
+        reserved = 2 if gpu is not None and (os.cpu_count() or 1) >= 8 else 0
+    ranks = floor.compute_cpus(reserved, 1 if gpu is not None else 2)
+    for contender in wanted:
+        before = floor.socket_bandwidths(ranks)
+        outcome = run(contender, split, points, options)
+        outcome["bandwidths"] = [before, floor.socket_bandwidths(ranks)]
+        earlier = found["contenders"].get(contender.name)
+        found["contenders"][contender.name] = merged(earlier, outcome) if earlier else outcome
+        write(options.out, found)
+        print(contender.name, outcome["status"], outcome["points"], flush=True)
+    print(table(found, width=130), end="")
+
+
+def split_of(options: argparse.Namespace, *, has_gpu: bool) -> Split:
+    """Shape and layers outside the GPU."""
+    shape = options.shape or (CASES[options.case] if has_gpu else "1b")
+    layers = SHAPES[shape]["num_hidden_layers"]
+    if not has_gpu:
+        return Split(shape, layers)
+    few = 2 if options.case == "in-flight" else layers // 2
+    return Split(shape, options.outside or few)
+
+
+def all_contenders(
+    options: argparse.Namespace, split: Split, gpu: dict[str, Any] | None
+) -> list[Contender]:
+    """The contenders of a case."""
+    if gpu is None:
+        return contenders.cpu_only(floor.sockets())
+    if options.case == "in-flight":
+        return contenders.in_flight(split, 32, 128)
+    if options.case == "half":
+        engine = {"max_num_batched_tokens": 8192}
+        return contenders.with_gpu(split, share=None, engine=engine, prefetch_step=2)
+    share = options.gpu_budget_gib * GIB / gpu["memory_bytes"]
+    # One step holds the prompts of all eight requests; a second buffer for prefetching does not
+    # fit beside half of the layers.
+    engine = {"max_num_batched_tokens": 1024}
+    return contenders.with_gpu(split, share=round(share, 4), engine=engine, prefetch_step=1)
+
+
+def chosen(there: list[Contender], names: str | None) -> list[Contender]:
+    """Those that were asked for, in the order asked."""
+    if names is None:
+        return [contender for contender in there if not contender.name.endswith(" eager")]
+    by_name = {contender.name: contender for contender in there}
+    if unknown := sorted(set(names.split(",")) - set(by_name)):
+        raise SystemExit(f"no contender is called {unknown}; there are {sorted(by_name)}")
+    return [by_name[name] for name in names.split(",")]
+
+
+def points_of(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Points to measure, smallest first, and those left out."""
+    if options.points:
+        return options.points, []
+    if options.case == "budget":
+        return "8x128", []
+    every = sorted(((b, p) for b in BATCHES for p in PROMPTS), key=lambda x: (x[0] * x[1], x))
+    small = [f"{b}x{p}" for b, p in every if b * p <= options.most_prompt_tokens]
+    return ",".join(small), [f"{b}x{p}" for b, p in every if b * p > options.most_prompt_tokens]
+
+
+def about(options: argparse.Namespace, split: Split, gpu: dict[str, Any] | None) -> dict[str, Any]:
+    """What a run is, beside its results."""
+    shape = SHAPES[split.shape]
+    return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": "python benchmarks/side_by_side.py " + " ".join(sys.argv[1:]),
+        "case": options.case,
+        "shape": split.shape,
+        "layers": split.layers,
+        "layers_outside": split.outside,
+        "layer_bytes": layer_bytes(shape),
+        "head_bytes": head_bytes(shape),
         "cores": os.cpu_count(),
-        "compute_cores": len(cpus),
-        "layer_bytes": one,
-        "contenders": found,
+        "gpu": gpu,
+        "contenders": {},
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
-    console = Console(record=True, width=110)
-    console.print(show(found, held, rest))
-    options.out.with_suffix(".txt").write_text(console.export_text())
+
+
+def opened(out: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """The results so far, if they are of the same case; else new ones.
+
+    Raises:
+        SystemExit: the file holds another case.
+
+    """
+    path = out.with_suffix(".json")
+    if not path.exists():
+        return new
+    old: dict[str, Any] = json.loads(path.read_text())
+    if differing := [k for k in ("case", "shape", "layers_outside") if old[k] != new[k]]:
+        raise SystemExit(f"{path} has results of another run ({differing} differ): another --out?")
+    return new | {"contenders": old["contenders"]}
+
+
+def merged(earlier: dict[str, Any], outcome: dict[str, Any]) -> dict[str, Any]:
+    """A contender's newest outcome, with the points that only an earlier one has."""
+
+    def key(point: dict[str, Any]) -> tuple[int, int, int]:
+        return point["batch"], point["prompt"], point["output"]
+
+    measured = {key(point) for point in outcome["points"]}
+    kept = [point for point in earlier["points"] if key(point) not in measured]
+    return outcome | {
+        "points": kept + outcome["points"],
+        "bandwidths": earlier["bandwidths"] + outcome["bandwidths"],
+        "memory": outcome["memory"] or earlier["memory"],
+    }
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
+    """Write what there is so far."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def run(
+    contender: Contender, split: Split, points: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One contender in a process of its own."""
+    command = [*contender.command, "--shape", split.shape]
+    command += ["--points", contender.points or points, "--repeats", str(options.repeats)]
+    command += ["--point-seconds", str(options.point_seconds)]
+    tokens = options.output_tokens or (256 if options.case == "budget" else 32)
+    command += ["--output-tokens", str(tokens)]
+    command += ["--eager"] if options.eager and "--eager" not in command else []
+    log = Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
+    outcome = contender_process.run(command, contender.environment, log, options.timeout)
+    return {
+        "status": outcome.status,
+        "seconds": outcome.seconds,
+        "reads": contender.reads,
+        "command": [Path(command[1]).name, *command[2:]],
+        "points": outcome.answers("RESULT "),
+        "memory": next(iter(outcome.answers("MEMORY ")), None),
+        "end_of_output": outcome.end_of_output,
+    }
 
 
 if __name__ == "__main__":

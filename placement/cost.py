@@ -138,7 +138,10 @@ def _layer_on_rank(
         kv = run.kv_tokens(layer.kv) * layer.kv.rank_bytes(size) / figures.read_bandwidth
         flops += run.pairs(layer.kv) * layer.kv.flops_per_pair / size
     compute = max(0.0, flops / figures.compute - weights - kv)
-    return Step(_pico(weights), _pico(kv), _pico(compute), fixed=_pico(figures.layer_latency_s))
+    fixed = figures.layer_latency_s
+    if figures.is_launching:
+        fixed = max(0.0, fixed - weights - kv - compute)
+    return Step(_pico(weights), _pico(kv), _pico(compute), fixed=_pico(fixed))
 
 
 def _read(shape: ModelShape, tensors: tuple[Tensor, ...], size: int, run: Pass) -> float:
@@ -160,6 +163,11 @@ def _reduce(shape: ModelShape, stage: StageDevices, run: Pass, links: Links) -> 
     payload = run.tokens * shape.hidden_size * shape.dtype_bytes
     moved = 2 * (stage.size - 1) / stage.size * payload
     return REDUCTIONS_PER_LAYER * _pico(link.latency_s + moved / link.bandwidth)
+
+
+def fixed_step(stage: StageDevices) -> Step:
+    """What a step costs on a stage beside its layers, output and exchange: its slowest rank."""
+    return Step(fixed=max(_pico(rank.figures.step_latency_s) for rank in stage.ranks))
 
 
 def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:

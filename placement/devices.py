@@ -30,6 +30,11 @@ class DeviceFigures:
     source: Source = "table"
     layer_latency_s: float = 0.0
     """What a layer costs beside its bytes and operations: kernel launches, thread barriers."""
+    step_latency_s: float = 0.0
+    """What a step costs beside its layers: inputs, sampling, messages."""
+    is_launching: bool = False
+    """Whether kernels are launched one by one while earlier ones run, as on an eager GPU: a layer
+    then takes its latency or its reads, whichever is longer, not both."""
 
 
 @dataclass(frozen=True)

@@ -4,37 +4,65 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
-from ray_hetero.exchange import StageBoundary
+if TYPE_CHECKING:
+    from ray_hetero.exchange import StageBoundary
 
 REPORT_SECONDS = 30.0
 
 
 @dataclass
+class Exchanged:
+    """What a rank's exchanges have taken; seconds and bytes."""
+
+    waiting_s: float = 0.0
+    """Until the previous stage had computed what it sent."""
+    exchange_s: float = 0.0
+    """Packing and sending, and from the end of the previous stage's computing to the arrival of
+    what it sent.  Where the stages are on two hosts, whose clocks differ, arrivals count as
+    waiting."""
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass
 class StepTotals:
-    """Sums since the last report; seconds and bytes."""
+    """Sums over a rank's steps; seconds and bytes."""
 
     steps: int = 0
     tokens: int = 0
     busy_s: float = 0.0
-    """Inside the worker's calls, less waiting."""
+    """Computing: inside the worker's calls, less waiting and exchange."""
     waiting_s: float = 0.0
-    """For tensors of the previous stage."""
+    """Until the previous stage had computed."""
+    exchange_s: float = 0.0
+    """For the tensors between stages, to and from this one."""
     received_bytes: int = 0
+    sent_bytes: int = 0
     priced_steps: int = 0
     """Steps of as many tokens as the one that the plan has priced."""
     priced_s: float = 0.0
     """Of `busy_s`, what these took."""
 
+    def __sub__(self, earlier: StepTotals) -> StepTotals:
+        """What came after an earlier moment."""
+        names = (field.name for field in fields(self))
+        return StepTotals(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
     def __str__(self) -> str:
         if not self.steps:
             return "no steps"
-        busy, waiting = (1000 * s / self.steps for s in (self.busy_s, self.waiting_s))
+        busy, waiting, exchange = (
+            1000 * seconds / self.steps
+            for seconds in (self.busy_s, self.waiting_s, self.exchange_s)
+        )
+        received, sent = (n / self.steps / 1024 for n in (self.received_bytes, self.sent_bytes))
         return (
             f"{self.steps} steps of {self.tokens / self.steps:.1f} tokens: "
             f"{busy:.2f} ms busy, {waiting:.2f} ms waiting for the previous stage, "
-            f"{self.received_bytes / self.steps / 1024:.1f} KiB received a step"
+            f"{exchange:.2f} ms exchange, {received:.1f} KiB received, {sent:.1f} KiB sent a step"
         )
 
 
@@ -80,25 +108,64 @@ class StepClock:
         self._predicted = predicted
         self._is_priced = False
         self._last = time.monotonic()
+        self._began: float | None = None
+        self._ended = time.perf_counter()
+        self._reported = StepTotals()
         self.totals = StepTotals()
+        """Since the start."""
+
+    def begin(self) -> float:
+        """A call of the worker begins; answers the time, in seconds."""
+        self._began = time.perf_counter()
+        return self._began
+
+    @property
+    def in_step_s(self) -> float:
+        """How long the running call of the worker has taken so far; 0 between calls."""
+        # Read once: another thread may ask while a call ends.
+        began = self._began
+        return 0.0 if began is None else time.perf_counter() - began
 
     def add(self, seconds: float, tokens: int, boundary: StageBoundary | None) -> None:
-        """Count one call of the worker; a step is counted by its tokens."""
-        waited, received = boundary.take_waiting() if boundary is not None else (0.0, 0)
+        """Count one call of the worker, now ended; a step is counted by its tokens."""
+        self._began = None
+        exchanged = boundary.take() if boundary is not None else Exchanged()
+        self._add_late(seconds, boundary)
+        busy = seconds - exchanged.waiting_s - exchanged.exchange_s
         totals = self.totals
         totals.steps += tokens > 0
         totals.tokens += tokens
-        totals.busy_s += seconds - waited
-        totals.waiting_s += waited
-        totals.received_bytes += received
+        totals.busy_s += busy
+        totals.waiting_s += exchanged.waiting_s
+        totals.exchange_s += exchanged.exchange_s
+        totals.received_bytes += exchanged.received_bytes
+        totals.sent_bytes += exchanged.sent_bytes
         if tokens:
             self._is_priced = self._predicted is not None and tokens == self._predicted.tokens
         # A call without tokens (sampling) belongs to the step before it.
         if self._is_priced:
             totals.priced_steps += tokens > 0
-            totals.priced_s += seconds - waited
-        if time.monotonic() - self._last > self._interval_s and totals.steps:
-            compared = self._predicted.against(totals) if self._predicted is not None else ""
-            self._report(f"{totals}{compared}")
-            self.totals = StepTotals()
+            totals.priced_s += busy
+        self._ended = time.perf_counter()
+        if time.monotonic() - self._last > self._interval_s:
+            self._report_new_steps()
+
+    def _add_late(self, seconds: float, boundary: StageBoundary | None) -> None:
+        """Count what a GPU went on computing, to send it, after the last call had returned."""
+        if boundary is None:
+            return
+        began = time.perf_counter() - seconds
+        late = max(0.0, min(boundary.computed_at, began) - self._ended)
+        self.totals.busy_s += late
+        if self._is_priced:
+            self.totals.priced_s += late
+
+    def _report_new_steps(self) -> None:
+        new = self.totals - self._reported
+        if new.steps:
+            compared = self._predicted.against(new) if self._predicted is not None else ""
+            passed = time.monotonic() - self._last
+            share = 100 * new.busy_s / passed
+            self._report(f"{new}; busy {share:.0f} % of {passed:.1f} s{compared}")
+            self._reported = replace(self.totals)
             self._last = time.monotonic()

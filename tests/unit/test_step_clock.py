@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 
-from ray_hetero.step_clock import PredictedStep, StepClock
+from ray_hetero.step_clock import Exchanged, PredictedStep, StepClock
 
 PREDICTED = PredictedStep(ms=10.0, tokens=1, context=4096)
 
@@ -48,3 +52,47 @@ def test_totals_start_again_after_a_report() -> None:
     clock.add(0.02, 1, None)
     clock.add(0.04, 1, None)
     assert [line.rpartition("= ")[2] for line in lines] == ["2.00", "4.00"]
+
+
+@dataclass
+class Boundary:
+    """A stage boundary that has exchanged what a test says."""
+
+    exchanged: Exchanged = field(default_factory=Exchanged)
+    computed_at: float = 0.0
+
+    def take(self) -> Exchanged:
+        return self.exchanged
+
+
+def test_waiting_and_exchange_are_no_computing() -> None:
+    lines: list[str] = []
+    clock = StepClock(lines.append, interval_s=-1)
+    boundary: Any = Boundary(Exchanged(0.03, 0.01, received_bytes=2048, sent_bytes=1024))
+    clock.add(0.1, 4, boundary)
+    assert clock.totals.busy_s == pytest.approx(0.06)
+    assert (clock.totals.waiting_s, clock.totals.exchange_s) == (0.03, 0.01)
+    assert "30.00 ms waiting for the previous stage, 10.00 ms exchange" in lines[0]
+    assert "2.0 KiB received, 1.0 KiB sent a step; busy " in lines[0]
+
+
+def test_what_a_gpu_computes_after_the_call_counts_once() -> None:
+    clock = StepClock(lambda line: None, interval_s=1e9, predicted=PREDICTED)
+    boundary: Any = Boundary()
+    clock.add(0.0, 1, boundary)
+    ended = clock._ended
+    boundary.computed_at = ended + 0.002
+    while time.perf_counter() < ended + 0.01:
+        pass
+    clock.add(0.0, 1, boundary)
+    assert clock.totals.busy_s == pytest.approx(0.002)
+    assert clock.totals.priced_s == pytest.approx(0.002)
+    clock.add(0.0, 0, boundary)
+    assert clock.totals.busy_s == pytest.approx(0.002)
+
+
+def test_computing_up_to_the_next_call_counts_where_it_has_not_ended() -> None:
+    clock = StepClock(lambda line: None, interval_s=1e9)
+    boundary: Any = Boundary(computed_at=time.perf_counter() + 1000)
+    clock.add(0.0, 1, boundary)
+    assert 0 <= clock.totals.busy_s < 500

@@ -1,0 +1,144 @@
+"""The stage boundary between two processes of one host, without a model: there and back again.
+
+    python benchmarks/boundary.py --kinds cpu,gpu --out docs/gpu-host/boundary
+
+Prints, for each number of tokens, half of the way there and back, and what the boundary itself
+says that an exchange takes.  Contents are compared once for each number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import floor
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from ray_hetero.exchange import StageBoundary
+
+
+def main() -> None:
+    """Start both processes, print and write what the first one has measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", default="cpu,cpu", help="cpu or gpu, of both stages")
+    parser.add_argument("--tokens", default="1,8,32,128,1024,8192")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--out", type=Path, required=True, help="without ending")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = context.Queue()
+        processes = [
+            context.Process(target=stage, args=(rank, options, f"{folder}/store", answers))
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        found = answers.get(timeout=300)
+        for process in processes:
+            process.join()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    Console().print(table(found, options))
+
+
+def stage(rank: int, options: argparse.Namespace, store: str, answers: Any) -> None:
+    """One process: a boundary in each direction."""
+    kind = options.kinds.split(",")[rank]
+    if kind == "cpu":
+        ranks = floor.compute_cpus(0, 2)
+        os.sched_setaffinity(0, ranks[rank])
+        torch.set_num_threads(len(ranks[rank]))
+    device = torch.device("cuda:0" if kind == "gpu" else "cpu")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    tokens = [int(number) for number in options.tokens.split(",")]
+    template = {
+        name: torch.zeros(1, options.hidden, dtype=torch.bfloat16, device=device)
+        for name in ("hidden_states", "residual")
+    }
+    there = StageBoundary(dist.new_group([0, 1]), [0, 1], rank, device)
+    back = StageBoundary(dist.new_group([0, 1]), [1, 0], 1 - rank, device)
+    for boundary in (there, back):
+        boundary.agree(template, max(tokens))
+    found = [measure(rank, there, back, device, number, options) for number in tokens]
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()
+
+
+def measure(
+    rank: int,
+    there: StageBoundary,
+    back: StageBoundary,
+    device: torch.device,
+    tokens: int,
+    options: argparse.Namespace,
+) -> dict[str, float]:
+    """Medians of one number of tokens, milliseconds; only the first process has them all."""
+    sent = {
+        name: torch.full((tokens, options.hidden), value, dtype=torch.bfloat16, device=device)
+        for name, value in (("hidden_states", 1.5), ("residual", -2.0))
+    }
+    rounds = max(20, options.rounds * 128 // max(128, tokens))
+    times, exchanges = [], []
+    for number in range(rounds):
+        start = time.perf_counter()
+        for boundary in (there, back):
+            boundary.begin_step(tokens)
+        if rank == 0:
+            there.isend(sent)
+            received = receive(back, device)
+        else:
+            received = receive(there, device)
+            back.isend(received)
+        times.append(time.perf_counter() - start)
+        exchanges.append(there.take().exchange_s + back.take().exchange_s)
+        if number == 0:
+            for name, tensor in sent.items():
+                assert torch.equal(received[name][:tokens], tensor), f"{name} of {tokens} tokens"
+    return {
+        "tokens": tokens,
+        "half_round_ms": 1000 * statistics.median(times) / 2,
+        # One send and one arrival, of the two directions.
+        "exchange_ms": 1000 * statistics.median(exchanges),
+    }
+
+
+def receive(boundary: StageBoundary, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a step, there to compute with."""
+    tensors, handles, callbacks = boundary.irecv()
+    for handle in handles:
+        handle.wait()
+    for callback in callbacks:
+        callback()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return tensors
+
+
+def table(found: list[dict[str, float]], options: argparse.Namespace) -> Table:
+    """One row a number of tokens."""
+    shown = Table(title=f"Stage boundary {options.kinds}, {options.hidden} wide, bf16")
+    for column in ("tokens", "one way, ms", "exchange as the boundary counts it, ms"):
+        shown.add_column(column, justify="right")
+    for row in found:
+        shown.add_row(
+            f"{row['tokens']:.0f}", f"{row['half_round_ms']:.3f}", f"{row['exchange_ms']:.3f}"
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What is compared: ways to serve one model with the same layers outside the GPU, as commands.
+
+Every vLLM contender compiles and captures CUDA graphs unless its name says eager: both ways of
+streaming weights can (a weight in host memory is an ordinary address for a kernel, and the
+prefetching copies are captured with the graph).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES, layer_bytes
+
+HERE = Path(__file__).parent
+ENGINE = (sys.executable, str(HERE / "engine_run.py"))
+ACCELERATE = (sys.executable, str(HERE / "accelerate_run.py"))
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to serve, as a command to which shape and points are added."""
+
+    name: str
+    command: tuple[str, ...]
+    reads: str
+    """Where the layers outside the GPU are read in a step, a key of `floor.Bandwidths`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    points: str | None = None
+    """Points of its own, where not all of the run's."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a shape is cut for all contenders of a run."""
+
+    shape: str
+    outside: int
+    """Layers held outside the GPU."""
+
+    @property
+    def layers(self) -> int:
+        """All layers."""
+        return SHAPES[self.shape]["num_hidden_layers"]
+
+    @property
+    def outside_bytes(self) -> int:
+        """Weights of the layers outside."""
+        return self.outside * layer_bytes(SHAPES[self.shape])
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """The smallest group of layers, and how many of it are outside, that give this split."""
+        common = math.gcd(self.layers, self.outside)
+        return self.layers // common, self.outside // common
+
+
+def with_gpu(
+    split: Split, *, share: float | None, engine: Mapping[str, Any], prefetch_step: int
+) -> list[Contender]:
+    """Contenders on a host with a GPU, in the order they are worth their time.
+
+    Args:
+        split: layers outside the GPU.
+        share: of the GPU's memory, for a run with a limit; None is vLLM's default.
+        engine: more arguments of LLM(), for all of vLLM's contenders.
+        prefetch_step: layers that the prefetching backend copies ahead; each takes a buffer.
+
+    """
+    inside = split.layers - split.outside
+    config: dict[str, Any] = {} if share is None else {"gpu": {"memory_utilization": share}}
+    stock = dict(engine) | ({} if share is None else {"gpu_memory_utilization": share})
+    uva = {"offload_backend": "uva", "cpu_offload_gb": split.outside_bytes / GIB}
+    size, outside = split.group
+    prefetch = {
+        "offload_backend": "prefetch",
+        "offload_group_size": size,
+        "offload_num_in_group": outside,
+        "offload_prefetch_step": prefetch_step,
+    }
+    ours = {"engine": engine, "reads": "socket"}
+    return [
+        hetero("ray_hetero cpu-gpu", ["cpu"], ["gpu"], config=config | {
+            "layers": [split.outside, inside]}, **ours),
+        stock_engine("vllm uva", stock | uva, "link"),
+        stock_engine("vllm prefetch", stock | prefetch, "link"),
+        hetero("ray_hetero gpu-cpu", ["gpu"], ["cpu"], config=config | {
+            "layers": [inside, split.outside]}, **ours),
+        stock_engine("all on gpu", dict(engine), "gpu"),
+        Contender("accelerate", (*ACCELERATE, "--outside", str(split.outside)), "link"),
+        stock_engine("vllm uva eager", stock | uva, "link", "--eager"),
+        stock_engine("vllm prefetch eager", stock | prefetch, "link", "--eager"),
+    ]  # fmt: skip
+
+
+def in_flight(split: Split, batch: int, prompt: int) -> list[Contender]:
+    """The same split with one batch in the pipeline and with two, one a stage.
+
+    Args:
+        split: layers of the CPU stage; the GPU stage, behind it, holds the rest.
+        batch: requests in flight.
+        prompt: tokens of each.
+
+    """
+    half = batch // 2
+    layers = [split.outside, split.layers - split.outside]
+    # Prompts of half of the requests fill a step, so that two groups of requests form.
+    engine = {"max_num_batched_tokens": half * prompt}
+
+    def with_batches(number: int, points: Sequence[int]) -> Contender:
+        return hetero(
+            f"{number} in flight",
+            ["cpu"],
+            ["gpu"],
+            engine=engine,
+            config={"layers": layers, "pipeline": {"batches_in_flight": number}},
+            reads="socket",
+            points=",".join(f"{size}x{prompt}" for size in points),
+        )
+
+    return [with_batches(2, [batch]), with_batches(1, [half, batch])]
+
+
+def cpu_only(sockets: int) -> list[Contender]:
+    """Contenders on a host without a GPU: two CPU ranks, beside vLLM's own `mp`."""
+    shares = -(-2 // sockets)
+    config = {"cpu": {"ranks_per_socket": shares}}
+    # Stock vLLM takes one NUMA node for one rank unless it is told to pretend.
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+    if shares > 1:
+        environment["VLLM_CPU_SIM_MULTI_NUMA"] = "1"
+
+    def mp(name: str, size: str, reads: str) -> Contender:
+        engine = {size: 2, "distributed_executor_backend": "mp"}
+        return stock_engine(name, engine, reads, "--backend", "mp", environment=environment)
+
+    return [
+        hetero("ray_hetero tp2", ["cpu", "cpu"], config=config, engine={}, reads="together"),
+        mp("mp tp2", "tensor_parallel_size", "together"),
+        hetero("ray_hetero pp2", ["cpu"], ["cpu"], config=config, engine={}, reads="in turn"),
+        mp("mp pp2", "pipeline_parallel_size", "in turn"),
+    ]
+
+
+def hetero(
+    name: str,
+    *layout: Sequence[str],
+    config: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    reads: str,
+    points: str | None = None,
+) -> Contender:
+    """An engine of this project."""
+    command = (*ENGINE, "--layout", json.dumps(layout), "--config", json.dumps(config))
+    return Contender(name, (*command, "--engine", json.dumps(engine)), reads, points=points)
+
+
+def stock_engine(
+    name: str,
+    engine: Mapping[str, Any],
+    reads: str,
+    *more: str,
+    environment: Mapping[str, str] | None = None,
+) -> Contender:
+    """An engine of vLLM's own."""
+    backend = () if "--backend" in more else ("--backend", "uni")
+    command = (*ENGINE, *backend, *more, "--engine", json.dumps(engine))
+    return Contender(name, command, reads, environment or {})

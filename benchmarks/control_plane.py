@@ -1,0 +1,89 @@
+"""What a step costs when there is nothing to compute: driver to ranks and back, beside stock `mp`.
+
+TP 2 over two CPU ranks, a model of two layers that are 64 wide, eager.  Both engines run in turns,
+in processes of their own; ratios are of the medians over all rounds.
+
+    python benchmarks/control_plane.py --rounds 5 --out docs/benchmarks/control-plane
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import contender_process
+import contenders
+import floor
+from rich.console import Console
+from rich.table import Table
+
+POINTS = "1x16,32x16"
+MORE = ["--shape", "none", "--eager", "--points", POINTS, "--output-tokens", "129"]
+
+
+def main() -> None:
+    """Run all rounds, write and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=200)
+    parser.add_argument("--out", type=Path, required=True, help="without ending")
+    options = parser.parse_args()
+    pair = contenders.cpu_only(floor.sockets())[:2]
+    rounds: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in pair}
+    for _ in range(options.rounds):
+        for contender in pair:
+            rounds[contender.name].append(one_round(contender, options))
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": "python benchmarks/control_plane.py " + " ".join(sys.argv[1:]),
+        "cores": os.cpu_count(),
+        "rounds": rounds,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    console = Console(record=True, width=100)
+    console.print(table(rounds))
+    options.out.with_suffix(".txt").write_text(console.export_text())
+
+
+def one_round(contender: contenders.Contender, options: argparse.Namespace) -> dict[str, float]:
+    """One engine from start to end: milliseconds of a step by batch, microseconds of a call.
+
+    Raises:
+        SystemExit: it failed.
+
+    """
+    command = [*contender.command, *MORE, "--repeats", "5", "--calls", "500"]
+    log = Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
+    outcome = contender_process.run(command, contender.environment, log, options.timeout)
+    if outcome.status != 0:
+        raise SystemExit(f"{contender.name} failed: {outcome.status}\n{outcome.end_of_output}")
+    figures = {
+        f"step at batch {point['batch']}, ms": point["decode_ms"]
+        for point in outcome.answers("RESULT ")
+    }
+    (calls,) = outcome.answers("CALLS ")
+    print(contender.name, figures | calls, flush=True)
+    return figures | {"call of all ranks, us": calls["call_us"]}
+
+
+def table(rounds: dict[str, list[dict[str, Any]]]) -> Table:
+    """Medians of both and their ratios."""
+    ours, theirs = rounds
+    shown = Table(title="Nothing to compute: TP 2 on CPU")
+    for column in ("", ours, theirs, "ratio"):
+        shown.add_column(column)
+    for figure in rounds[ours][0]:
+        a, b = (statistics.median(r[figure] for r in rounds[name]) for name in (ours, theirs))
+        shown.add_row(figure, f"{a:.3g}", f"{b:.3g}", f"{a / b:.2f}")
+    return shown
+
+
+if __name__ == "__main__":
+    main()

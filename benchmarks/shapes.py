@@ -1,0 +1,65 @@
+"""Shapes of known models, written as a config.json, and their weight bytes; no weights."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+SHAPES: dict[str, dict[str, int]] = {
+    "none": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512},
+    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
+             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512},
+    # The shapes of TinyLlama 1.1B, Llama 3.2 1B and Llama 3 8B.
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+           "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
+    "1b-16": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    # 40.6 GB in bf16.
+    "20b": {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 48,
+            "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+"""Dense Llama shapes by name."""
+
+DTYPE_BYTES = 2
+
+
+def write_shape(name: str, *, layers: int | None = None) -> Path:
+    """Write a config.json of a known shape into a folder for temporary files; answers the folder.
+
+    Args:
+        name: a key of `SHAPES`.
+        layers: another number of layers than the shape has.
+
+    """
+    shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    directory = Path(tempfile.gettempdir()) / "ray_hetero_shapes" / f"{name}-{layers or 'all'}"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config | shape))
+    return directory
+
+
+def layer_bytes(shape: dict[str, int]) -> int:
+    """Bytes of one decoder layer in bf16: attention, MLP and the two norms."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    kv = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
+    return DTYPE_BYTES * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden)
+
+
+def head_bytes(shape: dict[str, int]) -> int:
+    """Bytes of the output matrix, read once a step; of the embedding a step reads a few rows."""
+    return DTYPE_BYTES * shape["vocab_size"] * shape["hidden_size"]
+
+
+def kv_bytes(shape: dict[str, int]) -> int:
+    """KV bytes of one token, all layers."""
+    kv = shape["num_key_value_heads"] * shape["hidden_size"] // shape["num_attention_heads"]
+    return 2 * DTYPE_BYTES * kv * shape["num_hidden_layers"]

@@ -1,0 +1,196 @@
+"""The arithmetic behind the benchmarks' figures; what runs engines is not run here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from contender_process import run  # noqa: E402
+from contenders import Split, with_gpu  # noqa: E402
+from engine_run import Point, Timeline, figures  # noqa: E402
+from planner_check import Planner, fits, verdict  # noqa: E402
+from shapes import SHAPES, head_bytes, layer_bytes, write_shape  # noqa: E402
+from side_by_side import merged  # noqa: E402
+from side_by_side_report import crossing_of, floor_ms, table  # noqa: E402
+
+from placement.model_shape import shape_of  # noqa: E402
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bytes_of_a_shape_are_those_that_the_planner_counts(name: str) -> None:
+    shape = shape_of(write_shape(name))
+    assert sum(tensor.rank_bytes(1) for tensor in shape.layers[0].tensors) == layer_bytes(
+        SHAPES[name]
+    )
+    assert sum(t.rank_bytes(1) for t in shape.output_matrix if t.role != "norm") >= head_bytes(
+        SHAPES[name]
+    )
+
+
+def test_a_decode_step_is_the_time_of_one_token_of_each_request() -> None:
+    # Eight requests get 31 more tokens each in 3.1 s.
+    line = Timeline(all_started=1.0, first_ended=4.1, full_tokens=8 * 31, ended=4.1)
+    assert line.decode_ms(8) == pytest.approx(100)
+    result = figures(Point(8, 128), 32, [line])
+    assert (result["prefill_s"], result["decode_ms"]) == (1.0, 100.0)
+    assert result["tokens_per_s"] == pytest.approx(8 * 32 / 4.1, abs=0.01)
+
+
+def test_without_a_moment_of_a_full_batch_there_is_no_decode_step() -> None:
+    line = Timeline(all_started=4.0, first_ended=4.0, full_tokens=0, ended=5.0)
+    assert figures(Point(2, 128), 2, [line])["decode_ms"] is None
+
+
+def run_of(**contenders: dict[str, Any]) -> dict[str, Any]:
+    """Results of a run: 16 of 32 layers of 0.5 GB outside, output matrix of 1 GB."""
+    return {
+        "shape": "8b", "case": "half", "layers": 32, "layers_outside": 16, "points_left_out": [],
+        "layer_bytes": 500_000_000, "head_bytes": 1_000_000_000, "contenders": contenders,
+        "gpu": {"name": "GPU", "copy_bytes_per_s": 4.5e12, "link_bytes_per_s": 50e9},
+    }  # fmt: skip
+
+
+def outcome(reads: str, *points: dict[str, Any], status: int = 0) -> dict[str, Any]:
+    return {
+        "status": status, "reads": reads, "points": list(points), "memory": None,
+        "bandwidths": [{"socket": 150e9}, {"socket": 170e9}],
+    }  # fmt: skip
+
+
+def point(batch: int, prompt: int, decode_ms: float, prefill_s: float) -> dict[str, Any]:
+    return {"batch": batch, "prompt": prompt, "output": 32, "decode_ms": decode_ms,
+            "prefill_s": prefill_s, "tokens_per_s": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        # 8 GB at 160 GB/s, then 9 GB at 4.5 TB/s.
+        ("socket", 50 + 2),
+        # The link takes 160 ms, and the GPU's own 2 ms can pass meanwhile.
+        ("link", 160),
+        ("gpu", 1000 * 17e9 / 4.5e12),
+    ],
+)
+def test_the_floor_is_bytes_over_the_bandwidth_of_where_they_are(
+    reads: str, expected: float
+) -> None:
+    assert floor_ms(run_of(), outcome(reads)) == pytest.approx(expected)
+
+
+def test_the_table_shows_contenders_that_failed_and_where_streaming_overtakes() -> None:
+    found = run_of(
+        **{
+            "ray_hetero cpu-gpu": outcome("socket", point(1, 128, 60, 0.2), point(8, 128, 60, 0.8)),
+            "vllm prefetch": outcome("link", point(1, 128, 160, 0.16), point(8, 128, 160, 0.2)),
+            "accelerate": outcome("link", status=1),
+        }
+    )
+    shown = table(found, width=130)
+    assert "failed: 1" in shown
+    # From 60 : 160 ms at 8 tokens to 0.2 : 0.16 s at 128, the logarithms in proportion.
+    assert "vllm prefetch is faster than ray_hetero cpu-gpu above 77 tokens a step" in shown
+
+
+def test_curves_that_do_not_meet_have_no_crossing() -> None:
+    assert crossing_of([(1, 1.0), (8, 1.0)], [(1, 2.0), (8, 3.0)]) is None
+    assert crossing_of([(1, 1.0), (100, 2.0)], [(1, 2.0), (100, 1.0)]) == pytest.approx(10)
+
+
+def test_a_later_run_replaces_its_points_and_keeps_the_others() -> None:
+    first = outcome("link", point(1, 128, 1, 1), point(8, 128, 2, 2))
+    both = merged(first, outcome("link", point(8, 128, 3, 3), point(8, 1024, 4, 4)))
+    assert [(p["batch"], p["prompt"], p["decode_ms"]) for p in both["points"]] == [
+        (1, 128, 1), (8, 128, 3), (8, 1024, 4),
+    ]  # fmt: skip
+    assert len(both["bandwidths"]) == 4
+
+
+def test_all_contenders_hold_the_same_layers_outside() -> None:
+    commands = {
+        contender.name: list(contender.command)
+        for contender in with_gpu(Split("20b", 24), share=0.17, engine={}, prefetch_step=1)
+    }
+
+    def given(name: str, option: str) -> dict[str, Any]:
+        command = commands[name]
+        return dict(json.loads(command[command.index(option) + 1]))
+
+    assert given("ray_hetero cpu-gpu", "--config")["layers"] == [24, 24]
+    assert given("vllm uva", "--engine")["cpu_offload_gb"] * 2**30 == 24 * layer_bytes(
+        SHAPES["20b"]
+    )
+    prefetch = given("vllm prefetch", "--engine")
+    assert (prefetch["offload_group_size"], prefetch["offload_num_in_group"]) == (2, 1)
+    assert commands["accelerate"][-2:] == ["--outside", "24"]
+    assert given("ray_hetero gpu-cpu", "--config")["gpu"] == {"memory_utilization": 0.17}
+    assert "gpu_memory_utilization" not in given("all on gpu", "--engine")
+
+
+def test_a_contender_that_is_late_is_stopped_with_what_it_has_started(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys; "
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print('RESULT {\"pid\": %d}' % p.pid, flush=True); p.wait()"
+    )
+    found = run([sys.executable, "-c", code], {}, tmp_path / "log", timeout_s=5)
+    assert found.status == "not done in 5 s"
+    (answer,) = found.answers("RESULT ")
+    # A process that is gone, or at most not yet reaped.
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(answer["pid"])], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    assert state in ("", "Z") or state.startswith("Z")
+
+
+def split(layers: list[int], measured: float, stages: list[float]) -> dict[str, Any]:
+    return {"layers": layers, "measured_ms": measured, "measured_stage_ms": stages,
+            "predicted_stage_ms": [2.0 * n for n in layers]}  # fmt: skip
+
+
+def test_the_planner_is_asked_what_the_executor_would_ask() -> None:
+    config = {"cpu": {"ranks_per_socket": 2, "bandwidth_gb_s": 10}}
+    options = Namespace(
+        shape="1b", layout='[["cpu"], ["cpu"]]', config=json.dumps(config), max_num_seqs=2,
+        gpu_share=0.9,
+    )  # fmt: skip
+    planner = Planner(options)
+    assert planner.split(22).layers == (11, 11)
+    found = planner.split(22, [4, 18])
+    assert found.layers == (4, 18)
+    # 4 layers at 10 GB/s, and what stands beside the reads.
+    reads = 4 * layer_bytes(SHAPES["1b"]) / 10e9
+    assert reads < found.stages[0].decode.seconds < reads + 10e-3
+
+
+SPLITS = [split([1, 3], 13.0, [3.0, 10.0]), split([2, 2], 12.0, [5.0, 7.0]),
+          split([3, 1], 11.0, [7.0, 4.0])]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("objective", "layers", "expected"),
+    [
+        ("latency", [2, 2], "12.00 ms; best of 3 measured is [3, 1], 11.00 ms; ratio 1.091 (NOT"),
+        ("throughput", [3, 1], "7.00 ms; best of 3 measured is [2, 2], 7.00 ms; ratio 1.000 (wit"),
+    ],
+)
+def test_the_planners_choice_beside_the_best(
+    objective: str, layers: list[int], expected: str
+) -> None:
+    assert expected in verdict(SPLITS, objective, layers)
+
+
+def test_stages_are_fitted_by_what_a_layer_and_a_step_cost() -> None:
+    first, _ = fits(SPLITS)
+    assert first == (
+        "stage 0: predicted 0.00 ms + 2.000 ms a layer, measured 1.00 ms + 2.000 ms a layer"
+    )

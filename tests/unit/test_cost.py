@@ -1,0 +1,62 @@
+"""What a layer and a step cost beside their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_cases import LLAMA_8B, device, stage
+
+from placement.cost import PICO, decode_pass, layer_step
+from placement.devices import DeviceFigures, Links, StageDevices
+from placement.split import choose_split
+
+LAYER_BYTES = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
+DECODE = decode_pass(1, 1)
+
+
+def with_figures(part: str, **changes: object) -> StageDevices:
+    rank = device(part)
+    return stage(replace(rank, figures=replace(rank.figures, **changes)))  # type: ignore[arg-type]
+
+
+def seconds_of_a_layer(devices: StageDevices) -> float:
+    return layer_step(LLAMA_8B, LLAMA_8B.layers[0], devices, DECODE, Links()).total / PICO
+
+
+def reading(figures: DeviceFigures) -> float:
+    """Seconds in which a device reads a layer; the KV cache of one token is nothing beside it."""
+    return LAYER_BYTES / figures.read_bandwidth
+
+
+def test_a_layers_latency_comes_on_top_of_its_reads() -> None:
+    devices = with_figures("H100 SXM", layer_latency_s=0.2e-3)
+    expected = reading(devices.ranks[0].figures) + 0.2e-3
+    assert seconds_of_a_layer(devices) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("latency_s", "is_longer"), [(0.31e-3, True), (0.1e-3, False)])
+def test_kernels_that_are_launched_one_by_one_take_the_longer_of_both(
+    latency_s: float, is_longer: bool
+) -> None:
+    devices = with_figures("H100 SXM", layer_latency_s=latency_s, is_launching=True)
+    expected = latency_s if is_longer else reading(devices.ranks[0].figures)
+    assert seconds_of_a_layer(devices) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_steps_latency_comes_once_for_each_stage() -> None:
+    plain = [stage(device("Xeon 8480+")), stage(device("H100 SXM"))]
+    slow = [
+        with_figures("Xeon 8480+", step_latency_s=0.5e-3),
+        with_figures("H100 SXM", step_latency_s=1.5e-3),
+    ]
+    splits = [
+        choose_split(
+            LLAMA_8B, stages, batch=1, context=512, max_sequences=1, layers=[8, 24], order="fixed"
+        )
+        for stages in (plain, slow)
+    ]
+    added = [s.decode.seconds - p.decode.seconds for p, s in zip(splits[0].stages, splits[1].stages,
+                                                                 strict=True)]  # fmt: skip
+    assert added == pytest.approx([0.5e-3, 1.5e-3])
+    assert splits[1].stages[0].decode.parts()["fixed"] == pytest.approx(0.5e-3)

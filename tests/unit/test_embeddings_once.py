@@ -1,0 +1,70 @@
+"""Embeddings and output matrices that a CPU rank holds once, with vLLM's own kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.platforms import current_platform
+
+from ray_hetero.vllm_private import keep_embeddings_once
+
+VOCABULARY, HIDDEN = 128, 64
+
+
+@pytest.fixture(autouse=True)
+def _patched_for_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    current_platform.import_kernels()
+    name = "process_weights_after_loading"
+    monkeypatch.setattr(UnquantizedEmbeddingMethod, name, vars(UnquantizedEmbeddingMethod)[name])
+
+
+def layer_of(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    """A layer with weights, without the groups that vLLM's own constructor asks for."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def loaded(kind: type[torch.nn.Module]) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A layer as it is after loading, and its weights."""
+    layer = layer_of(kind)
+    weight = layer.weight.clone()
+    UnquantizedEmbeddingMethod().process_weights_after_loading(layer)
+    return layer, weight
+
+
+def multiplied(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return UnquantizedEmbeddingMethod().apply(layer, x)
+
+
+def test_an_output_matrix_is_held_packed_only() -> None:
+    keep_embeddings_once(has_tied_output=False)
+    head, weight = loaded(ParallelLMHead)
+    assert head.weight.numel() == 0
+    x = torch.randn(3, HIDDEN, dtype=torch.bfloat16)
+    torch.testing.assert_close(
+        multiplied(head, x).float(), x.float() @ weight.float().T, rtol=0.02, atol=0.1
+    )
+
+
+def test_an_embedding_is_held_as_it_is_only() -> None:
+    keep_embeddings_once(has_tied_output=False)
+    embedding, weight = loaded(VocabParallelEmbedding)
+    assert embedding.cpu_linear is torch.nn.functional.linear
+    looked_up = UnquantizedEmbeddingMethod().embedding(embedding, torch.tensor([5, 7]))
+    assert torch.equal(looked_up, weight[[5, 7]])
+
+
+@pytest.mark.parametrize("kind", [ParallelLMHead, VocabParallelEmbedding])
+def test_a_matrix_that_is_both_is_held_in_both_ways(kind: type[torch.nn.Module]) -> None:
+    keep_embeddings_once(has_tied_output=True)
+    layer, weight = loaded(kind)
+    assert torch.equal(layer.weight, weight)
+    assert layer.cpu_linear is not torch.nn.functional.linear

@@ -1,0 +1,96 @@
+"""Figures of the ranks on their way to a scrape: written by one process, collected in another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from ray_hetero.engine_card import RankCard
+from ray_hetero.metrics import FIGURES, PREFIX, FiguresWriter, RankCollector
+from ray_hetero.step_clock import StepTotals
+
+TOTALS = StepTotals(steps=7, tokens=56, busy_s=1.5, waiting_s=0.25, exchange_s=0.125,
+                    received_bytes=2048, sent_bytes=1024)  # fmt: skip
+
+
+def card(rank: int, kind: str = "cpu") -> RankCard:
+    return RankCard(
+        rank=rank, stage=rank, tensor_rank=0, kind=kind, node="host-a", device="", threads=(),
+        first_layer=0, layers=1, actor="", predicted_ms=None,
+    )  # fmt: skip
+
+
+def scraped(collector: RankCollector) -> list[str]:
+    """Lines of samples that a scrape of this collector answers."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def sample(name: str, engine: str, rank: int, value: float, kind: str = "cpu") -> str:
+    labels = f'engine="{engine}",kind="{kind}",node="host-a",rank="{rank}",stage="{rank}"'
+    return f"{PREFIX}{name}_total{{{labels}}} {value}"
+
+
+def sorted_labels(line: str) -> str:
+    """A sample with its labels in alphabetical order."""
+    name, _, rest = line.partition("{")
+    labels, _, value = rest.partition("}")
+    return f"{name}{{{','.join(sorted(labels.split(',')))}}}{value}"
+
+
+def test_a_scrape_shows_every_figure_of_every_rank() -> None:
+    collector = RankCollector()
+    writer = FiguresWriter(collector.add_engine(), "one")
+    assert scraped(collector) == []
+    writer.write([(card(0), TOTALS), (card(1, "gpu"), StepTotals(steps=1))])
+    lines = list(map(sorted_labels, scraped(collector)))
+    assert len(lines) == 2 * len(FIGURES)
+    assert sample("busy_seconds", "one", 0, 1.5) in lines
+    assert sample("sent_bytes", "one", 0, 1024.0) in lines
+    assert sample("steps", "one", 1, 1.0, "gpu") in lines
+
+
+def test_what_is_written_replaces_what_was_there() -> None:
+    collector = RankCollector()
+    writer = FiguresWriter(collector.add_engine(), "one")
+    writer.write([(card(0), TOTALS), (card(1), TOTALS)])
+    writer.write([(card(0), StepTotals(steps=8))])
+    lines = list(map(sorted_labels, scraped(collector)))
+    assert len(lines) == len(FIGURES)
+    assert sample("steps", "one", 0, 8.0) in lines
+
+
+def test_engines_of_one_process_share_a_family() -> None:
+    collector = RankCollector()
+    for name in ("one", "two"):
+        FiguresWriter(collector.add_engine(), name).write([(card(0), TOTALS)])
+    lines = list(map(sorted_labels, scraped(collector)))
+    assert sample("tokens", "one", 0, 56.0) in lines
+    assert sample("tokens", "two", 0, 56.0) in lines
+
+
+def test_another_process_can_write() -> None:
+    collector = RankCollector()
+    code = (
+        "import sys; from test_metrics import TOTALS, card; "
+        "from ray_hetero.metrics import FiguresWriter; "
+        "FiguresWriter(sys.argv[1], 'one').write([(card(0), TOTALS)])"
+    )
+    run_beside([sys.executable, "-c", code, collector.add_engine()])
+    assert sample("steps", "one", 0, 7.0) in map(sorted_labels, scraped(collector))
+
+
+def run_beside(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, cwd=__file__.rpartition("/")[0], timeout=120)
+
+
+def test_a_server_that_cannot_be_reached_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    writer = FiguresWriter("/proc/1/fd/no-such", "one")
+    writer.write([(card(0), TOTALS)])
+    assert "/metrics will not show the ranks" in caplog.text
