@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from placement.errors import LayoutError
 from placement.layout import Kind, Layout
@@ -23,12 +24,25 @@ class Node:
     sockets: tuple[Socket, ...]
     """Sockets (or shares of them) that no other engine holds."""
     gpus: int
-    """GPUs that Ray knows there."""
+    """GPUs of it that no placement group holds."""
     cpus: float
     """CPUs that Ray knows there."""
     is_driver: bool = False
     holders: tuple[str, ...] = ()
     """Who holds the other sockets, for messages."""
+    held_gpus: int = 0
+    """GPUs of it that placement groups hold."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An engine's place among those that start together on the same cluster (data parallelism)."""
+
+    index: int = 0
+    engines: int = 1
+
+
+ALONE = Turn()
 
 
 @dataclass(frozen=True)
@@ -60,40 +74,69 @@ class Seat:
 
 @dataclass
 class _Free:
+    """What is left of one node."""
+
     node: Node
     gpus: int
     sockets: list[Socket]
-    used: dict[str, int] = field(default_factory=lambda: {"cpu": 0, "gpu": 0})
 
     def room(self, stage: Sequence[Kind]) -> bool:
         return stage.count("gpu") <= self.gpus and stage.count("cpu") <= len(self.sockets)
 
 
-def assign(layout: Layout, nodes: Sequence[Node]) -> tuple[Seat, ...]:
+def assign(layout: Layout, nodes: Sequence[Node], turn: Turn = ALONE) -> tuple[Seat, ...]:
     """Seat every rank, the ranks of a stage on one node wherever one has the room.
 
     The driver's node comes first, then nodes by address, so the same input gives the same seats.
+
+    Args:
+        layout: kinds of all ranks.
+        nodes: the cluster.
+        turn: this engine's; the devices of those before it are left to them where there are enough
+            for all, so that engines that do not see each other's claims yet choose others.
 
     Raises:
         LayoutError: the nodes together have too few devices of a kind.
 
     """
-    free = [
+    places = _places(nodes)
+    try:
+        for _ in range(turn.index):
+            _seat_all(layout, places, nodes)
+        return _seat_all(layout, places, nodes)
+    except LayoutError:
+        if not turn.index:
+            raise
+    # The others have theirs already, and this is what they left.
+    return _seat_all(layout, _places(nodes), nodes)
+
+
+def _places(nodes: Sequence[Node]) -> list[_Free]:
+    return [
         _Free(node, node.gpus, list(node.sockets))
         for node in sorted(nodes, key=lambda node: (not node.is_driver, node.address))
     ]
+
+
+def _seat_all(layout: Layout, places: Sequence[_Free], nodes: Sequence[Node]) -> tuple[Seat, ...]:
+    """Seats of one engine; takes its devices out of the places."""
     seats: list[Seat] = []
+    used: Counter[tuple[str, Kind]] = Counter()
     for stage, kinds in enumerate(layout.stages):
-        home = next((place for place in free if place.room(kinds)), None)
+        home = next((place for place in places if place.room(kinds)), None)
         for tensor_rank, kind in enumerate(kinds):
-            place = home or next((p for p in free if p.room((kind,))), None)
+            place = home or next((p for p in places if p.room((kind,))), None)
             if place is None:
                 raise LayoutError(_no_room(layout, stage, kind, nodes))
-            seats.append(_seat(place, len(seats), stage, tensor_rank, kind))
+            local_rank = used[place.node.node_id, kind]
+            used[place.node.node_id, kind] += 1
+            seats.append(_seat(place, len(seats), stage, tensor_rank, kind, local_rank))
     return tuple(seats)
 
 
-def _seat(place: _Free, rank: int, stage: int, tensor_rank: int, kind: Kind) -> Seat:
+def _seat(
+    place: _Free, rank: int, stage: int, tensor_rank: int, kind: Kind, local_rank: int
+) -> Seat:
     node = place.node
     socket = None
     cpus = 0.0
@@ -103,7 +146,6 @@ def _seat(place: _Free, rank: int, stage: int, tensor_rank: int, kind: Kind) -> 
         socket = place.sockets.pop(0)
         # Shares that overlap (more ranks than cores) must still fit into the node's CPUs.
         cpus = min(float(len(socket.cores)), len(node.host.cores) / max(1, len(node.sockets)))
-    place.used[kind] += 1
     return Seat(
         rank=rank,
         stage=stage,
@@ -112,7 +154,7 @@ def _seat(place: _Free, rank: int, stage: int, tensor_rank: int, kind: Kind) -> 
         node_id=node.node_id,
         address=node.address,
         node_name=node.host.name,
-        local_rank=place.used[kind] - 1,
+        local_rank=local_rank,
         is_driver_node=node.is_driver,
         socket=socket,
         bundle_cpus=cpus,
@@ -130,17 +172,21 @@ def _no_room(layout: Layout, stage: int, kind: Kind, nodes: Sequence[Node]) -> s
     )
 
 
-def bundle_of(seat: Seat, accelerator_type: str | None = None) -> dict[str, float]:
+def bundle_of(
+    seat: Seat, accelerator_type: str | None = None, memory_bytes: int | None = None
+) -> dict[str, float]:
     """The Ray bundle that reserves a seat's device on its node.
 
     Args:
         seat: a rank's seat.
         accelerator_type: Ray's accelerator type that a GPU must be of, for example H100.
+        memory_bytes: host memory that a CPU rank will take; None reserves none.
 
     """
     bundle: dict[str, float] = {f"node:{seat.address}": NODE_SLIVER}
     if seat.kind == "cpu":
-        return bundle | {"CPU": seat.bundle_cpus}
+        bundle["CPU"] = seat.bundle_cpus
+        return bundle if memory_bytes is None else bundle | {"memory": memory_bytes}
     bundle["GPU"] = 1
     if accelerator_type is not None:
         bundle[f"accelerator_type:{accelerator_type}"] = NODE_SLIVER

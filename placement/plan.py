@@ -156,7 +156,7 @@ def plan_model(
 
     """
 
-    def split(stages: int) -> Split:
+    def split(stages: int, explained: bool = True) -> Split:
         return choose_split(
             shape,
             stages_on(cluster, stages, tensor_parallel_size),
@@ -168,6 +168,7 @@ def plan_model(
             max_model_len=max_model_len,
             max_batched_tokens=max_batched_tokens,
             links=cluster.links,
+            explained=explained,
         )
 
     if pipeline_parallel_size is None and layers is not None:
@@ -182,23 +183,19 @@ def plan_model(
     return Plan(model, shape, chosen, cluster.devices)
 
 
-def _best_number_of_stages(split: Callable[[int], Split], most: int) -> Split:
+def _best_number_of_stages(split: Callable[[int, bool], Split], most: int) -> Split:
     best: Split | None = None
-    error: DoesNotFitError | LayoutError | None = None
     for stages in range(1, most + 1):
         if best is not None and stages > MANY_STAGES:
             break
         try:
-            found = split(stages)
-        except (DoesNotFitError, LayoutError) as problem:
-            error = problem
+            found = split(stages, False)
+        except (DoesNotFitError, LayoutError):
             continue
         if best is None or found.value[0] < WORTH_A_STAGE * best.value[0]:
             best = found
-    if best is None:
-        assert error is not None
-        raise error
-    return best
+    # Where none fits, the error is that of the most stages.
+    return split(most, True) if best is None else best
 
 
 def stages_on(

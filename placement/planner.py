@@ -80,7 +80,7 @@ class Planner:
         row = [self.stages[place] for place in places]
         return tuple(
             StageCosts(
-                self._layer_times[_unnamed(stage)],
+                self._layer_times[_anywhere(stage)],
                 self._beside_layers(row, place).total,
                 self._reach(stage, place),
             )
@@ -150,13 +150,25 @@ class Planner:
 
     @cached_property
     def _layer_times(self) -> dict[StageDevices, tuple[int, ...]]:
-        return {
-            stage: tuple(
-                cost.layer_step(self.shape, layer, stage, self._decode, self.links).total
-                for layer in self.shape.layers
-            )
-            for stage in {_unnamed(stage) for stage in self.stages}
+        return {stage: self._times_on(stage) for stage in set(map(_anywhere, self.stages))}
+
+    def _times_on(self, stage: StageDevices) -> tuple[int, ...]:
+        times = {
+            first: cost.layer_step(
+                self.shape, self.shape.layers[first], stage, self._decode, self.links
+            ).total
+            for first in set(self._first_alike)
         }
+        return tuple(times[first] for first in self._first_alike)
+
+    @cached_property
+    def _first_alike(self) -> tuple[int, ...]:
+        """For each layer the first one that is like it; most models have one or two kinds."""
+        first: dict[tuple[object, ...], int] = {}
+        return tuple(
+            first.setdefault((layer.tensors, layer.kv), index)
+            for index, layer in enumerate(self.shape.layers)
+        )
 
     @cached_property
     def _layer_weights(self) -> tuple[int, ...]:
@@ -175,11 +187,12 @@ class Planner:
         self, row: Sequence[StageDevices], place: int, run: cost.Pass | None = None
     ) -> Step:
         run = run or self._decode
+        fixed = cost.fixed_step(row[place])
         if place == len(row) - 1:
-            return cost.output_step(self.shape, row[place], run)
+            return fixed + cost.output_step(self.shape, row[place], run)
         only_gpus = not any(stage.has_cpu for stage in row)
         link = boundary_link(row[place], row[place + 1], self.links, only_gpus=only_gpus)
-        return cost.send_step(self.shape, row[place], row[place + 1], link, run)
+        return fixed + cost.send_step(self.shape, row[place], row[place + 1], link, run)
 
     def _time(
         self, row: Sequence[StageDevices], place: int, first: int, count: int, run: cost.Pass
@@ -225,3 +238,11 @@ def _unnamed(stage: StageDevices) -> StageDevices:
         return replace(rank, label="")
 
     return StageDevices(tuple(map(unnamed, stage.ranks)))
+
+
+def _anywhere(stage: StageDevices) -> StageDevices:
+    """The stage with its nodes numbered: a layer costs the same wherever they are."""
+    nodes = {name: str(number) for number, name in enumerate(sorted(stage.nodes))}
+    return StageDevices(
+        tuple(replace(rank, label="", node=nodes[rank.node]) for rank in stage.ranks)
+    )

@@ -36,6 +36,7 @@ def choose_split(
     max_model_len: int | None = None,
     max_batched_tokens: int = 2048,
     links: Links | None = None,
+    explained: bool = True,
 ) -> Split:
     """Choose stage order, layers per stage and budgets per rank.
 
@@ -51,6 +52,8 @@ def choose_split(
         max_model_len: longest sequence; None is `context`.
         max_batched_tokens: prompt tokens in one step.
         links: the ways between ranks.
+        explained: whether the error says by how much it does not fit, which takes longer than the
+            choice itself.
 
     Raises:
         LayoutError: `layers` does not match the stages or the model, or there are too many stages.
@@ -64,7 +67,7 @@ def choose_split(
         return _given(planner, _checked_layers(shape, stages, layers))
     split = planner.best(order)
     if split is None:
-        raise DoesNotFitError(explain(planner, order))
+        raise DoesNotFitError(explain(planner, order) if explained else "no split fits")
     return replace(split, gpu_only=_gpu_only(planner, split, order))
 
 

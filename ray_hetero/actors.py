@@ -9,20 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from placement.assignment import Seat
-from placement.errors import PlacementError
-from ray_hetero.errors import RayHeteroError, StartupError
+from placement.cluster import Reservation
+from ray_hetero.endings import SETTLE_SECONDS, Ending, Severity, causes, ending_of
+from ray_hetero.engine_name import actor_name
+from ray_hetero.errors import StartupError
 from ray_hetero.lockstep import describe
 from ray_hetero.node_software import NodeSoftware
+from ray_hetero.plugin import INSTEAD_OF
 from ray_hetero.rank_environment import (
     cpu_rank_environment,
     gpu_rank_environment,
     propagated,
 )
+from ray_hetero.whereabouts import Whereabouts
 from ray_hetero.world import RankLaunch, World
 
 POLL_SECONDS = 1.0
@@ -37,19 +38,13 @@ class RankHandle:
     run_ref: Any = field(default=None)
 
 
-def actor_name(instance_id: str, seat: Seat) -> str:
-    """Telling name of a rank's actor, for `ray list actors` and the dashboard."""
-    device = f"socket{seat.socket.id}" if seat.socket else f"gpu{seat.local_rank}"
-    return (
-        f"ray_hetero-{instance_id}-rank{seat.rank}-stage{seat.stage}"
-        f"-tp{seat.tensor_rank}-{seat.kind}-{device}"
-    )
-
-
 def environment_of(rank: RankLaunch, software: NodeSoftware) -> dict[str, str]:
     """The environment that a rank's process starts with on its node."""
     config = rank.launch.config
     environment = propagated(os.environ)
+    if INSTEAD_OF in environment:
+        # A rank's own configuration names one of vLLM's backends and means it.
+        environment[INSTEAD_OF] = ""
     if rank.seat.kind == "cpu":
         environment |= cpu_rank_environment(
             rank.threads,
@@ -68,17 +63,19 @@ def environment_of(rank: RankLaunch, software: NodeSoftware) -> dict[str, str]:
     return environment | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
 
 
-def spawn(rank: RankLaunch, group: PlacementGroup, environment: Mapping[str, str]) -> RankHandle:
-    """Create one rank's actor in its bundle, which has the rank's number; returns at once."""
+def spawn(rank: RankLaunch, reservation: Reservation, environment: Mapping[str, str]) -> RankHandle:
+    """Create one rank's actor in its bundle; returns at once."""
     from ray_hetero.rank_process import RankProcess
 
     seat = rank.seat
     actor = ray.remote(RankProcess).options(
         name=actor_name(rank.shared.instance_id, seat),
-        num_cpus=seat.bundle_cpus,
+        # Of a bundle that is not ours, somebody else's actor may have the CPUs.
+        num_cpus=seat.bundle_cpus if reservation.is_own else 0,
         num_gpus=1 if seat.kind == "gpu" else 0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=seat.rank
+            placement_group=reservation.group,
+            placement_group_bundle_index=reservation.bundles[seat.rank],
         ),
         runtime_env={"env_vars": dict(environment)},
         max_restarts=0,
@@ -87,7 +84,13 @@ def spawn(rank: RankLaunch, group: PlacementGroup, environment: Mapping[str, str
 
 
 def gather(
-    world: World, refs: Sequence[Any], *, what: str, timeout_s: float, key: str
+    world: World,
+    refs: Sequence[Any],
+    *,
+    what: str,
+    timeout_s: float,
+    key: str,
+    whereabouts: Whereabouts | None = None,
 ) -> list[Any]:
     """Wait for one answer a rank.
 
@@ -97,6 +100,7 @@ def gather(
         what: what is being waited for, for messages.
         timeout_s: longest wait for all.
         key: name of the setting that holds the limit.
+        whereabouts: the ranks' processes, once they are known.
 
     Raises:
         StartupError: an actor died, answered with an error, or is late; names the rank.
@@ -105,30 +109,33 @@ def gather(
     """
     deadline = time.monotonic() + timeout_s
     pending = {ref: rank for rank, ref in enumerate(refs)}
-    answers: dict[int, Any] = {}
     while pending:
         done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
+        if any(ending_of(pending[ref], ref) for ref in done):
+            # The first to be heard of need not be the first that failed.
+            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SETTLE_SECONDS)
+            endings = [ending_of(pending[ref], ref) for ref in done]
+            found = causes([ending for ending in endings if ending])
+            raise _error(world, found, what, whereabouts)
         for ref in done:
-            rank = pending.pop(ref)
-            answers[rank] = _answer(world, rank, ref, what)
+            del pending[ref]
         if pending and time.monotonic() > deadline:
             late = "; ".join(describe(world, rank) for rank in sorted(pending.values()))
+            doing = f" {whereabouts.look()}." if whereabouts else ""
             raise StartupError(
-                f"{what}: no answer in {timeout_s:g} s ({key}) from {late}. "
+                f"{what}: no answer in {timeout_s:g} s ({key}) from {late}.{doing} "
                 "Look at that rank's log, or raise the limit."
             )
-    return [answers[rank] for rank in sorted(answers)]
+    return [ray.get(ref) for ref in refs]
 
 
-def _answer(world: World, rank: int, ref: Any, what: str) -> Any:
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, RayHeteroError | PlacementError):
-            raise type(cause)(f"{describe(world, rank)}: {cause}") from None
-        raise StartupError(f"{what}: {describe(world, rank)} failed: {cause!r}") from error
-    except RayActorError as error:
-        raise StartupError(f"{what}: {describe(world, rank)} died: {error}") from None
-    except RayError as error:
-        raise StartupError(f"{what}: {describe(world, rank)}: {error}") from error
+def _error(
+    world: World, endings: Sequence[Ending], what: str, whereabouts: Whereabouts | None
+) -> Exception:
+    first = endings[0]
+    if first.error is not None:
+        return type(first.error)(f"{describe(world, first.rank)}: {first.error}")
+    told = "; ".join(f"{describe(world, ending.rank)} {ending.text}" for ending in endings)
+    if whereabouts and first.severity is Severity.DIED:
+        told = f"{told}; {whereabouts.traces(first.rank)}"
+    return StartupError(f"{what}: {told}")

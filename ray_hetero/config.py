@@ -7,20 +7,27 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import re
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from placement.given import key_of, listed, shown
 from placement.stage_plan import Objective
+from placement.yaml_file import YamlError, read_yaml
 from ray_hetero.errors import ConfigError
 
 Kind = Literal["cpu", "gpu"]
 Auto = Literal["auto"]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-GigabytesPerSecond = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+GigabytesPerSecond = Annotated[float, Field(ge=0.001, le=100_000)]
+Gibibytes = Annotated[float, Field(ge=0.001, le=100_000)]
+Word = Annotated[str, Field(pattern=r"^[!-~]+$")]
+"""Text that is no setting by accident: not empty, no spaces, no line breaks."""
+Environment = dict[
+    Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
+    Annotated[str, Field(pattern=r"^[^\x00]*$")],
+]
 
 ENVIRONMENT_VARIABLE = "RAY_HETERO_CONFIG"
 KEY = "ray_hetero"
@@ -35,7 +42,7 @@ class _Section(BaseModel):
 class GpuConfig(_Section):
     """GPU ranks."""
 
-    accelerator_type: str | None = None
+    accelerator_type: Word | None = None
     """Ray's accelerator type the GPU bundles ask for, for example H100; None takes any."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory for vLLM; None takes vLLM's own --gpu-memory-utilization."""
@@ -57,13 +64,19 @@ class CpuConfig(_Section):
     """Compute threads of each rank; auto is all cores of the socket less the reserved ones."""
     reserved_cores: Annotated[int, Field(ge=0)] | Auto = "auto"
     """Cores of a socket kept for the engine, the API server and Ray."""
-    kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
+    kv_cache_gib: Gibibytes | Auto = "auto"
     """KV cache of each CPU rank in GiB."""
     bandwidth_gb_s: GigabytesPerSecond | None = None
     """What one CPU rank reads its memory with, in 10^9 bytes per second, for planning; None
     measures it at the first start on a host."""
     openmp: Literal["auto", "gomp", "iomp", "none"] = "auto"
     """OpenMP library to preload; none leaves threads and binding to the environment."""
+    linear_kernel: Literal["auto", "streaming", "vllm"] = "auto"
+    """What computes unquantised linear layers in bfloat16: kernels that read the weights at the
+    socket's bandwidth, or vLLM's own; auto takes the former where there is AMX."""
+    install_kernels: bool = False
+    """Whether nodes that lack the CPU kernels beside a CUDA install fetch them at start-up, as
+    `ray-hetero install-cpu-kernels` does; else the engine names these nodes and ends."""
     strict: Annotated[float, Field(ge=0, le=1)] | None = None
     """Largest share of a rank's memory on foreign NUMA nodes; more is an error. None only logs."""
     env: Environment = {}
@@ -93,10 +106,18 @@ class StartupConfig(_Section):
     """Longest wait for a rank to join its groups and load its weights."""
 
 
+class ServingConfig(_Section):
+    """The engine while it serves."""
+
+    step_timeout_s: Seconds | None = None
+    """Longest wait for one step of the engine on every rank; None takes vLLM's
+    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, which is 300 unless set."""
+
+
 class PipelineConfig(_Section):
     """Pipeline stages."""
 
-    batches_in_flight: Annotated[int, Field(ge=1)] | Auto = "auto"
+    batches_in_flight: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """Batches that are between the first and the last stage at once.  Each one reads every weight
     of a stage again, so auto is 1 where there are both kinds of stage, unless the objective is
     throughput; else one per stage."""
@@ -105,7 +126,7 @@ class PipelineConfig(_Section):
 class ExchangeConfig(_Section):
     """Tensor exchange between ranks."""
 
-    interface: str | Auto = "auto"
+    interface: Word | Auto = "auto"
     """Network interface of Gloo; auto is the one that holds the node's Ray address."""
     timeout_s: Seconds = 600
     """Longest wait for a peer inside one exchange."""
@@ -129,13 +150,21 @@ class HeteroConfig(_Section):
     warmup: WarmupConfig = WarmupConfig()
     exchange: ExchangeConfig = ExchangeConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    serving: ServingConfig = ServingConfig()
+    restart: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How often, in all, the engine starts its ranks again after one has died or hangs; requests
+    in flight get an error. 0 ends the engine instead, for a supervisor to start it again."""
 
     @field_validator("layout")
     @classmethod
     def _stages_are_equal(cls, layout: Auto | list[list[Kind]]) -> Auto | list[list[Kind]]:
-        if layout != "auto" and (not layout or len({len(stage) for stage in layout}) != 1):
-            sizes = [len(stage) for stage in layout]
-            raise ValueError(f"every stage needs the same number of ranks, got {sizes}")
+        if layout == "auto":
+            return layout
+        sizes = [len(stage) for stage in layout]
+        if len(set(sizes)) != 1 or 0 in sizes:
+            raise ValueError(
+                f"every stage needs the same number of ranks, at least one, got {shown(sizes)}"
+            )
         return layout
 
 
@@ -150,8 +179,28 @@ def load_config(additional_config: object) -> HeteroConfig:
 
     """
     settings = _from_file(os.environ.get(ENVIRONMENT_VARIABLE))
-    given = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
+    given: object = {}
+    if isinstance(additional_config, dict):
+        _check_beside(additional_config)
+        given = additional_config.get(KEY, {})
     return _validate(_merged(settings, _mapping(given, f"--additional-config key {KEY!r}")))
+
+
+def _check_beside(additional_config: dict[Any, Any]) -> None:
+    """Refuse settings of ours that nobody would read.
+
+    Raises:
+        ConfigError: a key of ours without `ray_hetero` around it, or that name in another spelling.
+
+    """
+    for key in map(str, additional_config):
+        if key in HeteroConfig.model_fields:
+            raise ConfigError(
+                f"--additional-config key {key!r}: it belongs inside {KEY!r}; "
+                f'type: --additional-config \'{{"{KEY}": {{"{key}": …}}}}\''
+            )
+        if key != KEY and re.sub(r"[\W_]", "", key.lower()) == KEY.replace("_", ""):
+            raise ConfigError(f"--additional-config key {key!r}: expected {KEY!r}")
 
 
 def _from_file(path: str | None) -> dict[str, Any]:
@@ -159,17 +208,15 @@ def _from_file(path: str | None) -> dict[str, Any]:
         return {}
     where = f"{ENVIRONMENT_VARIABLE}={path}"
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: the file cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML: {error}") from None
+        content = read_yaml(path)
+    except YamlError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return _mapping({} if content is None else content, where)
 
 
 def _mapping(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{where}: expected keys and values, got {value!r}")
+        raise ConfigError(f"{where}: expected keys and values, got {shown(value)}")
     return value
 
 
@@ -186,7 +233,7 @@ def _validate(settings: dict[str, Any]) -> HeteroConfig:
     try:
         return HeteroConfig.model_validate(settings)
     except ValidationError as error:
-        problems = "; ".join(_problem(dict(detail)) for detail in error.errors())
+        problems = listed([_problem(dict(detail)) for detail in error.errors()])
         raise ConfigError(f"ray_hetero configuration: {problems}") from None
 
 
@@ -194,12 +241,10 @@ def _problem(detail: dict[str, Any]) -> str:
     # Names of pydantic's union members are no keys.
     tags = ("[", "constrained-")
     names = [str(part) for part in detail["loc"] if not any(tag in str(part) for tag in tags)]
-    key = ".".join(names)
     if detail["type"] == "extra_forbidden":
         names = [str(part) for part in detail["loc"]]
-        key = ".".join(names)
         section: Any = HeteroConfig
         for name in names[:-1]:
             section = section.model_fields[name].annotation
-        return f"{key}: unknown key; known here: {', '.join(section.model_fields)}"
-    return f"{key}: {detail['msg']}, got {detail['input']!r}"
+        return f"{key_of(tuple(names))}: unknown key; known here: {', '.join(section.model_fields)}"
+    return f"{key_of(tuple(names))}: {detail['msg']}, got {shown(detail['input'])}"

@@ -9,39 +9,50 @@ import multiprocessing
 import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
 import vllm.envs as envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-from vllm.v1.executor.multiproc_executor import FutureWrapper
-from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from placement import cluster
-from placement.assignment import Node
-from placement.errors import ClaimError, PlacementError
+from placement.assignment import Node, Turn
+from placement.errors import ClaimError, LayoutError, PlacementError
+from placement.external_group import describe_group, nodes_within
 from ray_hetero import actors, last_words, layer_plan, planning, vllm_private, warmup
-from ray_hetero.engine_facts import facts_of
-from ray_hetero.errors import CpuSiteError, RankError, RayHeteroError
+from ray_hetero.cluster_software import software_of
+from ray_hetero.cpu_kernels import refuse_checkpoint
+from ray_hetero.data_parallel import refuse_shared_experts
+from ray_hetero.engine_card import EngineCard, card_of
+from ray_hetero.engine_facts import EngineFacts, facts_of
+from ray_hetero.errors import RankError, RayHeteroError
+from ray_hetero.failure import Failure
+from ray_hetero.guarded_executor import GuardedExecutor
 from ray_hetero.layer_plan import LayerPlan
 from ray_hetero.local_ray import RayConnection
 from ray_hetero.lockstep import run_schedule
-from ray_hetero.node_software import NodeSoftware, read_node_software
+from ray_hetero.parent_watch import end_with_parent
 from ray_hetero.progress import StartupProgress, logger
 from ray_hetero.rank_config import check_agreement, shared_settings
-from ray_hetero.rank_queues import RankQueues
+from ray_hetero.rank_queues import AnswerQueue, RankQueues, RequestQueue, wait_until_ready
+from ray_hetero.recovery import RankRecovery
 from ray_hetero.socket_bandwidth import bandwidth_probe
+from ray_hetero.status_board import EngineBoard
 from ray_hetero.vllm_private import launch_of
 from ray_hetero.warmup import Phase, WarmupSizes
 from ray_hetero.watch import RankWatch
+from ray_hetero.whereabouts import Whereabouts
 from ray_hetero.world import RankLaunch, World
 from ray_hetero.world_table import as_text, placement_table
 
+PLANNING_TRIES = 3
+"""How often an engine plans when others claim first what it has planned with."""
 
-class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
+
+class HeteroExecutor(GuardedExecutor):
     """One vLLM engine over GPUs and CPU sockets, a Ray actor a rank."""
 
     is_ray_hetero = True
@@ -49,20 +60,23 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         self._set_up_state()
+        end_with_parent(self._kill_ranks)
         with self._nothing_left_on_failure():
             self._claim_devices()
             self._connect()
 
     def _claim_devices(self) -> None:
         """From discovery to claimed sockets; again from the start if another engine was faster."""
-        for is_last in (False, False, True):
+        # Of engines that start together one gets what it wants each time.
+        tries = PLANNING_TRIES + self._turn.engines - 1
+        for left in reversed(range(tries)):
             nodes = self._discover()
             self._plan(nodes)
             self._reserve()
             try:
                 self._spawn()
             except ClaimError as error:
-                if is_last:
+                if not left:
                     raise
                 logger.warning("planning again: %s", error)
                 self._give_back()
@@ -86,23 +100,37 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
     def _set_up_state(self) -> None:
         self._finalizer = weakref.finalize(self, _shut_down_late, weakref.ref(self))
-        self.is_failed = False
-        self.failure_callback: Callable[[], None] | None = None
         self.shutting_down = False
         self.shutdown_lock = threading.Lock()
-        self.ray_worker_handles: list[actors.RankHandle] = []
-        self.response_mqs: list[MessageQueue] = []
-        self.rpc_broadcast_mq: MessageQueue | None = None
-        self.futures_queue: deque[FutureWrapper] = deque()
+        self.response_mqs: list[AnswerQueue] = []
+        self.rpc_broadcast_mq: RequestQueue | None = None
         self._connection: RayConnection | None = None
-        self._placement_group: Any = None
+        self._external: cluster.ExternalGroup | None = None
+        self._reservation: cluster.Reservation | None = None
+        self._card: EngineCard
+        self._board = EngineBoard()
         self._watch: RankWatch | None = None
         self._given_partition = envs.VLLM_PP_LAYER_PARTITION
         self.world: World
-        self._progress = StartupProgress()
         self._launch = launch_of(self.vllm_config)
+        self._progress = StartupProgress(in_notebook=self._launch.in_notebook)
         self._config = self._launch.config
+        self._guard(self._config.restart)
+        if self._config.restart:
+            vllm_private.ask_when_a_step_fails(self.vllm_config, RankRecovery)
+        self._turn = self._take_turn()
         self._get_parallel_sizes()
+
+    def _take_turn(self) -> Turn:
+        """This engine's place among the engines of a data-parallel server.
+
+        They get one configuration and with it one name, by which their claims and actors could not
+        be told apart.
+        """
+        index = self.parallel_config.data_parallel_index
+        if self._launch.engine_args.data_parallel_size > 1:
+            self.vllm_config.instance_id += f"-dp{index}"
+        return Turn(index % self._launch.engines, self._launch.engines)
 
     def _discover(self) -> tuple[Node, ...]:
         with self._progress.step("discover") as step:
@@ -112,24 +140,33 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 unit=self._config.cpu.unit,
                 shares=self._config.cpu.ranks_per_socket,
                 timeout_s=self._config.placement.timeout_s,
+                is_own=self._connection.is_local,
             )
+            nodes = self._within_group(nodes)
             gpus = sum(node.gpus for node in nodes)
             sockets = sum(len(node.sockets) for node in nodes)
             step.outcome = f"{len(nodes)} nodes, {gpus} GPUs, {sockets} CPU sockets"
         return nodes
 
+    def _within_group(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        """The cluster, or the part of it that the placement group around this engine reserves."""
+        group = self.parallel_config.placement_group or self._launch.placement_group
+        if group is None:
+            return nodes
+        self._external = cluster.external_group(
+            group, nodes, self._config.placement.timeout_s, envs.VLLM_RAY_BUNDLE_INDICES
+        )
+        return nodes_within(nodes, self._external.offers)
+
     def _plan(self, nodes: Sequence[Node]) -> None:
         with self._progress.step("plan") as step:
-            plan = layer_plan.plan_layers(
-                self._config,
-                nodes,
-                facts_of(self.vllm_config),
-                pipeline_parallel_size=self.parallel_config.pipeline_parallel_size,
-                tensor_parallel_size=self.parallel_config.tensor_parallel_size,
-                partition=self._given_partition,
-                measure=bandwidth_probe(nodes, self._config.placement.timeout_s),
-            )
+            facts = facts_of(self.vllm_config)
+            plan = self._layer_plan(nodes, facts)
             self.world = plan.world
+            if self.world.has_cpu:
+                refuse_checkpoint(self.model_config)
+                refuse_shared_experts(self.parallel_config)
+            self._memory = plan.memory_bytes()
             self._ranks = self._rank_launches(plan)
             vllm_private.limit_batches_in_flight(
                 self.vllm_config, self._batches_in_flight(self.world)
@@ -138,9 +175,35 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         for warning in filter(None, (plan.warning, planning.sharing_warning(self.world.seats))):
             logger.warning(warning)
         threads = {rank.seat.rank: rank.threads for rank in self._ranks}
+        self._card = card_of(
+            self.vllm_config.instance_id,
+            self.model_config.model,
+            plan,
+            facts.shape,
+            threads,
+            self._launch.metrics_path,
+        )
         logger.info("\n%s", as_text(placement_table(self.world, threads)))
         for line in layer_plan.describe_split(plan):
             logger.info("plan: %s", line)
+
+    def _layer_plan(self, nodes: Sequence[Node], facts: EngineFacts) -> LayerPlan:
+        try:
+            return layer_plan.plan_layers(
+                self._config,
+                nodes,
+                facts,
+                pipeline_parallel_size=self.parallel_config.pipeline_parallel_size,
+                tensor_parallel_size=self.parallel_config.tensor_parallel_size,
+                partition=self._given_partition,
+                measure=bandwidth_probe(nodes, self._config.placement.timeout_s),
+                turn=self._turn,
+            )
+        except LayoutError as error:
+            if self._external is None:
+                raise
+            inside = describe_group(self._external.bundles, nodes)
+            raise LayoutError(f"{error} {inside}") from None
 
     def _rank_launches(self, plan: LayerPlan) -> list[RankLaunch]:
         world = plan.world
@@ -173,10 +236,12 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
         Only in vLLM's own engine process; a notebook's process is the user's.
         """
-        if self._spare_here and multiprocessing.parent_process() is not None:
-            os.sched_setaffinity(0, self._spare_here)
+        # A driver inside a cluster may be held to other cores than the node's Ray.
+        spare = os.sched_getaffinity(0).intersection(self._spare_here)
+        if spare and multiprocessing.parent_process() is not None:
+            os.sched_setaffinity(0, spare)
             assert self._connection is not None
-            self._connection.keep_off(self._spare_here)
+            self._connection.keep_off(spare)
 
     def _batches_in_flight(self, world: World) -> int:
         asked = self._config.pipeline.batches_in_flight
@@ -199,20 +264,27 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
     def _reserve(self) -> None:
         with self._progress.step("reserve"):
-            self._placement_group = cluster.reserve(
+            if self._external is not None:
+                self._reservation = self._external.reservation(self.world.seats)
+                return
+            self._reservation = cluster.reserve(
                 self.world.seats,
                 accelerator_type=self._config.gpu.accelerator_type,
                 timeout_s=self._config.placement.timeout_s,
                 name=f"ray_hetero-{self.vllm_config.instance_id}",
+                memory_bytes=cluster.reservable_memory(
+                    self._memory, self.world.seats, engines=self._turn.engines
+                ),
             )
 
     def _spawn(self) -> None:
         with self._progress.step("spawn"):
-            software = self._node_software()
+            assert self._reservation is not None
+            software = software_of(self.world, self._config, self.model_config.model)
             self.ray_worker_handles = [
                 actors.spawn(
                     rank,
-                    self._placement_group,
+                    self._reservation,
                     actors.environment_of(rank, software[rank.seat.node_id]),
                 )
                 for rank in self._ranks
@@ -220,6 +292,9 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             fingerprints = self._ask(
                 "prepare", what="starting actors", limit="startup.actor_timeout_s"
             )
+            self._whereabouts = Whereabouts(self.world, [found.place for found in fingerprints])
+            for seat in self.world.seats:
+                logger.info("started %s", self._whereabouts.describe(seat.rank))
             check_agreement(fingerprints)
             self._physical_gpus = {
                 node: tuple(
@@ -233,36 +308,27 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 for node in {seat.node_id for seat in self.world.seats}
             }
 
-    def _node_software(self) -> dict[str, NodeSoftware]:
-        software = cluster.on_nodes(
-            read_node_software, self.world.node_ids, self._config.placement.timeout_s
-        )
-        problems = sorted(
-            {
-                f"node {seat.node_name}: {found.problem if found else 'no answer'}"
-                for seat in self.world.seats
-                if seat.kind == "cpu"
-                and ((found := software.get(seat.node_id)) is None or found.problem)
-            }
-        )
-        if problems:
-            raise CpuSiteError("; ".join(problems))
-        return software
-
     def _connect(self) -> None:
         with self._progress.step("connect"):
+            self._board.starting(self._card)
             local = [seat.rank for seat in self.world.seats if seat.is_driver_node]
-            self.rpc_broadcast_mq = MessageQueue(
+            self.rpc_broadcast_mq = RequestQueue(
                 self.world_size,
                 len(local),
                 local_reader_ranks=local,
                 max_chunk_bytes=envs.VLLM_MQ_MAX_CHUNK_BYTES_MB << 20,
                 connect_ip=ray.util.get_node_ip_address(),
             )
+            self.rpc_broadcast_mq.failure = self._failure
+            self.rpc_broadcast_mq.limit_s = self._config.warmup.step_timeout_s
             handle = self.rpc_broadcast_mq.export_handle()
-            init_method = ray.get(
-                self.ray_worker_handles[0].actor.create_dist_init_method.remote(),
-                timeout=self._config.startup.actor_timeout_s,
+            (init_method,) = actors.gather(
+                self.world,
+                [self.ray_worker_handles[0].actor.create_dist_init_method.remote()],
+                what="opening the rendezvous",
+                timeout_s=self._config.startup.actor_timeout_s,
+                key="startup.actor_timeout_s",
+                whereabouts=self._whereabouts,
             )
             answers = self._ask(
                 "start",
@@ -273,15 +339,20 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
                 by_node=self._physical_gpus,
             )
             self.response_mqs = [
-                MessageQueue.create_from_handle(answer["handle"], 0) for answer in answers
+                AnswerQueue(MessageQueue.create_from_handle(answer["handle"], 0), self._failure)
+                for answer in answers
             ]
             # The ranks subscribe inside run(), so it must be under way before the wait.
             for rank in self.ray_worker_handles:
                 rank.run_ref = rank.actor.run.remote()
-            self._watch = RankWatch(self.world, self.ray_worker_handles, self._on_rank_death)
-            self.rpc_broadcast_mq.wait_until_ready()
-            for queue in self.response_mqs:
-                queue.wait_until_ready()
+            assert self._whereabouts is not None
+            self._watch = RankWatch(self._whereabouts, self.ray_worker_handles, self._fail)
+            wait_until_ready(
+                [self.rpc_broadcast_mq, *self.response_mqs],
+                self._failure,
+                self._config.startup.actor_timeout_s,
+                "startup.actor_timeout_s",
+            )
             vllm_private.unlink_once_attached(self.rpc_broadcast_mq)
             self.output_rank = self._get_output_rank()
 
@@ -300,7 +371,14 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             extra = () if by_node is None else (by_node[seat.node_id],)
             refs.append(getattr(handle.actor, method).remote(*args, *extra))
         timeout_s = getattr(getattr(self._config, section), name)
-        return actors.gather(self.world, refs, what=what, timeout_s=timeout_s, key=limit)
+        return actors.gather(
+            self.world,
+            refs,
+            what=what,
+            timeout_s=timeout_s,
+            key=limit,
+            whereabouts=self._whereabouts,
+        )
 
     # --- warm up: vLLM calls these after _init_executor -------------------------------------
 
@@ -309,12 +387,13 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         offered: list[list[str]] = super().get_supported_kv_cache_layouts()
         common = [name for name in offered[0] if all(name in names for names in offered)]
         if not common:
-            raise RankError(f"no KV cache layout suits all ranks: {offered}")
+            raise self._fail(f"no KV cache layout suits all ranks: {offered}")
         return [common] * len(offered)
 
     def determine_available_memory(self) -> list[int]:
         """First half of the warm-up schedule; KV cache bytes of each rank."""
-        values = self._warm_up(Phase.MEMORY)
+        with self._nothing_left_on_failure():
+            values = self._warm_up(Phase.MEMORY)
         return [
             next(value for value in values[seat.rank].values() if value is not None)
             for seat in self.world.seats
@@ -322,15 +401,20 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> None:
         """Second half of the warm-up schedule."""
-        values = self._warm_up(Phase.WARM_UP)
+        with self._nothing_left_on_failure():
+            values = self._warm_up(Phase.WARM_UP)
+        self._is_set_up = True
         times = [
             value for answers in values.values() for value in answers.values() if value is not None
         ]
         compilation = self.vllm_config.compilation_config
         compilation.compilation_time = max((language for language, _ in times), default=0.0)
         compilation.encoder_compilation_time = max((encoder for _, encoder in times), default=0.0)
+        self._board.serving()
 
     def _warm_up(self, phase: Phase) -> dict[int, dict[int, Any]]:
+        if not self._is_set_up:
+            self._setup.append(partial(self._warm_up, phase))
         sizes = WarmupSizes(
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -342,31 +426,61 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
         total = len(steps[0]) * self.world_size
         with self._progress.step("warm up", total=total) as bar:
             bar.outcome = phase.value
-            return run_schedule(
-                self._rank_queues(),
-                self.world,
-                steps,
-                step_timeout_s=self._config.warmup.step_timeout_s,
-                on_step=lambda rank, step: bar.advance(),
-            )
+            try:
+                return run_schedule(
+                    self._rank_queues(),
+                    self.world,
+                    steps,
+                    step_timeout_s=self._config.warmup.step_timeout_s,
+                    on_step=lambda rank, step: bar.advance(),
+                    look=self._look,
+                )
+            except RankError as error:
+                raise self._fail(str(error)) from None
 
     def _rank_queues(self) -> RankQueues:
         assert self.rpc_broadcast_mq is not None
-        return RankQueues(
-            self.world, self.rpc_broadcast_mq, self.response_mqs, lambda: self.is_failed
-        )
+        return RankQueues(self.world, self.rpc_broadcast_mq, self.response_mqs, self._failure)
 
-    # --- failure and shutdown ---------------------------------------------------------------
+    # --- restart and shutdown ---------------------------------------------------------------
 
-    def _on_rank_death(self, report: str) -> None:
-        """Runs in the watching thread: end the engine, the report last in its log."""
-        self.is_failed = True
-        logger.error("ray_hetero: %s; stopping the engine", report)
-        last_words.leave(report)
-        callback, self.failure_callback = self.failure_callback, None
-        self.shutdown()
-        if callback is not None:
-            callback()
+    def restart(self) -> None:
+        """Start all ranks again in their bundles, and bring them to where they were.
+
+        Raises:
+            RayHeteroError, PlacementError: they do not come up; none of them is left.
+
+        """
+        assert self._connection is not None
+        self.restarts_left -= 1
+        self._disconnect()
+        self._failure = Failure()
+        try:
+            # Processes inherit their cores from the Ray that starts them.
+            self._connection.keep_off(range(os.cpu_count() or 1))
+            self._spawn()
+            self._keep_off_compute_cores()
+            self._connect()
+            self._set_up_again()
+        except (RayHeteroError, PlacementError):
+            self._disconnect()
+            raise
+        self._board.serving()
+
+    def _disconnect(self) -> None:
+        """Stop the ranks, and whatever of this process belongs to them."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = None
+        self._kill_ranks()
+        self.ray_worker_handles = []
+        self._whereabouts = None
+        for queue in (self.rpc_broadcast_mq, *self.response_mqs):
+            if queue is not None:
+                queue.shutdown()
+        self.rpc_broadcast_mq = None
+        self.response_mqs = []
+        self.futures_queue.clear()
 
     def shutdown(self) -> None:
         """Stop the actors, give the bundles back, leave or stop Ray.  Safe to call twice."""
@@ -374,27 +488,18 @@ class HeteroExecutor(RayExecutorV2):  # type: ignore[misc]
             if self.shutting_down:
                 return
             self.shutting_down = True
-        if self._watch is not None:
-            self._watch.stop()
         self._give_back()
-        for queue in (self.rpc_broadcast_mq, *self.response_mqs):
-            if queue is not None:
-                queue.shutdown()
-        self.rpc_broadcast_mq = None
-        self.response_mqs = []
+        self._board.take_down()
         if self._connection is not None:
             self._connection.close()
         _restore("VLLM_PP_LAYER_PARTITION", self._given_partition)
 
     def _give_back(self) -> None:
         """Stop the actors and release their bundles."""
-        if ray.is_initialized():
-            for handle in self.ray_worker_handles:
-                ray.kill(handle.actor)
-        self.ray_worker_handles = []
-        if self._placement_group is not None:
-            cluster.release(self._placement_group)
-            self._placement_group = None
+        self._disconnect()
+        if self._reservation is not None and self._reservation.is_own:
+            cluster.release(self._reservation.group)
+        self._reservation = None
 
 
 def _restore(variable: str, value: str | None) -> None:
@@ -405,6 +510,7 @@ def _restore(variable: str, value: str | None) -> None:
 
 
 def _shut_down_late(reference: weakref.ref[HeteroExecutor]) -> None:
+    """At the interpreter's exit; before it, vLLM's client ends an engine that was dropped."""
     executor = reference()
     if executor is not None:
         executor.shutdown()

@@ -6,6 +6,7 @@
 | CPU sockets of one host        | vLLM's shared memory, as in stock                  |
 | CPU sockets of several hosts   | Gloo                                               |
 | both kinds                     | Gloo through pinned host memory                    |
+| stages of a pipeline           | GPUs only: NCCL; else the stage boundary           |
 
 No NCCL communicator ever spans a CPU rank: `torch.distributed.new_group` is called by all ranks
 in the same order, but only members build the communicator, each with its own group's backend.
@@ -136,7 +137,8 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         own = next(ranks for ranks in group_ranks if rank in ranks)
         local = [member % len(_world.seats) for member in own]
         kinds = _world.group_kinds(local)
-        is_stock = _world.is_stock_group(local)
+        # Stages that are not all GPUs meet at the boundary.
+        is_stock = kinds == {"gpu"} if group_name == "pp" else _world.is_stock_group(local)
         super().__init__(
             group_ranks=group_ranks,
             local_rank=local_rank,

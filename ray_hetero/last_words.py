@@ -7,11 +7,14 @@ parent prints it last.  In a notebook or a script exceptions are left alone.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from placement.errors import PlacementError
 from ray_hetero.errors import RayHeteroError
@@ -20,26 +23,32 @@ VARIABLE = "RAY_HETERO_LAST_WORDS"
 
 
 def catch() -> None:
-    """In the process of the `vllm` command: print reasons plainly when it ends by an exception."""
+    """In the process of the `vllm` command: when it ends for a reason, print that last."""
     if Path(sys.argv[0]).name != "vllm" or VARIABLE in os.environ:
         return
-    descriptor, path = tempfile.mkstemp(prefix="ray_hetero-", suffix=".reason")
+    descriptor, name = tempfile.mkstemp(prefix="ray_hetero-", suffix=".reason")
     os.close(descriptor)
-    os.environ[VARIABLE] = path
-    previous = sys.excepthook
+    os.environ[VARIABLE] = name
+    path, owner, previous = Path(name), os.getpid(), sys.excepthook
+    own: list[str] = []
 
-    def report(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        is_own = isinstance(error, RayHeteroError | PlacementError)
-        if not is_own:
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, RayHeteroError | PlacementError):
+            own.append(str(error))
+        else:
             previous(kind, error, trace)
-        reason = str(error) if is_own else _taken(Path(path))
-        if reason:
-            print(f"ray_hetero: {reason}", file=sys.stderr, flush=True)
 
-    sys.excepthook = report
-    _remove_at_exit(Path(path))
+    def end() -> None:
+        # Forked children inherit the handler, not the file.
+        if os.getpid() != owner:
+            return
+        reason = own[0] if own else _taken(path)
+        path.unlink(missing_ok=True)
+        if reason:
+            _end_with(reason)
+
+    sys.excepthook = note
+    atexit.register(end)
 
 
 def leave(reason: str) -> None:
@@ -49,13 +58,20 @@ def leave(reason: str) -> None:
         Path(path).write_text(reason, encoding="utf-8")
 
 
+def discard() -> None:
+    """In the engine's process: remove the file of a command that is gone."""
+    if path := os.environ.get(VARIABLE):
+        Path(path).unlink(missing_ok=True)
+
+
 def _taken(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def _remove_at_exit(path: Path) -> None:
-    import atexit
-
-    owner = os.getpid()
-    # Forked children inherit the handler, not the file.
-    atexit.register(lambda: path.unlink(missing_ok=True) if os.getpid() == owner else None)
+def _end_with(reason: str) -> NoReturn:
+    # For vLLM's API server a dead engine is an ordinary end, with status 0; and libraries print
+    # while the interpreter is taken down.
+    logging.shutdown()
+    sys.stdout.flush()
+    print(f"ray_hetero: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from placement.assignment import Node, Seat
+from placement.assignment import ALONE, Node, Seat, Turn
 from placement.devices import StageDevices, stages_of
 from placement.errors import DoesNotFitError
 from placement.layout import Layout
@@ -59,6 +60,17 @@ class LayerPlan:
         stage = self.split.stages[self.world.seats[rank].stage]
         return Forecast(work.batch, work.context, stage.decode.seconds, self.kv_tokens)
 
+    def memory_bytes(self) -> dict[int, int]:
+        """Host memory that each CPU rank will take, by rank; none where nothing is known."""
+        if self.split is None:
+            return {}
+        share = Fraction(self.kv_tokens, max(1, self.split.kv_tokens))
+        return {
+            rank.rank: rank.memory.beside_kv + int(rank.kv_bytes * share)
+            for rank in self.split.ranks
+            if rank.device.kind == "cpu"
+        }
+
 
 def plan_layers(
     config: HeteroConfig,
@@ -69,6 +81,7 @@ def plan_layers(
     tensor_parallel_size: int,
     partition: str | None,
     measure: Measure,
+    turn: Turn = ALONE,
 ) -> LayerPlan:
     """Decide devices, order of the stages and layers of each.
 
@@ -80,6 +93,7 @@ def plan_layers(
         tensor_parallel_size: ranks of a stage.
         partition: VLLM_PP_LAYER_PARTITION, if set.
         measure: measures what neither the configuration nor the model of a device tells.
+        turn: the engine's place among those that start together.
 
     Raises:
         LayoutError: there are too few devices.
@@ -93,6 +107,7 @@ def plan_layers(
         pipeline_parallel_size=pipeline_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
         layers=split_layers(config, facts.hidden_layers, pipeline_parallel_size, partition),
+        turn=turn,
     )
     is_given = config.layers != "auto" or bool(partition)
     is_chosen = world.has_cpu and not world.is_cpu_only and not is_given

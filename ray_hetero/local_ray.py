@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection
+import signal
+import threading
+from collections.abc import Collection, Iterator
 from importlib.metadata import version
 
 import psutil
 import ray
 
 from ray_hetero.checks import check_ray
-from ray_hetero.errors import StartupError, UnsupportedError
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.ray_address import connect
+from ray_hetero.ray_arguments import RAY_SETTINGS
 
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20
 """Nothing large goes through the object store; Ray's default would take 30 % of the memory."""
+OWN_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+"""Ray's processes wait a minute for a head that is gone to come back; this one's does not."""
 
 
 def check_ray_version(installed: str | None = None) -> None:
@@ -39,6 +45,34 @@ def connected_address() -> str | None:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def start_shared() -> str:
+    """Start a Ray here for several engines, which are processes of their own; its address.
+
+    Left alone each of them would start one, and each of these would give the same GPUs away.  It
+    ends with this process.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    RayConnection(None)
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own handler stops Ray at once, before the engines.
+        signal.signal(signal.SIGTERM, handler)
+    address = connected_address()
+    assert address is not None
+    return address
+
+
+@contextlib.contextmanager
+def _own_handler_kept() -> Iterator[None]:
+    """Leave SIGTERM to whoever handles it here, as vLLM's engine process does.
+
+    Ray's handlers print a stack, and stop a Ray that was started here before its engine has ended.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
 class RayConnection:
     """This process's connection to Ray; remembers whether it was made, or Ray started, here."""
 
@@ -46,7 +80,7 @@ class RayConnection:
         """Connect to `address`, RAY_ADDRESS or the cluster already connected to; else start one.
 
         Raises:
-            StartupError: the address does not answer.
+            StartupError: the address does not answer, or wants another token.
 
         """
         check_ray_version()
@@ -56,13 +90,16 @@ class RayConnection:
         if not self.is_own_connection:
             return
         address = address or os.environ.get("RAY_ADDRESS") or None
-        if address is None:
-            self._start_local()
-        else:
-            self._connect(address)
+        with _own_handler_kept():
+            if address is None:
+                self._start_local()
+            else:
+                connect(address, logging_level=logging.WARNING)
 
     def _start_local(self) -> None:
         self.is_local = True
+        for name, value in (RAY_SETTINGS | OWN_SETTINGS).items():
+            os.environ.setdefault(name, value)
         ray.init(
             address="local",
             num_cpus=os.cpu_count(),
@@ -72,16 +109,6 @@ class RayConnection:
             logging_level=logging.WARNING,
         )
         logger.info("started a local Ray: none was running (RAY_ADDRESS names a cluster)")
-
-    def _connect(self, address: str) -> None:
-        try:
-            ray.init(address=address, logging_level=logging.WARNING)
-        except ConnectionError as error:
-            raise StartupError(
-                f"no Ray cluster answers at {address!r} (RAY_ADDRESS): {error}. "
-                "Start one with `ray start --head`, or unset RAY_ADDRESS to let the "
-                "engine start its own."
-            ) from None
 
     def keep_off(self, cpus: Collection[int]) -> None:
         """Move the processes of a Ray that was started here away from the compute cores.

@@ -41,6 +41,7 @@ def run_schedule(
     *,
     step_timeout_s: float,
     on_step: Callable[[int, Step], None] = lambda rank, step: None,
+    look: Callable[[], str] = lambda: "",
 ) -> dict[int, dict[int, Any]]:
     """Run all steps and collect their values.
 
@@ -50,6 +51,7 @@ def run_schedule(
         steps: the schedule, by stage.
         step_timeout_s: longest wait for one step on one rank.
         on_step: called with rank and step as each is done.
+        look: what the ranks are doing, for the message about a late one.
 
     Returns:
         Values by rank and step number.
@@ -68,7 +70,7 @@ def run_schedule(
             try:
                 answer = ranks.answer(seat.rank, POLL_SECONDS)
             except TimeoutError:
-                _check_late(world, progress, seat.rank, step, step_timeout_s)
+                _check_late(world, progress, seat.rank, step, step_timeout_s, look)
                 continue
             _check_same(world, seat.rank, step, answer.step)
             values[seat.rank][step.number] = answer.value
@@ -86,7 +88,12 @@ def _check_same(world: World, rank: int, expected: Step, acknowledged: int) -> N
 
 
 def _check_late(
-    world: World, progress: dict[int, _Progress], rank: int, step: Step, timeout_s: float
+    world: World,
+    progress: dict[int, _Progress],
+    rank: int,
+    step: Step,
+    timeout_s: float,
+    look: Callable[[], str],
 ) -> None:
     waited = time.monotonic() - progress[rank].since
     if waited <= timeout_s:
@@ -97,7 +104,7 @@ def _check_late(
     raise RankError(
         f"warm-up: {describe(world, rank)} did not finish {step} in {waited:.0f} s "
         f"(warmup.step_timeout_s = {timeout_s:g}). {others}. Look at that rank's log, or raise "
-        "the limit."
+        f"the limit. {look()}"
     )
 
 

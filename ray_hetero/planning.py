@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placement.assignment import Node, Seat, assign
+from placement.assignment import ALONE, Node, Seat, Turn, assign
 from placement.errors import LayoutError
 from placement.layout import auto_layout, given_layout
 from placement.topology import Socket
@@ -32,6 +32,7 @@ def plan_world(
     pipeline_parallel_size: int,
     tensor_parallel_size: int,
     layers: Sequence[int],
+    turn: Turn = ALONE,
 ) -> World:
     """Decide which device is which rank.
 
@@ -41,12 +42,14 @@ def plan_world(
         pipeline_parallel_size: stages.
         tensor_parallel_size: ranks of a stage.
         layers: layers of each stage.
+        turn: the engine's place among those that start together, which get equal numbers of GPUs.
 
     Raises:
         LayoutError: there are too few devices.
 
     """
-    gpus = sum(node.gpus for node in nodes)
+    free, held = (sum(getattr(node, name) for node in nodes) for name in ("gpus", "held_gpus"))
+    gpus = free if turn.engines == 1 else min(free, (free + held) // turn.engines)
     sockets = sum(len(node.sockets) for node in nodes)
     sizes = (pipeline_parallel_size, tensor_parallel_size)
     try:
@@ -57,7 +60,7 @@ def plan_world(
         )
     except LayoutError as error:
         raise LayoutError(f"{error}{_held(nodes)}") from None
-    return World(layout, assign(layout, nodes), tuple(layers))
+    return World(layout, assign(layout, nodes, turn), tuple(layers))
 
 
 def _held(nodes: Sequence[Node]) -> str:

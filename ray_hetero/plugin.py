@@ -6,6 +6,7 @@ vLLM loads this in every one of its processes, so it imports nothing heavy and m
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 BACKEND = "ray_hetero"
 EXECUTOR_PATH = "ray_hetero.executor.HeteroExecutor"
+
+INSTEAD_OF = "RAY_HETERO_INSTEAD_OF"
+"""Names a backend of vLLM's that this one stands in for, where a launcher chooses it by itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,9 @@ def register() -> None:
 
 def is_ours(backend: object) -> bool:
     """Whether a value of --distributed-executor-backend means this backend."""
-    return backend in (BACKEND, EXECUTOR_PATH) or getattr(backend, "is_ray_hetero", False)
+    if isinstance(backend, str):
+        return backend in (BACKEND, EXECUTOR_PATH, os.environ.get(INSTEAD_OF))
+    return getattr(backend, "is_ray_hetero", False)
 
 
 def prepare(engine_args: EngineArgs) -> Launch:

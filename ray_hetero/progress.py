@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
 from vllm.logger import init_logger
 
 logger: logging.Logger = init_logger("vllm.ray_hetero")
@@ -19,19 +20,19 @@ STEPS = ("discover", "plan", "reserve", "spawn", "connect", "warm up")
 
 
 class StartupProgress:
-    """The six steps of start-up, logged and drawn."""
+    """The six steps of start-up, logged and drawn.
 
-    def __init__(self) -> None:
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeElapsedColumn(),
-            console=Console(file=sys.stderr),
-            transient=True,
-            disable=not sys.stderr.isatty(),
-        )
+    Args:
+        in_notebook: whether a notebook shows what this process writes.
+
+    """
+
+    def __init__(self, *, in_notebook: bool = False) -> None:
+        self._bar = _no_bar
+        if sys.stderr.isatty():
+            self._bar = _terminal_bar
+        elif in_notebook:
+            self._bar = _notebook_bar
 
     @contextmanager
     def step(self, name: str, total: int = 1) -> Iterator[StepProgress]:
@@ -39,11 +40,9 @@ class StartupProgress:
         number = STEPS.index(name) + 1
         label = f"[{number}/{len(STEPS)}] {name}"
         start = time.monotonic()
-        with self._progress:
-            task = self._progress.add_task(label, total=total)
-            step = StepProgress(self._progress, task)
+        with self._bar(label, total) as advance:
+            step = StepProgress(advance)
             yield step
-            self._progress.remove_task(task)
         outcome = f": {step.outcome}" if step.outcome else ""
         logger.info("%s: %.1f s%s", label, time.monotonic() - start, outcome)
 
@@ -51,12 +50,38 @@ class StartupProgress:
 class StepProgress:
     """One running step."""
 
-    def __init__(self, progress: Progress, task: object) -> None:
-        self._progress = progress
-        self._task = task
+    def __init__(self, advance: Callable[[], object]) -> None:
+        self._advance = advance
         self.outcome = ""
         """What came of it, for the log."""
 
     def advance(self) -> None:
         """One more part of the step is done."""
-        self._progress.advance(self._task)  # type: ignore[arg-type]
+        self._advance()
+
+
+@contextmanager
+def _no_bar(label: str, total: int) -> Iterator[Callable[[], object]]:
+    yield lambda: None
+
+
+@contextmanager
+def _terminal_bar(label: str, total: int) -> Iterator[Callable[[], object]]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def _notebook_bar(label: str, total: int) -> Iterator[Callable[[], object]]:
+    # The notebook's kernel passes its children's output on as text, in which a carriage return
+    # is all that can be used for drawing.
+    with tqdm(total=total, desc=label, file=sys.stderr, leave=total > 1) as bar:
+        yield bar.update

@@ -6,10 +6,12 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import reduce
 from typing import TYPE_CHECKING
 
 from ray_hetero.errors import AgreementError
+from ray_hetero.whereabouts import Place
 from ray_hetero.world import RankLaunch, SharedSettings
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class Fingerprint:
     rank: int
     fields: Mapping[str, str]
     physical_gpus: tuple[int, ...] = ()
+    place: Place = dataclass_field(default_factory=Place.here)
+    """Of the process that answers."""
 
 
 def shared_settings(driver: VllmConfig, *, has_cpu: bool) -> SharedSettings:

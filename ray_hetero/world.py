@@ -11,6 +11,7 @@ from placement.layout import Layout
 from ray_hetero.config import HeteroConfig
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
     from vllm.engine.arg_utils import EngineArgs
 
 
@@ -23,6 +24,14 @@ class Launch:
     config: HeteroConfig
     ray_address: str | None
     """Cluster that the calling process was connected to, if it was."""
+    placement_group: PlacementGroup | None = None
+    """Group that the calling process was started in, if it was."""
+    engines: int = 1
+    """Engines of one data-parallel server that start together in one Ray."""
+    in_notebook: bool = False
+    """Whether that process is the kernel of a notebook."""
+    metrics_path: str = ""
+    """Where the figures of the ranks are to be written, on the host of that process."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +70,16 @@ class World:
         return len({self.seats[rank].node_id for rank in ranks}) == 1
 
     def is_stock_group(self, ranks: Sequence[int]) -> bool:
-        """Whether vLLM's own communicators serve these ranks: GPUs, or CPU sockets of one host."""
+        """Whether vLLM's own communicators serve these ranks of a stage: GPUs, or CPU sockets of
+        one host.
+        """
         kinds = self.group_kinds(ranks)
         return kinds == {"gpu"} or (kinds == {"cpu"} and self.on_one_node(ranks))
 
     @property
     def has_boundary(self) -> bool:
-        """Whether some pipeline's stages exchange their tensors over Gloo."""
-        size = self.layout.tensor_parallel_size
-        return not all(
-            self.is_stock_group(range(first, len(self.seats), size)) for first in range(size)
-        )
+        """Whether some pipeline's stages exchange their tensors over Gloo: all but GPUs alone."""
+        return self.has_cpu and len(self.layout.stages) > 1
 
     @property
     def node_ids(self) -> frozenset[str]:

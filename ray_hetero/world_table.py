@@ -23,7 +23,6 @@ def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table
         table.add_column(column, justify="right" if column in ("rank", "stage", "tp") else "left")
     for seat in world.seats:
         first = sum(world.layers[: seat.stage])
-        last = first + world.layers[seat.stage] - 1
         table.add_row(
             str(seat.rank),
             str(seat.stage),
@@ -32,14 +31,20 @@ def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table
             seat.node_name,
             seat.device,
             _ranges(threads.get(seat.rank, ())) if seat.kind == "cpu" else "",
-            f"{first}-{last} ({world.layers[seat.stage]})",
+            layer_span(first, world.layers[seat.stage]),
         )
     return table
 
 
+def layer_span(first: int, layers: int) -> str:
+    """Layers of a stage, for people: the first, the last and how many."""
+    return f"{first}-{first + layers - 1} ({layers})"
+
+
 def as_text(table: Table, width: int = 120) -> str:
     """The table as plain text for a log."""
-    console = Console(width=width, no_color=True, force_terminal=False)
+    # In a notebook a console would show its output, even that which is captured.
+    console = Console(width=width, no_color=True, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()

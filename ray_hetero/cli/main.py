@@ -14,6 +14,7 @@ from ray_hetero.cli.doctor import doctor
 from ray_hetero.cli.install_cpu_kernels import install_cpu_kernels
 from ray_hetero.cli.plan import plan
 from ray_hetero.cli.ray_args import ray_args
+from ray_hetero.cli.status import status
 from ray_hetero.cli.topology import topology
 from ray_hetero.errors import RayHeteroError
 
@@ -26,6 +27,7 @@ commands = typer.Typer(
 commands.command()(topology)
 commands.command()(plan)
 commands.command()(doctor)
+commands.command()(status)
 commands.command("install-cpu-kernels")(install_cpu_kernels)
 commands.command("ray-args")(ray_args)
 commands.command("demo-model")(demo_model)

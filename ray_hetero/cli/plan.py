@@ -11,12 +11,15 @@ from rich.console import Console
 
 from placement.described import read_described
 from placement.errors import LayoutError, PlacementError
+from placement.given import shown
 from placement.model_shape import shape_of
 from placement.picture import plan_svg
 from placement.plan import Plan, plan_model
 from placement.plan_table import plan_table
 
 WIDTH_WITHOUT_TERMINAL = 160
+MOST_TOKENS = 1_000_000_000
+MOST_SEQUENCES = 1_000_000
 
 
 def plan(
@@ -27,26 +30,40 @@ def plan(
         Path, typer.Option("--topology", help="YAML file that describes the cluster.")
     ],
     tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Ranks in a stage.")
+        int,
+        typer.Option("--tensor-parallel-size", "-tp", min=1, max=4096, help="Ranks in a stage."),
     ] = 1,
     pipeline_parallel_size: Annotated[
         int | None,
         typer.Option(
-            "--pipeline-parallel-size", "-pp", min=1, help="Stages; default is the best number."
+            "--pipeline-parallel-size",
+            "-pp",
+            min=1,
+            max=4096,
+            help="Stages; default is the best number.",
         ),
     ] = None,
     max_model_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest sequence in tokens; default is the context."),
+        typer.Option(
+            min=1, max=MOST_TOKENS, help="Longest sequence in tokens; default is the context."
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in one decode step.")] = 1,
+    batch: Annotated[
+        int, typer.Option(min=1, max=MOST_SEQUENCES, help="Sequences in one decode step.")
+    ] = 1,
     context: Annotated[
-        int, typer.Option(min=1, help="Tokens that each of them has when the step is priced.")
+        int,
+        typer.Option(
+            min=1, max=MOST_TOKENS, help="Tokens that each of them has when the step is priced."
+        ),
     ] = 4096,
     max_sequences: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Sequences of the longest length that must fit; default is the batch."
+            min=1,
+            max=MOST_SEQUENCES,
+            help="Sequences of the longest length that must fit; default is the batch.",
         ),
     ] = None,
     objective: Annotated[
@@ -95,7 +112,11 @@ def _show(found: Plan, *, as_json: bool) -> None:
 
 def _name(model: str) -> str:
     path = Path(model).resolve()
-    return path.parent.name if path.name == "config.json" else path.name
+    name = path.parent.name if path.name == "config.json" else path.name
+    # A folder may be called anything; a picture must not.
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name
+    )
 
 
 def _objective(objective: str) -> Literal["latency", "throughput"]:
@@ -103,7 +124,7 @@ def _objective(objective: str) -> Literal["latency", "throughput"]:
         return "latency"
     if objective == "throughput":
         return "throughput"
-    raise LayoutError(f"--objective: expected latency or throughput, got {objective!r}")
+    raise LayoutError(f"--objective: expected latency or throughput, got {shown(objective)}")
 
 
 def _numbers(layers: str | None) -> tuple[int, ...] | None:
@@ -113,7 +134,7 @@ def _numbers(layers: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in layers.split(","))
     except ValueError:
         raise LayoutError(
-            f"--layers: expected numbers with commas, like 20,60; got {layers!r}"
+            f"--layers: expected numbers with commas, like 20,60; got {shown(layers)}"
         ) from None
 
 

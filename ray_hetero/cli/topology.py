@@ -43,25 +43,10 @@ def _show(hosts: Sequence[Host]) -> None:
 
 
 def _cluster_hosts() -> list[Host]:
-    import logging
-    import os
+    from ray_hetero.cli.connection import cluster
 
-    import ray
+    with cluster():
+        from placement.cluster import discover
 
-    from placement import cluster
-    from ray_hetero.errors import StartupError
-
-    address = os.environ.get("RAY_ADDRESS") or "auto"
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError:
-        raise StartupError(
-            f"--cluster: no Ray cluster answers at {address!r}; type: ray start --head "
-            "$(ray-hetero ray-args), or set RAY_ADDRESS. If one runs there and asks for a token, "
-            "type: export RAY_AUTH_MODE=token"
-        ) from None
-    try:
-        nodes = cluster.discover(unit="package", shares=1, timeout_s=CLUSTER_TIMEOUT_S)
+        nodes = discover(unit="package", shares=1, timeout_s=CLUSTER_TIMEOUT_S)
         return [node.host for node in nodes]
-    finally:
-        ray.shutdown()

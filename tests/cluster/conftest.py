@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import batch, engine, prompts, run_engines, tokens
-from leftovers import Scene, segments
+from engines import Model, Stock, batch, engine, prompts, run_engines, tokens
+from leftovers import Scene, clean_scene
 
 from ray_hetero.demo_model import write_demo_model
 
-Model = Callable[..., Path]
-Stock = Callable[[str], list[list[int]]]
+pytest.register_assert_rewrite("server_checks")
 
 EAGER = ("llama-bf16", "opt-bf16", "llama-f32", "opt-f32")
 COMPILED = ("llama-bf16-compiled", "opt-f32-compiled")
@@ -43,21 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
         return directory
 
     return make
-
-
-@contextmanager
-def clean_scene() -> Iterator[Scene]:
-    """A scene of which nothing may be left in the end."""
-    # Short: the names of Ray's sockets must fit into 107 bytes.
-    root = Path(tempfile.mkdtemp(prefix="rh", dir="/tmp"))
-    made = Scene(uuid.uuid4().hex, segments(), root / "t", root / "c")
-    made.temporary.mkdir()
-    try:
-        yield made
-        made.assert_clean()
-    finally:
-        made.sweep()
-        shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module")

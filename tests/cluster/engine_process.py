@@ -11,6 +11,10 @@ from typing import Any
 import psutil
 import ray
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+LEFT: list[LLM] = []
+"""Engines that nobody shuts down."""
 
 
 def _values(at: Any) -> dict[int, float]:
@@ -19,7 +23,12 @@ def _values(at: Any) -> dict[int, float]:
 
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     given = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
-    outputs = engine.generate(given, SamplingParams(**batch["sampling"]), use_tqdm=False)
+    if batch.get("embeds"):
+        found = engine.embed(given, use_tqdm=False)
+        return [{"embedding": list(output.outputs.embedding)} for output in found]
+    adapter = LoRARequest("adapter", 1, batch["adapter"]) if batch.get("adapter") else None
+    sampling = SamplingParams(**batch["sampling"])
+    outputs = engine.generate(given, sampling, use_tqdm=False, lora_request=adapter)
     return [
         {
             "tokens": [list(sample.token_ids) for sample in output.outputs],
@@ -37,6 +46,7 @@ def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
 def _run(run: dict[str, Any]) -> list[Any]:
     # Imported above: the frame in which vLLM is first imported is never freed, nor an engine in it.
     fails = run["engine"].pop("fails", False)
+    is_left = run["engine"].pop("left", False)
     try:
         engine = LLM(**run["engine"])
     except RuntimeError as error:
@@ -44,6 +54,8 @@ def _run(run: dict[str, Any]) -> list[Any]:
             raise
         return [{"error": str(error), "left": _own_ray_processes()}]
     assert not fails, "this engine was expected not to start"
+    if is_left:
+        LEFT.append(engine)
     return [_answers(engine, batch) for batch in run["batches"]]
 
 

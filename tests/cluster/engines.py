@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ INHERITED = (
 )
 
 Json = dict[str, Any]
+Model = Callable[..., Path]
+"""The fixture `model`: the folder of a demo model of an architecture and dtype."""
+Stock = Callable[[str], list[list[int]]]
+"""The fixture `stock`: the greedy tokens of stock vLLM."""
 
 
 def environment_of(scene: Scene, extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -106,6 +110,7 @@ def start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    scene.sessions.add(process.pid)
     return Child(process, log)
 
 
@@ -171,7 +176,8 @@ def run_engines(
     Returns:
         By engine, batch and prompt: {"tokens": [one list a sample], "logprobs": [one list of
         {token: value} a sample, if asked for], "prompt_logprobs": [{token: value}, …]}; of an
-        engine with the argument "fails", {"error": what it said, "left": [Ray's processes]}.
+        engine with the argument "fails", {"error": what it said, "left": [Ray's processes]}.  One
+        with the argument "left" is not dropped, but left to the end of the process.
 
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -224,19 +230,33 @@ class Server:
 
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
+
+
+def vllm_command() -> list[str]:
+    """The `vllm` command of this environment; wheels that were only unpacked bring none."""
+    if Path(VLLM).exists():
+        return [VLLM]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
 NAME = "demo"
 """Name that servers give their model."""
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def serve(
     scene: Scene, log: Path, model: Path, *arguments: str, extra: Mapping[str, str] | None = None
 ) -> Server:
     """Start `vllm serve`; `wait_until_healthy` tells when it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
-        VLLM, "serve", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
+        *vllm_command(), "serve", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
         "--port", str(port), "--enforce-eager", *arguments,
     ]  # fmt: skip
     return Server(start(scene, command, log, extra), f"http://127.0.0.1:{port}")

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 MARKER = "RAY_HETERO_TEST_ID"
@@ -29,6 +33,17 @@ def marked_processes(marker: str) -> dict[int, str]:
         with contextlib.suppress(OSError):
             if entry in (directory / "environ").read_bytes().split(b"\0"):
                 words = (directory / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(directory.name)] = words.decode(errors="replace").strip()[:120]
+    return found
+
+
+def _processes_of(sessions: Collection[int]) -> dict[int, str]:
+    """Processes of these sessions: pid → command line; zombies have none and are gone."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (directory / "cmdline").read_bytes().replace(b"\0", b" ")
+            if words and os.getsid(int(directory.name)) in sessions:
                 found[int(directory.name)] = words.decode(errors="replace").strip()[:120]
     return found
 
@@ -70,10 +85,17 @@ class Scene:
     """TMPDIR of the test's processes."""
     claims: Path
     """Lock directory of the test's engines."""
+    sessions: set[int] = field(default_factory=set)
+    """Of the processes that the test has started."""
+
+    def processes(self) -> dict[int, str]:
+        """All that were started here and live: pid → command line."""
+        # vLLM's engine writes its title over its environment, and with it the marker.
+        return marked_processes(self.marker) | _processes_of(self.sessions)
 
     def leftovers(self) -> list[str]:
         """Everything that is there now and was not there before, in words."""
-        found = [f"process {pid}: {words}" for pid, words in marked_processes(self.marker).items()]
+        found = [f"process {pid}: {words}" for pid, words in self.processes().items()]
         new = segments() - self.before
         found += [f"/dev/shm/{name}" for name in sorted(new - _held_by_others(self.marker))]
         found += [str(path) for path in self.temporary.glob("ray_hetero-*")]
@@ -91,10 +113,10 @@ class Scene:
 
     def sweep(self) -> None:
         """Kill what a failed test left running, and remove its segments."""
-        for pid in marked_processes(self.marker):
+        for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not marked_processes(self.marker), GONE_SECONDS)
+        wait_until(lambda: not self.processes(), GONE_SECONDS)
         for name in segments() - self.before - _held_by_others(self.marker):
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
@@ -107,3 +129,18 @@ def wait_until(condition: Callable[[], bool], limit_s: float, poll_s: float = 0.
             return False
         time.sleep(poll_s)
     return True
+
+
+@contextmanager
+def clean_scene() -> Iterator[Scene]:
+    """A scene of which nothing may be left in the end."""
+    # Short: the names of Ray's sockets must fit into 107 bytes.
+    root = Path(tempfile.mkdtemp(prefix="rh", dir="/tmp"))
+    made = Scene(uuid.uuid4().hex, segments(), root / "t", root / "c")
+    made.temporary.mkdir()
+    try:
+        yield made
+        made.assert_clean()
+    finally:
+        made.sweep()
+        shutil.rmtree(root)

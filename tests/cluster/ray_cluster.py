@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import STOP_SECONDS, environment_of, start
+from engines import STOP_SECONDS, environment_of, free_port, start
 from leftovers import Scene, wait_until
 
 LOOK = """
@@ -28,16 +27,21 @@ print(json.dumps({{
 
 
 @contextmanager
-def cluster(scene: Scene, log: Path) -> Iterator[str]:
-    """Start a head node with two CPUs; its address.  Stopped in the end, with all its processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def cluster(scene: Scene, log: Path, *options: str) -> Iterator[str]:
+    """Start a head node with two CPUs; its address.  Stopped in the end, with all its processes.
+
+    Args:
+        scene: where its processes belong.
+        log: for its output.
+        options: of `ray start`, after those that are given here.
+
+    """
+    port = free_port()
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
         f"--port={port}", "--num-cpus=2",
         "--object-store-memory=100000000", "--include-dashboard=false", "--disable-usage-stats",
-        f"--temp-dir={scene.temporary / 'ray'}",
+        f"--temp-dir={scene.temporary / 'ray'}", *options,
     ]  # fmt: skip
     child = start(scene, command, log)
     try:

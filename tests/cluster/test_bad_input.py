@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import Model
-from engines import START_SECONDS, VLLM, backend, hetero, start
+from engines import START_SECONDS, VLLM, Model, backend, hetero, start
 from leftovers import Scene, wait_until
 
 from ray_hetero import plugin

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Model
-from engines import Json, batch, engine, hetero, prompts, run_engines, tokens
+from engines import Json, Model, batch, engine, hetero, prompts, run_engines, tokens
 from leftovers import Scene
 
 from ray_hetero.demo_model import DemoShape, write_demo_model

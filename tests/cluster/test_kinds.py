@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Model, Stock
-from engines import Json, batch, engine, hetero, prompts, run_engines, tokens
+from engines import Json, Model, Stock, batch, engine, hetero, prompts, run_engines, tokens
 from leftovers import Scene
 
 pytestmark = pytest.mark.timeout(600)

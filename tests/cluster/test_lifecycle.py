@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Model, Stock, clean_scene
 from engines import (
     HERE,
     NAME,
     START_SECONDS,
     STOP_SECONDS,
+    Model,
+    Stock,
     backend,
     batch,
     engine,
@@ -30,7 +31,7 @@ from engines import (
     tokens,
     wait_until_healthy,
 )
-from leftovers import Scene, marked_processes, wait_until
+from leftovers import Scene, clean_scene, marked_processes, wait_until
 from ray_cluster import cluster, look
 
 pytestmark = pytest.mark.timeout(600)

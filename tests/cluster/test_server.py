@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Model
-from engines import NAME, backend, serve, wait_until_healthy
+from engines import NAME, Model, backend, serve, wait_until_healthy
 from leftovers import Scene, wait_until
 from server_checks import (  # noqa: F401
     OPTIONS,

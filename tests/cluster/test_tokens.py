@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Model, Stock
-from engines import batch, engine, prompts, run_engines, tokens
+from engines import Model, Stock, batch, engine, prompts, run_engines, tokens
 from leftovers import Scene
 
 pytestmark = pytest.mark.timeout(900)

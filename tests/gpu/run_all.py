@@ -3,8 +3,8 @@
     python tests/gpu/run_all.py --report FOLDER          the parts that the host's GPUs suffice for
     python tests/gpu/run_all.py --report FOLDER PART …   these parts, in the order below
 
-One part after the other; inside a part engines run side by side.  The report is a few files: report.md, host.txt, a log a part, the figures of every layout, and the engines' logs in one
-archive.
+One part after the other; inside a part engines run side by side.  The report is a few files:
+report.md, host.txt, a log a part, the figures of every layout, the engines' logs in one archive.
 """
 
 from __future__ import annotations

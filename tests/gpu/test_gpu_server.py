@@ -71,7 +71,7 @@ class Servers:
 def all_servers(scene: Scene, logs: Path, checkpoint: Checkpoint) -> Iterator[Servers]:
     def start(number: int, name: str, *more: str) -> Server:
         folder = checkpoint("llama", "float32")
-        slices = len(LAYOUTS) + 1 if SLICES > len(LAYOUTS) else 1
+        slices = len(LAYOUTS) + 1 if len(LAYOUTS) < SLICES else 1
         with confined(number % slices, slices):
             return serve(scene, logs / name, folder, *OPTIONS, *SIZES, *more, extra=environment())
 

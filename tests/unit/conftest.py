@@ -6,6 +6,13 @@ from typing import NoReturn
 
 import pytest
 import ray
+from hypothesis import HealthCheck, settings
+
+ANY_SPEED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+# The same inputs in every run; `make fuzz` looks for new ones.
+settings.register_profile("usual", max_examples=50, derandomize=True, **ANY_SPEED)
+settings.register_profile("fuzz", max_examples=800, print_blob=True, **ANY_SPEED)
+settings.load_profile("usual")
 
 
 @pytest.fixture(autouse=True)

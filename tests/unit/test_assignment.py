@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import layout, node, world
 
-from placement.assignment import NODE_SLIVER, Node, assign, bundle_of
+from placement.assignment import NODE_SLIVER, Node, Turn, assign, bundle_of
 from placement.errors import LayoutError
 
 
@@ -40,6 +40,25 @@ def test_local_ranks_count_per_kind() -> None:
     assert [seat.socket.id for seat in seats if seat.socket] == [0, 1]
 
 
+def test_engines_that_start_together_choose_other_devices() -> None:
+    nodes = [node("a", sockets=2, gpus=1, is_driver=True), node("b", sockets=2, gpus=1)]
+    turns = [assign(layout("c", "g"), nodes, Turn(index, 2)) for index in (0, 1)]
+    devices = [
+        [(seat.node_name, seat.socket.id if seat.socket else "gpu") for seat in seats]
+        for seats in turns
+    ]
+    assert devices == [[("a", 0), ("a", "gpu")], [("a", 1), ("b", "gpu")]]
+    assert [seat.local_rank for seat in turns[1]] == [0, 0]
+
+
+def test_the_second_engine_takes_what_the_first_has_left() -> None:
+    # The first one has claimed its socket already, so that only one is offered.
+    left = [node("a", sockets=1, is_driver=True)]
+    assert assign(layout("c"), left, Turn(1, 2)) == assign(layout("c"), left)
+    with pytest.raises(LayoutError, match="no cpu is left for stage 1"):
+        assign(layout("c", "c"), left, Turn(1, 2))
+
+
 def test_too_few_devices_are_named() -> None:
     with pytest.raises(LayoutError, match=r"2 GPUs and 2 sockets; no gpu is left for stage 1.*"
                        r"a \(10.0.0.1\): 1 GPUs, 3 sockets"):  # fmt: skip
@@ -51,6 +70,8 @@ def test_bundles_name_the_device_and_the_node() -> None:
     tie = {"node:10.0.0.1": NODE_SLIVER}
     assert bundle_of(cpu) == tie | {"CPU": 4}
     assert bundle_of(cpu, "H100") == tie | {"CPU": 4}
+    assert bundle_of(cpu, None, 1 << 30) == tie | {"CPU": 4, "memory": 1 << 30}
+    assert bundle_of(gpu, None, 1 << 30) == tie | {"GPU": 1}
     assert bundle_of(gpu) == tie | {"GPU": 1}
     assert bundle_of(gpu, "H100") == tie | {"GPU": 1, "accelerator_type:H100": NODE_SLIVER}
 

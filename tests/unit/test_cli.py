@@ -89,7 +89,8 @@ def test_topology_as_table_names_the_host() -> None:
 def test_ray_args_can_be_pasted_into_ray_start() -> None:
     result = run("ray-args")
     assert re.fullmatch(
-        r"--num-cpus=\d+ --object-store-memory=\d+( --num-gpus=\d+)?\n", result.stdout
+        r"--num-cpus=\d+ --object-store-memory=\d+ --memory=\d+( --num-gpus=\d+)?\n",
+        result.stdout,
     )
     assert "export RAY_memory_monitor_refresh_ms=0" in result.stderr
 
@@ -100,10 +101,17 @@ def test_ray_counts_physical_cores_and_keeps_the_object_store_small() -> None:
     assert ray_arguments(host).options == (
         "--num-cpus=4",
         f"--object-store-memory={GIB}",
+        f"--memory={int(512 * GIB * 0.95) - GIB}",
         "--num-gpus=2",
     )
-    small = Host("h", (NumaNode(0, 0, cores, 10 * GIB, 9 * GIB),))
-    assert ray_arguments(small).options == ("--num-cpus=4", f"--object-store-memory={GIB // 2}")
+    small = Host("h", (NumaNode(0, 0, cores, 10 * GIB, 9 * GIB),), memory_limit_bytes=8 * GIB)
+    assert ray_arguments(small).options == (
+        "--num-cpus=4",
+        f"--object-store-memory={GIB // 2}",
+        f"--memory={int(8 * GIB * 0.95) - GIB // 2}",
+    )
+    unknown = Host("h", (NumaNode(0, 0, cores),))
+    assert ray_arguments(unknown).options == ("--num-cpus=4", f"--object-store-memory={GIB}")
 
 
 def fake_checks(monkeypatch: pytest.MonkeyPatch, *found: Check) -> None:

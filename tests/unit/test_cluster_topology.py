@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -41,13 +42,16 @@ def test_a_table_for_each_node(calls: list[tuple[str, Any]]) -> None:
 def test_a_list_of_hosts_as_json(
     calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    found = json.loads(CliRunner().invoke(commands, ["topology", "--cluster", "--json"]).output)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        output = CliRunner().invoke(commands, ["topology", "--cluster", "--json"]).output
+    found = json.loads(output)
     assert [(host["name"], len(host["numa_nodes"])) for host in found] == [
         ("alpha", 2),
         ("beta", 1),
     ]
-    assert calls[0] == ("init", "10.0.0.1:6379")
+    assert calls[0] == ("init", address)
 
 
 def test_without_a_cluster_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,14 @@ import pytest
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
+from vllm.v1.executor.multiproc_executor import FutureWrapper
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -28,8 +36,11 @@ from ray_hetero.demo_model import DemoShape, write_demo_model
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.executor import HeteroExecutor
 from ray_hetero.groups import HeteroGroup, HostCommunicator
+from ray_hetero.guarded_executor import GuardedExecutor
 from ray_hetero.rank_config import SHARED_FIELDS, build_rank_config, fingerprint, shared_settings
 from ray_hetero.rank_process import RankProcess
+from ray_hetero.rank_queues import RequestQueue
+from ray_hetero.recovery import RankRecovery
 from ray_hetero.world import SharedSettings
 
 PACKAGE = Path(vllm_private.__file__).parent
@@ -39,7 +50,10 @@ OVERRIDES: dict[type, set[str]] = {
         "_init_executor", "get_supported_kv_cache_layouts", "determine_available_memory",
         "compile_or_warm_up_model", "shutdown",
     },
-    RankProcess: {"run"},
+    GuardedExecutor: {"collective_rpc"},
+    RankProcess: {"run", "worker_busy_loop"},
+    RankRecovery: {"on_fault"},
+    RequestQueue: {"enqueue"},
     HeteroGroup: {"__init__", "broadcast", "isend_tensor_dict", "irecv_tensor_dict"},
     HostCommunicator: {
         "__init__", "all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast", "send",
@@ -111,7 +125,20 @@ PRIVATE: list[tuple[str, type, str]] = [
     ("vllm_private", CPUWorker, "init_device"),
     ("vllm_private", GPUModelRunner, "_sample"),
     ("vllm_private", EngineArgs, "create_engine_config"),
+    ("vllm_private", EngineCoreClient, "make_client"),
+    ("vllm_private", EngineCoreClient, "make_async_mp_client"),
+    ("vllm_private", MPClient, "shutdown"),
+    ("vllm_private", InprocClient, "shutdown"),
+    ("vllm_private", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
+    ("vllm_private", AsyncLLM, "check_admission"),
+    ("vllm_private", AsyncLLM, "check_health"),
+    ("vllm_private", GenerateBaseServing, "_raise_if_error"),
+    ("recovery", EngineCoreProc, "_send_error_outputs_to_client"),
+    ("recovery", Scheduler, "finish_requests"),
+    ("recovery", Scheduler, "reset_prefix_cache"),
+    ("recovery", Scheduler, "reset_encoder_cache"),
     ("rank_process", RankProcess, "worker_busy_loop"),
+    ("rank_process", RankProcess, "_execute_worker_rpc"),
     ("rank_process", RankProcess, "create_dist_init_method"),
     ("rank_process", RankProcess, "get_node_and_physical_gpu_ids"),
     ("rank_process", RankProcess, "wait_for_init"),
@@ -134,6 +161,14 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("vllm_private", ShmRingBuffer, "self.is_creator = "),
     ("vllm_private", ShmRingBuffer, "self.shared_memory = "),
     ("vllm_private", CpuCommunicator, "self.dist_module = "),
+    ("vllm_private", AsyncMPClient, "self._engine_status = "),
+    ("vllm_private", EngineCoreProc, "self.enable_fault_tolerance = "),
+    ("vllm_private", EngineCoreProc, "self.ft_sentinel = "),
+    ("recovery", EngineCoreProc, "self.input_queue = "),
+    ("recovery", EngineCoreProc, "self.output_queue = "),
+    ("recovery", EngineCoreProc, "self.addresses = "),
+    ("recovery", EngineCore, "self.batch_queue = "),
+    ("guarded_executor", FutureWrapper, "self.get_response = "),
 ]
 
 
@@ -149,6 +184,10 @@ def test_private_attributes_are_assigned(where: str, owner: type, text: str) -> 
         )
     }  # fmt: skip
     assert named in assigned, f"{where}.py reads it"
+
+
+def test_a_seed_takes_the_number_of_the_engine() -> None:
+    assert list(inspect.signature(set_random_seed).parameters) == ["seed", "data_parallel_index"]
 
 
 def test_sampled_tokens_can_be_shared() -> None:
@@ -181,6 +220,46 @@ def test_the_patch_of_the_engine_arguments_is_made_once() -> None:
     assert EngineArgs.create_engine_config is once
     assert once.__wrapped__ is not once
     assert inspect.signature(once) == inspect.signature(once.__wrapped__)
+
+
+def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        is_running = True
+
+        def shutdown(self) -> None:
+            self.is_running = False
+
+    at_exit: list[tuple[Any, ...]] = []
+    for name in ("make_client", "make_async_mp_client"):
+        monkeypatch.setattr(EngineCoreClient, name, staticmethod(lambda number: Client()))
+    monkeypatch.setattr(vllm_private.atexit, "register", lambda *call: at_exit.append(call))
+    vllm_private.end_engines_at_exit()
+    vllm_private.end_engines_at_exit()
+    left, dropped = EngineCoreClient.make_client(1), EngineCoreClient.make_async_mp_client(2)
+    ((function, clients),) = at_exit
+    assert len(clients) == 2
+    del dropped
+    function(clients)
+    assert not left.is_running
+    assert list(clients) == [left]
+
+
+@pytest.fixture
+def from_a_launcher(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend that a launcher has chosen, for which ours stands in."""
+    monkeypatch.setenv(plugin.INSTEAD_OF, "mp")
+    return "mp"
+
+
+def test_a_launchers_backend_can_stand_for_ours(
+    arguments: EngineArgs, from_a_launcher: str
+) -> None:
+    assert not plugin.is_ours("ray")
+    assert not plugin.is_ours(None)
+    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
+    arguments.distributed_executor_backend = from_a_launcher
+    config = arguments.create_engine_config()
+    assert config.parallel_config.distributed_executor_backend is HeteroExecutor
 
 
 @pytest.fixture(scope="module")

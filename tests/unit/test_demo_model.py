@@ -162,7 +162,7 @@ def test_unknown_names_are_answered_with_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"layers": 0}, "--layers: expected at least 1, got 0"),
+        ({"layers": 0}, "--layers: expected 1 to 200, got 0"),
         ({"hidden": 100}, r"got 12\.5; type: --hidden 256"),
         ({"hidden": 64, "heads": 4}, "got 16; type: --hidden 128"),
     ],

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -64,9 +65,15 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
+def pages_of(nav: list[dict[str, Any]]) -> Iterator[str]:
+    for entry in nav:
+        for page in entry.values():
+            yield from [page] if isinstance(page, str) else pages_of(page)
+
+
 def test_every_page_is_on_the_site_and_on_its_first_page() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    pages = {path for entry in site["nav"] for path in entry.values()}
+    pages = set(pages_of(site["nav"]))
     assert pages <= {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     top = {path.name for path in DOCS.glob("*.md")}
     assert top <= pages

@@ -311,7 +311,7 @@ def test_layers_for_speculation_are_left_out(tmp_path: Path) -> None:
         (b"", "no safetensors header"),
         (b"\xff" * 16, "no safetensors header"),
         (struct.pack("<Q", 3) + b"{ab", "not JSON"),
-        (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
+        (struct.pack("<Q", 2) + b"[]", "expected a JSON object"),
     ],
 )
 def test_damaged_files_are_named(content: bytes, message: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import node, socket, world
 
-from placement.assignment import Seat
+from placement.assignment import Seat, Turn
 from placement.errors import LayoutError
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
@@ -40,6 +40,28 @@ def test_a_world_takes_stages_from_the_cluster() -> None:
     assert made.layers == (3, 1)
     assert made.has_cpu
     assert not made.is_cpu_only
+
+
+def test_nodes_may_have_different_numbers_of_cores() -> None:
+    nodes = [node("a", cores=4, is_driver=True), node("b", cores=16)]
+    made = plan_world(
+        AUTO, nodes, pipeline_parallel_size=2, tensor_parallel_size=1, layers=(2, 2)
+    )  # fmt: skip
+    assert [seat.bundle_cpus for seat in made.seats] == [4, 16]
+    # None is kept back of so few, one for Ray on a node without the driver.
+    assert [len(compute_threads(seat, CpuConfig())) for seat in made.seats] == [4, 15]
+
+
+@pytest.mark.parametrize(("free", "held", "kinds"), [(4, 0, "cgg"), (2, 2, "cgg"), (1, 3, "ccg")])
+def test_engines_that_start_together_get_equal_numbers_of_gpus(
+    free: int, held: int, kinds: str
+) -> None:
+    there = replace(node(sockets=4, gpus=free), held_gpus=held)
+    made = plan_world(
+        AUTO, [there], pipeline_parallel_size=3, tensor_parallel_size=1, layers=(1, 1, 1),
+        turn=Turn(0, 2),
+    )  # fmt: skip
+    assert "".join(kind[0] for kind in made.layout.kinds) == kinds
 
 
 def test_who_holds_the_sockets_is_told() -> None:

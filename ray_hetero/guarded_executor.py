@@ -1,0 +1,193 @@
+"""The engine's calls of its ranks: every wait has a limit, and ends when a rank does.
+
+vLLM waits for the rank that answers.  What the others do meanwhile it does not learn: one that has
+died, hangs, or failed in a stage that gives no answer, holds everything up until a time-out that
+names nobody.  Here the first one who knows what happened makes a report (`Failure`), which ends
+every wait, stops the other ranks and is the last line of the log.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+import vllm.envs as envs
+from vllm.v1.executor.multiproc_executor import FutureWrapper
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+from ray_hetero import last_words
+from ray_hetero.actors import RankHandle
+from ray_hetero.config import HeteroConfig
+from ray_hetero.errors import RankError
+from ray_hetero.failure import Failure
+from ray_hetero.progress import logger
+from ray_hetero.rank_queues import VERDICT_SECONDS
+from ray_hetero.whereabouts import Whereabouts
+
+STEP_METHODS = frozenset(
+    ("execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids")
+)
+"""Calls of which vLLM's engine cannot go on without an answer."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of all ranks."""
+
+    what: str
+    """For messages."""
+    limit_s: float
+    """Longest wait for all answers."""
+    key: str
+    """Name of the setting that holds the limit; empty where the caller gave it."""
+    is_step: bool
+
+    def __str__(self) -> str:
+        return self.what
+
+
+class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
+    """What an executor does about ranks that die, fail or hang."""
+
+    _config: HeteroConfig
+    _whereabouts: Whereabouts | None
+    """None before the ranks have told."""
+
+    def _guard(self, restarts: int) -> None:
+        """Begin; with so many restarts, a failure is not the end of the engine."""
+        self.restarts_left = restarts
+        self.ray_worker_handles: list[RankHandle] = []
+        self.futures_queue: deque[FutureWrapper] = deque()
+        self.failure_callback: Callable[[], None] | None = None
+        self._whereabouts = None
+        self._failure = Failure()
+        self._setup: list[Callable[[], Any]] = []
+        self._is_set_up = False
+        self._steps = 0
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether a rank has died, failed or hangs; vLLM's executor asks."""
+        return self._failure.report is not None
+
+    def verdict(self) -> str | None:
+        """What ended the ranks, if one of them has ended or is just about to."""
+        return self._failure.wait(VERDICT_SECONDS)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
+        kv_output_aggregator: Any = None,
+        ec_output_aggregator: Any = None,
+    ) -> Any:
+        """Call a method on all ranks; see vLLM's own.
+
+        Raises:
+            RankError: a rank died, failed in a step of the engine, or is late; also from a future.
+            TimeoutError: the caller's own time-out is over.
+
+        """
+        call = self._call_of(method, timeout, args)
+        if not self._is_set_up:
+            self._setup.append(partial(self.collective_rpc, method, timeout, args, kwargs))
+        self._failure.check()
+        ask = partial(
+            super().collective_rpc,
+            method,
+            call.limit_s,
+            args,
+            kwargs,
+            True,
+            unique_reply_rank,
+            kv_output_aggregator,
+            ec_output_aggregator,
+        )
+        future = self._guarded(call, ask)
+        future.get_response = partial(self._guarded, call, future.get_response)
+        return future if non_block else future.result()
+
+    def _call_of(
+        self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any]
+    ) -> Call:
+        name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+        if name not in STEP_METHODS:
+            if timeout is not None:
+                return Call(name, timeout, "", is_step=False)
+            return Call(name, self._config.warmup.step_timeout_s, "warmup.step_timeout_s", False)
+        what = name
+        if name == "execute_model":
+            self._steps += 1
+            what = f"{name} of {args[0].total_num_scheduled_tokens} tokens"
+        return Call(f"step {self._steps} ({what})", *self._step_limit(), is_step=True)
+
+    def _step_limit(self) -> tuple[float, str]:
+        own = self._config.serving.step_timeout_s
+        if own is not None:
+            return own, "serving.step_timeout_s"
+        return envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+
+    def _guarded(self, call: Call, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except TimeoutError:
+            if not call.key:
+                raise
+            report = f"{call} was not done in {call.limit_s:g} s ({call.key}): {self._look()}"
+            raise self._fail(report) from None
+        except RuntimeError as error:
+            # A rank's own error, as vLLM tells it; in other calls than steps it is the caller's.
+            if not call.is_step:
+                raise
+            report = self.verdict() or f"{call} failed: {error}"
+            raise self._fail(report) from None
+
+    def _look(self) -> str:
+        if self._whereabouts is None:
+            return "the ranks are not known yet"
+        doing = self._whereabouts.look()
+        # In the log only: reports go to clients too.
+        logger.error("ray_hetero: the ranks' logs, with the stacks of their threads: %s",
+                     self._whereabouts.logs())  # fmt: skip
+        return f"{doing}. Their stacks are in the ranks' logs, which are named above"
+
+    def _fail(self, report: str) -> RankError:
+        """Stop all ranks; called in the thread that knows why, the first report counts.
+
+        Returns:
+            The error to raise.
+
+        """
+        if not self._failure.tell(report):
+            return RankError(self._failure.report)
+        if self.restarts_left:
+            logger.error("ray_hetero: %s; starting the ranks again", report)
+        else:
+            logger.error("ray_hetero: %s; stopping the engine", report)
+            last_words.leave(report)
+        self._kill_ranks()
+        if self.failure_callback is not None:
+            self.failure_callback()
+        return RankError(report)
+
+    def _kill_ranks(self) -> None:
+        """End the processes of all ranks, whatever they are waiting for."""
+        if not ray.is_initialized():
+            return
+        for handle in self.ray_worker_handles:
+            ray.kill(handle.actor)
+        if self._whereabouts is not None:
+            self._whereabouts.kill()
+
+    def _set_up_again(self) -> None:
+        """Ask new ranks for everything that vLLM has asked for on the engine's way up."""
+        for ask in self._setup:
+            ask()

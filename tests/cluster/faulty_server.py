@@ -1,0 +1,168 @@
+"""A `vllm serve` whose processes can be found, killed and stopped, with clients at work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+from engines import NAME, START_SECONDS, Server, backend, prompts, serve, wait_until_healthy
+from faulty_rank import VARIABLE, site
+from leftovers import Scene, wait_until
+
+RANKS = 2
+LONG = [(31 * at) % 600 + 8 for at in range(1900)]
+"""A prompt of many steps."""
+OPTIONS = ("--max-model-len", "2048", "--max-num-batched-tokens", "64")
+
+
+@dataclass
+class Client:
+    """One request under way; its thread ends with an answer or an error."""
+
+    server: Server
+    request: dict[str, Any]
+    text: str = ""
+    error: openai.APIError | None = None
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._ask)
+        self.thread.start()
+
+    def _ask(self) -> None:
+        try:
+            with self.server.client().with_options(max_retries=0) as client:
+                answer = client.completions.create(model=NAME, temperature=0, **self.request)
+                chunks = answer if self.request.get("stream") else [answer]
+                for chunk in chunks:
+                    self.text += chunk.choices[0].text
+        except openai.APIError as error:
+            self.error = error
+
+
+def ask(server: Server, **request: Any) -> str:
+    """One answer; raises what the client raises."""
+    client = Client(server, request)
+    client.thread.join()
+    if client.error is not None:
+        raise client.error
+    return client.text
+
+
+class FaultyServer:
+    """A server of two CPU ranks.
+
+    Args:
+        scene: where it runs.
+        directory: for its log.
+        model: checkpoint.
+        fault: what `faulty_rank` makes a rank do; None for ranks that behave.
+        keys: configuration of the backend.
+
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        directory: Path,
+        model: Path,
+        fault: dict[str, Any] | None = None,
+        **keys: Any,
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.scene = scene
+        self.held = directory / "held"
+        extra = {}
+        if fault is not None:
+            path = [site(directory / "site"), os.environ.get("PYTHONPATH", "")]
+            extra = {
+                VARIABLE: json.dumps({**fault, "file": str(self.held)}),
+                "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            }
+        options = (*OPTIONS, *backend(RANKS, **keys))
+        self.server = serve(scene, directory / "log", model, *options, extra=extra)
+
+    @property
+    def log(self) -> str:
+        """Everything that it has written so far."""
+        return self.server.child.log
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that were started last."""
+        found = re.findall(r"started rank (\d+) \(.*\), pid (\d+)$", self.log, re.M)
+        return {int(rank): int(pid) for rank, pid in found}
+
+    @property
+    def engine(self) -> psutil.Process:
+        """vLLM's engine process."""
+        children = psutil.Process(self.server.child.process.pid).children()
+        return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
+
+    def wait_for(self, condition: Any) -> None:
+        """Wait for something on the way up; fails the test when the server ends before."""
+        ended = self.server.child.process.poll
+        assert wait_until(lambda: condition() or ended() is not None, START_SECONDS, 0.05)
+        assert ended() is None, self.server.child.tail()
+
+    def wait_until_in(self, phase: str) -> list[Client]:
+        """Bring it into a phase of its life; the clients that are at work then."""
+        if phase == "loading":
+            self.wait_for(lambda: len(self.pids) == RANKS)
+            return []
+        if phase == "warm-up":
+            self.wait_for(self.held.exists)
+            return []
+        wait_until_healthy(self.server)
+        if phase == "idle":
+            return []
+        if phase == "prefill":
+            # Many steps before the first token of the last one.
+            clients = [
+                Client(self.server, {"prompt": [number + 8, *LONG], "max_tokens": 2})
+                for number in range(40)
+            ]
+        else:
+            clients = [
+                Client(
+                    self.server,
+                    {"prompt": prompt, "max_tokens": 1500, "stream": bool(number % 2),
+                     "extra_body": {"ignore_eos": True}},
+                )
+                for number, prompt in enumerate(prompts(4))
+            ]  # fmt: skip
+        assert wait_until(lambda: self.server.running > 0, 30, 0.1)
+        return clients
+
+    def send(self, number: signal.Signals, rank: int) -> int:
+        """Send a signal to a rank; its process id."""
+        pid = self.pids[rank]
+        os.kill(pid, number)
+        return pid
+
+    def last_line(self) -> str:
+        """What a user sees last."""
+        return [line for line in self.log.splitlines() if line.strip()][-1]
+
+    def wait_for_new_ranks(self, old: dict[int, int]) -> None:
+        """Wait until it serves with other ranks than these."""
+
+        def is_back() -> bool:
+            is_new = self.pids != old and not set(self.pids.values()) & set(old.values())
+            return is_new and self.server.get("/health").status_code == 200
+
+        self.wait_for(is_back)
+
+
+def seconds_since(start: float) -> float:
+    """For reports."""
+    return round(time.monotonic() - start, 1)

@@ -1,0 +1,124 @@
+"""A rank that dies or hangs ends the engine: an error for each client, one line, nothing left.
+
+Each fault ends its server, so most of them are for `make test-slow`; one server that lives through
+several faults, and ends with one, is in test_restart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from engines import STOP_SECONDS, Model, batch, engine, prompts, run_engines
+from faulty_rank import VARIABLE, site
+from faulty_server import RANKS, Client, FaultyServer
+from leftovers import Scene, wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+HOLD_IN_WARM_UP = {"rank": 1, "step": 1, "do": "hold"}
+LIMITS = {
+    "serving": {"step_timeout_s": 8},
+    "warmup": {"step_timeout_s": 8},
+    "startup": {"load_timeout_s": 8},
+}
+KEYS = {
+    "loading": "startup.load_timeout_s",
+    "warm-up": "warmup.step_timeout_s",
+    "idle": "serving.step_timeout_s",
+    "prefill": "serving.step_timeout_s",
+    "decode": "serving.step_timeout_s",
+}
+
+
+def test_ranks_that_disagree_on_a_warm_up_step_are_an_error_with_both_steps(
+    scene: Scene, logs: Path, model: Model, tmp_path: Path
+) -> None:
+    fault = '{"rank": 1, "step": 1, "do": "disagree"}'
+    path = os.pathsep.join(filter(None, [site(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    broken = {**engine(model("llama"), RANKS), "fails": True}
+    (failed,) = run_engines(
+        scene, logs / "disagree", [(broken, [batch(prompts(1))])],
+        extra={VARIABLE: fault, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert failed[0]["left"] == []
+    log = (logs / "disagree" / "log").read_text()
+    assert "rank 1 (cpu, socket 1" in log
+    assert "acknowledged step 2, expected step 1: dummy forward pass" in log
+    scene.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("phase", KEYS)
+def test_a_rank_that_is_killed(
+    phase: str, rank: int, scene: Scene, logs: Path, model: Model
+) -> None:
+    hold = {**HOLD_IN_WARM_UP, "rank": 1 - rank} if phase == "warm-up" else None
+    server = FaultyServer(scene, logs / f"kill-{phase}-{rank}", model("llama"), hold)
+    clients = server.wait_until_in(phase)
+    pid = server.send(signal.SIGKILL, rank)
+    _check_end(server, clients)
+    assert f"rank {rank} (cpu, socket {rank}" in server.last_line()
+    assert f"pid {pid}" in server.last_line() or phase == "loading"
+    assert "SIGKILL" in server.last_line()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "rank"), [(phase, at % RANKS) for at, phase in enumerate(KEYS)])
+def test_a_rank_that_is_stopped(
+    phase: str, rank: int, scene: Scene, logs: Path, model: Model
+) -> None:
+    hold = {**HOLD_IN_WARM_UP, "rank": rank} if phase == "warm-up" else None
+    # Loading takes longer than this limit; only where that is the one to be reached.
+    limits = {key: value for key, value in LIMITS.items() if key in KEYS[phase]}
+    server = FaultyServer(scene, logs / f"stop-{phase}-{rank}", model("llama"), hold, **limits)
+    clients = server.wait_until_in(phase)
+    pid = server.send(signal.SIGSTOP, rank)
+    if phase == "idle":
+        # Nobody waits for a rank of an idle engine.
+        clients = [Client(server.server, {"prompt": prompts()[1], "max_tokens": 4})]
+    _check_end(server, clients)
+    assert f"({KEYS[phase]}" in server.last_line()
+    assert f"rank {rank} (cpu, socket {rank}" in server.last_line()
+    assert f"pid {pid}, is stopped by a signal (kill -CONT {pid}" in server.last_line()
+
+
+def _check_end(server: FaultyServer, clients: list[Client]) -> None:
+    status = server.server.child.wait(STOP_SECONDS)
+    for client in clients:
+        client.thread.join(STOP_SECONDS)
+    assert clients == [] or any(client.error for client in clients)
+    assert all(client.error or client.text for client in clients)
+    assert status not in (0, -signal.SIGKILL), server.server.child.tail()
+    assert server.last_line().startswith("ray_hetero: "), server.server.child.tail()
+    server.scene.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["api server", "engine"])
+def test_a_driver_that_is_killed_leaves_nothing(
+    who: str, scene: Scene, logs: Path, model: Model
+) -> None:
+    server = FaultyServer(scene, logs / f"kill-{who[:3]}", model("llama"))
+    clients = server.wait_until_in("decode")
+    ranks = [psutil.Process(pid) for pid in server.pids.values()]
+    (server.server.child.process if who == "api server" else server.engine).kill()
+    server.server.child.wait(STOP_SECONDS)
+    for client in clients:
+        client.thread.join(STOP_SECONDS)
+    assert wait_until(lambda: not any(rank.is_running() for rank in ranks), STOP_SECONDS)
+    scene.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_step_that_raises_names_its_rank(scene: Scene, logs: Path, model: Model) -> None:
+    # Stage 0 gives no answers: stock vLLM would not hear of its error.
+    server = FaultyServer(scene, logs / "raise", model("llama"), {"rank": 0, "do": "raise"})
+    server.wait_until_in("idle")
+    _check_end(server, [Client(server.server, {"prompt": prompts()[3], "max_tokens": 4})])
+    assert "rank 0 (cpu, socket 0" in server.last_line()
+    assert "RuntimeError('no such kernel')" in server.last_line()

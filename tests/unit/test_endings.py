@@ -1,0 +1,50 @@
+"""Of several ranks that end together, the cause is told apart from its consequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from placement.errors import ClaimError
+from ray_hetero.endings import Ending, Severity, causes, ending, plain
+
+GONE = """The actor died unexpectedly before finishing this task.
+\tclass_name: RankProcess
+\tactor_id: 1a
+\tpid: 12
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
+detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some \
+potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory."""
+NODE = """The actor died unexpectedly before finishing this task.
+\tclass_name: RankProcess
+The actor died because its node has died. Node Id: 5f"""
+PEER = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:31337")
+
+
+def test_rays_account_of_a_death_is_one_line_of_what_it_knows() -> None:
+    assert plain(GONE) == ""
+    assert plain(NODE) == "(The actor died because its node has died. Node Id: 5f)"
+    killed = GONE.replace("Worker unexpectedly exits with a connection error code 2. End of file.",
+                          "Task was killed due to the node running low on memory.")  # fmt: skip
+    assert plain(killed) == "(Task was killed due to the node running low on memory.)"
+
+
+@pytest.mark.parametrize("error", [PEER, dist.DistNetworkError("the client socket has failed")])
+def test_a_lost_peer_is_a_consequence(error: Exception) -> None:
+    assert ending(1, error).severity is Severity.LOST_A_PEER
+    assert ending(1, ValueError("no such kernel")).severity is Severity.FAILED
+
+
+def test_the_cause_comes_before_what_followed() -> None:
+    lost, failed = ending(0, PEER), ending(1, ValueError("no such kernel"))
+    died = Ending(2, Severity.DIED, "died")
+    assert causes([lost, failed, died]) == [died]
+    assert causes([lost, failed]) == [failed]
+    assert causes([lost, ending(3, PEER)]) == [lost, ending(3, PEER)]
+
+
+def test_what_a_rank_says_for_the_user_is_kept_as_it_is() -> None:
+    said = ending(1, ClaimError("socket 0 is held"))
+    assert said.text == "failed: socket 0 is held"
+    assert isinstance(said.error, ClaimError)
+    assert ending(1, ValueError("x")).text == "failed: ValueError('x')"

@@ -1,0 +1,61 @@
+"""The `vllm` command ends with the reason as its last line, and not as a success."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = """
+import sys
+sys.argv[0] = "/usr/bin/{name}"
+import atexit
+from ray_hetero import last_words
+from ray_hetero.errors import RankError
+last_words.catch()
+atexit.register(lambda: print("noise", file=sys.stderr))
+{program}
+"""
+
+
+def run(tmp_path: Path, program: str, name: str = "vllm") -> subprocess.CompletedProcess[str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", COMMAND.format(program=program, name=name)],
+        capture_output=True, text=True, env={"TMPDIR": str(tmp_path)}, check=False,
+    )  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("program", "traceback"),
+    [
+        # vLLM's API server returns when its engine is dead.
+        ("last_words.leave('rank 1 died'); last_words.leave('so rank 0 failed')", False),
+        ("last_words.leave('rank 1 died'); raise RuntimeError('engine core failed')", True),
+        ("raise RankError('rank 1 died')", False),
+    ],
+)
+def test_the_first_reason_is_the_last_line(tmp_path: Path, program: str, traceback: bool) -> None:
+    ran = run(tmp_path, program)
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1] == "ray_hetero: rank 1 died"
+    assert ("Traceback" in ran.stderr) is traceback
+
+
+@pytest.mark.parametrize(("program", "status"), [("pass", 0), ("sys.exit(3)", 3)])
+def test_without_a_reason_nothing_changes(tmp_path: Path, program: str, status: int) -> None:
+    ran = run(tmp_path, program)
+    assert (ran.returncode, ran.stderr) == (status, "noise\n")
+
+
+def test_another_programs_errors_are_left_alone(tmp_path: Path) -> None:
+    ran = run(tmp_path, "raise RankError('rank 1 died')", name="jupyter")
+    assert ran.stderr.rstrip().endswith("noise")
+    assert "Traceback" in ran.stderr
+
+
+def test_the_file_of_a_command_that_is_gone_can_be_removed(tmp_path: Path) -> None:
+    run(tmp_path, "import os; last_words.discard(); os._exit(0)")

@@ -1,0 +1,177 @@
+"""What becomes of the engine's requests and caches while its ranks start again; without ranks."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.v1.engine import FT_STATUS_CALL_ID, EngineCoreRequestType
+from vllm.v1.fault_tolerance import fault_tolerant_wrapper
+from vllm.v1.request import RequestStatus
+
+from ray_hetero import recovery, vllm_private
+from ray_hetero.errors import StartupError
+from ray_hetero.recovery import RankRecovery
+
+ERROR = RuntimeError("Executor failed.")
+REPORT = "rank 1 died"
+
+
+class Executor:
+    """Ranks that have died, and come up when they have been started so many times."""
+
+    def __init__(self, restarts: int, good: int = 1, report: str | None = REPORT) -> None:
+        self.restarts_left, self._good, self._report = restarts, good, report
+
+    def verdict(self) -> str | None:
+        return self._report
+
+    def restart(self) -> None:
+        self.restarts_left -= 1
+        self._good -= 1
+        if self._good:
+            raise StartupError("rank 0: no answer")
+
+
+class Scheduler:
+    """One request; caches that can be emptied."""
+
+    def __init__(self) -> None:
+        self.requests, self.emptied = [_request("running")], list[str]()
+
+    def finish_requests(self, ids: None, status: RequestStatus) -> list[Any]:
+        assert ids is None
+        assert status is RequestStatus.FINISHED_ERROR
+        ended, self.requests = self.requests, []
+        return ended
+
+    def reset_prefix_cache(self) -> bool:
+        self.emptied.append("prefix")
+        return not self.requests
+
+    def reset_encoder_cache(self) -> None:
+        self.emptied.append("encoder")
+
+
+class Engine:
+    """What the sentinel needs of vLLM's EngineCoreProc."""
+
+    engine_index = 0
+
+    def __init__(self, executor: Executor, args: type[EngineArgs]) -> None:
+        launch = SimpleNamespace(engine_args=args.__new__(args))
+        self.vllm_config = SimpleNamespace(**{vllm_private.LAUNCH_ATTRIBUTE: launch})
+        self.model_executor, self.scheduler = executor, Scheduler()
+        self.addresses = SimpleNamespace(outputs=["api server 0", "api server 1"])
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.output_queue: queue.Queue[Any] = queue.Queue()
+        self.batch_queue: list[str] = ["a batch on its way"]
+        self.errors: list[tuple[list[str], int]] = []
+
+    def _send_error_outputs_to_client(self, ids: list[str], client: int) -> None:
+        self.errors.append((ids, client))
+
+    def statuses(self, client: int) -> list[dict[str, Any]]:
+        sent = [self.output_queue.get_nowait() for _ in range(self.output_queue.qsize())]
+        assert all(o.utility_output.call_id == FT_STATUS_CALL_ID for _, o in sent)
+        return [o.utility_output.result.result for index, o in sent if index == client]
+
+
+def _request(name: str, client: int = 0) -> Any:
+    return SimpleNamespace(request_id=name, client_index=client)
+
+
+def _recover(executor: Executor, args: type[EngineArgs] = AsyncEngineArgs) -> Engine:
+    engine = Engine(executor, args)
+    for entry in (
+        (EngineCoreRequestType.ADD, (_request("queued", client=1), 0)),
+        (EngineCoreRequestType.ABORT, ["running"]),
+        (EngineCoreRequestType.EXECUTOR_FAILED, b""),
+    ):
+        engine.input_queue.put(entry)
+    limits = SimpleNamespace(engine_recovery_timeout_sec=1)
+    RankRecovery(engine, SimpleNamespace(fault_tolerance_config=limits)).on_fault(ERROR)
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def last_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    left: list[str] = []
+    monkeypatch.setattr(recovery.last_words, "leave", left.append)
+    return left
+
+
+def test_all_requests_end_and_nothing_of_the_old_ranks_is_believed(last_words: list[str]) -> None:
+    engine = _recover(Executor(restarts=2))
+    assert sorted(engine.errors) == [(["queued"], 1), (["running"], 0)]
+    assert engine.scheduler.emptied == ["prefix", "encoder"]
+    assert engine.batch_queue == []
+    # Only what has nothing to do with the ranks is still to be done.
+    assert [kind for kind, _ in engine.input_queue.queue] == [EngineCoreRequestType.ABORT]
+    assert last_words == []
+
+
+def test_every_api_server_hears_what_is_wrong_and_when_it_is_over() -> None:
+    for client in (0, 1):
+        unhealthy, healthy = _recover(Executor(restarts=2)).statuses(client)
+        assert unhealthy["status"] == "unhealthy"
+        assert REPORT in unhealthy["fault_info"]
+        assert healthy == {"id": 0, "status": "healthy"}
+
+
+def test_an_offline_engine_is_not_sent_what_it_does_not_understand() -> None:
+    assert _recover(Executor(restarts=2), EngineArgs).output_queue.empty()
+
+
+def test_a_start_that_fails_is_tried_again_while_restarts_are_left(last_words: list[str]) -> None:
+    executor = Executor(restarts=5, good=3)
+    assert len(_recover(executor).statuses(0)) == 4
+    assert executor.restarts_left == 2
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        _recover(Executor(restarts=2, good=3))
+    assert last_words == ["the ranks do not start again: rank 0: no answer"]
+
+
+def test_without_restarts_and_for_errors_of_others_the_engine_ends(last_words: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        _recover(Executor(restarts=0))
+    assert last_words == [REPORT]
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        _recover(Executor(restarts=2, report=None))
+
+
+def test_vllms_loop_asks_and_goes_on() -> None:
+    executor = Executor(restarts=1)
+    engine = Engine(executor, AsyncEngineArgs)
+    limits = SimpleNamespace(engine_recovery_timeout_sec=1)
+    engine.ft_sentinel = RankRecovery(engine, SimpleNamespace(fault_tolerance_config=limits))
+    engine.enable_fault_tolerance = True
+    rounds: list[int] = []
+
+    @fault_tolerant_wrapper
+    def loop(engine: Engine) -> None:
+        rounds.append(executor.restarts_left)
+        if len(rounds) == 2:
+            raise SystemExit
+        raise ERROR
+
+    with pytest.raises(SystemExit):
+        loop(engine)
+    assert rounds == [1, 0]
+
+
+def test_vllms_engine_makes_the_sentinel_that_it_is_given() -> None:
+    from vllm.v1.engine import core
+
+    parallel = SimpleNamespace(enable_fault_tolerance=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "EngineCoreSentinel", core.EngineCoreSentinel)
+        config: Any = SimpleNamespace(parallel_config=parallel)
+        vllm_private.ask_when_a_step_fails(config, RankRecovery)
+        assert core.EngineCoreSentinel is RankRecovery
+    assert parallel.enable_fault_tolerance
+    # By this name, and only where fault tolerance is on.
+    assert "EngineCoreSentinel" in core.EngineCoreProc.__init__.__wrapped__.__code__.co_names

@@ -1,0 +1,127 @@
+"""What is kept of the ranks' reports, and what is shown of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from worlds import node
+
+from placement.assignment import assign
+from placement.layout import Layout
+from ray_hetero import status_board
+from ray_hetero.engine_card import EngineCard, card_of
+from ray_hetero.engine_name import actor_name, board_name, is_board
+from ray_hetero.layer_plan import LayerPlan
+from ray_hetero.status import EngineStatus
+from ray_hetero.status_board import RankReport, StatusBoard
+from ray_hetero.step_clock import StepTotals
+from ray_hetero.world import World
+
+
+@pytest.fixture
+def world() -> World:
+    layout = Layout((("cpu",), ("gpu",)))
+    return World(layout, assign(layout, [node("alpha", sockets=2, gpus=1)]), (3, 5))
+
+
+@pytest.fixture
+def card(world: World) -> EngineCard:
+    return card_of("1a2b3", "models/tiny", LayerPlan(world, None), None, {0: (2, 3), 1: (0,)})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The board's time, in seconds, set by the test."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    made = Clock()
+    monkeypatch.setattr(status_board, "time", made)
+    return made
+
+
+def report(rank: int, steps: int, busy_s: float, in_step_s: float = 0.0) -> RankReport:
+    totals = StepTotals(steps=steps, tokens=steps, busy_s=busy_s)
+    return RankReport(rank, 4711 + rank, 3 << 30, rank << 30, totals, in_step_s)
+
+
+def test_names_say_what_an_actor_is(world: World) -> None:
+    assert [actor_name("1a2b3", seat) for seat in world.seats] == [
+        "ray_hetero-1a2b3-rank0-stage0-tp0-cpu-socket0",
+        "ray_hetero-1a2b3-rank1-stage1-tp0-gpu-gpu0",
+    ]
+    assert is_board(board_name("1a2b3"))
+    assert not any(is_board(actor_name("1a2b3", seat)) for seat in world.seats)
+
+
+def test_the_card_has_layers_and_the_threads_of_cpu_ranks(card: EngineCard) -> None:
+    first, second = card.ranks
+    assert (first.first_layer, first.layers, first.threads) == (0, 3, (2, 3))
+    assert (second.first_layer, second.layers, second.threads) == (3, 5, ())
+    assert card.picture == ""
+
+
+def test_step_times_are_those_of_the_last_seconds_with_steps(card: EngineCard, clock: Any) -> None:
+    board = StatusBoard(card)
+    # 100 slow steps at the start, a minute later 10 quick ones, and then a pause.
+    reports = ((100, 0, 0.0), (102, 100, 2.0), (160, 100, 2.0), (162, 105, 2.01),
+               (164, 110, 2.02), (166, 110, 2.02))  # fmt: skip
+    for clock.now, steps, busy_s in reports:
+        board.report(report(0, steps, busy_s))
+    clock.now = 190
+    news = board.read().news[0]
+    assert news.age_s == 24
+    assert news.report.totals.steps == 110
+    assert news.recent.steps == 10
+    assert news.recent.busy_s == pytest.approx(0.02)
+
+
+def test_health(card: EngineCard, clock: Any) -> None:
+    board = StatusBoard(card)
+    board.report(report(0, 5, 0.1))
+    assert [rank.health for rank in EngineStatus(board.read()).ranks] == ["ok", "starting"]
+    board.report(report(1, 5, 0.1, in_step_s=95.4))
+    clock.now += 60
+    board.report(report(1, 5, 0.1, in_step_s=95.4))
+    engine = EngineStatus(board.read())
+    assert [rank.health for rank in engine.ranks] == ["silent for 60 s", "in one step for 95 s"]
+    assert not engine.is_healthy
+
+
+def test_ranks_that_start_again_begin_anew(card: EngineCard) -> None:
+    board = StatusBoard(card)
+    board.serve()
+    board.report(report(0, 5, 0.1))
+    board.begin(card)
+    content = board.read()
+    assert (content.state, content.news) == ("starting", {})
+
+
+def test_table_json_and_notebook_show_the_same(card: EngineCard, clock: Any) -> None:
+    board = StatusBoard(replace(card, model="models/<tiny>", picture="<svg>plan</svg>"))
+    board.serve()
+    for clock.now, steps in ((100, 0), (102, 8)):
+        board.report(report(0, steps, 0.0125 * steps))
+    engine = EngineStatus(board.read())
+    console = Console(width=160, force_terminal=False)
+    with console.capture() as shown:
+        console.print(engine.table())
+    row = next(line for line in shown.get().splitlines() if "alpha" in line and "cpu" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")][5:] == [
+        "0-2 (3)", "ok", "3.00", "8", "12.50", "0.00", "",
+    ]  # fmt: skip
+    first, second = json.loads(json.dumps(engine.to_dict()))["ranks"]
+    assert (first["recent_busy_ms"], first["resident_bytes"]) == (12.5, 3 << 30)
+    assert (second["health"], "pid" in second) == ("starting", False)
+    page = engine._repr_html_()
+    assert page.endswith("</table><svg>plan</svg>")
+    assert "serving models/&lt;tiny&gt;" in page
+    assert "<td>0-2 (3)</td><td>ok</td><td>3.00</td><td>8</td><td>12.50</td>" in page

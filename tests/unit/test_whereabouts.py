@@ -1,0 +1,44 @@
+"""What a dead rank leaves behind is found in its log."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ray_hetero.whereabouts import LOG_TAIL_BYTES, Place, crash_in, oom_kills
+
+CRASH = """
+import faulthandler, os, signal, sys
+faulthandler.enable()
+sys.stderr.write("x" * {noise} + "\\n")
+sys.stderr.flush()
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_a_crash_in_native_code_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "rank.err"
+    with log.open("wb") as file:
+        program = CRASH.format(noise=2 * LOG_TAIL_BYTES)
+        subprocess.run([sys.executable, "-c", program], stderr=file, check=False)
+    assert crash_in(str(log)) == "Fatal Python error: Segmentation fault"
+
+
+def test_a_log_that_ends_in_peace_or_is_not_there_names_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "rank.err"
+    log.write_text("INFO a Fatal Python error: in the middle of a line\n")
+    assert crash_in(str(log)) == ""
+    assert crash_in(str(tmp_path / "none")) == crash_in("") == ""
+
+
+def test_a_process_tells_where_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "rank.err"
+    program = "from ray_hetero.whereabouts import Place; print(Place.here().log)"
+    with log.open("wb") as file:
+        ran = subprocess.run(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=file, text=True
+        )
+    assert ran.stdout.strip() == str(log)
+    assert Place.here().process.is_there
+    assert oom_kills() >= 0
