@@ -37,7 +37,7 @@ demo: env ## Serve a model over two CPU ranks, chat with it and stop (MODEL=path
 test: env ## Run all tests; those that need a GPU say why they are skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-slow: env ## Run the tests that `make test` leaves out: several nodes, jobs, notebooks, restarts, more faults
+test-slow: env ## Run the tests that `make test` leaves out: two kinds of ranks, several nodes, jobs, restarts, more faults
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-unit: env ## Run the tests that need neither Ray nor vLLM engines

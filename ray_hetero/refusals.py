@@ -1,7 +1,7 @@
 """What this backend cannot do, refused in one line before anything starts.
 
-Each refusal was seen to fail, or to be ignored, when it was tried; docs/compatibility.md has the
-table.
+Most were seen to fail, or to be ignored, when they were tried, the others follow from vLLM's code;
+docs/compatibility.md says which.
 """
 
 from __future__ import annotations

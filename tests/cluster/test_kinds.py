@@ -15,7 +15,7 @@ import pytest
 from engines import Json, Model, Stock, batch, engine, hetero, prompts, run_engines, tokens
 from leftovers import Scene
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 LAYOUTS = {
     "cpu stage between gpu stages": [["gpu"], ["cpu"], ["gpu"]],
