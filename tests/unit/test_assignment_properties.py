@@ -145,7 +145,7 @@ def test_a_thousand_nodes_are_planned_within_a_second(
         )
         for place in range(1000)
     ]
-    start = time.perf_counter()
+    start = time.process_time()
     world = plan_world(
         HeteroConfig(layout=layout),
         nodes,
@@ -153,6 +153,6 @@ def test_a_thousand_nodes_are_planned_within_a_second(
         tensor_parallel_size=tensor,
         layers=(1,) * pipeline,
     )
-    elapsed = time.perf_counter() - start
+    elapsed = time.process_time() - start
     assert len(world.seats) == pipeline * tensor
     assert elapsed < 1
