@@ -80,8 +80,8 @@ class _Free:
     gpus: int
     sockets: list[Socket]
 
-    def room(self, stage: Sequence[Kind]) -> bool:
-        return stage.count("gpu") <= self.gpus and stage.count("cpu") <= len(self.sockets)
+    def room(self, gpus: int, cpus: int) -> bool:
+        return gpus <= self.gpus and cpus <= len(self.sockets)
 
 
 def assign(layout: Layout, nodes: Sequence[Node], turn: Turn = ALONE) -> tuple[Seat, ...]:
@@ -123,9 +123,11 @@ def _seat_all(layout: Layout, places: Sequence[_Free], nodes: Sequence[Node]) ->
     seats: list[Seat] = []
     used: Counter[tuple[str, Kind]] = Counter()
     for stage, kinds in enumerate(layout.stages):
-        home = next((place for place in places if place.room(kinds)), None)
+        gpus, cpus = kinds.count("gpu"), kinds.count("cpu")
+        home = next((place for place in places if place.room(gpus, cpus)), None)
         for tensor_rank, kind in enumerate(kinds):
-            place = home or next((p for p in places if p.room((kind,))), None)
+            one = (kind == "gpu", kind == "cpu")
+            place = home or next((p for p in places if p.room(*one)), None)
             if place is None:
                 raise LayoutError(_no_room(layout, stage, kind, nodes))
             local_rank = used[place.node.node_id, kind]

@@ -161,7 +161,6 @@ def test_kernels_are_installed_on_each_node_where_that_is_allowed(
     assert all((site / "vllm/_C.abi3.so").exists() for site in sites.values())
 
 
-@pytest.mark.slow
 def test_tensor_parallel_groups_inside_of_nodes_and_across_them(
     nodes: TwoNodes, scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
@@ -206,7 +205,6 @@ def test_a_pipeline_answers_like_stock_and_ends_when_a_node_is_gone(
     assert json.loads(after.log.splitlines()[-1]) == left
 
 
-@pytest.mark.slow
 def test_an_engine_ends_when_the_network_between_its_nodes_is_cut(logs: Path, model: Model) -> None:
     with clean_scene() as mine, clean_scene() as around, two_nodes(around, logs) as nodes:
         with (
@@ -224,7 +222,6 @@ def test_an_engine_ends_when_the_network_between_its_nodes_is_cut(logs: Path, mo
         mine.assert_clean()
 
 
-@pytest.mark.slow
 def test_an_engine_ends_when_rays_head_is_gone(logs: Path, model: Model) -> None:
     with clean_scene() as mine, clean_scene() as around, two_nodes(around, logs) as nodes:
         with (

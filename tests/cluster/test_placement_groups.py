@@ -69,7 +69,6 @@ def test_what_ray_cannot_give_is_told_with_the_nodes(scene: Scene) -> None:
     scene.assert_clean()
 
 
-@pytest.mark.slow
 def test_an_engine_inside_a_group_uses_its_bundles_and_leaves_it(
     scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:

@@ -70,6 +70,7 @@ def test_eager(name: str, pipeline: int, tensor: int, eager: Tokens, stock: Stoc
     _same(eager[name], stock(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "pipeline", "tensor"), COMPILED)
 def test_compiled(name: str, pipeline: int, tensor: int, compiled: Tokens, stock: Stock) -> None:
     _same(compiled[name], stock(name))
