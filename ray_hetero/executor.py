@@ -24,6 +24,7 @@ from placement.errors import ClaimError, LayoutError, PlacementError
 from placement.external_group import describe_group, nodes_within
 from ray_hetero import actors, last_words, layer_plan, planning, vllm_private, warmup
 from ray_hetero.cluster_software import software_of
+from ray_hetero.core_binding import move_process
 from ray_hetero.cpu_kernels import refuse_checkpoint
 from ray_hetero.data_parallel import refuse_shared_experts
 from ray_hetero.engine_card import EngineCard, card_of
@@ -224,7 +225,8 @@ class HeteroExecutor(GuardedExecutor):
                 seat=seat,
                 launch=self._launch,
                 shared=shared,
-                threads=threads.get(seat.rank, spare[seat.node_id]),
+                threads=threads.get(seat.rank, ()),
+                spare=spare[seat.node_id],
                 layer_partition=partition,
                 forecast=plan.forecast(seat.rank),
             )
@@ -239,9 +241,10 @@ class HeteroExecutor(GuardedExecutor):
         # A driver inside a cluster may be held to other cores than the node's Ray.
         spare = os.sched_getaffinity(0).intersection(self._spare_here)
         if spare and multiprocessing.parent_process() is not None:
-            os.sched_setaffinity(0, spare)
+            move_process(os.getpid(), spare)
             assert self._connection is not None
-            self._connection.keep_off(spare)
+            assert self._whereabouts is not None
+            self._connection.keep_off(spare, besides=self._whereabouts.pids)
 
     def _batches_in_flight(self, world: World) -> int:
         asked = self._config.pipeline.batches_in_flight

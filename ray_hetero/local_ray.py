@@ -14,6 +14,7 @@ import psutil
 import ray
 
 from ray_hetero.checks import check_ray
+from ray_hetero.core_binding import move_process
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.ray_address import connect
 from ray_hetero.ray_arguments import RAY_SETTINGS
@@ -110,19 +111,19 @@ class RayConnection:
         )
         logger.info("started a local Ray: none was running (RAY_ADDRESS names a cluster)")
 
-    def keep_off(self, cpus: Collection[int]) -> None:
+    def keep_off(self, cpus: Collection[int], besides: Collection[int] = ()) -> None:
         """Move the processes of a Ray that was started here away from the compute cores.
 
         Args:
             cpus: logical CPUs that they may use; without any, nothing is moved.
+            besides: processes that stay where they are: the ranks.
 
         """
         if not (self.is_local and cpus):
             return
         for process in psutil.Process().children(recursive=True):
-            # One that has ended meanwhile needs no cores.
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.cpu_affinity(list(cpus))
+            if process.pid not in besides:
+                move_process(process.pid, cpus)
 
     def close(self) -> None:
         """Leave the cluster, and stop it if it was started here; safe to call twice."""

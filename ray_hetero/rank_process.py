@@ -23,6 +23,7 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.claims import claim_socket
 from ray_hetero import decode_linear, vllm_private
+from ray_hetero.core_binding import take_cores
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import HeteroGroup, set_world
 from ray_hetero.metrics import RayMetrics
@@ -152,8 +153,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
         _drop_niceness()
-        if rank.threads:
-            os.sched_setaffinity(0, rank.threads)
+        take_cores(rank.threads or rank.spare, rank.spare)
 
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""

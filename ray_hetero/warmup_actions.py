@@ -15,6 +15,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import set_random_seed
 
 from ray_hetero import placement_proof
+from ray_hetero.core_binding import lead_from_first_core
 from ray_hetero.planning import KV_ROUNDS, KV_SHARE_OF_FREE
 from ray_hetero.progress import logger
 from ray_hetero.warmup import Action, Step
@@ -126,6 +127,7 @@ def _boundary(worker: Any, context: RankContext, step: Step) -> None:
 
 
 def _finish(worker: Any, context: RankContext, step: Step) -> None:
+    lead_from_first_core(context.threads)
     _prove_placement(worker, context)
     set_random_seed(worker.model_config.seed, worker.parallel_config.data_parallel_index)
 

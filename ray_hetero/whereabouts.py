@@ -67,6 +67,11 @@ class Whereabouts:
         for seat, place in zip(world.seats, places, strict=True):
             self._by_node.setdefault(seat.node_id, {})[seat.rank] = place
 
+    @property
+    def pids(self) -> frozenset[int]:
+        """The ranks' processes, each numbered by its own node."""
+        return frozenset(place.process.pid for place in self._places)
+
     def describe(self, rank: int) -> str:
         """Name a rank for people: device, node and process."""
         return f"{describe(self._world, rank)}, {self._places[rank].process}"

@@ -120,7 +120,9 @@ class RankLaunch:
     launch: Launch
     shared: SharedSettings
     threads: tuple[int, ...]
-    """Logical CPUs that this rank computes on (CPU rank) or runs its Python on (GPU rank)."""
+    """Logical CPUs that a CPU rank computes on; none for a GPU rank."""
+    spare: tuple[int, ...]
+    """Logical CPUs of its node that no CPU rank computes on; may be none."""
     layer_partition: str
     """Layers of each stage as vLLM's VLLM_PP_LAYER_PARTITION takes them."""
     forecast: Forecast | None = None

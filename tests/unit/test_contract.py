@@ -317,7 +317,7 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
     there = world("c", "c", layers=1)
     launch: Launch = vllm_private.launch_of(driver)
     ranks = [
-        build_rank_config(RankLaunch(there, seat, launch, shared, (0,), "1,1"))
+        build_rank_config(RankLaunch(there, seat, launch, shared, (0,), (), "1,1"))
         for seat in there.seats
     ]
     prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]

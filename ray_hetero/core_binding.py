@@ -1,0 +1,62 @@
+"""Which cores the threads of the engine's processes run on.
+
+OpenMP binds its own workers.  What is left are the main thread, which leads them, and the threads
+of Ray, ZeroMQ and Gloo, which must not take a core from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Sequence
+
+import psutil
+
+
+def move_process(pid: int, cpus: Collection[int]) -> None:
+    """Move every thread that a process of this host has by now.
+
+    Args:
+        pid: one that has ended meanwhile needs no cores.
+        cpus: logical CPUs; without any, nothing is moved.
+
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for thread in psutil.Process(pid).threads():
+            _move(thread.id, cpus)
+
+
+def take_cores(own: Collection[int], others: Collection[int]) -> None:
+    """Spread this process's threads before it computes: main thread here, Ray's threads there.
+
+    OpenMP binds the main thread to its first core as the process loads it, and Ray's threads
+    inherit that: without this they would all run on a core whose work every step waits for.
+    Threads that the main thread starts later, and compilers that it calls, inherit `own`.
+
+    Args:
+        own: logical CPUs of the main thread; without any, nothing is moved.
+        others: those of the threads there are by now; without any, `own`.
+
+    """
+    move_process(os.getpid(), others or own)
+    _move(os.getpid(), own)
+
+
+def lead_from_first_core(compute: Sequence[int]) -> None:
+    """Bind the main thread to the core that OpenMP counts as its own.
+
+    For serving, when nothing is compiled any more: free to move, it would wake up on another
+    compute thread's core, and both would take turns there.
+
+    Args:
+        compute: logical CPUs of the compute threads, in OpenMP's order; without any, nothing is
+            bound.
+
+    """
+    _move(os.getpid(), compute[:1])
+
+
+def _move(thread: int, cpus: Collection[int]) -> None:
+    if cpus:
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, cpus)
