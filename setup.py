@@ -11,7 +11,7 @@ from setuptools.extension import Extension
 
 WITHOUT = {
     "placement._native": "measuring memory bandwidth",
-    "ray_hetero._decode_linear": "linear layers at the bandwidth of the socket",
+    "ray_hetero._streaming_linear": "linear layers at the bandwidth of the socket",
 }
 """What is missing without each module."""
 
@@ -42,8 +42,9 @@ setup(
             optional=True,
         ),
         Pybind11Extension(
-            "ray_hetero._decode_linear",
-            ["csrc/decode_linear.cpp"],
+            "ray_hetero._streaming_linear",
+            ["csrc/streaming_linear.cpp"],
+            depends=["csrc/streaming_linear.h"],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp"],
             extra_link_args=["-fopenmp"],

@@ -16,7 +16,7 @@ from collections.abc import Callable
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 
-from ray_hetero import _decode_linear
+from ray_hetero import _streaming_linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
@@ -32,7 +32,7 @@ def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Te
     made["sgl"] = lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None)
     made["torch"] = lambda x: torch.nn.functional.linear(x, weight)
     for name, use_amx in (("streaming-avx512", False), ("streaming-amx", True)):
-        if use_amx <= _decode_linear.has_amx():
+        if use_amx <= _streaming_linear.has_amx():
             made[name] = functools.partial(_streaming, packed, use_amx)
     return made
 
@@ -40,7 +40,7 @@ def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Te
 def _streaming(packed: torch.Tensor, use_amx: bool, x: torch.Tensor) -> torch.Tensor:
     (outputs, inputs), tokens = packed.shape, x.shape[0]
     y = torch.empty(tokens, outputs, dtype=x.dtype)
-    _decode_linear.linear(
+    _streaming_linear.linear(
         x.data_ptr(), x.stride(0), packed.data_ptr(), 0, y.data_ptr(), tokens, outputs, inputs,
         use_amx,
     )  # fmt: skip

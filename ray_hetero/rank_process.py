@@ -22,7 +22,7 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.claims import claim_socket
-from ray_hetero import decode_linear, vllm_private
+from ray_hetero import streaming_linear, vllm_private
 from ray_hetero.core_binding import take_cores
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import HeteroGroup, set_world
@@ -75,9 +75,9 @@ def _drop_niceness() -> None:
         )
 
 
-def _use_fast_linear(choice: decode_linear.Choice) -> None:
-    if decode_linear.choose(choice):
-        vllm_private.use_linear(torch.ops.ray_hetero.decode_linear, decode_linear.suits)
+def _use_fast_linear(choice: streaming_linear.Choice) -> None:
+    if streaming_linear.choose(choice):
+        vllm_private.use_linear(torch.ops.ray_hetero.streaming_linear, streaming_linear.suits)
         logger.info("linear layers stream their weights (cpu.linear_kernel)")
 
 

@@ -12,11 +12,11 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero import decode_linear, vllm_private  # noqa: E402
+from ray_hetero import streaming_linear, vllm_private  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 
 current_platform.import_kernels()
-native = decode_linear._native
+native = streaming_linear._native
 needs_bf16 = pytest.mark.skipif(
     native is None or not native.has_bf16(), reason="needs the native module and AVX-512-BF16"
 )
@@ -54,7 +54,7 @@ def test_it_computes_what_torch_computes(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for tokens in (1, 2, 7, 8, 9, 16, 17, 33, 64, 70):
+        for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 70):
             # A view of a wider tensor, as attention hands over slices.
             x = torch.randn(tokens, inputs + 64).bfloat16()[:, :inputs]
             expected = x.float() @ weight.float().T + bias
@@ -63,6 +63,33 @@ def test_it_computes_what_torch_computes(
             torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-8)
     finally:
         torch.set_num_threads(before)
+
+
+@needs_bf16
+@pytest.mark.parametrize("use_amx", KERNELS)
+def test_the_result_depends_neither_on_threads_nor_on_chance(use_amx: bool) -> None:
+    torch.manual_seed(1)
+    _, weight = packed(320, 3072)
+    before = torch.get_num_threads()
+    for tokens in (1, 8, 40):
+        x = torch.randn(tokens, 3072).bfloat16()
+        expected = compute(x, weight, None, use_amx)
+        try:
+            for threads in (1, 2, 5, 2, 5, 13):
+                torch.set_num_threads(threads)
+                assert torch.equal(compute(x, weight, None, use_amx), expected)
+        finally:
+            torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(True not in KERNELS, reason="needs AMX")
+@pytest.mark.parametrize("tokens", [256, 257, 1024, 1025, 2100])
+def test_prompts_are_computed_in_slabs_and_pieces(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    weight, weight_packed = packed(1120, 1376)
+    x = torch.randn(tokens, 1376).bfloat16()
+    found = compute(x, weight_packed, None, use_amx=True).float()
+    torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=2**-8, atol=2**-8)
 
 
 @needs_bf16
@@ -75,8 +102,8 @@ def test_a_shape_that_the_layout_cannot_hold_is_refused() -> None:
 @needs_bf16
 def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    assert decode_linear.choose("streaming")
-    vllm_private.use_linear(torch.ops.ray_hetero.decode_linear, decode_linear.suits)
+    assert streaming_linear.choose("streaming")
+    vllm_private.use_linear(torch.ops.ray_hetero.streaming_linear, streaming_linear.suits)
     weight, _ = packed(64, 128)
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -93,11 +120,11 @@ def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.Mon
 
 @needs_bf16
 def test_it_stays_one_operator_in_a_compiled_graph() -> None:
-    assert decode_linear.choose("streaming")
+    assert streaming_linear.choose("streaming")
     _weight, weight_packed = packed(64, 128)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.ray_hetero.decode_linear(x, weight_packed, None) + 1
+        return torch.ops.ray_hetero.streaming_linear(x, weight_packed, None) + 1
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (3, 5):
@@ -111,7 +138,7 @@ def test_other_layers_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: left.append(layer)
     )
-    vllm_private.use_linear(torch.ops.aten.linear, decode_linear.suits)
+    vllm_private.use_linear(torch.ops.aten.linear, streaming_linear.suits)
     layers = [
         SimpleNamespace(weight=torch.zeros(64, 64)),
         SimpleNamespace(weight=torch.zeros(40, 64).bfloat16()),
@@ -124,8 +151,8 @@ def test_other_layers_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_streaming_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_linear, "_native", None)
+    monkeypatch.setattr(streaming_linear, "_native", None)
     with pytest.raises(UnsupportedError, match="C\\+\\+ compiler"):
-        decode_linear.choose("streaming")
-    assert not decode_linear.choose("auto")
-    assert not decode_linear.choose("vllm")
+        streaming_linear.choose("streaming")
+    assert not streaming_linear.choose("auto")
+    assert not streaming_linear.choose("vllm")

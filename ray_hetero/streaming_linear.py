@@ -1,10 +1,10 @@
 """Linear layers of a CPU rank that read their weights at the bandwidth of the socket.
 
-vLLM's kernels for CPUs divide a layer by its outputs, so some threads wait for others where the
-outputs do not divide well, and a decode step, which reads every weight for a handful of tokens,
-stays 15 to 20 % below what the memory gives.  Here all threads stream equal shares of a layer
-(csrc/decode_linear.cpp).  The weights are in the layout of vLLM's own packed kernel, which
-computes what is too large for this one, so they are held once.
+vLLM's kernels for CPUs divide a layer by its outputs, each thread a fixed share, and a decode step,
+which reads every weight for a handful of tokens, waits in every layer for the slowest thread.  Here
+threads that have finished take over from others (csrc/streaming_linear.h).  The weights are in the
+layout of vLLM's own packed kernel, which computes many tokens where there is no AMX, so they are
+held once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ray_hetero.errors import UnsupportedError
 
 try:
-    _native: ModuleType | None = importlib.import_module("ray_hetero._decode_linear")
+    _native: ModuleType | None = importlib.import_module("ray_hetero._streaming_linear")
 except ImportError:
     _native = None
 
@@ -28,20 +28,18 @@ Choice = Literal["auto", "streaming", "vllm"]
 
 MULTIPLE = 32
 """Of inputs and outputs, as the packed layout has them."""
-MOST_TOKENS_WITH_AMX = 128
-"""Above, vLLM's packed kernel is faster; measured, see docs/tuning.md."""
 MOST_TOKENS_WITHOUT_AMX = 4
+"""Above, vLLM's packed kernel is faster where there is no AMX; measured, see docs/tuning.md."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
 
-class DecodeLinear:
+class StreamingLinear:
     """What this process computes linear layers with."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
         self._has_amx = bool(native.has_amx())
-        self._most_tokens = MOST_TOKENS_WITH_AMX if self._has_amx else MOST_TOKENS_WITHOUT_AMX
 
     def __call__(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
@@ -59,7 +57,7 @@ class DecodeLinear:
         """
         outputs, inputs = packed.shape
         tokens = x.numel() // inputs
-        if tokens > self._most_tokens:
+        if not self._has_amx and tokens > MOST_TOKENS_WITHOUT_AMX:
             return vllm_ops.weight_packed_linear_cpu(x, packed, outputs, bias)
         rows = x.reshape(tokens, inputs)
         if rows.stride(1) != 1:
@@ -79,8 +77,8 @@ class DecodeLinear:
         return y
 
 
-def _register(kernel: DecodeLinear) -> None:
-    def decode_linear(
+def _register(kernel: StreamingLinear) -> None:
+    def streaming_linear(
         x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return kernel(x, packed, bias)
@@ -89,7 +87,7 @@ def _register(kernel: DecodeLinear) -> None:
         return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
     direct_register_custom_op(
-        "decode_linear", decode_linear, fake_impl=shape_of, target_lib=_library, dispatch_key="CPU"
+        "streaming_linear", streaming_linear, fake_impl=shape_of, target_lib=_library, dispatch_key="CPU"
     )
 
 
@@ -112,8 +110,8 @@ def choose(choice: Choice) -> bool:
         )
     if missing or _native is None or (choice == "auto" and not _native.has_amx()):
         return False
-    if not hasattr(torch.ops.ray_hetero, "decode_linear"):
-        _register(DecodeLinear(_native))
+    if not hasattr(torch.ops.ray_hetero, "streaming_linear"):
+        _register(StreamingLinear(_native))
     return True
 
 

@@ -1,0 +1,509 @@
+// y = x · Wᵀ + b in bf16, for the linear layers of a CPU rank.
+//
+// W is in the layout of vLLM's packed kernels, [N / 32][K / 2][32][2]: a row of 128 bytes holds two
+// k of 32 outputs (a block), which is what both VDPBF16PS and TDPBF16PS multiply.
+//
+// Few tokens (a decode step): every weight is read once, so the only thing that counts is that all
+// threads stream W without a pause.  W is cut into units of up to 64 KiB, each thread gets a run of
+// neighbouring units, and who has finished takes units from the end of others' runs.
+// Many tokens (a prefill): the tiles' multiplications count.  Tokens and a piece of W that fit
+// together into the second-level cache are multiplied piece by piece.
+//
+// A sum is always taken over the same pieces in the same order, whichever thread took them: the
+// result depends neither on the number of threads nor on chance.
+
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <memory>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define RAY_HETERO_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define RAY_HETERO_AMX __attribute__((target("avx512f,avx512bw,avx512vl,amx-tile,amx-bf16")))
+#endif
+
+namespace ray_hetero {
+
+constexpr int kBlock = 32;                  // outputs of a block
+constexpr int kTile = 16;                   // tokens, outputs and pairs of k of an AMX tile
+constexpr int kRow = 2 * kBlock;            // elements of a row
+constexpr std::int64_t kUnitRows = 512;     // most rows of a unit of few tokens
+constexpr std::int64_t kFewTokens = 32;     // with AMX: two tiles
+constexpr std::int64_t kFar = 64;           // rows from a load to its prefetch into the L2 cache
+constexpr std::int64_t kNear = 16;          // … and into L1, whose fill buffers are few
+constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
+constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
+constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
+constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them
+
+struct Task {
+  const std::uint16_t* x;  // [m][stride] bf16
+  const std::uint16_t* w;  // packed, bf16
+  const float* bias;       // [n], or nullptr
+  std::uint16_t* y;        // [m][n] bf16
+  std::int64_t m, n, pairs, stride;
+  bool use_amx;
+
+  std::int64_t blocks() const { return n / kBlock; }
+  const std::uint16_t* rows(std::int64_t block, std::int64_t row) const {
+    return w + (block * pairs + row) * kRow;
+  }
+};
+
+#if defined(__x86_64__)
+
+// ---- the work of a call, shared out among threads -----------------------------------------------
+
+// Units that one thread has still to do.  Its owner takes them from the front, others from the end.
+class alignas(64) Run {
+ public:
+  void set(std::uint64_t begin, std::uint64_t end) { range_ = begin << 32 | end; }
+  std::int64_t take_first() { return take(true); }
+  std::int64_t take_last() { return take(false); }
+
+ private:
+  std::int64_t take(bool first) {
+    std::uint64_t range = range_.load(std::memory_order_relaxed);
+    for (;;) {
+      const std::uint64_t begin = range >> 32, end = range & 0xffffffff;
+      if (begin >= end) return -1;
+      const std::uint64_t left = first ? (begin + 1) << 32 | end : begin << 32 | (end - 1);
+      if (range_.compare_exchange_weak(range, left, std::memory_order_relaxed)) {
+        return static_cast<std::int64_t>(first ? begin : end - 1);
+      }
+    }
+  }
+
+  std::atomic<std::uint64_t> range_{0};
+};
+
+class Runs {
+ public:
+  Runs(std::int64_t units, int threads) : runs_(new Run[threads]), threads_(threads) {
+    for (int thread = 0; thread < threads; ++thread) {
+      runs_[thread].set(units * thread / threads, units * (thread + 1) / threads);
+    }
+  }
+  // The next unit for this thread, or -1.
+  std::int64_t next(int thread) {
+    std::int64_t unit = runs_[thread].take_first();
+    for (int other = 1; unit < 0 && other < threads_; ++other) {
+      unit = runs_[(thread + other) % threads_].take_last();
+    }
+    return unit;
+  }
+
+ private:
+  std::unique_ptr<Run[]> runs_;
+  int threads_;
+};
+
+// Memory that a thread keeps from call to call: fresh pages would cost more than the sums.
+class Scratch {
+ public:
+  // At least `bytes`, on a cache line: tiles whose rows straddle two lines load half as fast.
+  void* get(std::size_t bytes) {
+    if (bytes > size_) {
+      size_ = (bytes + kLine - 1) / kLine * kLine;
+      memory_.reset(std::aligned_alloc(kLine, size_));
+      if (memory_ == nullptr) throw std::bad_alloc();
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr std::size_t kLine = 64;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  std::size_t size_ = 0;
+};
+
+inline float* scratch(std::size_t floats, int which) {
+  static thread_local Scratch kept[3];
+  return static_cast<float*>(kept[which].get(floats * sizeof(float)));
+}
+
+RAY_HETERO_BF16 inline void store_token(const Task& task, std::int64_t token, std::int64_t block,
+                                        const float* sums) {
+  for (int half = 0; half < kBlock; half += kTile) {
+    const std::int64_t at = block * kBlock + half;
+    __m512 sum = _mm512_loadu_ps(sums + half);
+    if (task.bias != nullptr) sum = _mm512_add_ps(sum, _mm512_loadu_ps(task.bias + at));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(task.y + token * task.n + at),
+                        (__m256i)_mm512_cvtneps_pbh(sum));
+  }
+}
+
+// The hardware's prefetcher stops at the end of each page, and tile loads hardly set it off.
+inline void prefetch_line(const std::uint16_t* at) {
+  _mm_prefetch(reinterpret_cast<const char*>(at + kFar * kRow), _MM_HINT_T1);
+  _mm_prefetch(reinterpret_cast<const char*>(at + kNear * kRow), _MM_HINT_T0);
+}
+
+// ---- AVX-512: sums of up to kGroup tokens stay in registers, two for each token -----------------
+
+constexpr int kGroup = 8;
+
+template <int M>
+RAY_HETERO_BF16 void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
+                              std::int64_t rows, float* sums) {
+  __m512 low[M], high[M];
+  for (int i = 0; i < M; ++i) low[i] = high[i] = _mm512_setzero_ps();
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::uint16_t* at = w + row * kRow;
+    prefetch_line(at);
+    prefetch_line(at + kBlock);
+    const auto left = (__m512bh)_mm512_loadu_si512(at);
+    const auto right = (__m512bh)_mm512_loadu_si512(at + kBlock);
+    for (int i = 0; i < M; ++i) {
+      std::int32_t pair;
+      __builtin_memcpy(&pair, x + i * stride + 2 * row, sizeof(pair));
+      const auto both = (__m512bh)_mm512_set1_epi32(pair);
+      low[i] = _mm512_dpbf16_ps(low[i], left, both);
+      high[i] = _mm512_dpbf16_ps(high[i], right, both);
+    }
+  }
+  for (int i = 0; i < M; ++i) {
+    _mm512_storeu_ps(sums + i * kBlock, low[i]);
+    _mm512_storeu_ps(sums + i * kBlock + kTile, high[i]);
+  }
+}
+
+using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
+                         float*);
+constexpr AddRows kAddRows[kGroup + 1] = {
+    nullptr,     add_rows<1>, add_rows<2>, add_rows<3>, add_rows<4>,
+    add_rows<5>, add_rows<6>, add_rows<7>, add_rows<8>,
+};
+
+inline void sum_avx(const Task& task, std::int64_t row, const std::uint16_t* w, std::int64_t rows,
+                    float* sums) {
+  for (std::int64_t token = 0; token < task.m; token += kGroup) {
+    const auto group = std::min<std::int64_t>(kGroup, task.m - token);
+    kAddRows[group](task.x + token * task.stride + 2 * row, task.stride, w, rows,
+                    sums + token * kBlock);
+  }
+}
+
+// ---- AMX: up to two tiles of tokens times the two halves of a block -----------------------------
+
+// The intrinsics want literal numbers: tiles 0 to 3 are sums, 4 and 5 tokens, 6 and 7 weights.
+
+// Operand of LDTILECFG, Intel SDM volume 1, table 18-2.
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1;
+  std::uint8_t start_row = 0;
+  std::uint8_t reserved[14] = {};
+  std::uint16_t bytes_per_row[16] = {};
+  std::uint8_t rows[16] = {};
+
+  // For up to 32 tokens.
+  explicit TileConfig(std::int64_t tokens) {
+    const auto first = static_cast<std::uint8_t>(std::min<std::int64_t>(tokens, kTile));
+    const auto second = static_cast<std::uint8_t>(tokens - first);
+    const std::uint8_t heights[8] = {first, first, second, second, first, second, kTile, kTile};
+    for (int tile = 0; tile < 8; ++tile) {
+      rows[tile] = heights[tile];
+      bytes_per_row[tile] = heights[tile] ? 64 : 0;
+    }
+  }
+};
+
+constexpr int kSumStride = kBlock * sizeof(float);
+constexpr int kRowStride = kRow * sizeof(std::uint16_t);
+constexpr int kTokenStride = 2 * kTile * sizeof(std::uint16_t);
+
+template <bool kTwo>
+RAY_HETERO_AMX inline void load_sums(const float* sums) {
+  _tile_loadd(0, sums, kSumStride);
+  _tile_loadd(1, sums + kTile, kSumStride);
+  if constexpr (kTwo) {
+    _tile_loadd(2, sums + kTile * kBlock, kSumStride);
+    _tile_loadd(3, sums + kTile * kBlock + kTile, kSumStride);
+  }
+}
+
+template <bool kTwo>
+RAY_HETERO_AMX inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (kTwo) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+template <bool kTwo>
+RAY_HETERO_AMX inline void store_sums(float* sums) {
+  _tile_stored(0, sums, kSumStride);
+  _tile_stored(1, sums + kTile, kSumStride);
+  if constexpr (kTwo) {
+    _tile_stored(2, sums + kTile * kBlock, kSumStride);
+    _tile_stored(3, sums + kTile * kBlock + kTile, kSumStride);
+  }
+}
+
+// 16 rows of W times up to 32 tokens, whose tiles of [tokens][32] begin at x.
+template <bool kTwo>
+RAY_HETERO_AMX inline void multiply(const std::uint16_t* x, const std::uint16_t* w) {
+  _tile_loadd(6, w, kRowStride);
+  _tile_loadd(7, w + kBlock, kRowStride);
+  _tile_loadd(4, x, kTokenStride);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (kTwo) {
+    _tile_loadd(5, x + kTile * 2 * kTile, kTokenStride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+template <bool kTwo>
+RAY_HETERO_AMX void sum_tiles(const std::uint16_t* x, std::int64_t step, const std::uint16_t* w,
+                              std::int64_t rows, float* sums) {
+  clear_sums<kTwo>();
+  for (std::int64_t row = 0; row < rows; row += kTile, x += step) {
+    const std::uint16_t* at = w + row * kRow;
+    for (int line = 0; line < 2 * kTile; ++line) prefetch_line(at + line * kBlock);
+    multiply<kTwo>(x, at);
+  }
+  store_sums<kTwo>(sums);
+}
+
+// x [m][stride] as tiles [k / 32][m][32], so that the rows of a tile are neighbours.
+RAY_HETERO_BF16 inline void pack_tokens(const Task& task, std::int64_t begin, std::int64_t end,
+                                        std::uint16_t* packed) {
+  for (std::int64_t token = 0; token < task.m; ++token) {
+    const std::uint16_t* from = task.x + token * task.stride;
+    for (std::int64_t tile = begin; tile < end; ++tile) {
+      _mm512_storeu_si512(packed + (tile * task.m + token) * 2 * kTile,
+                          _mm512_loadu_si512(from + tile * 2 * kTile));
+    }
+  }
+}
+
+RAY_HETERO_AMX inline void configure_tiles(std::int64_t tokens) {
+  const TileConfig config(tokens);
+  _tile_loadconfig(&config);
+}
+
+RAY_HETERO_AMX inline void release_tiles() { _tile_release(); }
+
+// ---- few tokens ---------------------------------------------------------------------------------
+
+class FewTokens {
+ public:
+  explicit FewTokens(const Task& task)
+      : task_(task),
+        parts_((task.pairs + kUnitRows - 1) / kUnitRows),
+        rows_((task.pairs / kTile + parts_ - 1) / parts_ * kTile),
+        threads_(omp_get_max_threads()),
+        runs_(task.blocks() * parts_, threads_),
+        missing_(new std::atomic<int>[task.blocks()]),
+        sums_(scratch(static_cast<std::size_t>(task.blocks() * parts_ * task.m * kBlock), 0)) {
+    for (std::int64_t block = 0; block < task.blocks(); ++block) {
+      missing_[block].store(static_cast<int>(parts_), std::memory_order_relaxed);
+    }
+  }
+
+  void run() {
+#pragma omp parallel num_threads(threads_)
+    work(omp_get_thread_num());
+  }
+
+ private:
+  void work(int thread) {
+    const std::uint16_t* packed = nullptr;
+    if (task_.use_amx) {
+      // Each thread its own copy: lines that another core has written would come one by one.
+      auto* mine = reinterpret_cast<std::uint16_t*>(scratch(task_.m * task_.pairs, 1));
+      pack_tokens(task_, 0, task_.pairs / kTile, mine);
+      packed = mine;
+      configure_tiles(task_.m);
+    }
+    for (std::int64_t unit; (unit = runs_.next(thread)) >= 0;) sum(unit, packed);
+    if (task_.use_amx) release_tiles();
+  }
+
+  void sum(std::int64_t unit, const std::uint16_t* packed) {
+    const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
+    const std::int64_t rows = std::min(rows_, task_.pairs - row);
+    float* sums = sums_ + unit * task_.m * kBlock;
+    if (packed == nullptr) {
+      sum_avx(task_, row, task_.rows(block, row), rows, sums);
+    } else {
+      const auto add = task_.m > kTile ? sum_tiles<true> : sum_tiles<false>;
+      const std::int64_t step = task_.m * 2 * kTile;
+      add(packed + row / kTile * step, step, task_.rows(block, row), rows, sums);
+    }
+    if (missing_[block].fetch_sub(1, std::memory_order_acq_rel) == 1) finish(block);
+  }
+
+  RAY_HETERO_BF16 void finish(std::int64_t block) {
+    const std::int64_t part = task_.m * kBlock;
+    float* sums = sums_ + block * parts_ * part;
+    for (std::int64_t token = 0; token < task_.m; ++token, sums += kBlock) {
+      for (std::int64_t other = 1; other < parts_; ++other) {
+        for (int half = 0; half < kBlock; half += kTile) {
+          float* at = sums + half;
+          _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at),
+                                             _mm512_loadu_ps(at + other * part)));
+        }
+      }
+      store_token(task_, token, block, sums);
+    }
+  }
+
+  const Task& task_;
+  const std::int64_t parts_, rows_;  // units of a block, and rows of each
+  const int threads_;
+  Runs runs_;
+  std::unique_ptr<std::atomic<int>[]> missing_;  // units of each block that are not done
+  float* sums_;                                  // [units][m][kBlock]
+};
+
+// ---- many tokens, AMX only ----------------------------------------------------------------------
+
+class ManyTokens {
+ public:
+  explicit ManyTokens(const Task& task)
+      : task_(task),
+        threads_(omp_get_max_threads()),
+        groups_((task.m + kPieceTokens - 1) / kPieceTokens),
+        tokens_((task.m / kTile / 2 + groups_) / groups_ * kTile * 2),
+        wide_(std::clamp<std::int64_t>(task.blocks() * groups_ / (4 * threads_), 1,
+                                       kPieceBlocks)),
+        columns_((task.blocks() + wide_ - 1) / wide_),
+        packed_(reinterpret_cast<std::uint16_t*>(scratch(task.m * task.pairs, 2))),
+        runs_(columns_ * groups_, threads_) {}
+
+  void run() {
+#pragma omp parallel num_threads(threads_)
+    {
+#pragma omp for schedule(static)
+      for (std::int64_t tile = 0; tile < task_.pairs / kTile; ++tile) {
+        pack_tokens(task_, tile, tile + 1, packed_);
+      }
+      const int thread = omp_get_thread_num();
+      for (std::int64_t unit; (unit = runs_.next(thread)) >= 0;) sum(unit);
+      release_tiles();
+    }
+  }
+
+ private:
+  void sum(std::int64_t unit) {
+    const std::int64_t first = unit / groups_ * wide_;
+    const std::int64_t last = std::min(first + wide_, task_.blocks());
+    const std::int64_t begin = unit % groups_ * tokens_;
+    const std::int64_t end = std::min(begin + tokens_, task_.m);
+    const std::int64_t tokens = end - begin;
+    if (tokens <= 0) return;
+    float* sums = scratch((last - first) * tokens * kBlock, 0);
+    for (std::int64_t row = 0; row < task_.pairs; row += kPieceRows) {
+      const std::int64_t rows = std::min(kPieceRows, task_.pairs - row);
+      for (std::int64_t block = first; block < last; ++block) {
+        add_piece(block, row, rows, begin, tokens, sums + (block - first) * tokens * kBlock);
+      }
+    }
+    for (std::int64_t block = first; block < last; ++block) {
+      for (std::int64_t token = 0; token < tokens; ++token, sums += kBlock) {
+        store_token(task_, begin + token, block, sums);
+      }
+    }
+  }
+
+  RAY_HETERO_AMX void add_piece(std::int64_t block, std::int64_t row, std::int64_t rows,
+                                std::int64_t begin, std::int64_t tokens, float* sums) {
+    const std::int64_t step = task_.m * 2 * kTile;
+    const std::uint16_t* w = task_.rows(block, row);
+    // The same block's next rows; they are read while this piece is multiplied.
+    const std::uint16_t* next = w + rows * kRow;
+    const std::int64_t groups = (tokens + 2 * kTile - 1) / (2 * kTile);
+    const std::int64_t lines = (2 * kTile + groups - 1) / groups;
+    for (std::int64_t token = 0; token < tokens; token += 2 * kTile) {
+      const std::int64_t here = std::min<std::int64_t>(2 * kTile, tokens - token);
+      if (token == 0 || here < 2 * kTile) configure_tiles(here);
+      const auto add = here > kTile ? add_tiles<true> : add_tiles<false>;
+      add(packed_ + row / kTile * step + (begin + token) * 2 * kTile, step, w, rows,
+          row == 0, next + token / (2 * kTile) * rows / kTile * lines * kBlock, lines,
+          sums + token * kBlock);
+    }
+  }
+
+  template <bool kTwo>
+  RAY_HETERO_AMX static void add_tiles(const std::uint16_t* x, std::int64_t step,
+                                       const std::uint16_t* w, std::int64_t rows, bool is_first,
+                                       const std::uint16_t* next, std::int64_t lines, float* sums) {
+    if (is_first) {
+      clear_sums<kTwo>();
+    } else {
+      load_sums<kTwo>(sums);
+    }
+    for (std::int64_t row = 0; row < rows; row += kTile, x += step) {
+      for (std::int64_t line = 0; line < lines; ++line, next += kBlock) {
+        _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
+      }
+      multiply<kTwo>(x, w + row * kRow);
+    }
+    store_sums<kTwo>(sums);
+  }
+
+  const Task& task_;
+  const int threads_;
+  const std::int64_t groups_, tokens_;  // groups of tokens, and tokens of each
+  const std::int64_t wide_, columns_;   // blocks of a unit, and units of a group
+  std::uint16_t* packed_;               // [k / 32][m][32]
+  Runs runs_;
+};
+
+inline bool has_bf16() {
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl");
+}
+
+// Whether there is AMX-BF16 and the kernel lets this process use its state.
+inline bool has_amx() {
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h, not in every libc
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kBf16) == 0 || (edx & kTiles) == 0) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+inline void run(Task task) {
+  for (std::int64_t left = task.m; left > 0; left -= task.m) {
+    task.m = task.use_amx ? std::min(left, kSlab) : left;
+    if (task.use_amx && task.m > kFewTokens) {
+      ManyTokens(task).run();
+    } else {
+      FewTokens(task).run();
+    }
+    task.x += task.m * task.stride;
+    task.y += task.m * task.n;
+  }
+}
+
+#else
+
+inline bool has_bf16() { return false; }
+inline bool has_amx() { return false; }
+inline void run(Task) {}
+
+#endif
+
+}  // namespace ray_hetero
