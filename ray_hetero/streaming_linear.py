@@ -87,7 +87,11 @@ def _register(kernel: StreamingLinear) -> None:
         return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
     direct_register_custom_op(
-        "streaming_linear", streaming_linear, fake_impl=shape_of, target_lib=_library, dispatch_key="CPU"
+        "streaming_linear",
+        streaming_linear,
+        fake_impl=shape_of,
+        target_lib=_library,
+        dispatch_key="CPU",
     )
 
 
