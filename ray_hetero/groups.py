@@ -186,13 +186,13 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
     ) -> list[Any]:
         """Send a stage's output on; across kinds through the stage boundary.
 
-        The slices that vLLM lets tensor-parallel ranks send for each other are not used there:
-        gathering them again costs a collective, host memory does not care.
+        Where there are CPU ranks, the slices that vLLM lets tensor-parallel ranks send for each
+        other are not used: at the boundary gathering them again would cost a collective, and of
+        a mixed stage only the GPUs, whose pipeline vLLM serves, would take part in it.
         """
         if self.boundary is None:
-            handles: list[Any] = super().isend_tensor_dict(
-                tensor_dict, dst, all_gather_group, all_gather_tensors
-            )
+            slicing = self._slicing(all_gather_group, all_gather_tensors)
+            handles: list[Any] = super().isend_tensor_dict(tensor_dict, dst, *slicing)
             return handles
         # vLLM takes the first handle for metadata and waits for the others before its next step;
         # the boundary keeps what it sends alive by itself, so there is none to wait for.
@@ -206,8 +206,15 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
     ) -> Received:
         """Receive the previous stage's output; across kinds through the stage boundary."""
         if self.boundary is None:
-            received: Received = super().irecv_tensor_dict(
-                src, all_gather_group, all_gather_tensors
-            )
+            slicing = self._slicing(all_gather_group, all_gather_tensors)
+            received: Received = super().irecv_tensor_dict(src, *slicing)
             return received
         return self.boundary.irecv()
+
+    @staticmethod
+    def _slicing(
+        group: GroupCoordinator | None, tensors: dict[str, bool] | None
+    ) -> tuple[GroupCoordinator | None, dict[str, bool] | None]:
+        """Who gathers what after a transfer: nobody in a world with CPU ranks."""
+        assert _world is not None
+        return (None, None) if _world.has_cpu else (group, tensors)

@@ -21,6 +21,7 @@ LAYOUTS = {
     "cpu stage between gpu stages": [["gpu"], ["cpu"], ["gpu"]],
     "mixed stage": [["gpu", "cpu"]],
     "stages of two": [["cpu", "cpu"], ["gpu", "gpu"]],
+    "mixed stages": [["gpu", "cpu"], ["gpu", "cpu"]],
 }
 UNSHARED = "mixed stage in which every rank samples for itself"
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 16, "logprobs": 0}
