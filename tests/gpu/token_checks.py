@@ -16,10 +16,11 @@ from gpu_host import LANES, SHARES, Checkpoint, confined, environment
 from leftovers import Scene, wait_until
 
 SCRIPT = Path(__file__).with_name("greedy_tokens.py")
-LOGPROB_TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
+LOGPROB_TOLERANCE = {"float32": 0.02, "bfloat16": 0.2}
 """How far the logprob of a token may be from the reference's.  The reference itself is not exact
 in float32: its attention kernel multiplies in TF32, and stock vLLM on the GPU differs from this
-backend with a GPU alone, same kernels and another model runner, by up to 1e-3."""
+backend with a GPU alone, same kernels and another model runner, by up to 1e-3.  In bfloat16 up to
+0.154 was seen, with two ranks a stage."""
 ROUTED_TOLERANCE = 0.3
 """The same for a mixture of experts, where a rounding may send a token to another expert; up to
 0.17 was seen."""

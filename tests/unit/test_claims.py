@@ -28,7 +28,17 @@ keep = claim(Path(sys.argv[1]), sys.argv[2], sys.argv[3], map(int, sys.argv[4:])
 print("held", flush=True)
 time.sleep(60)
 """
-FORK = "import os\nchild = os.fork() or time.sleep(60)\nprint(child, flush=True)"
+FORK = """
+import os
+done, tell = os.pipe()
+child = os.fork()
+if not child:
+    os.write(tell, b".")
+    time.sleep(60)
+# What a child does after a fork, it does some time later.
+os.read(done, 1)
+print(child, flush=True)
+"""
 
 Start = Callable[..., subprocess.Popen[str]]
 

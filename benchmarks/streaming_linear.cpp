@@ -1,0 +1,178 @@
+// Bandwidth of the streaming linear kernel on the weights of 8B-shaped layers, in a program of its
+// own: nothing but a compiler is needed.
+//
+//     g++ -O3 -march=native -fopenmp -std=c++17 -Icsrc -o streaming_linear benchmarks/streaming_linear.cpp
+//     OMP_NUM_THREADS=14 GOMP_CPU_AFFINITY=2-15 ./streaming_linear LAYERS TOKENS…
+//
+// First every kernel's outputs are compared with plain sums, then each number of tokens is timed:
+// median of several rounds over all layers, beside plain reads of the same memory.
+
+#include "streaming_linear.h"
+
+#include <sys/mman.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+namespace {
+
+using ray_hetero::Task;
+using Bf16 = std::uint16_t;
+
+constexpr int kRounds = 7;
+constexpr long kMostTokens = 1024;
+
+struct Layer {
+  long n, k;
+  Bf16* w;
+};
+
+double now() {
+  using Clock = std::chrono::steady_clock;
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+float to_float(Bf16 value) {
+  const std::uint32_t bits = std::uint32_t(value) << 16;
+  float number;
+  std::memcpy(&number, &bits, sizeof(number));
+  return number;
+}
+
+Bf16 to_bf16(float number) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  return static_cast<Bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Deterministic numbers between -size and size.
+Bf16 number(std::uint64_t at, float size) {
+  return to_bf16(static_cast<float>(at * 2654435761u >> 8 & 1023) / 512.0f * size - size);
+}
+
+template <typename T>
+T* allocate(std::size_t count) {
+  void* memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    std::perror("mmap");
+    std::exit(1);
+  }
+  return static_cast<T*>(memory);
+}
+
+std::vector<Layer> make_layers(int layers) {
+  constexpr long kShapes[4][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}};
+  std::vector<Layer> made;
+  for (int layer = 0; layer < layers; ++layer) {
+    for (const auto& shape : kShapes) {
+      const long count = shape[0] * shape[1];
+      auto* w = allocate<Bf16>(static_cast<std::size_t>(count));
+#pragma omp parallel for
+      for (long i = 0; i < count; ++i) w[i] = number(static_cast<std::uint64_t>(i), 0.02f);
+      made.push_back({shape[0], shape[1], w});
+    }
+  }
+  return made;
+}
+
+Task task_of(const Layer& layer, const Bf16* x, Bf16* y, long tokens, bool use_amx) {
+  return {x, layer.w, nullptr, y, tokens, layer.n, layer.k / 2, layer.k, use_amx};
+}
+
+float plain_sum(const Layer& layer, const Bf16* x, long token, long output) {
+  double sum = 0;
+  for (long k = 0; k < layer.k; ++k) {
+    const long row = output / 32 * (layer.k / 2) + k / 2;
+    sum += to_float(x[token * layer.k + k]) * to_float(layer.w[row * 64 + output % 32 * 2 + k % 2]);
+  }
+  return static_cast<float>(sum);
+}
+
+bool is_right(const Layer& layer, const Bf16* x, Bf16* y, long tokens, bool use_amx) {
+  std::memset(y, 0xff, sizeof(Bf16) * static_cast<std::size_t>(tokens * layer.n));
+  ray_hetero::run(task_of(layer, x, y, tokens, use_amx));
+  float worst = 0, largest = 0;
+  for (long sample = 0; sample < 200; ++sample) {
+    const long token = sample % 3 == 0 ? tokens - 1 : sample * 37 % tokens;
+    const long output = sample * 7907 % layer.n;
+    const float expected = plain_sum(layer, x, token, output);
+    const float error = std::fabs(expected - to_float(y[token * layer.n + output]));
+    worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+    largest = std::max(largest, std::fabs(expected));
+  }
+  // One rounding to bf16, 8 bits.
+  if (worst < largest / 200) return true;
+  std::printf("WRONG: %ld tokens, [%ld, %ld]: off by %g of %g\n", tokens, layer.n, layer.k,
+              double(worst), double(largest));
+  return false;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+double read_once(const std::vector<Layer>& layers) {
+  const double start = now();
+  std::uint64_t sum = 0;
+#pragma omp parallel reduction(^ : sum)
+  for (const Layer& layer : layers) {
+    const auto* words = reinterpret_cast<const std::uint64_t*>(layer.w);
+#pragma omp for nowait
+    for (long i = 0; i < layer.n * layer.k / 4; ++i) sum ^= words[i];
+  }
+  volatile std::uint64_t sink = sum;
+  static_cast<void>(sink);
+  return now() - start;
+}
+
+void show(const char* what, double bytes, long tokens, std::vector<double> seconds) {
+  const double typical = median(std::move(seconds));
+  std::printf("%-12s %8.2f ms %7.1f GB/s", what, typical * 1e3, bytes / typical / 1e9);
+  if (tokens > 0) std::printf(" %6.2f TFLOP/s", bytes * double(tokens) / typical / 1e12);
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  if (count < 3) {
+    std::printf("usage: %s LAYERS TOKENS…\n", words[0]);
+    return 2;
+  }
+  const bool use_amx = ray_hetero::has_amx();
+  std::printf("%d threads, %s\n", omp_get_max_threads(), use_amx ? "AMX" : "AVX-512");
+  const std::vector<Layer> layers = make_layers(std::atoi(words[1]));
+  double bytes = 0;
+  for (const Layer& layer : layers) bytes += 2.0 * double(layer.n) * double(layer.k);
+  auto* x = allocate<Bf16>(kMostTokens * 14336);
+  auto* y = allocate<Bf16>(kMostTokens * 28672);
+  for (long i = 0; i < kMostTokens * 14336; ++i) x[i] = number(static_cast<std::uint64_t>(i), 1);
+  bool right = true;
+  for (long tokens : {1, 5, 16, 17, 32, 33, 100, 513, 1024}) {
+    if (tokens > 100 && !use_amx) break;
+    for (int layer = 0; layer < 4; ++layer) {
+      right &= is_right(layers[layer], x, y, tokens, use_amx);
+    }
+  }
+  std::puts(right ? "outputs are those of plain sums" : "outputs are WRONG");
+  for (int argument = 2; argument < count; ++argument) {
+    const long tokens = std::min(std::atol(words[argument]), kMostTokens);
+    std::vector<double> reads, runs;
+    for (int round = 0; round <= kRounds; ++round) {
+      const double read = read_once(layers), start = now();
+      for (const Layer& layer : layers) ray_hetero::run(task_of(layer, x, y, tokens, use_amx));
+      // The first round warms up.
+      if (round > 0) reads.push_back(read), runs.push_back(now() - start);
+    }
+    show("plain reads", bytes, 0, reads);
+    show((std::to_string(tokens) + " tokens").c_str(), bytes, tokens, runs);
+  }
+  return right ? 0 : 1;
+}
