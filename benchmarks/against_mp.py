@@ -1,7 +1,7 @@
 """Start-up, prefill and decode of TP 2 over two CPU ranks, side by side with vLLM's own `mp`.
 
 Both engines run in turns, in processes of their own, on the same shape, prompts and cores; the
-ratios are of the medians.  Writes the raw results and prints a table.
+ratios are of the medians.  Writes the raw results and a table after every round.
 
     python benchmarks/against_mp.py --rounds 5 --out docs/benchmarks/against-mp
 """
@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 ENGINE_RUN = Path(__file__).with_name("engine_run.py")
+MOST_TOKENS = 1024
+"""Of one step.  Both warm up with that many; with more, that would hide what starting costs."""
 FIGURES = {
     "startup_s": "start-up, s",
     "prefill_s": "prefill of the batch, s",
@@ -34,15 +36,17 @@ def run(backend: str, shape: str, batches: str, timeout_s: float) -> list[dict[s
     points = ",".join(f"{batch}x128" for batch in batches.split(","))
     command = [sys.executable, str(ENGINE_RUN), "--shape", shape, "--points", points]
     command += ["--repeats", "3", "--output-tokens", "25"]
+    engine: dict[str, int | str] = {"max_num_batched_tokens": MOST_TOKENS}
     environment = dict(os.environ)
     if backend == "ray_hetero":
         config = '{"cpu": {"ranks_per_socket": 2, "kv_cache_gib": 1}}'
         command += ["--layout", '[["cpu", "cpu"]]', "--config", config]
     else:
-        engine = '{"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}'
-        command += ["--backend", "mp", "--engine", engine]
+        engine |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+        command += ["--backend", "mp"]
         # Stock vLLM takes one NUMA node for one rank unless it is told to pretend.
         environment |= {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command += ["--engine", json.dumps(engine)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -78,16 +82,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
     results: dict[str, list[dict[str, float]]] = {"ray_hetero": [], "mp": []}
-    for _ in range(options.rounds):
+    for number in range(1, options.rounds + 1):
         for backend, collected in results.items():
             collected += run(backend, options.shape, options.batches, options.timeout)
+        write(options, results, number)
+
+
+def write(
+    options: argparse.Namespace, results: dict[str, list[dict[str, float]]], rounds: int
+) -> None:
+    """Write and print what is known after so many rounds."""
     shown = table(results, [int(b) for b in options.batches.split(",")])
     about = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": "python benchmarks/against_mp.py " + " ".join(sys.argv[1:]),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "rounds": options.rounds,
+        "rounds": rounds,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     raw = json.dumps(about | {"results": results}, indent=1)
