@@ -72,22 +72,6 @@ def table(results: dict[str, list[dict[str, float]]], batches: list[int]) -> Tab
     return shown
 
 
-def main() -> None:
-    """Run all rounds, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shape", default="1b")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--timeout", type=float, default=600)
-    parser.add_argument("--out", type=Path, required=True, help="without ending")
-    options = parser.parse_args()
-    results: dict[str, list[dict[str, float]]] = {"ray_hetero": [], "mp": []}
-    for number in range(1, options.rounds + 1):
-        for backend, collected in results.items():
-            collected += run(backend, options.shape, options.batches, options.timeout)
-        write(options, results, number)
-
-
 def write(
     options: argparse.Namespace, results: dict[str, list[dict[str, float]]], rounds: int
 ) -> None:
@@ -106,6 +90,22 @@ def write(
     console = Console(record=True, width=100)
     console.print(shown)
     options.out.with_suffix(".txt").write_text(f"{json.dumps(about)}\n{console.export_text()}")
+
+
+def main() -> None:
+    """Run all rounds, write and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shape", default="1b")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--out", type=Path, required=True, help="without ending")
+    options = parser.parse_args()
+    results: dict[str, list[dict[str, float]]] = {"ray_hetero": [], "mp": []}
+    for number in range(1, options.rounds + 1):
+        for backend, collected in results.items():
+            collected += run(backend, options.shape, options.batches, options.timeout)
+        write(options, results, number)
 
 
 if __name__ == "__main__":

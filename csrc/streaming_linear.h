@@ -116,9 +116,11 @@ class Scratch {
   // At least `bytes`, on a cache line: tiles whose rows straddle two lines load half as fast.
   void* get(std::size_t bytes) {
     if (bytes > size_) {
-      size_ = (bytes + kLine - 1) / kLine * kLine;
-      memory_.reset(std::aligned_alloc(kLine, size_));
+      const std::size_t size = (bytes + kLine - 1) / kLine * kLine;
+      size_ = 0;
+      memory_.reset(std::aligned_alloc(kLine, size));
       if (memory_ == nullptr) throw std::bad_alloc();
+      size_ = size;
     }
     return memory_.get();
   }
@@ -132,8 +134,11 @@ class Scratch {
   std::size_t size_ = 0;
 };
 
-inline float* scratch(std::size_t floats, int which) {
-  static thread_local Scratch kept[3];
+// What a thread keeps: sums, tokens packed for itself, and those packed for all threads.
+enum Buffer { kSums, kOwnTokens, kSharedTokens, kBuffers };
+
+inline float* scratch(std::size_t floats, Buffer which) {
+  static thread_local Scratch kept[kBuffers];
   return static_cast<float*>(kept[which].get(floats * sizeof(float)));
 }
 
@@ -314,7 +319,7 @@ class FewTokens {
         threads_(omp_get_max_threads()),
         runs_(task.blocks() * parts_, threads_),
         missing_(new std::atomic<int>[task.blocks()]),
-        sums_(scratch(static_cast<std::size_t>(task.blocks() * parts_ * task.m * kBlock), 0)) {
+        sums_(scratch(static_cast<std::size_t>(task.blocks() * parts_ * task.m * kBlock), kSums)) {
     for (std::int64_t block = 0; block < task.blocks(); ++block) {
       missing_[block].store(static_cast<int>(parts_), std::memory_order_relaxed);
     }
@@ -330,7 +335,7 @@ class FewTokens {
     const std::uint16_t* packed = nullptr;
     if (task_.use_amx) {
       // Each thread its own copy: lines that another core has written would come one by one.
-      auto* mine = reinterpret_cast<std::uint16_t*>(scratch(task_.m * task_.pairs, 1));
+      auto* mine = reinterpret_cast<std::uint16_t*>(scratch(task_.m * task_.pairs, kOwnTokens));
       pack_tokens(task_, 0, task_.pairs / kTile, mine);
       packed = mine;
       configure_tiles(task_.m);
@@ -388,7 +393,7 @@ class ManyTokens {
         wide_(std::clamp<std::int64_t>(task.blocks() * groups_ / (4 * threads_), 1,
                                        kPieceBlocks)),
         columns_((task.blocks() + wide_ - 1) / wide_),
-        packed_(reinterpret_cast<std::uint16_t*>(scratch(task.m * task.pairs, 2))),
+        packed_(reinterpret_cast<std::uint16_t*>(scratch(task.m * task.pairs, kSharedTokens))),
         runs_(columns_ * groups_, threads_) {}
 
   void run() {
@@ -412,7 +417,7 @@ class ManyTokens {
     const std::int64_t end = std::min(begin + tokens_, task_.m);
     const std::int64_t tokens = end - begin;
     if (tokens <= 0) return;
-    float* sums = scratch((last - first) * tokens * kBlock, 0);
+    float* sums = scratch((last - first) * tokens * kBlock, kSums);
     for (std::int64_t row = 0; row < task_.pairs; row += kPieceRows) {
       const std::int64_t rows = std::min(kPieceRows, task_.pairs - row);
       for (std::int64_t block = first; block < last; ++block) {

@@ -24,10 +24,10 @@ GONE_SECONDS = 20.0
 """Longest wait for processes that are on their way out."""
 
 
-def marked_processes(marker: str) -> dict[int, str]:
+def marked_processes(marker: str, variable: str = MARKER) -> dict[int, str]:
     """Processes that inherited the marker: pid → command line; zombies have none and are gone."""
     found = {}
-    entry = f"{MARKER}={marker}".encode()
+    entry = f"{variable}={marker}".encode()
     for directory in Path("/proc").glob("[0-9]*"):
         # A process may end, or belong to somebody else.
         with contextlib.suppress(OSError):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 pytest.register_assert_rewrite("server_checks", "token_checks")
 
 from gpu_host import Checkpoint  # noqa: E402
-from leftovers import Scene, segments  # noqa: E402
+from leftovers import Scene, clean_scene  # noqa: E402
 
 from ray_hetero.demo_model import write_demo_model  # noqa: E402
 
@@ -39,16 +36,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     """Where a module's engines run; nothing of them may be left when the module is done."""
-    # Short: the names of Ray's sockets must fit into 107 bytes.
-    root = Path(tempfile.mkdtemp(prefix="rh", dir="/tmp"))
-    made = Scene(uuid.uuid4().hex, segments(), root / "t", root / "c")
-    made.temporary.mkdir()
-    try:
+    with clean_scene() as made:
         yield made
-        made.assert_clean()
-    finally:
-        made.sweep()
-        shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "cluster")]
+
+from leftovers import marked_processes  # noqa: E402
 
 from placement.gpus import read_gpus  # noqa: E402
 
@@ -108,12 +110,10 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
 
 def _sweep(mark: str) -> None:
     """Kill what a part has left: its engines are in sessions of their own."""
-    entry = f"{MARK}={mark}".encode()
-    for directory in Path("/proc").glob("[0-9]*"):
-        # A process may end, or belong to somebody else.
-        with contextlib.suppress(OSError):
-            if entry in (directory / "environ").read_bytes().split(b"\0"):
-                os.kill(int(directory.name), signal.SIGKILL)
+    for pid in marked_processes(mark, MARK):
+        # It may end by itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def machine() -> list[str]:
