@@ -39,13 +39,15 @@ class Latency:
 
 
 LATENCIES: dict[tuple[Kind, bool], Latency] = {
-    ("cpu", False): Latency(0.2e-3, 0.5e-3),
-    ("cpu", True): Latency(0.4e-3, 0.5e-3),
+    ("cpu", False): Latency(0.7e-3, 1.5e-3),
+    ("cpu", True): Latency(0.8e-3, 2e-3),
     ("gpu", False): Latency(0.02e-3, 1.7e-3),
-    ("gpu", True): Latency(0.31e-3, 3e-3),
+    ("gpu", True): Latency(0.35e-3, 4e-3),
 }
-"""Compiled and eager.  Sockets: busy time of a model too small to cost anything else, 2 against 6
-layers on one core.  GPUs: from steps on an H200 of 16, 31 and 32 layers of an 8B shape."""
+"""Compiled and eager; from decode steps of 8B- and 1B-shaped stages of 1 to 31 layers on an H200
+and 14 cores beside it (docs/gpu-host/2026-11-22-h200.md), what is left when weights are read at the
+measured bandwidth.  With little memory traffic a CPU layer costs less: most of this is Python whose
+code and data the weights have driven from the caches."""
 
 
 class UnknownDeviceError(RayHeteroError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import secrets
 import signal
@@ -244,10 +246,16 @@ NAME = "demo"
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """A TCP port that nobody listens on now, and that no connection is given before it is used.
+
+    Not one of those that the system hands out by itself (32768 and above), nor of Ray's workers
+    (10002 to 19999): a server binds its port many seconds after this, with other tests beside it.
+    """
+    for port in random.sample(range(20000, 32768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("100 ports between 20000 and 32767 are taken")
 
 
 def serve(

@@ -38,7 +38,10 @@ def _run(scene: Scene, directory: Path, model: Model, cases: list[tuple[str, int
             enforce_eager=not compiled,
         )
         runs.append((arguments, [batch(prompts())]))
-    answers = run_engines(scene, directory, runs)
+    # vLLM is imported once and not once more for every engine; those of the other modules have a
+    # process of their own.
+    extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    answers = run_engines(scene, directory, runs, extra=extra)
     return {name: tokens(found[0]) for (name, _, _), found in zip(cases, answers, strict=True)}
 
 

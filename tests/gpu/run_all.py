@@ -2,6 +2,7 @@
 
     python tests/gpu/run_all.py --report FOLDER          the parts that the host's GPUs suffice for
     python tests/gpu/run_all.py --report FOLDER PART …   these parts, in the order below
+    python tests/gpu/run_all.py … -k EXPRESSION          of them, the tests that pytest's -k chooses
 
 One part after the other; inside a part engines run side by side.  The report is a few files:
 report.md, host.txt, a log a part, the figures of every layout, the engines' logs in one archive.
@@ -69,8 +70,8 @@ PARTS = (
 )
 
 
-def run_part(part: Part, folder: Path, scratch: Path) -> Result:
-    """Run one part's module; its output is in FOLDER/PART.log."""
+def run_part(part: Part, folder: Path, scratch: Path, chosen: str) -> Result:
+    """Run one part's module, all tests or those chosen; its output is in FOLDER/PART.log."""
     mark = uuid.uuid4().hex
     environment = os.environ | {
         MARK: mark,
@@ -80,6 +81,7 @@ def run_part(part: Part, folder: Path, scratch: Path) -> Result:
     command = [
         sys.executable, "-m", "pytest", str(HERE / part.module), "-v", "--tb=short",
         "--durations=0", "-p", "no:cacheprovider", f"--basetemp={scratch / part.name}",
+        "-k", chosen,
     ]  # fmt: skip
     start = time.monotonic()
     log = folder / f"{part.name}.log"
@@ -183,6 +185,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("-k", metavar="EXPRESSION", default="", help="tests of the parts to run")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
@@ -197,7 +200,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="rhg", dir="/tmp") as scratch:
         for name in parts:
             if name in asked:
-                results.append(run_part(parts[name], folder, Path(scratch)))
+                results.append(run_part(parts[name], folder, Path(scratch), options.k))
                 # After every part: a command that runs out of time still leaves a report.
                 write_report(folder, results)
                 keep_logs(folder, Path(scratch))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gpu_host import IS_PRETENDED, Checkpoint, needs_gpus
 from leftovers import Scene
-from token_checks import Answer, Case, check, run_cases, write_report
+from token_checks import Answer, Case, asked_for, check, run_cases, write_report
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 
@@ -27,8 +27,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def answers(scene: Scene, logs: Path, checkpoint: Checkpoint) -> dict[Case, Answer]:
-    found = run_cases(scene, logs, checkpoint, CASES, LIMIT_S)
+def answers(
+    scene: Scene, logs: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest
+) -> dict[Case, Answer]:
+    found = run_cases(scene, logs, checkpoint, asked_for(request, CASES), LIMIT_S)
     write_report(found, "two_gpus")
     return found
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engines import Child, start
 from gpu_host import LANES, SHARES, Checkpoint, confined, environment
 from leftovers import Scene, wait_until
@@ -48,7 +49,7 @@ class Case:
     def __str__(self) -> str:
         """Name of the test."""
         compiled = ["compiled"] if self.is_compiled else []
-        return "-".join([self.model, self.dtype, self.layout.replace("/", "→"), *compiled])
+        return "-".join([self.model, self.dtype, self.layout, *compiled])
 
     @property
     def stages(self) -> Layout:
@@ -69,6 +70,16 @@ class Case:
         if self.model.endswith("-int8"):
             return INT8_TOLERANCE
         return ROUTED_TOLERANCE if self.model == "mixtral" else LOGPROB_TOLERANCE[self.dtype]
+
+
+def asked_for(request: pytest.FixtureRequest, cases: Sequence[Case]) -> list[Case]:
+    """Those cases of a module that tests of this run want, as `-k` chose them."""
+    wanted = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module
+    }
+    return [case for case in cases if case in wanted]
 
 
 def run_cases(
