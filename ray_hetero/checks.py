@@ -1,6 +1,6 @@
 """What can be wrong on a host: one small judgement each, from values that the caller read.
 
-`host_checks` reads the values of this host; the executor may judge single ones by itself.
+`host_checks` reads the values of this host: for `doctor`, and on every node of an engine.
 """
 
 from __future__ import annotations
@@ -178,6 +178,7 @@ def check_shared_memory(total_bytes: int, free_bytes: int) -> Check:
     """Shared memory has room for the message queues and the exchange of CPU groups."""
     found = f"{_gib(free_bytes)} of {_gib(total_bytes)} free in /dev/shm"
     if free_bytes < LEAST_SHM_BYTES:
+        found = f"{free_bytes // MIB} MiB free in /dev/shm, needed are {LEAST_SHM_BYTES // MIB} MiB"
         remedy = "docker run --shm-size=2g, or sudo mount -o remount,size=2g /dev/shm"
         return Check("shared memory", "fail", found, remedy)
     return Check("shared memory", "ok", found)

@@ -32,7 +32,8 @@ def software_of(world: World, config: HeteroConfig, model: str) -> dict[str, Nod
 
     Raises:
         CpuSiteError: nodes with CPU ranks lack the CPU kernels; names them.
-        StartupError: nodes do not answer, or have another vLLM or no such model; names them.
+        StartupError: nodes do not answer, have another vLLM or no such model, or are set up so
+            that no engine can run there; names them.
 
     """
     directory = str(Path(model).absolute()) if Path(model).is_dir() else None
@@ -46,6 +47,7 @@ def software_of(world: World, config: HeteroConfig, model: str) -> dict[str, Nod
         lacking = _without_kernels(world, software)
     if problems := list(_problems(world, software, directory, limit_s)):
         raise StartupError(f"{'; '.join(problems)}. Every node needs the same as the driver's.")
+    _judge_surroundings(world, software)
     if lacking:
         told = "; ".join(f"node {_name(world, node)}: {lacking[node]}" for node in sorted(lacking))
         raise CpuSiteError(
@@ -80,6 +82,17 @@ def _problems(
             yield f"node {name} has vLLM {found.vllm or 'nowhere'}, expected {release}"
         elif not found.has_model:
             yield f"node {name} has no {model}: expected a copy of the model, or a shared disk"
+
+
+def _judge_surroundings(world: World, software: Mapping[str, NodeSoftware]) -> None:
+    """Warn of settings that can end the engine later on; raise for those that would do so now."""
+    for node in sorted(world.node_ids):
+        for check in software[node].checks:
+            told = f"node {_name(world, node)}: {check.name}: {check.found} → {check.remedy}"
+            if check.status == "fail":
+                raise StartupError(told)
+            if check.status == "warn":
+                logger.warning("%s", told)
 
 
 def _name(world: World, node_id: str) -> str:

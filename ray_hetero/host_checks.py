@@ -15,6 +15,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from placement.cgroup import memory_limit_bytes
 from placement.errors import TopologyError
 from placement.sysfs import read_host
 from placement.tree import Tree
@@ -50,7 +51,32 @@ def run_checks(root: Path = Path("/")) -> list[Check]:
         root: directory that stands for `/` where /sys and /proc are read.
 
     """
-    return [*_software_checks(), *_host_checks(root), *_ray_checks(root)]
+    return [*_software_checks(), *_hardware_checks(root), *surroundings(root)]
+
+
+def surroundings(root: Path = Path("/")) -> list[Check]:
+    """Of the checks, what can end an engine that runs on this host, or stop it for minutes.
+
+    Args:
+        root: directory that stands for `/` where /sys and /proc are read.
+
+    Raises:
+        TopologyError: /proc/meminfo lacks a line.
+
+    """
+    tree = Tree(root)
+    memory = read_meminfo(tree)
+    total_bytes = memory["MemTotal"]
+    shared = shutil.disk_usage(SHARED_MEMORY)
+    ray = running_ray(root / "proc")
+    return [
+        checks.check_memory_limit(memory_limit_bytes(tree), total_bytes),
+        checks.check_swap(memory["SwapTotal"], memory["SwapTotal"] - memory["SwapFree"]),
+        checks.check_shared_memory(shared.total, shared.free),
+        checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        checks.check_memory_monitor(None if ray is None else ray.settings),
+        checks.check_object_store(None if ray is None else ray.object_store_bytes, total_bytes),
+    ]
 
 
 def _software_checks() -> Iterator[Check]:
@@ -112,7 +138,7 @@ def _native_check() -> Check:
     return Check("native module", "warn", found, "apt install g++, then install ray-hetero again")
 
 
-def _host_checks(root: Path) -> Iterator[Check]:
+def _hardware_checks(root: Path) -> Iterator[Check]:
     tree = Tree(root)
     memory = read_meminfo(tree)
     try:
@@ -121,22 +147,9 @@ def _host_checks(root: Path) -> Iterator[Check]:
         yield Check("topology", "fail", str(error), "report it, with the output of lscpu")
     else:
         yield checks.check_instructions(host.instruction_sets, host.cpu_model)
-        limit = host.memory_limit_bytes
-        yield checks.check_memory_limit(limit, memory["MemTotal"])
     yield checks.check_free_memory(memory["MemAvailable"], memory["MemTotal"])
-    yield checks.check_swap(memory["SwapTotal"], memory["SwapTotal"] - memory["SwapFree"])
     yield checks.check_huge_pages(tree.find_text(HUGE_PAGES))
-    shared = shutil.disk_usage(SHARED_MEMORY)
-    yield checks.check_shared_memory(shared.total, shared.free)
-    yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield checks.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-
-
-def _ray_checks(root: Path) -> Iterator[Check]:
-    ray = running_ray(root / "proc")
-    total_bytes = read_meminfo(Tree(root))["MemTotal"]
-    yield checks.check_memory_monitor(None if ray is None else ray.settings)
-    yield checks.check_object_store(None if ray is None else ray.object_store_bytes, total_bytes)
 
 
 def read_meminfo(tree: Tree) -> dict[str, int]:

@@ -25,6 +25,8 @@ OBJECT_STORE_BYTES = 128 << 20
 """Nothing large goes through the object store; Ray's default would take 30 % of the memory."""
 OWN_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 """Ray's processes wait a minute for a head that is gone to come back; this one's does not."""
+LINGER_SECONDS = 2.0
+"""What Ray's processes get to end by themselves when it has been stopped."""
 
 
 def check_ray_version(installed: str | None = None) -> None:
@@ -128,5 +130,17 @@ class RayConnection:
     def close(self) -> None:
         """Leave the cluster, and stop it if it was started here; safe to call twice."""
         if self.is_own_connection and ray.is_initialized():
+            processes = _raylet_and_children() if self.is_local else []
             ray.shutdown()
+            # Ray kills a raylet that does not end within a second; the raylet's agents then try for
+            # a minute to tell the head, which is gone as well.
+            _, lingering = psutil.wait_procs(processes, timeout=LINGER_SECONDS)
+            for process in lingering:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.is_own_connection = False
+
+
+def _raylet_and_children() -> list[psutil.Process]:
+    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    return [process for raylet in raylets for process in (raylet, *raylet.children(recursive=True))]

@@ -1,4 +1,7 @@
-"""What one node has for its ranks: vLLM, libraries, CPU kernels, network.  Read on the node."""
+"""What one node has for its ranks: vLLM, libraries, CPU kernels, network; and how it is set up.
+
+Read on the node.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 import psutil
 from packaging.version import Version
 
+from ray_hetero.checks import Check
 from ray_hetero.cpu_site import (
     cpu_site_needed,
     installed_version,
@@ -18,6 +22,7 @@ from ray_hetero.cpu_site import (
 )
 from ray_hetero.cpu_site_install import install_site
 from ray_hetero.errors import CpuSiteError
+from ray_hetero.host_checks import surroundings
 from ray_hetero.rank_environment import PreloadLibraries, find_preload_libraries
 
 
@@ -36,6 +41,8 @@ class NodeSoftware:
     """Release of the vLLM that is installed there, for CUDA or for CPUs; None where none is."""
     has_model: bool = True
     """Whether the model is there, where it is a directory."""
+    checks: tuple[Check, ...] = ()
+    """Of the node's memory, limits and Ray."""
 
 
 def read_node_software(model: str | None = None) -> NodeSoftware:
@@ -57,6 +64,7 @@ def read_node_software(model: str | None = None) -> NodeSoftware:
         problem=problem,
         vllm=vllm_release(),
         has_model=model is None or Path(model).is_dir(),
+        checks=tuple(surroundings()),
     )
 
 

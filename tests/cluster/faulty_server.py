@@ -138,7 +138,7 @@ class FaultyServer:
                     {"prompt": prompt, "max_tokens": 1500, "stream": bool(number % 2),
                      "extra_body": {"ignore_eos": True}},
                 )
-                for number, prompt in enumerate(prompts(4))
+                for number, prompt in enumerate(prompts(8))
             ]  # fmt: skip
         assert wait_until(lambda: self.server.running > 0, 30, 0.1)
         return clients

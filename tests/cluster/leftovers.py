@@ -106,9 +106,9 @@ class Scene:
 
         return [str(holder) for holder in held(self.claims)]
 
-    def assert_clean(self) -> None:
+    def assert_clean(self, limit_s: float = GONE_SECONDS) -> None:
         """Wait until nothing is left, and name what is when the time is over."""
-        left = wait_until(lambda: not self.leftovers(), GONE_SECONDS)
+        left = wait_until(lambda: not self.leftovers(), limit_s)
         assert left, f"left behind: {self.leftovers()}"
 
     def sweep(self) -> None:

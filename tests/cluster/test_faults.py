@@ -7,18 +7,34 @@ several faults, and ends with one, is in test_restart.
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from engines import STOP_SECONDS, Model, batch, engine, prompts, run_engines
+from engines import (
+    START_SECONDS,
+    STOP_SECONDS,
+    Model,
+    backend,
+    batch,
+    engine,
+    prompts,
+    run_engines,
+    start,
+    vllm_command,
+)
 from faulty_rank import VARIABLE, site
 from faulty_server import RANKS, Client, FaultyServer
 from leftovers import Scene, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
+RANKS_GONE_SECONDS = 20.0
+AGENTS_GONE_SECONDS = 90.0
+"""As docs/security.md states: Ray's agents try for a minute to tell a head that is gone, too."""
 HOLD_IN_WARM_UP = {"rank": 1, "step": 1, "do": "hold"}
 LIMITS = {
     "serving": {"step_timeout_s": 8},
@@ -67,8 +83,12 @@ def test_a_rank_that_is_killed(
     assert "SIGKILL" in server.last_line()
 
 
+# Before it loads, rank 0 opens the rendezvous, under another limit.
+STOPPED = [(phase, at % RANKS) for at, phase in enumerate(KEYS, 1)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "rank"), [(phase, at % RANKS) for at, phase in enumerate(KEYS)])
+@pytest.mark.parametrize(("phase", "rank"), STOPPED)
 def test_a_rank_that_is_stopped(
     phase: str, rank: int, scene: Scene, logs: Path, model: Model
 ) -> None:
@@ -110,7 +130,32 @@ def test_a_driver_that_is_killed_leaves_nothing(
     server.server.child.wait(STOP_SECONDS)
     for client in clients:
         client.thread.join(STOP_SECONDS)
-    assert wait_until(lambda: not any(rank.is_running() for rank in ranks), STOP_SECONDS)
+    assert wait_until(lambda: not any(rank.is_running() for rank in ranks), RANKS_GONE_SECONDS)
+    scene.assert_clean(AGENTS_GONE_SECONDS)
+
+
+SMALL_SHARED_MEMORY = 'mount -t tmpfs -o size="$1" tmpfs /dev/shm || exit 77; shift; exec "$@"'
+CANNOT_MOUNT = 77
+
+
+def _with_shared_memory(size: str, command: Sequence[str]) -> list[str]:
+    """That command with a /dev/shm of its own."""
+    return ["unshare", "--mount", "sh", "-c", SMALL_SHARED_MEMORY, "sh", size, *command]
+
+
+@pytest.mark.slow
+def test_a_full_shared_memory_is_an_error_that_says_so(
+    scene: Scene, logs: Path, model: Model
+) -> None:
+    command = [*vllm_command(), "serve", str(model("llama")), "--enforce-eager", *backend(RANKS)]
+    child = start(scene, _with_shared_memory("48m", command), logs / "full")
+    status = child.wait(START_SECONDS)
+    if status in (1, CANNOT_MOUNT) and "[1/6]" not in child.log:
+        pytest.skip(f"mounting needs root: {child.tail(2)}")
+    assert status == 1
+    said = r"^ray_hetero: node \S+ \(.*\): shared memory: 48 MiB free in /dev/shm, needed"
+    assert re.search(said, child.log.splitlines()[-1]), child.tail()
+    assert "started rank" not in child.log
     scene.assert_clean()
 
 

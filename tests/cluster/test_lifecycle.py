@@ -91,6 +91,32 @@ def test_a_failed_start_leaves_nothing_and_the_next_engine_starts(
     scene.assert_clean()
 
 
+ABRUPT_END = """
+import psutil, ray
+from ray_hetero.local_ray import RayConnection
+
+connection = RayConnection(None)
+(raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+assert raylet.children()
+shutdown = ray.shutdown
+
+def kill_and_shut_down():
+    raylet.kill()
+    shutdown()
+
+ray.shutdown = kill_and_shut_down
+connection.close()
+print("closed")
+"""
+
+
+def test_what_outlives_an_own_ray_is_ended(scene: Scene, logs: Path) -> None:
+    child = start(scene, [sys.executable, "-c", ABRUPT_END], logs / "abrupt_end")
+    assert child.wait(STOP_SECONDS) == 0, child.tail()
+    assert child.log.rstrip().endswith("closed")
+    assert scene.leftovers() == []
+
+
 @pytest.fixture(scope="module")
 def other() -> Iterator[Scene]:
     """For a cluster that is not the engine's."""

@@ -52,12 +52,16 @@ def test_kill_stop_and_the_end(scene: Scene, logs: Path, model: Model) -> None:
     assert server.server.child.wait(STOP_SECONDS) == 1
     for client in clients:
         client.thread.join(STOP_SECONDS)
-        assert client.error is not None
+    # Some may have had their answers by then.
+    assert any(client.error for client in clients)
+    assert all(client.error or client.text for client in clients)
     assert server.last_line().startswith("ray_hetero: rank 1 (cpu, socket 1")
     assert f"pid {pid}, died" in server.last_line()
     scene.assert_clean()
 
 
+GROWTH_MIB = 32
+"""Of the engine's own memory over all kills, for what the allocator keeps."""
 KILLS = int(os.environ.get("RAY_HETERO_TEST_KILLS", "20"))
 
 
@@ -67,13 +71,16 @@ def test_many_kills_in_a_row_leave_nothing_behind(scene: Scene, logs: Path, mode
     server = FaultyServer(scene, logs / "many", model("llama"), restart=KILLS)
     wait_until_healthy(server.server)
     wanted = _answers(server)
-    engine, sizes = server.engine, []
+    engine, sizes, memory = server.engine, [], []
     for kill in range(KILLS):
         _lives_through(server, signal.SIGKILL, rank=kill % 2)
         assert _answers(server) == wanted
         sizes.append((engine.num_fds(), engine.num_threads(), len(segments() - scene.before)))
+        memory.append(engine.memory_full_info().uss >> 20)
     # The first one makes what later ones use again.
-    assert sizes[-1] <= sizes[1], sizes
+    for now, then in zip(sizes[-1], sizes[1], strict=True):
+        assert now <= then, sizes
+    assert memory[-1] <= memory[1] + GROWTH_MIB, memory
     server.server.child.signal(signal.SIGTERM)
     server.server.child.wait(STOP_SECONDS)
     scene.assert_clean()

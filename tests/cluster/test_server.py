@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from server_checks import (  # noqa: F401
     OPTIONS,
     Pair,
     assert_placed,
+    complete,
+    long,
     stop,
     test_64_at_once,
     test_a_client_that_leaves_in_the_middle,
@@ -59,6 +63,38 @@ def test_metrics_count_the_steps_of_every_rank(servers: Pair) -> None:
         return set(steps) == {"0", "1"} and min(steps.values()) >= 4
 
     assert wait_until(both_have_run, 30), servers.ours.get("/metrics").text
+
+
+REQUESTS, AT_ONCE = 500, 64
+
+
+def _answered(text: str) -> float:
+    sample = r"^vllm:request_success_total\{.*\} (\S+)$"
+    return sum(map(float, re.findall(sample, text, flags=re.M)))
+
+
+@pytest.mark.slow
+def test_500_requests_are_answered_once_each_as_by_stock(servers: Pair) -> None:
+    chance = random.Random(5)
+    requests = [
+        {"prompt": [*long(chance.randint(1, 150), seed=number + 1), number + 8],
+         "max_tokens": chance.randint(1, 24), "extra_body": {"ignore_eos": True}}
+        for number in range(REQUESTS)
+    ]  # fmt: skip
+    before = _answered(servers.ours.get("/metrics").text)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        ours = list(pool.map(lambda request: complete(servers.ours, **request), requests))
+        stock = list(pool.map(lambda request: complete(servers.stock, **request), requests))
+    assert len({answer.id for answer in ours}) == REQUESTS
+    for request, mine, theirs in zip(requests, ours, stock, strict=True):
+        assert mine.usage.prompt_tokens == len(request["prompt"])
+        assert mine.usage.completion_tokens == request["max_tokens"]
+        servers.assert_same(mine, theirs)
+
+    def are_counted() -> bool:
+        return _answered(servers.ours.get("/metrics").text) - before == REQUESTS
+
+    assert wait_until(are_counted, 30)
 
 
 def test_sigterm_ends_the_server_and_leaves_nothing(servers: Pair, scene: Scene) -> None:

@@ -58,7 +58,7 @@ JUDGED: list[tuple[Callable[..., Check], tuple[object, ...], str, str]] = [
     (checks.check_memory_limit, (256 * GIB, 128 * GIB), "ok", "no memory limit"),
     (checks.check_memory_limit, (64 * GIB, 128 * GIB), "warn", "64.0 GiB of 128.0 GiB"),
     (checks.check_shared_memory, (8 * GIB, 8 * GIB), "ok", "8.0 GiB of 8.0 GiB free"),
-    (checks.check_shared_memory, (64 * MIB, 64 * MIB), "fail", "free in /dev/shm"),
+    (checks.check_shared_memory, (64 * MIB, 64 * MIB), "fail", "64 MiB free in /dev/shm"),
     (checks.check_open_files, (65536, UNLIMITED), "ok", "65536, at most unlimited"),
     (checks.check_open_files, (UNLIMITED, UNLIMITED), "ok", "unlimited"),
     (checks.check_open_files, (1024, 1048576), "warn", "1024, at most 1048576"),

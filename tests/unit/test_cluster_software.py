@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from worlds import layout, node
 
 from placement import cluster
 from placement.assignment import assign
-from ray_hetero import cluster_software
+from ray_hetero import checks, cluster_software
 from ray_hetero.cluster_software import software_of
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import CpuSiteError, StartupError
@@ -135,11 +136,34 @@ def test_silent_nodes_are_named(world: World, there: Cluster) -> None:
         software_of(world, HeteroConfig(), "owner/name")
 
 
+def test_settings_of_a_node_that_are_dangerous_are_warned_of(
+    world: World, there: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    swapping = checks.check_swap(8 << 30, 1 << 30)
+    fine = checks.check_swap(0, 0)
+    nodes = there(a=replace(GOOD, checks=(fine,)), b=replace(GOOD, checks=(swapping, fine)))
+    with caplog.at_level("WARNING", logger="ray_hetero"):
+        assert software_of(world, HeteroConfig(), "owner/name") == nodes.software
+    assert [record.message for record in caplog.records] == [
+        "node b (10.0.0.2): swap: 1.0 GiB of 8.0 GiB used → "
+        "sudo swapoff -a, if the memory is large enough"
+    ]
+
+
+def test_settings_that_no_engine_can_run_with_are_an_error(world: World, there: Cluster) -> None:
+    full = checks.check_shared_memory(64 << 20, 48 << 20)
+    there(a=GOOD, b=replace(GOOD, checks=(full,)))
+    said = r"^node b \(10\.0\.0\.2\): shared memory: 48 MiB free in /dev/shm, needed are 256 MiB"
+    with pytest.raises(StartupError, match=said + " → docker run --shm-size"):
+        software_of(world, HeteroConfig(), "owner/name")
+
+
 def test_this_node_says_what_it_has(tmp_path: Path) -> None:
     found = read_node_software(str(tmp_path / "nowhere"))
     assert found.vllm is not None
     assert re.fullmatch(r"\d+\.\d+\.\d+", found.vllm)
     assert found.interfaces["127.0.0.1"] == "lo"
     assert not found.has_model
+    assert {check.name for check in found.checks} >= {"shared memory", "swap", "memory monitor"}
     assert read_node_software(str(tmp_path)).has_model
     assert read_node_software().has_model
