@@ -32,6 +32,7 @@ from ray_hetero.engine_facts import EngineFacts, facts_of
 from ray_hetero.errors import RankError, RayHeteroError
 from ray_hetero.failure import Failure
 from ray_hetero.guarded_executor import GuardedExecutor
+from ray_hetero.held_signals import sigterm_held
 from ray_hetero.layer_plan import LayerPlan
 from ray_hetero.local_ray import RayConnection
 from ray_hetero.lockstep import run_schedule
@@ -491,10 +492,11 @@ class HeteroExecutor(GuardedExecutor):
             if self.shutting_down:
                 return
             self.shutting_down = True
-        self._give_back()
-        self._board.take_down()
-        if self._connection is not None:
-            self._connection.close()
+        with sigterm_held():
+            self._give_back()
+            self._board.take_down()
+            if self._connection is not None:
+                self._connection.close()
         _restore("VLLM_PP_LAYER_PARTITION", self._given_partition)
 
     def _give_back(self) -> None:

@@ -126,10 +126,16 @@ class FaultyServer:
         if phase == "idle":
             return []
         if phase == "prefill":
-            # Many steps before the first token of the last one.
+            # Many prompts each, for many steps: without it all may be over before a signal comes.
             clients = [
-                Client(self.server, {"prompt": [number + 8, *LONG], "max_tokens": 2})
-                for number in range(40)
+                Client(
+                    self.server,
+                    {
+                        "prompt": [[8 + 50 * number + at, *LONG] for at in range(50)],
+                        "max_tokens": 2,
+                    },
+                )
+                for number in range(4)
             ]
         else:
             clients = [
@@ -140,7 +146,9 @@ class FaultyServer:
                 )
                 for number, prompt in enumerate(prompts(8))
             ]  # fmt: skip
-        assert wait_until(lambda: self.server.running > 0, 30, 0.1)
+        # Of prompts one or two are computed at a time, the others wait.
+        at_work = 1 if phase == "prefill" else len(clients)
+        assert wait_until(lambda: self.server.running >= at_work, 30, 0.1), self.server.child.tail()
         return clients
 
     def send(self, number: signal.Signals, rank: int) -> int:
