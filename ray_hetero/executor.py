@@ -169,7 +169,7 @@ class HeteroExecutor(GuardedExecutor):
                 refuse_checkpoint(self.model_config)
                 refuse_shared_experts(self.parallel_config)
             self._memory = plan.memory_bytes()
-            self._ranks = self._rank_launches(plan)
+            self._ranks = self._rank_launches(plan, nodes)
             vllm_private.limit_batches_in_flight(
                 self.vllm_config, self._batches_in_flight(self.world)
             )
@@ -207,7 +207,7 @@ class HeteroExecutor(GuardedExecutor):
             inside = describe_group(self._external.bundles, nodes)
             raise LayoutError(f"{error} {inside}") from None
 
-    def _rank_launches(self, plan: LayerPlan) -> list[RankLaunch]:
+    def _rank_launches(self, plan: LayerPlan, nodes: Sequence[Node]) -> list[RankLaunch]:
         world = plan.world
         shared = shared_settings(self.vllm_config, has_cpu=world.has_cpu)
         partition = ",".join(map(str, world.layers))
@@ -220,6 +220,15 @@ class HeteroExecutor(GuardedExecutor):
         }
         spare = {node: self._spare_cpus(world, threads, node) for node in world.node_ids}
         self._spare_here = spare.get(self._node_id, ())
+        near_gpus = {
+            node.node_id: planning.cpus_near_gpus(
+                node.host,
+                [threads[s.rank] for s in world.seats if s.socket and s.node_id == node.node_id],
+                self._config.cpu,
+                is_driver_node=node.is_driver,
+            )
+            for node in nodes
+        }
         return [
             RankLaunch(
                 world=world,
@@ -230,6 +239,7 @@ class HeteroExecutor(GuardedExecutor):
                 spare=spare[seat.node_id],
                 layer_partition=partition,
                 forecast=plan.forecast(seat.rank),
+                near_gpus=near_gpus[seat.node_id],
             )
             for seat in world.seats
         ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from placement.assignment import ALONE, Node, Seat, Turn, assign
 from placement.errors import LayoutError
 from placement.layout import auto_layout, given_layout
-from placement.topology import Socket
+from placement.topology import Host, Socket
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.world import World
@@ -139,15 +139,19 @@ def compute_threads(seat: Seat, config: CpuConfig) -> tuple[int, ...]:
 def _reserved(socket: Socket, seat: Seat, config: CpuConfig) -> int:
     cores = len(socket.cores)
     if config.reserved_cores == "auto":
-        if cores < CORES_TO_SPARE:
-            return 0
-        return DRIVER_CORES if seat.is_driver_node else OTHER_CORES
+        return _usual_reserve(cores, is_driver_node=seat.is_driver_node)
     if config.reserved_cores >= cores:
         raise ConfigError(
             f"cpu.reserved_cores: {config.reserved_cores} of the {cores} cores of socket "
             f"{socket.id} of {seat.node_name} leaves none to compute on"
         )
     return config.reserved_cores
+
+
+def _usual_reserve(cores: int, *, is_driver_node: bool) -> int:
+    if cores < CORES_TO_SPARE:
+        return 0
+    return DRIVER_CORES if is_driver_node else OTHER_CORES
 
 
 def spare_cpus(seats: Sequence[Seat], threads: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -163,6 +167,40 @@ def spare_cpus(seats: Sequence[Seat], threads: Sequence[Sequence[int]]) -> tuple
     busy = {cpu for cpus in threads for cpu in cpus}
     cores = [core for seat in seats if seat.socket for core in seat.socket.cores]
     return tuple(sorted({cpu for core in cores if not busy & set(core.cpus) for cpu in core.cpus}))
+
+
+def cpus_near_gpus(
+    host: Host, threads: Sequence[Sequence[int]], config: CpuConfig, *, is_driver_node: bool
+) -> dict[int, tuple[int, ...]]:
+    """Logical CPUs for the rank of each GPU of a node: on the GPU's own NUMA node.
+
+    They are those of cores that no CPU rank computes on.  Where no rank of this engine computes on
+    that NUMA node, they are the cores that would be kept back there: another engine may compute on
+    the others.
+
+    Args:
+        host: the node.
+        threads: logical CPUs of the compute threads of each CPU rank there.
+        config: how many cores are kept back.
+        is_driver_node: whether the engine itself runs there.
+
+    Returns:
+        By number of the GPU, without GPUs whose NUMA node is not known or has no such core.
+
+    """
+    busy = {cpu for cpus in threads for cpu in cpus}
+    near = {}
+    for gpu in host.gpus:
+        cores = next((node.cores for node in host.numa_nodes if node.id == gpu.numa_node), ())
+        free = [core for core in cores if not busy & set(core.cpus)]
+        if len(free) == len(cores):
+            kept = config.reserved_cores
+            if kept == "auto":
+                kept = _usual_reserve(len(cores), is_driver_node=is_driver_node)
+            free = free[:kept]
+        if free:
+            near[gpu.index] = tuple(sorted(cpu for core in free for cpu in core.cpus))
+    return near
 
 
 def sharing_warning(seats: Sequence[Seat]) -> str | None:

@@ -189,6 +189,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         vllm_private.use_groups(HeteroGroup)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
+            self._move_near_gpu(physical_gpus)
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
             vllm_private.bind_memory_to(seat.socket.numa_nodes)
         if seat.kind == "cpu":
@@ -212,6 +213,14 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             vllm_private.share_samples(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
         return dict(self.wait_for_init())
+
+    def _move_near_gpu(self, physical_gpus: tuple[int, ...]) -> None:
+        seat = self._rank.seat
+        if seat.kind == "gpu":
+            gpu = physical_gpus[seat.local_rank]
+            if cpus := self._rank.near_gpus.get(gpu, ()):
+                take_cores(cpus, cpus)
+                logger.info("gpu rank %d runs on CPUs %s, near GPU %d", seat.rank, cpus, gpu)
 
     def run(self) -> None:
         """Serve until killed; the driver has mapped the answer queue when this goes on."""

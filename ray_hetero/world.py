@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from placement.assignment import Seat
@@ -127,3 +127,6 @@ class RankLaunch:
     """Layers of each stage as vLLM's VLLM_PP_LAYER_PARTITION takes them."""
     forecast: Forecast | None = None
     """None where nothing is known to plan from."""
+    near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Logical CPUs near each GPU of its node, by the GPU's number there; those of `spare` serve for
+    a GPU that has none."""

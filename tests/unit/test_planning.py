@@ -11,10 +11,12 @@ from worlds import node, socket, world
 
 from placement.assignment import Seat, Turn
 from placement.errors import LayoutError
+from placement.topology import Gpu, Host
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.planning import (
     compute_threads,
+    cpus_near_gpus,
     plan_world,
     sharing_warning,
     spare_cpus,
@@ -140,6 +142,34 @@ def test_spare_cpus_are_those_of_cores_without_compute_threads() -> None:
     assert threads == (2, 3, 4, 5, 6, 7)
     assert spare_cpus([one], [threads]) == (0, 1, 8, 9)
     assert spare_cpus([one], [range(8)]) == ()
+
+
+def _two_packages(*numa_nodes: int | None) -> Host:
+    """Packages 0 and 1 of 8 cores, CPUs 0-7 and 8-15, and a GPU on each of these NUMA nodes."""
+    gpus = tuple(Gpu(index, numa_node=numa) for index, numa in enumerate(numa_nodes))
+    return replace(node(sockets=2, cores=8).host, gpus=gpus)
+
+
+def test_a_gpu_rank_runs_near_its_gpu_and_off_the_compute_cores() -> None:
+    host = _two_packages(0, 1, 1, None, 7)
+    both = [range(2, 8), range(10, 16)]
+    near = cpus_near_gpus(host, both, CpuConfig(), is_driver_node=True)
+    assert near == {0: (0, 1), 1: (8, 9), 2: (8, 9)}
+    # Another engine may compute on package 1, where it keeps two cores back as well.
+    one = [range(2, 8)]
+    assert cpus_near_gpus(host, one, CpuConfig(), is_driver_node=True)[1] == (8, 9)
+    assert cpus_near_gpus(host, one, CpuConfig(), is_driver_node=False)[1] == (8,)
+    assert cpus_near_gpus(host, one, CpuConfig(reserved_cores=3), is_driver_node=True)[1] == (
+        8,
+        9,
+        10,
+    )
+
+
+def test_a_gpu_without_free_cores_nearby_is_left_out() -> None:
+    assert cpus_near_gpus(_two_packages(0), [range(8)], CpuConfig(), is_driver_node=True) == {}
+    small = replace(node(sockets=1, cores=4).host, gpus=(Gpu(0, numa_node=0),))
+    assert cpus_near_gpus(small, [], CpuConfig(), is_driver_node=True) == {}
 
 
 def test_sharing_is_told() -> None:
