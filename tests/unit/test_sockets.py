@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import NAMES, load, write_tree
 
+from placement.assignment import Node, assign, bundle_of
 from placement.cpulist import format_cpulist
 from placement.errors import LayoutError
+from placement.layout import Layout
 from placement.sockets import sockets_of
 from placement.sysfs import read_host
 from placement.topology import Core, Host, NumaNode, SocketUnit
@@ -31,6 +33,17 @@ def test_sockets_are_what_was_written_down(name: str, unit: SocketUnit, tmp_path
         for socket in sockets
     ] == load(name)["expected"]["sockets"][unit]
     assert [socket.id for socket in sockets] == list(range(len(sockets)))
+
+
+@pytest.mark.parametrize("unit", ["package", "numa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bundles_are_what_was_written_down(name: str, unit: SocketUnit, tmp_path: Path) -> None:
+    host = read_host(write_tree(name, tmp_path), gpus=False)
+    sockets = sockets_of(host, unit)
+    cpus = sum(len(core.cpus) for core in host.cores)
+    there = Node("id-a", "10.0.0.1", host, sockets, 0, float(cpus), is_driver=True)
+    seats = assign(Layout((("cpu",),) * len(sockets)), [there])
+    assert [bundle_of(seat) for seat in seats] == load(name)["expected"]["bundles"][unit]
 
 
 def test_shares_of_a_clustered_package_keep_to_their_nodes(tmp_path: Path) -> None:
