@@ -20,6 +20,8 @@ the scheduler counts on.
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +79,10 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
         if not is_up:
             raise exc
         self._forget()
+        # The old queues' sockets and threads end when they are collected, and the error's frames
+        # hold them in cycles.
+        traceback.clear_frames(exc.__traceback__)
+        gc.collect()
         self._tell(EngineStatusType.HEALTHY, {})
         logger.info("ray_hetero: serving again; %d restarts left", executor.restarts_left)
 
