@@ -176,11 +176,11 @@ def check_memory_limit(limit_bytes: int | None, total_bytes: int) -> Check:
 
 def check_shared_memory(total_bytes: int, free_bytes: int) -> Check:
     """Shared memory has room for the message queues and the exchange of CPU groups."""
-    found = f"{_gib(free_bytes)} of {_gib(total_bytes)} free in /dev/shm"
     if free_bytes < LEAST_SHM_BYTES:
         found = f"{free_bytes // MIB} MiB free in /dev/shm, needed are {LEAST_SHM_BYTES // MIB} MiB"
         remedy = "docker run --shm-size=2g, or sudo mount -o remount,size=2g /dev/shm"
         return Check("shared memory", "fail", found, remedy)
+    found = f"{_gib(free_bytes)} of {_gib(total_bytes)} free in /dev/shm"
     return Check("shared memory", "ok", found)
 
 

@@ -218,17 +218,15 @@ class HeteroExecutor(GuardedExecutor):
             for seat in world.seats
             if seat.kind == "cpu"
         }
-        spare = {node: self._spare_cpus(world, threads, node) for node in world.node_ids}
-        self._spare_here = spare.get(self._node_id, ())
-        near_gpus = {
-            node.node_id: planning.cpus_near_gpus(
-                node.host,
-                [threads[s.rank] for s in world.seats if s.socket and s.node_id == node.node_id],
-                self._config.cpu,
-                is_driver_node=node.is_driver,
+        spare, near_gpus = {}, {}
+        for node in nodes:
+            seats = [s for s in world.seats if s.rank in threads and s.node_id == node.node_id]
+            computing = [threads[seat.rank] for seat in seats]
+            spare[node.node_id] = planning.spare_cpus(seats, computing)
+            near_gpus[node.node_id] = planning.cpus_near_gpus(
+                node.host, computing, self._config.cpu, is_driver_node=node.is_driver
             )
-            for node in nodes
-        }
+        self._spare_here = spare.get(self._node_id, ())
         return [
             RankLaunch(
                 world=world,
@@ -268,13 +266,6 @@ class HeteroExecutor(GuardedExecutor):
     @property
     def _node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
-
-    @staticmethod
-    def _spare_cpus(
-        world: World, threads: dict[int, tuple[int, ...]], node_id: str
-    ) -> tuple[int, ...]:
-        seats = [seat for seat in world.seats if seat.kind == "cpu" and seat.node_id == node_id]
-        return planning.spare_cpus(seats, [threads[seat.rank] for seat in seats])
 
     def _reserve(self) -> None:
         with self._progress.step("reserve"):

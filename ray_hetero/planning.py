@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from placement.assignment import ALONE, Node, Seat, Turn, assign
 from placement.errors import LayoutError
 from placement.layout import auto_layout, given_layout
-from placement.topology import Host, Socket
+from placement.topology import Core, Host, Socket
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.world import World
@@ -138,17 +138,19 @@ def compute_threads(seat: Seat, config: CpuConfig) -> tuple[int, ...]:
 
 def _reserved(socket: Socket, seat: Seat, config: CpuConfig) -> int:
     cores = len(socket.cores)
-    if config.reserved_cores == "auto":
-        return _usual_reserve(cores, is_driver_node=seat.is_driver_node)
-    if config.reserved_cores >= cores:
+    kept = _kept(cores, config, is_driver_node=seat.is_driver_node)
+    if kept >= cores:
         raise ConfigError(
-            f"cpu.reserved_cores: {config.reserved_cores} of the {cores} cores of socket "
-            f"{socket.id} of {seat.node_name} leaves none to compute on"
+            f"cpu.reserved_cores: {kept} of the {cores} cores of socket {socket.id} of "
+            f"{seat.node_name} leaves none to compute on"
         )
-    return config.reserved_cores
+    return kept
 
 
-def _usual_reserve(cores: int, *, is_driver_node: bool) -> int:
+def _kept(cores: int, config: CpuConfig, *, is_driver_node: bool) -> int:
+    """How many of so many cores are kept back."""
+    if config.reserved_cores != "auto":
+        return config.reserved_cores
     if cores < CORES_TO_SPARE:
         return 0
     return DRIVER_CORES if is_driver_node else OTHER_CORES
@@ -164,9 +166,17 @@ def spare_cpus(seats: Sequence[Seat], threads: Sequence[Sequence[int]]) -> tuple
         threads: logical CPUs of each of these ranks' compute threads.
 
     """
-    busy = {cpu for cpus in threads for cpu in cpus}
     cores = [core for seat in seats if seat.socket for core in seat.socket.cores]
-    return tuple(sorted({cpu for core in cores if not busy & set(core.cpus) for cpu in core.cpus}))
+    return _cpus(_idle(cores, threads))
+
+
+def _idle(cores: Iterable[Core], threads: Sequence[Sequence[int]]) -> list[Core]:
+    busy = {cpu for cpus in threads for cpu in cpus}
+    return [core for core in cores if busy.isdisjoint(core.cpus)]
+
+
+def _cpus(cores: Iterable[Core]) -> tuple[int, ...]:
+    return tuple(sorted({cpu for core in cores for cpu in core.cpus}))
 
 
 def cpus_near_gpus(
@@ -188,18 +198,14 @@ def cpus_near_gpus(
         By number of the GPU, without GPUs whose NUMA node is not known or has no such core.
 
     """
-    busy = {cpu for cpus in threads for cpu in cpus}
     near = {}
     for gpu in host.gpus:
         cores = next((node.cores for node in host.numa_nodes if node.id == gpu.numa_node), ())
-        free = [core for core in cores if not busy & set(core.cpus)]
-        if len(free) == len(cores):
-            kept = config.reserved_cores
-            if kept == "auto":
-                kept = _usual_reserve(len(cores), is_driver_node=is_driver_node)
-            free = free[:kept]
-        if free:
-            near[gpu.index] = tuple(sorted(cpu for core in free for cpu in core.cpus))
+        idle = _idle(cores, threads)
+        if len(idle) == len(cores):
+            idle = idle[: _kept(len(cores), config, is_driver_node=is_driver_node)]
+        if idle:
+            near[gpu.index] = _cpus(idle)
     return near
 
 

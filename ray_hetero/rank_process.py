@@ -23,7 +23,7 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.claims import claim_socket
 from ray_hetero import streaming_linear, vllm_private
-from ray_hetero.core_binding import take_cores
+from ray_hetero.core_binding import move_process, take_cores
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import HeteroGroup, set_world
 from ray_hetero.metrics import RayMetrics
@@ -189,7 +189,8 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         vllm_private.use_groups(HeteroGroup)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
-            self._move_near_gpu(physical_gpus)
+            if seat.kind == "gpu":
+                self._move_near_gpu(physical_gpus[seat.local_rank])
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
             vllm_private.bind_memory_to(seat.socket.numa_nodes)
         if seat.kind == "cpu":
@@ -214,13 +215,11 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
         return dict(self.wait_for_init())
 
-    def _move_near_gpu(self, physical_gpus: tuple[int, ...]) -> None:
-        seat = self._rank.seat
-        if seat.kind == "gpu":
-            gpu = physical_gpus[seat.local_rank]
-            if cpus := self._rank.near_gpus.get(gpu, ()):
-                take_cores(cpus, cpus)
-                logger.info("gpu rank %d runs on CPUs %s, near GPU %d", seat.rank, cpus, gpu)
+    def _move_near_gpu(self, gpu: int) -> None:
+        if cpus := self._rank.near_gpus.get(gpu, ()):
+            move_process(os.getpid(), cpus)
+            rank = self._rank.seat.rank
+            logger.info("gpu rank %d runs on CPUs %s, near GPU %d", rank, cpus, gpu)
 
     def run(self) -> None:
         """Serve until killed; the driver has mapped the answer queue when this goes on."""

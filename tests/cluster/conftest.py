@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from engines import Json, Model, Stock, batch, engine, prompts, run_engines, tokens
+from engines import IN_THIS_PROCESS, Json, Model, Stock, batch, engine, prompts, run_engines, tokens
 from filelock import FileLock
 from leftovers import Scene, clean_scene
 
@@ -82,10 +82,8 @@ def stock(
         runs = [(arguments(name), [batch(prompts())]) for name in names]
         with clean_scene() as made:
             logs = tmp_path_factory.mktemp("stock")
-            extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            return [
-                tokens(batches[0]) for batches in run_engines(made, logs / "run", runs, extra=extra)
-            ]
+            found = run_engines(made, logs / "run", runs, extra=IN_THIS_PROCESS)
+            return [tokens(batches[0]) for batches in found]
 
     def answers(name: str) -> list[list[int]]:
         if name not in known:

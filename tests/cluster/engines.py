@@ -156,6 +156,10 @@ def batch(given: Sequence[Sequence[int]], **sampling: Any) -> Json:
     return {"prompts": [list(one) for one in given], "sampling": {**defaults, **sampling}}
 
 
+IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""For `run_engines`: no process of its own for an engine, where vLLM would be imported again."""
+
+
 def run_engines(
     scene: Scene,
     directory: Path,

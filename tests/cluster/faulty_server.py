@@ -14,7 +14,16 @@ from typing import Any
 
 import openai
 import psutil
-from engines import NAME, START_SECONDS, Server, backend, prompts, serve, wait_until_healthy
+from engines import (
+    NAME,
+    START_SECONDS,
+    STOP_SECONDS,
+    Server,
+    backend,
+    prompts,
+    serve,
+    wait_until_healthy,
+)
 from faulty_rank import VARIABLE, site
 from leftovers import Scene, wait_until
 
@@ -56,6 +65,14 @@ def ask(server: Server, **request: Any) -> str:
     if client.error is not None:
         raise client.error
     return client.text
+
+
+def errors_of(clients: list[Client]) -> list[openai.APIError]:
+    """Wait for all clients: each has an answer or an error.  The errors."""
+    for client in clients:
+        client.thread.join(STOP_SECONDS)
+        assert client.error or client.text
+    return [client.error for client in clients if client.error]
 
 
 class FaultyServer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import Model, Stock, batch, engine, prompts, run_engines, tokens
+from engines import IN_THIS_PROCESS, Model, Stock, batch, engine, prompts, run_engines, tokens
 from leftovers import Scene
 
 pytestmark = pytest.mark.timeout(900)
@@ -38,10 +38,8 @@ def _run(scene: Scene, directory: Path, model: Model, cases: list[tuple[str, int
             enforce_eager=not compiled,
         )
         runs.append((arguments, [batch(prompts())]))
-    # vLLM is imported once and not once more for every engine; those of the other modules have a
-    # process of their own.
-    extra = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    answers = run_engines(scene, directory, runs, extra=extra)
+    # Faster; the engines of the other modules have a process of their own.
+    answers = run_engines(scene, directory, runs, extra=IN_THIS_PROCESS)
     return {name: tokens(found[0]) for (name, _, _), found in zip(cases, answers, strict=True)}
 
 

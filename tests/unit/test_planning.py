@@ -159,11 +159,8 @@ def test_a_gpu_rank_runs_near_its_gpu_and_off_the_compute_cores() -> None:
     one = [range(2, 8)]
     assert cpus_near_gpus(host, one, CpuConfig(), is_driver_node=True)[1] == (8, 9)
     assert cpus_near_gpus(host, one, CpuConfig(), is_driver_node=False)[1] == (8,)
-    assert cpus_near_gpus(host, one, CpuConfig(reserved_cores=3), is_driver_node=True)[1] == (
-        8,
-        9,
-        10,
-    )
+    three = CpuConfig(reserved_cores=3)
+    assert cpus_near_gpus(host, one, three, is_driver_node=True)[1] == (8, 9, 10)
 
 
 def test_a_gpu_without_free_cores_nearby_is_left_out() -> None:
