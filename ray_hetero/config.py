@@ -74,6 +74,11 @@ class CpuConfig(_Section):
     linear_kernel: Literal["auto", "streaming", "vllm"] = "auto"
     """What computes unquantised linear layers in bfloat16: kernels that read the weights at the
     socket's bandwidth, or vLLM's own; auto takes the former where there is AMX."""
+    borrow_gpu: bool | Auto = "auto"
+    """Whether a CPU rank has a GPU of its node compute its linear layers in steps of many tokens,
+    reading the weights over its link; auto does beside a GPU rank where linear layers stream."""
+    borrow_gpu_tokens: Annotated[int, Field(ge=1)] = 96
+    """Tokens of a step from which it does."""
     install_kernels: bool = False
     """Whether nodes that lack the CPU kernels beside a CUDA install fetch them at start-up, as
     `ray-hetero install-cpu-kernels` does; else the engine names these nodes and ends."""

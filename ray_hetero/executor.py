@@ -227,6 +227,7 @@ class HeteroExecutor(GuardedExecutor):
                 node.host, computing, self._config.cpu, is_driver_node=node.is_driver
             )
         self._spare_here = spare.get(self._node_id, ())
+        hosts = {node.node_id: node.host for node in nodes}
         return [
             RankLaunch(
                 world=world,
@@ -237,6 +238,7 @@ class HeteroExecutor(GuardedExecutor):
                 spare=spare[seat.node_id],
                 layer_partition=partition,
                 forecast=plan.forecast(seat.rank),
+                gpus_beside=planning.gpus_beside(seat, hosts[seat.node_id]),
                 near_gpus=near_gpus[seat.node_id],
             )
             for seat in world.seats
@@ -432,7 +434,7 @@ class HeteroExecutor(GuardedExecutor):
         with self._progress.step("warm up", total=total) as bar:
             bar.outcome = phase.value
             try:
-                return run_schedule(
+                answers = run_schedule(
                     self._rank_queues(),
                     self.world,
                     steps,
@@ -442,6 +444,8 @@ class HeteroExecutor(GuardedExecutor):
                 )
             except RankError as error:
                 raise self._fail(str(error)) from None
+        vllm_private.unlink_sockets(self.rpc_broadcast_mq)
+        return answers
 
     def _rank_queues(self) -> RankQueues:
         assert self.rpc_broadcast_mq is not None
@@ -480,9 +484,11 @@ class HeteroExecutor(GuardedExecutor):
         self._kill_ranks()
         self.ray_worker_handles = []
         self._whereabouts = None
-        for queue in (self.rpc_broadcast_mq, *self.response_mqs):
-            if queue is not None:
-                queue.shutdown()
+        if self.rpc_broadcast_mq is not None:
+            vllm_private.unlink_sockets(self.rpc_broadcast_mq)
+            self.rpc_broadcast_mq.shutdown()
+        for queue in self.response_mqs:
+            queue.shutdown()
         self.rpc_broadcast_mq = None
         self.response_mqs = []
         self.futures_queue.clear()

@@ -16,6 +16,7 @@ from placement.errors import DoesNotFitError
 from placement.layout import Layout
 from placement.model import ModelShape
 from placement.split import RankPlan, Split, choose_split
+from ray_hetero.borrowed_gpu import gpu_bytes
 from ray_hetero.config import HeteroConfig
 from ray_hetero.engine_facts import EngineFacts
 from ray_hetero.planning import (
@@ -165,9 +166,19 @@ def _stages(
         threads=threads,
         bandwidth={} if known else measure(world.seats, threads),
         gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
+        borrowed_bytes=_borrowed_bytes(facts, world),
         is_eager=facts.is_eager,
     )
     return tuple(stages_of(devices, world.layout.tensor_parallel_size))
+
+
+def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
+    """Memory of a GPU that a CPU rank takes which has it compute prompts."""
+    assert facts.shape is not None
+    hidden = facts.shape.hidden_size
+    # Gate and up are one matrix, of which a rank has its tensor-parallel share.
+    wide = facts.shape.intermediate_size // world.layout.tensor_parallel_size
+    return gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), facts.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,14 @@ def _cpus(cores: Iterable[Core]) -> tuple[int, ...]:
     return tuple(sorted({cpu for core in cores for cpu in core.cpus}))
 
 
+def gpus_beside(seat: Seat, host: Host) -> tuple[int, ...]:
+    """Numbers of the GPUs on the NUMA nodes of a CPU rank's socket, as far as the host tells."""
+    if seat.socket is None:
+        return ()
+    nodes = seat.socket.numa_nodes
+    return tuple(gpu.index for gpu in host.gpus if gpu.numa_node in nodes)
+
+
 def cpus_near_gpus(
     host: Host, threads: Sequence[Sequence[int]], config: CpuConfig, *, is_driver_node: bool
 ) -> dict[int, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from placement.devices import GB, GIB, DeviceFigures, RankDevice
 from placement.layout import Kind
 from placement.part_names import part_called
 from placement.topology import Host, Socket
-from ray_hetero.config import HeteroConfig
+from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import RayHeteroError
 
 ASSUMED_HOST_LINK = 25 * GB
@@ -62,6 +62,7 @@ def rank_devices(
     threads: Mapping[int, Sequence[int]],
     bandwidth: Mapping[int, float],
     gpu_share: float,
+    borrowed_bytes: int = 0,
     is_eager: bool = False,
 ) -> tuple[RankDevice, ...]:
     """The device of each rank with its figures, by rank.
@@ -73,6 +74,7 @@ def rank_devices(
         threads: logical CPUs of each CPU rank's compute threads, by rank.
         bandwidth: measured bytes per second by CPU rank.
         gpu_share: share of a GPU's memory that the engine takes.
+        borrowed_bytes: of it, what each CPU rank takes that borrows a GPU.
         is_eager: whether nothing is compiled or captured.
 
     Raises:
@@ -84,7 +86,13 @@ def rank_devices(
         node: sum(seat.kind == "cpu" and seat.node_id == node for seat in seats) for node in hosts
     }
     devices = (
-        _gpu(config, seat, hosts[seat.node_id], gpu_share)
+        _gpu(
+            config,
+            seat,
+            hosts[seat.node_id],
+            gpu_share,
+            borrowed_bytes * borrowers(config.cpu, seat, seats, hosts[seat.node_id]),
+        )
         if seat.socket is None
         else _socket(
             config,
@@ -117,7 +125,20 @@ def _with_latency(device: RankDevice, *, is_eager: bool) -> RankDevice:
     return replace(device, figures=figures)
 
 
-def _gpu(config: HeteroConfig, seat: Seat, host: Host, share: float) -> RankDevice:
+def borrowers(config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host) -> int:
+    """Most CPU ranks that borrow one GPU rank's device, as far as planning can tell."""
+    streams = config.linear_kernel == "streaming" or (
+        config.linear_kernel == "auto" and "amx_bf16" in host.instruction_sets
+    )
+    if not (config.borrow_gpu and streams):
+        return 0
+    here = [other.kind for other in seats if other.node_id == seat.node_id]
+    return -(-here.count("cpu") // here.count("gpu"))
+
+
+def _gpu(
+    config: HeteroConfig, seat: Seat, host: Host, share: float, borrowed_bytes: int
+) -> RankDevice:
     gpu = next((gpu for gpu in host.gpus if gpu.index == seat.local_rank), None)
     if gpu is None or gpu.memory_bytes is None:
         raise UnknownDeviceError(
@@ -136,7 +157,7 @@ def _gpu(config: HeteroConfig, seat: Seat, host: Host, share: float) -> RankDevi
     if given is not None:
         figures = replace(figures, read_bandwidth=rate, source="configured")
     figures = replace(figures, memory_bytes=gpu.memory_bytes)
-    usable = int(gpu.memory_bytes * share)
+    usable = max(0, int(gpu.memory_bytes * share) - borrowed_bytes)
     return RankDevice(seat.node_name, f"GPU {seat.local_rank}", figures, usable)
 
 

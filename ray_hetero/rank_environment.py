@@ -98,6 +98,9 @@ def cpu_rank_environment(
         "VLLM_TARGET_DEVICE": "cpu",
         # A value that names no device: with an empty one vLLM takes Triton for usable.
         "CUDA_VISIBLE_DEVICES": "-1",
+        # Asked whether there is a GPU, torch must not initialise CUDA without one: a rank that
+        # borrows a GPU could not have it any more.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     if cpu_site is not None:
         environment["PYTHONPATH"] = ":".join(filter(None, (cpu_site, python_path)))

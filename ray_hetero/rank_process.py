@@ -16,16 +16,17 @@ from typing import Any
 
 import psutil
 import torch
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.claims import claim_socket
-from ray_hetero import streaming_linear, vllm_private
+from ray_hetero import vllm_private
 from ray_hetero.core_binding import move_process, take_cores
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import HeteroGroup, set_world
+from ray_hetero.linear_layers import LinearLayers
 from ray_hetero.metrics import RayMetrics
 from ray_hetero.progress import logger
 from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
@@ -73,12 +74,6 @@ def _drop_niceness() -> None:
             "Start Ray with RAY_worker_niceness=0 (`ray-hetero ray-args` prints it).",
             niceness,
         )
-
-
-def _use_fast_linear(choice: streaming_linear.Choice) -> None:
-    if streaming_linear.choose(choice):
-        vllm_private.use_linear(torch.ops.ray_hetero.streaming_linear, streaming_linear.suits)
-        logger.info("linear layers stream their weights (cpu.linear_kernel)")
 
 
 class RankWorker:
@@ -193,8 +188,13 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
                 self._move_near_gpu(physical_gpus[seat.local_rank])
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
             vllm_private.bind_memory_to(seat.socket.numa_nodes)
+        linear_layers = None
         if seat.kind == "cpu":
-            _use_fast_linear(self._rank.launch.config.cpu.linear_kernel)
+            linear_layers = LinearLayers(
+                self._rank.launch.config.cpu,
+                self._lender(physical_gpus),
+                self._rank.shared.max_num_batched_tokens,
+            )
             text = self._vllm_config.model_config.hf_text_config
             is_tied = getattr(text, "tie_word_embeddings", True)
             is_last = seat.stage == len(world.layout.stages) - 1
@@ -210,10 +210,20 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             shared_worker_lock=None,
             is_driver_worker=seat.tensor_rank == 0,
         )
+        if linear_layers is not None:
+            linear_layers.loaded()
         if world.layout.is_mixed(seat.stage):
             vllm_private.share_samples(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
         return dict(self.wait_for_init())
+
+    def _lender(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
+        """The GPU that this CPU rank may borrow: near its socket, else any of its node's ranks."""
+        if os.environ.get(PRETEND_GPU) == "1" and self._rank.world.has_gpu:
+            return torch.device("cpu")
+        near = [gpu for gpu in physical_gpus if gpu in self._rank.gpus_beside]
+        gpus = near or physical_gpus
+        return torch.device("cuda", gpus[self._rank.seat.local_rank % len(gpus)]) if gpus else None
 
     def _move_near_gpu(self, gpu: int) -> None:
         if cpus := self._rank.near_gpus.get(gpu, ()):
@@ -238,6 +248,12 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         vLLM's own goes on, and tells of errors only where the rank that gives the answers fails:
         behind a stage that has failed, all others would wait.
         """
+        first = self.rpc_broadcast_mq.dequeue(indefinite=True)
+        # The driver sends once all ranks serve, and these have connected to their groups' queues.
+        for queue in (self.worker_response_mq, get_tp_group().mq_broadcaster):
+            if queue is not None:
+                vllm_private.unlink_sockets(queue)
+        self._execute_worker_rpc(first)
         while self.worker.failure is None:
             self._execute_worker_rpc(self.rpc_broadcast_mq.dequeue(indefinite=True))
         raise self.worker.failure

@@ -9,7 +9,9 @@ held once.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
@@ -17,6 +19,7 @@ import torch
 from vllm import _custom_ops as vllm_ops
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from ray_hetero.borrowed_gpu import BorrowedGpu
 from ray_hetero.errors import UnsupportedError
 
 try:
@@ -34,12 +37,22 @@ MOST_TOKENS_WITHOUT_AMX = 4
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """What computes steps of many tokens."""
+
+    gpu: BorrowedGpu
+    from_tokens: int
+
+
 class StreamingLinear:
     """What this process computes linear layers with."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
         self._has_amx = bool(native.has_amx())
+        self.prompts: Prompts | None = None
+        """Set once the weights are loaded."""
 
     def __call__(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
@@ -57,6 +70,10 @@ class StreamingLinear:
         """
         outputs, inputs = packed.shape
         tokens = x.numel() // inputs
+        many = self.prompts
+        if many is not None and tokens >= many.from_tokens and many.gpu.suits(packed, tokens):
+            y = many.gpu.linear(x.reshape(tokens, inputs), packed, bias)
+            return y.view(*x.shape[:-1], outputs)
         if not self._has_amx and tokens > MOST_TOKENS_WITHOUT_AMX:
             return vllm_ops.weight_packed_linear_cpu(x, packed, outputs, bias)
         rows = x.reshape(tokens, inputs)
@@ -77,7 +94,12 @@ class StreamingLinear:
         return y
 
 
-def _register(kernel: StreamingLinear) -> None:
+@functools.cache
+def _registered() -> StreamingLinear:
+    """The kernel behind the operator, of which there is one a process."""
+    assert _native is not None
+    kernel = StreamingLinear(_native)
+
     def streaming_linear(
         x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
@@ -93,10 +115,11 @@ def _register(kernel: StreamingLinear) -> None:
         target_lib=_library,
         dispatch_key="CPU",
     )
+    return kernel
 
 
-def choose(choice: Choice) -> bool:
-    """Whether this process's linear layers are to stream; registers the operator if so.
+def choose(choice: Choice) -> StreamingLinear | None:
+    """What this process's linear layers are to stream with; None for vLLM's kernels.
 
     `auto` streams where there is AMX, the processors it was measured on.
 
@@ -105,7 +128,7 @@ def choose(choice: Choice) -> bool:
 
     """
     if choice == "vllm":
-        return False
+        return None
     missing = _missing()
     if choice == "streaming" and missing:
         raise UnsupportedError(
@@ -113,10 +136,8 @@ def choose(choice: Choice) -> bool:
             "Leave the setting out for vLLM's kernels."
         )
     if missing or _native is None or (choice == "auto" and not _native.has_amx()):
-        return False
-    if not hasattr(torch.ops.ray_hetero, "streaming_linear"):
-        _register(StreamingLinear(_native))
-    return True
+        return None
+    return _registered()
 
 
 def _missing() -> str:

@@ -229,6 +229,21 @@ def unlink_once_attached(queue: Any) -> None:
         original(buffer, "shared_memory").unlink()
 
 
+def unlink_sockets(queue: Any) -> None:
+    """Remove the names of a message queue's ZeroMQ sockets; to be called by its writer once every
+    reader has connected to both.
+
+    Why: as for the ring buffer: ZeroMQ removes them when they are closed, which in a killed process
+    they never are.  Readers connect to the second one in the background, so only a message that a
+    reader has sent since tells that it has.
+    Can go when: vLLM removes them at attach time itself.
+    """
+    handle = original(queue, "handle")
+    for name in ("local_subscribe_addr", "local_notify_addr"):
+        if address := original(handle, name):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
 def unlink_cpu_shared_memory(communicator: Any) -> None:
     """Remove a CPU group's shared-memory names once all its ranks have mapped them.
 
@@ -306,7 +321,11 @@ def share_samples(model_runner: Any) -> None:
     model_runner._sample = sample_and_share
 
 
-def use_linear(kernel: Callable[..., Any], suits: Callable[[Any], bool]) -> None:
+def use_linear(
+    kernel: Callable[..., Any],
+    suits: Callable[[Any], bool],
+    packed_weight: Callable[[Any], None] = lambda packed: None,
+) -> None:
     """Compute a CPU rank's unquantised linear layers with another kernel.
 
     Why: dispatch_cpu_unquantized_gemm, called once a layer when its weights are loaded, chooses
@@ -316,6 +335,7 @@ def use_linear(kernel: Callable[..., Any], suits: Callable[[Any], bool]) -> None
     Args:
         kernel: (x [..., K], packed weight [N, K], bias [N] in float32 or None) -> [..., N].
         suits: whether the kernel takes a weight; vLLM's choice is left for the others.
+        packed_weight: told each packed weight.
 
     """
     import torch
@@ -329,6 +349,7 @@ def use_linear(kernel: Callable[..., Any], suits: Callable[[Any], bool]) -> None
             choose(layer, remove_weight)
             return
         packed = pack(layer.weight)
+        packed_weight(packed)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.to(torch.float32)
         layer.cpu_linear = lambda x, weight, bias: kernel(x, packed, bias)

@@ -92,9 +92,14 @@ class World:
         return "cpu" in self.layout.kinds
 
     @property
+    def has_gpu(self) -> bool:
+        """Whether any rank is a GPU."""
+        return "gpu" in self.layout.kinds
+
+    @property
     def is_cpu_only(self) -> bool:
         """Whether every rank is a CPU socket."""
-        return "gpu" not in self.layout.kinds
+        return not self.has_gpu
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,8 @@ class RankLaunch:
     """Layers of each stage as vLLM's VLLM_PP_LAYER_PARTITION takes them."""
     forecast: Forecast | None = None
     """None where nothing is known to plan from."""
+    gpus_beside: tuple[int, ...] = ()
+    """GPUs of a CPU rank's own NUMA nodes, by number, as far as the node tells."""
     near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Logical CPUs near each GPU of its node, by the GPU's number there; those of `spare` serve for
     a GPU that has none."""

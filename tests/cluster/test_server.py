@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from engines import NAME, Model, backend, serve, wait_until_healthy
 from leftovers import Scene, wait_until
@@ -63,6 +64,20 @@ def test_metrics_count_the_steps_of_every_rank(servers: Pair) -> None:
         return set(steps) == {"0", "1"} and min(steps.values()) >= 4
 
     assert wait_until(both_have_run, 30), servers.ours.get("/metrics").text
+
+
+def test_sockets_of_ranks_have_no_names_left(servers: Pair, scene: Scene) -> None:
+    pids = re.findall(r"started rank \d+ .*, pid (\d+)$", servers.ours.child.log, flags=re.M)
+    assert len(pids) == 2
+    for pid in map(int, pids):
+        sockets = [
+            Path(connection.laddr)
+            for connection in psutil.Process(pid).net_connections("unix")
+            if connection.laddr.startswith(f"{scene.temporary}/")
+        ]
+        # The queue of its answers has two; nobody could remove their names after kill -9.
+        assert len(sockets) >= 2
+        assert not any(socket.exists() for socket in sockets)
 
 
 REQUESTS, AT_ONCE = 500, 64

@@ -14,20 +14,23 @@ pytest.register_assert_rewrite("server_checks", "token_checks")
 from gpu_host import Checkpoint  # noqa: E402
 from leftovers import Scene, clean_scene  # noqa: E402
 
-from ray_hetero.demo_model import write_demo_model  # noqa: E402
+from ray_hetero.demo_model import DemoShape, write_demo_model  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Make (once) a demo checkpoint: architecture, `-int8` behind it if quantised, and dtype."""
+    """Make (once) a demo checkpoint: architecture, `-int8` or `-wide` behind it, and dtype."""
     root = tmp_path_factory.mktemp("models")
 
     def make(name: str, dtype: str) -> Path:
         directory = root / f"{name}-{dtype}"
         if not directory.exists():
-            architecture, _, quantised = name.partition("-")
+            architecture, _, variant = name.partition("-")
             stored = "f32" if dtype == "float32" else "bf16"
-            write_demo_model(directory, architecture, dtype=stored, int8=quantised == "int8")
+            shape = DemoShape(hidden=1024, heads=16) if variant == "wide" else None
+            write_demo_model(
+                directory, architecture, shape=shape, dtype=stored, int8=variant == "int8"
+            )
         return directory
 
     return make

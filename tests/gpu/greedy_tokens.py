@@ -1,7 +1,7 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
-The argument is a list of {"model", "layout", "dtype", "compiled", "shares"}; an empty layout is
-stock vLLM on one GPU.
+The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "shares"}; an empty
+layout is stock vLLM on one GPU.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         return common
     stages = [["gpu"]] if layout == "auto" else layout
     cpu = {"ranks_per_socket": run["shares"], "kv_cache_gib": 0.5}
+    if run["borrowing"]:
+        cpu |= {"linear_kernel": "streaming", "borrow_gpu": True, "borrow_gpu_tokens": 8}
     return common | {
         "distributed_executor_backend": "ray_hetero",
         "pipeline_parallel_size": len(stages),

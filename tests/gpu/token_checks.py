@@ -45,11 +45,14 @@ class Case:
     `gc` one stage of two ranks.  Empty is stock vLLM on one GPU, `auto` one rank that the backend
     seats."""
     is_compiled: bool = False
+    is_borrowing: bool = False
+    """Whether CPU ranks have a GPU compute steps of 8 tokens and more."""
 
     def __str__(self) -> str:
         """Name of the test."""
         compiled = ["compiled"] if self.is_compiled else []
-        return "-".join([self.model, self.dtype, self.layout, *compiled])
+        borrowing = ["borrowing"] if self.is_borrowing else []
+        return "-".join([self.model, self.dtype, self.layout, *compiled, *borrowing])
 
     @property
     def stages(self) -> Layout:
@@ -77,7 +80,9 @@ def asked_for(request: pytest.FixtureRequest, cases: Sequence[Case]) -> list[Cas
     wanted = {
         item.callspec.params["case"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and "case" in item.fixturenames
     }
     return [case for case in cases if case in wanted]
 
@@ -117,6 +122,7 @@ def _run(
             "dtype": case.dtype,
             "layout": case.stages,
             "compiled": case.is_compiled,
+            "borrowing": case.is_borrowing,
             "shares": SHARES,
         }
         for case in cases

@@ -203,6 +203,14 @@ def test_the_creator_of_a_ring_buffer_unlinks_it_once() -> None:
     assert path.exists()
     vllm_private.unlink_once_attached(queue)
     assert not path.exists()
+    sockets = [
+        Path(address.removeprefix("ipc://"))
+        for address in (queue.handle.local_subscribe_addr, queue.handle.local_notify_addr)
+    ]
+    assert all(socket.is_socket() for socket in sockets)
+    vllm_private.unlink_sockets(queue)
+    vllm_private.unlink_sockets(queue)
+    assert not any(socket.exists() for socket in sockets)
     # The second call, and the collection of the queue, find nothing to do and say nothing.
     queue.buffer.is_creator = False
     queue.shutdown()

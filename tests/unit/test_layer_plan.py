@@ -17,7 +17,8 @@ from placement.described import described
 from placement.devices import GB, GIB
 from placement.errors import DoesNotFitError
 from placement.topology import Gpu
-from ray_hetero.config import HeteroConfig
+from ray_hetero.borrowed_gpu import gpu_bytes
+from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.demo_model import DemoShape, write_demo_model
 from ray_hetero.engine_facts import EngineFacts, facts_of
 from ray_hetero.layer_plan import LayerPlan, describe_split, plan_layers
@@ -110,6 +111,21 @@ def test_the_users_layers_that_seem_too_many_are_a_warning() -> None:
 def test_what_does_not_fit_is_an_error_with_the_arithmetic() -> None:
     with pytest.raises(DoesNotFitError, match=r"rank 1 \(a GPU 0\): weights .* too many"):
         plan(nodes=server(memory_gib=32))
+
+
+@pytest.mark.parametrize(("sockets", "ranks"), [(1, 1), (2, 2)])
+def test_what_cpu_ranks_borrow_of_a_gpu_is_left_free_on_it(sockets: int, ranks: int) -> None:
+    def usable(**cpu: Any) -> int:
+        config = HeteroConfig(cpu=CpuConfig(**cpu))
+        found = plan(config, server(1, sockets), facts=SMALL, pipeline=1 + sockets)
+        assert found.split is not None
+        (gpu,) = (rank.device for rank in found.split.ranks if rank.device.kind == "gpu")
+        return gpu.usable_bytes
+
+    # Gate and up are 28672 outputs of 4096 inputs, down has 14336 inputs; 2048 tokens.
+    share = gpu_bytes(28672, 14336, 2048)
+    assert usable() - usable(linear_kernel="streaming") == ranks * share
+    assert usable(linear_kernel="streaming", borrow_gpu=False) == usable()
 
 
 def test_a_given_layout_keeps_its_order_and_auto_takes_the_cheaper() -> None:

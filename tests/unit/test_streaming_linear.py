@@ -102,7 +102,7 @@ def test_a_shape_that_the_layout_cannot_hold_is_refused() -> None:
 @needs_bf16
 def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    assert streaming_linear.choose("streaming")
+    assert streaming_linear.choose("streaming") is not None
     vllm_private.use_linear(torch.ops.ray_hetero.streaming_linear, streaming_linear.suits)
     weight, _ = packed(64, 128)
     layer = torch.nn.Module()
@@ -120,7 +120,7 @@ def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.Mon
 
 @needs_bf16
 def test_it_stays_one_operator_in_a_compiled_graph() -> None:
-    assert streaming_linear.choose("streaming")
+    assert streaming_linear.choose("streaming") is not None
     _weight, weight_packed = packed(64, 128)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -154,5 +154,5 @@ def test_streaming_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(streaming_linear, "_native", None)
     with pytest.raises(UnsupportedError, match="C\\+\\+ compiler"):
         streaming_linear.choose("streaming")
-    assert not streaming_linear.choose("auto")
-    assert not streaming_linear.choose("vllm")
+    assert streaming_linear.choose("auto") is None
+    assert streaming_linear.choose("vllm") is None

@@ -1,0 +1,253 @@
+"""A GPU that computes linear layers of a CPU rank in steps of many tokens.
+
+A decode step reads every weight for a few tokens, and the socket reads them faster than the link
+to a GPU would carry them.  A prefill multiplies every weight by thousands of tokens; there a GPU
+reads the weights over its link, piece by piece and ahead of their use, and sends back the
+products.
+
+The weights stay in host memory, page-locked and in the layout that the CPU computes with.  The GPU
+holds a few pieces of them and the tokens of one step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ray_hetero.errors import UnsupportedError
+
+GIB = 1 << 30
+PIECE_BYTES = 64 << 20
+"""Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
+and a product costs."""
+SLOTS = 4
+"""Pieces on the GPU: one that is computed with, others on their way."""
+CUDA_BYTES = 620 << 20
+"""What CUDA takes of a GPU for a process, with the libraries of matrix products; measured on an
+H100."""
+LEAST_BYTES = 1 << 20
+"""Of a weight; smaller ones may share pages, which can be locked only once."""
+BLOCK = 32
+"""Outputs that are neighbours in a packed weight."""
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Neighbouring blocks of a packed weight [outputs, inputs]."""
+
+    packed: torch.Tensor
+    """[end - begin, inputs], bf16 in host memory."""
+    begin: int
+    end: int
+    after: _Piece | None = None
+    """The one that was computed with next the last time."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory on the GPU for one piece."""
+
+    packed: torch.Tensor
+    ready: Any
+    """Event: the piece has come."""
+    free: Any
+    """Event: nothing reads it any more."""
+    piece: _Piece | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a rank has taken of a GPU."""
+
+    weight_bytes: int
+    """Weights that the GPU can read."""
+    gpu_bytes: int
+    """Its memory."""
+
+
+class BorrowedGpu:
+    """What a CPU rank computes linear layers of many tokens with.
+
+    Args:
+        device: the GPU; for tests the CPU, with the same sequence of copies and products.
+        tokens: most tokens of a step.
+
+    """
+
+    def __init__(self, device: torch.device, tokens: int) -> None:
+        self._device = device
+        self._tokens = tokens
+        self._weights: dict[int, torch.Tensor] = {}
+        self._pieces: dict[int, list[_Piece]] = {}
+        self._ahead: deque[_Slot] = deque()
+        self._last: _Piece | None = None
+
+    def add(self, packed: torch.Tensor) -> None:
+        """Have a weight computed here, from `take` on.
+
+        Args:
+            packed: W [N, K] as `torch.ops._C.convert_weight_packed` packs it, bf16.
+
+        """
+        if packed.nbytes >= LEAST_BYTES:
+            self._weights[packed.data_ptr()] = packed
+
+    def take(self) -> Taken:
+        """Lock the weights' pages and take memory of the GPU.
+
+        Raises:
+            UnsupportedError: the pages cannot be locked, or the GPU has too little memory left.
+
+        """
+        weights = self._weights.values()
+        if not weights:
+            return Taken(0, 0)
+        outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
+        needed = gpu_bytes(outputs, inputs, self._tokens)
+        try:
+            self._lock_pages()
+            self._allocate(outputs, inputs)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise UnsupportedError(
+                f"no GPU computes this rank's prompts, which takes {needed / GIB:.1f} GiB of its "
+                f"memory and pages of the host that can be locked: {reason}. "
+                "Lower gpu.memory_utilization or --max-num-batched-tokens, or set cpu.borrow_gpu "
+                "to false."
+            ) from None
+        self._pieces = {at: list(_pieces(weight)) for at, weight in self._weights.items()}
+        return Taken(sum(weight.nbytes for weight in weights), needed)
+
+    def _lock_pages(self) -> None:
+        if self._device.type != "cuda":
+            return
+        # The rank started without a GPU, so that vLLM would take it for what it is.
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(self._device.index)
+        self._device = torch.device("cuda", 0)
+        runtime = torch.cuda.cudart()
+        for weight in self._weights.values():
+            status = runtime.cudaHostRegister(weight.data_ptr(), weight.nbytes, 0)
+            torch.cuda.check_error(int(status))
+
+    def _allocate(self, outputs: int, inputs: int) -> None:
+        device = self._device
+        module = torch.get_device_module(device)
+        self._stream_of = module.stream
+        self._computing, self._copying = module.Stream(), module.Stream()
+        self._done = module.Event()
+
+        def memory(elements: int, on: torch.device = device) -> torch.Tensor:
+            return torch.empty(elements, dtype=torch.bfloat16, device=on)
+
+        piece = max(PIECE_BYTES // 2, BLOCK * inputs)
+        slots = [_Slot(memory(piece), module.Event(), module.Event()) for _ in range(SLOTS)]
+        self._slots = itertools.cycle(slots)
+        self._unpacked = memory(piece)
+        self._x, self._y = memory(self._tokens * inputs), memory(self._tokens * outputs)
+        self._x_host = self._host_memory(self._tokens * inputs)
+
+    def _host_memory(self, *shape: int) -> torch.Tensor:
+        is_gpu = self._device.type == "cuda"
+        return torch.empty(shape, dtype=torch.bfloat16, device="cpu", pin_memory=is_gpu)
+
+    def suits(self, packed: torch.Tensor, tokens: int) -> bool:
+        """Whether a weight is here, and there is room for so many tokens."""
+        return packed.data_ptr() in self._pieces and tokens <= self._tokens
+
+    def linear(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y = x · Wᵀ + bias.
+
+        Args:
+            x: [M, K], bf16, in host memory.
+            packed: W [N, K], one that `suits`.
+            bias: [N], float32.
+
+        Returns:
+            [M, N], bf16, in host memory.
+
+        """
+        (tokens, inputs), outputs = x.shape, packed.shape[0]
+        x_host, x_gpu = (
+            memory[: x.numel()].view(tokens, inputs) for memory in (self._x_host, self._x)
+        )
+        y = self._y[: tokens * outputs].view(tokens, outputs)
+        y_host = self._host_memory(tokens, outputs)
+        x_host.copy_(x)
+        with self._stream_of(self._computing):
+            x_gpu.copy_(x_host, non_blocking=True)
+            for piece in self._pieces[packed.data_ptr()]:
+                weight = self._unpack(piece).t()
+                part = y[:, piece.begin : piece.end]
+                if bias is None:
+                    torch.mm(x_gpu, weight, out=part)
+                else:
+                    # It was bf16 before vLLM widened it.
+                    added = bias[piece.begin : piece.end].to(self._device, torch.bfloat16)
+                    torch.addmm(added, x_gpu, weight, out=part)
+            y_host.copy_(y, non_blocking=True)
+            self._done.record(self._computing)
+        self._done.synchronize()
+        return y_host
+
+    def _unpack(self, piece: _Piece) -> torch.Tensor:
+        """The piece on the GPU as rows of outputs; the next ones are on their way then."""
+        if self._last is not None:
+            self._last.after = piece
+        self._last = piece
+        slot = self._slot_of(piece)
+        self._computing.wait_event(slot.ready)
+        rows, inputs = piece.packed.shape
+        size = piece.packed.numel()
+        packed = slot.packed[:size].view(rows // BLOCK, inputs // 2, BLOCK, 2)
+        weight = self._unpacked[:size].view(rows // BLOCK, BLOCK, inputs // 2, 2)
+        weight.copy_(packed.permute(0, 2, 1, 3))
+        slot.free.record(self._computing)
+        self._read_ahead()
+        return weight.view(rows, inputs)
+
+    def _slot_of(self, piece: _Piece) -> _Slot:
+        # Pieces that were expected and did not come are passed over.
+        while self._ahead:
+            slot = self._ahead.popleft()
+            if slot.piece is piece:
+                return slot
+        self._fetch(piece)
+        return self._ahead.popleft()
+
+    def _read_ahead(self) -> None:
+        """Order what came after this piece the last time, as far as there are slots."""
+        last = self._ahead[-1].piece if self._ahead else self._last
+        while len(self._ahead) < SLOTS and last is not None and last.after is not None:
+            last = last.after
+            self._fetch(last)
+
+    def _fetch(self, piece: _Piece) -> None:
+        slot = next(self._slots)
+        with self._stream_of(self._copying):
+            self._copying.wait_event(slot.free)
+            slot.packed[: piece.packed.numel()].copy_(piece.packed.view(-1), non_blocking=True)
+            slot.ready.record(self._copying)
+        slot.piece = piece
+        self._ahead.append(slot)
+
+
+def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
+    """Memory of the GPU that a rank with weights up to [outputs, inputs] takes."""
+    piece = max(PIECE_BYTES, 2 * BLOCK * inputs)
+    return CUDA_BYTES + (SLOTS + 1) * piece + 2 * tokens * (outputs + inputs)
+
+
+def _pieces(weight: torch.Tensor) -> Iterator[_Piece]:
+    outputs, inputs = weight.shape
+    step = max(1, PIECE_BYTES // (2 * BLOCK * inputs)) * BLOCK
+    for begin in range(0, outputs, step):
+        end = min(begin + step, outputs)
+        yield _Piece(weight[begin:end], begin, end)

@@ -1,0 +1,87 @@
+"""What a CPU rank computes its linear layers with.
+
+Chosen before the weights are loaded, complete once they are: few tokens a step are computed by the
+socket, many by a GPU of the node where the rank may borrow one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ray_hetero import streaming_linear, vllm_private
+from ray_hetero.borrowed_gpu import GIB, BorrowedGpu
+from ray_hetero.config import CpuConfig
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.progress import logger
+from ray_hetero.streaming_linear import Prompts
+
+
+class LinearLayers:
+    """The linear layers of this process.
+
+    Args:
+        config: which kernels, and whether to borrow a GPU.
+        gpu: the one that could be borrowed, if any.
+        tokens: most tokens of a step.
+
+    Raises:
+        UnsupportedError: what was asked for cannot be had here.
+
+    """
+
+    def __init__(self, config: CpuConfig, gpu: torch.device | None, tokens: int) -> None:
+        self._config = config
+        self._gpu: BorrowedGpu | None = None
+        self._kernel = streaming_linear.choose(config.linear_kernel)
+        if config.borrow_gpu is True:
+            self._check_borrowing(gpu)
+        if self._kernel is None:
+            return
+        self._kernel.prompts = None
+        if gpu is not None and config.borrow_gpu:
+            self._gpu = BorrowedGpu(gpu, tokens)
+        vllm_private.use_linear(
+            torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
+        )
+        logger.info("linear layers stream their weights (cpu.linear_kernel)")
+
+    def _check_borrowing(self, gpu: torch.device | None) -> None:
+        if gpu is None:
+            raise UnsupportedError(
+                "cpu.borrow_gpu is true, but no GPU rank of this engine is on the node of this "
+                "CPU rank. Leave the setting out, or give the layout a GPU there."
+            )
+        if self._kernel is None:
+            raise UnsupportedError(
+                "cpu.borrow_gpu is true, but linear layers are vLLM's own here: this processor has "
+                "no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
+            )
+
+    def _packed(self, weight: torch.Tensor) -> None:
+        if self._gpu is not None:
+            self._gpu.add(weight)
+
+    def loaded(self) -> None:
+        """Take the GPU, now that all weights are there.
+
+        Raises:
+            UnsupportedError: it was asked for, and has no memory left or cannot read the host's.
+
+        """
+        if self._kernel is None or self._gpu is None:
+            return
+        try:
+            taken = self._gpu.take()
+        except UnsupportedError as error:
+            if self._config.borrow_gpu is True:
+                raise
+            logger.warning("%s", error)
+            return
+        self._kernel.prompts = Prompts(self._gpu, self._config.borrow_gpu_tokens)
+        logger.info(
+            "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
+            "over its link, %.1f GiB of its memory are taken (cpu.borrow_gpu)",
+            self._config.borrow_gpu_tokens,
+            taken.weight_bytes / GIB,
+            taken.gpu_bytes / GIB,
+        )

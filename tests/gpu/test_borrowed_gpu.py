@@ -1,0 +1,70 @@
+"""Linear layers of a CPU rank that the GPU computes: alone, and in whole engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_host import IS_PRETENDED, Checkpoint, needs_gpus
+from leftovers import Scene
+from token_checks import Answer, Case, asked_for, check, run_cases, write_report
+
+from ray_hetero.borrowed_gpu import BLOCK, BorrowedGpu
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+
+LIMIT_S = 1500 if IS_PRETENDED else 160
+# Each linear layer of these has more than a MiB; OPT's have biases.
+CASES = [
+    Case("llama-wide", "bfloat16", "c/g", is_borrowing=True),
+    Case("llama-wide", "bfloat16", "g/c", is_compiled=True, is_borrowing=True),
+    Case("opt-wide", "bfloat16", "c/g", is_borrowing=True),
+    Case("llama-wide", "bfloat16", "gc", is_borrowing=True),
+]
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [N, K] in the layout of vLLM's packed kernel."""
+    (outputs, inputs), blocks = weight.shape, weight.shape[0] // BLOCK
+    pairs = weight.view(blocks, BLOCK, inputs // 2, 2).permute(0, 2, 1, 3)
+    return pairs.contiguous().view(outputs, inputs)
+
+
+def test_it_computes_what_torch_computes() -> None:
+    torch.manual_seed(0)
+    # The shapes of an 8B model: one, two and four pieces, the last of them smaller or not.
+    shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    weights = [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in shapes]
+    borrowed = [packed(weight) for weight in weights]
+    gpu = BorrowedGpu(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)
+    for weight in borrowed:
+        gpu.add(weight)
+    taken = gpu.take()
+    assert taken.weight_bytes == sum(weight.nbytes for weight in weights)
+    for turn in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 0, 2], [0, 1, 2, 3]):
+        for index in turn:
+            outputs, inputs = shapes[index]
+            tokens = 1024 if index == 2 else 100
+            x, bias = torch.randn(tokens, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+            found = gpu.linear(x, borrowed[index], bias.float())[-20:].float()
+            expected = torch.nn.functional.linear(x[-20:], weights[index], bias).float()
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-6)
+
+
+@pytest.fixture(scope="module")
+def answers(
+    scene: Scene, logs: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest
+) -> dict[Case, Answer]:
+    found = run_cases(scene, logs, checkpoint, asked_for(request, CASES), LIMIT_S)
+    write_report(found, "borrowed")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_are_those_of_the_gpu_alone(
+    case: Case, answers: dict[Case, Answer], logs: Path
+) -> None:
+    check(case, answers)
+    log = "".join(path.read_text(errors="replace") for path in logs.glob("lane*"))
+    assert "steps of 8 tokens and more are computed by the GPU" in log

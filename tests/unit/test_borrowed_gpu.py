@@ -1,0 +1,212 @@
+"""Steps of many tokens are computed piece by piece, read ahead, as torch computes them.
+
+The borrowed device is the CPU here: the same copies and products in the same order.  On a GPU it
+is tests/gpu/test_borrowed_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.model_executor.layers import utils  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from ray_hetero import borrowed_gpu, streaming_linear  # noqa: E402
+from ray_hetero.borrowed_gpu import SLOTS, BorrowedGpu, gpu_bytes  # noqa: E402
+from ray_hetero.config import CpuConfig  # noqa: E402
+from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.linear_layers import LinearLayers  # noqa: E402
+
+current_platform.import_kernels()
+native = streaming_linear._native
+needs_bf16 = pytest.mark.skipif(
+    native is None or not native.has_bf16(), reason="needs the native module and AVX-512-BF16"
+)
+CPU = torch.device("cpu")
+SHAPES = [(1536, 512), (544, 1024), (4128, 160)]
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Eight blocks of the first shape, four of the second, all 129 of the third in four pieces.
+    monkeypatch.setattr(borrowed_gpu, "PIECE_BYTES", 256 << 10)
+
+
+def weights(seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in SHAPES]
+
+
+def borrowed(plain: list[torch.Tensor], tokens: int = 64) -> tuple[BorrowedGpu, list[torch.Tensor]]:
+    gpu = BorrowedGpu(CPU, tokens)
+    packed = [torch.ops._C.convert_weight_packed(weight) for weight in plain]
+    for weight in packed:
+        gpu.add(weight)
+    gpu.take()
+    return gpu, packed
+
+
+def check(gpu: BorrowedGpu, plain: torch.Tensor, packed: torch.Tensor, tokens: int) -> None:
+    outputs, inputs = plain.shape
+    # A view of a wider tensor, as attention hands over slices.
+    x = torch.randn(tokens, inputs + 64).bfloat16()[:, :inputs]
+    for bias in (None, torch.randn(outputs).bfloat16().float()):
+        expected = x.float() @ plain.float().T + (0 if bias is None else bias)
+        found = gpu.linear(x, packed, bias)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=2**-8)
+
+
+def test_it_computes_what_torch_computes() -> None:
+    plain = weights()
+    gpu, packed = borrowed(plain)
+    for tokens in (64, 1, 33):
+        for one, other in zip(plain, packed, strict=True):
+            check(gpu, one, other, tokens)
+
+
+def test_weights_that_come_in_another_order_than_before() -> None:
+    plain = weights()
+    gpu, packed = borrowed(plain)
+    for turn in ([0, 1, 2], [0, 1, 2], [2, 0], [1, 1, 0], [2, 2, 2, 1], [0, 1, 2]):
+        for index in turn:
+            check(gpu, plain[index], packed[index], 5)
+
+
+def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = weights()
+    gpu, packed = borrowed(plain)
+    fetched: list[tuple[int, int]] = []
+    fetch = BorrowedGpu._fetch
+
+    def fetch_and_count(self: BorrowedGpu, piece: borrowed_gpu._Piece) -> None:
+        fetched.append((piece.packed.data_ptr(), piece.begin))
+        fetch(self, piece)
+
+    monkeypatch.setattr(BorrowedGpu, "_fetch", fetch_and_count)
+    pieces = sum(len(found) for found in gpu._pieces.values())
+    assert pieces > 2 * SLOTS
+
+    def step() -> Iterator[int]:
+        for one in packed:
+            gpu.linear(torch.zeros(4, one.shape[1]).bfloat16(), one, None)
+            yield len(fetched)
+
+    list(step())
+    assert len(set(fetched)) == pieces
+    # The order is known now: what the first layer needs is there before it is asked for.
+    list(step())
+    fetched.clear()
+    counts = list(step())
+    assert counts[-1] == pieces
+    first = len(gpu._pieces[packed[0].data_ptr()])
+    assert counts[0] == first
+    assert [slot.piece for slot in gpu._ahead] == gpu._pieces[packed[0].data_ptr()][:SLOTS]
+
+
+def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
+    gpu = BorrowedGpu(CPU, 64)
+    small, large = (torch.zeros(n, 512, dtype=torch.bfloat16) for n in (32, 1024))
+    gpu.add(small)
+    gpu.add(large)
+    gpu.take()
+    assert not gpu.suits(small, 64)
+    assert gpu.suits(large, 64)
+    assert not gpu.suits(large, 65)
+
+
+def test_a_rank_without_such_weights_takes_nothing() -> None:
+    taken = BorrowedGpu(CPU, 64).take()
+    assert (taken.weight_bytes, taken.gpu_bytes) == (0, 0)
+
+
+def test_memory_by_hand() -> None:
+    cuda = 620 << 20
+    # Four pieces and one unpacked of 256 KiB; 64 tokens of 1536 outputs and 512 inputs, two bytes.
+    assert gpu_bytes(1536, 512, 64) == cuda + 5 * (256 << 10) + 64 * 2048 * 2
+    # One block of 32 outputs and 8192 inputs is larger than a piece should be.
+    assert gpu_bytes(32, 8192, 1) == cuda + 5 * 32 * 8192 * 2 + 8224 * 2
+
+
+def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, _ = borrowed([])
+    gpu.add(torch.ops._C.convert_weight_packed(weights()[0]))
+
+    def no_memory(self: BorrowedGpu, outputs: int, inputs: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+    monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
+    with pytest.raises(UnsupportedError, match=r"takes 0\.6 GiB .* allocate 2\.00 GiB\. Lower"):
+        gpu.take()
+    assert not gpu.suits(weights()[0], 1)
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weights()[0], requires_grad=False)
+    layer.bias = None
+    yield layer
+    if kernel := streaming_linear.choose("auto" if native is None else "streaming"):
+        kernel.prompts = None
+
+
+@needs_bf16
+def test_a_ranks_layers_are_computed_where_the_tokens_say(
+    layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CpuConfig(linear_kernel="streaming", borrow_gpu=True, borrow_gpu_tokens=8)
+    layers = LinearLayers(config, CPU, 64)
+    plain = layer.weight.data.float()
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    layers.loaded()
+    borrowed_tokens: list[int] = []
+    linear = BorrowedGpu.linear
+
+    def linear_and_note(self: BorrowedGpu, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        borrowed_tokens.append(x.shape[0])
+        return linear(self, x, *rest)
+
+    monkeypatch.setattr(BorrowedGpu, "linear", linear_and_note)
+    for shape in ((7, 512), (8, 512), (2, 4, 512), (64, 512), (65, 512)):
+        x = torch.randn(shape).bfloat16()
+        found = layer.cpu_linear(x, layer.weight, None)
+        assert found.shape == (*shape[:-1], 1536)
+        torch.testing.assert_close(found.float(), x.float() @ plain.T, rtol=2**-7, atol=2**-7)
+    assert borrowed_tokens == [8, 8, 64]
+
+
+@needs_bf16
+def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
+    layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(self: BorrowedGpu, outputs: int, inputs: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
+    weight = torch.ops._C.convert_weight_packed(layer.weight.data)
+    unasked = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
+    unasked._packed(weight)
+    unasked.loaded()
+    x = torch.zeros(64, 512).bfloat16()
+    assert torch.ops.ray_hetero.streaming_linear(x, weight, None).shape == (64, 1536)
+    asked = LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), CPU, 64)
+    asked._packed(weight)
+    with pytest.raises(UnsupportedError, match=r"cpu\.borrow_gpu to false"):
+        asked.loaded()
+
+
+@needs_bf16
+def test_borrowing_that_cannot_be_had_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no GPU rank of this engine is on the node"):
+        LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), None, 64)
+    with pytest.raises(UnsupportedError, match=r"Type: cpu\.linear_kernel: streaming"):
+        LinearLayers(CpuConfig(linear_kernel="vllm", borrow_gpu=True), CPU, 64)
