@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.cluster import Reservation
+from ray_hetero import seen_gpus
 from ray_hetero.endings import SETTLE_SECONDS, Ending, Severity, causes, ending_of
 from ray_hetero.engine_name import actor_name
 from ray_hetero.errors import StartupError
@@ -53,6 +54,8 @@ def environment_of(rank: RankLaunch, software: NodeSoftware) -> dict[str, str]:
             cpu_site=software.cpu_site,
             python_path=os.environ.get("PYTHONPATH", ""),
         )
+        if config.cpu.borrow_gpu and rank.world.has_gpu_on(rank.seat.node_id):
+            environment[seen_gpus.VARIABLE] = "1"
         environment |= config.cpu.env
     else:
         environment |= gpu_rank_environment() | config.gpu.env

@@ -12,7 +12,6 @@ holds a few pieces of them and the tokens of one step.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,9 +126,8 @@ class BorrowedGpu:
     def _lock_pages(self) -> None:
         if self._device.type != "cuda":
             return
-        # The rank started without a GPU, so that vLLM would take it for what it is.
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(self._device.index)
-        self._device = torch.device("cuda", 0)
+        # Streams, events and locked memory belong to the current one.
+        torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()
         for weight in self._weights.values():
             status = runtime.cudaHostRegister(weight.data_ptr(), weight.nbytes, 0)

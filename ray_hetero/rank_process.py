@@ -6,6 +6,9 @@ Life: created in its bundle with its environment → `prepare` builds its config
 
 from __future__ import annotations
 
+from ray_hetero import seen_gpus  # before torch and vLLM, which look for GPUs
+
+# isort: split
 import faulthandler
 import os
 import time
@@ -218,12 +221,26 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         return dict(self.wait_for_init())
 
     def _lender(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
-        """The GPU that this CPU rank may borrow: near its socket, else any of its node's ranks."""
+        """The GPU that this CPU rank may borrow: near its socket, else any of its node's ranks.
+
+        Raises:
+            UnsupportedError: one was asked for, and CUDA shows none.
+
+        """
         if os.environ.get(PRETEND_GPU) == "1" and self._rank.world.has_gpu:
             return torch.device("cpu")
+        asked = self._rank.launch.config.cpu.borrow_gpu
+        if not physical_gpus or not asked:
+            return None
+        if seen_gpus.PROBLEM:
+            problem = f"no GPU computes this rank's prompts: {seen_gpus.PROBLEM}"
+            if asked is True:
+                raise UnsupportedError(f"{problem}. Set cpu.borrow_gpu to false.")
+            logger.warning("%s (cpu.borrow_gpu)", problem)
+            return None
         near = [gpu for gpu in physical_gpus if gpu in self._rank.gpus_beside]
         gpus = near or physical_gpus
-        return torch.device("cuda", gpus[self._rank.seat.local_rank % len(gpus)]) if gpus else None
+        return torch.device("cuda", gpus[self._rank.seat.local_rank % len(gpus)])
 
     def _move_near_gpu(self, gpu: int) -> None:
         if cpus := self._rank.near_gpus.get(gpu, ()):

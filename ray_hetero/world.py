@@ -91,6 +91,10 @@ class World:
         """Whether any rank is a CPU socket."""
         return "cpu" in self.layout.kinds
 
+    def has_gpu_on(self, node_id: str) -> bool:
+        """Whether any rank of a node is a GPU."""
+        return any(seat.kind == "gpu" and seat.node_id == node_id for seat in self.seats)
+
     @property
     def has_gpu(self) -> bool:
         """Whether any rank is a GPU."""
