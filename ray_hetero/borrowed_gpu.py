@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,8 +136,8 @@ class BorrowedGpu:
 
     def _allocate(self, outputs: int, inputs: int) -> None:
         device = self._device
-        module = torch.get_device_module(device)
-        self._stream_of = module.stream
+        # vLLM's CPU worker puts things that do nothing into their places in torch.cuda.
+        module: Any = torch.cuda.streams if device.type == "cuda" else torch.cpu
         self._computing, self._copying = module.Stream(), module.Stream()
         self._done = module.Event()
 
@@ -179,7 +180,7 @@ class BorrowedGpu:
         y = self._y[: tokens * outputs].view(tokens, outputs)
         y_host = self._host_memory(tokens, outputs)
         x_host.copy_(x)
-        with self._stream_of(self._computing):
+        with _current(self._computing):
             x_gpu.copy_(x_host, non_blocking=True)
             for piece in self._pieces[packed.data_ptr()]:
                 weight = self._unpack(piece).t()
@@ -229,12 +230,17 @@ class BorrowedGpu:
 
     def _fetch(self, piece: _Piece) -> None:
         slot = next(self._slots)
-        with self._stream_of(self._copying):
+        with _current(self._copying):
             self._copying.wait_event(slot.free)
             slot.packed[: piece.packed.numel()].copy_(piece.packed.view(-1), non_blocking=True)
             slot.ready.record(self._copying)
         slot.piece = piece
         self._ahead.append(slot)
+
+
+def _current(stream: Any) -> AbstractContextManager[object]:
+    """Make a stream the current one, past torch.cuda, whose own way vLLM's CPU worker has replaced."""
+    return stream if isinstance(stream, torch.Stream) else nullcontext()
 
 
 def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
