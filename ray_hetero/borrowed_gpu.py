@@ -239,7 +239,7 @@ class BorrowedGpu:
 
 
 def _current(stream: Any) -> AbstractContextManager[object]:
-    """Make a stream the current one, past torch.cuda, whose own way vLLM's CPU worker has replaced."""
+    """Make a stream the current one, without torch.cuda.stream, which the worker replaces too."""
     return stream if isinstance(stream, torch.Stream) else nullcontext()
 
 
