@@ -105,14 +105,19 @@ def check_torchvision(torch: str | None, companions: dict[str, str]) -> Check:
     return Check("torchvision", "ok", names or "not installed, not needed")
 
 
+def ipex_matches(ipex: str, torch: str) -> bool:
+    """Whether a build of IPEX is for a torch: their first two numbers are the same."""
+    return Version(ipex).release[:2] == Version(torch).release[:2]
+
+
 def check_ipex(ipex: str | None, torch: str | None) -> Check:
     """IPEX is only for the torch it was built for; importing it under another ends the process."""
     instead = "vLLM's own oneDNN and AMX kernels are used"
     if ipex is None:
         found = f"not installed, not needed: it ended with 2.8 for torch 2.8; {instead}"
         return Check("IPEX", "ok", found)
-    if torch is not None and Version(ipex).release[:2] == Version(torch).release[:2]:
-        return Check("IPEX", "ok", f"{ipex} matches torch {torch}")
+    if torch is not None and ipex_matches(ipex, torch):
+        return Check("IPEX", "ok", f"{ipex} matches torch {torch}: CPU ranks use it")
     found = f"{ipex} is for another torch than {torch} and is never imported; {instead}"
     return Check("IPEX", "warn", found, "pip uninstall --yes intel-extension-for-pytorch")
 

@@ -29,6 +29,7 @@ from ray_hetero import vllm_private
 from ray_hetero.core_binding import move_process, take_cores
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.groups import HeteroGroup, set_world
+from ray_hetero.ipex import use_ipex
 from ray_hetero.linear_layers import LinearLayers
 from ray_hetero.metrics import RayMetrics
 from ray_hetero.progress import logger
@@ -193,6 +194,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             vllm_private.bind_memory_to(seat.socket.numa_nodes)
         linear_layers = None
         if seat.kind == "cpu":
+            use_ipex()
             linear_layers = LinearLayers(
                 self._rank.launch.config.cpu,
                 self._lender(physical_gpus),

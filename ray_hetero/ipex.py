@@ -1,0 +1,27 @@
+"""Intel Extension for PyTorch, on CPU ranks, where its build is for the torch that is there."""
+
+from __future__ import annotations
+
+import importlib
+
+from ray_hetero.checks import ipex_matches
+from ray_hetero.cpu_site import installed_version
+from ray_hetero.progress import logger
+
+PACKAGE = "intel-extension-for-pytorch"
+MODULE = "intel_extension_for_pytorch"
+
+
+def use_ipex() -> bool:
+    """Import it if it matches; under another torch the import would end the process.
+
+    Returns:
+        Whether it is used.
+
+    """
+    ipex, torch = installed_version(PACKAGE), installed_version("torch")
+    if ipex is None or torch is None or not ipex_matches(ipex, torch):
+        return False
+    importlib.import_module(MODULE)
+    logger.info("IPEX %s is used, it matches torch %s", ipex, torch)
+    return True
