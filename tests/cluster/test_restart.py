@@ -73,10 +73,12 @@ def test_many_kills_in_a_row_leave_nothing_behind(scene: Scene, logs: Path, mode
         assert _answers(server) == wanted
         sizes.append((engine.num_fds(), engine.num_threads(), len(segments() - scene.before)))
         memory.append(engine.memory_full_info().uss >> 20)
-    # The first one makes what later ones use again.
-    for now, then in zip(sizes[-1], sizes[1], strict=True):
-        assert now <= then, sizes
-    assert memory[-1] <= memory[1] + GROWTH_MIB, memory
+    # The first one makes what later ones use again.  A thread more or less at one moment is no
+    # growth; what every kill left behind would be there in all of the last ones.
+    third = max(1, KILLS // 3)
+    for column in zip(*sizes, strict=True):
+        assert min(column[-third:]) <= max(column[1 : 1 + third]), sizes
+    assert min(memory[-third:]) <= max(memory[1 : 1 + third]) + GROWTH_MIB, memory
     server.server.child.signal(signal.SIGTERM)
     server.server.child.wait(STOP_SECONDS)
     scene.assert_clean()

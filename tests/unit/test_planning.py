@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import node, socket, world
+from worlds import layout, node, socket, world
 
-from placement.assignment import Seat, Turn
+from placement.assignment import Seat, Turn, assign
 from placement.errors import LayoutError
 from placement.topology import Gpu, Host
 from ray_hetero.config import CpuConfig, HeteroConfig
@@ -17,6 +17,7 @@ from ray_hetero.errors import ConfigError
 from ray_hetero.planning import (
     compute_threads,
     cpus_near_gpus,
+    gpus_beside,
     plan_world,
     sharing_warning,
     spare_cpus,
@@ -161,6 +162,18 @@ def test_a_gpu_rank_runs_near_its_gpu_and_off_the_compute_cores() -> None:
     assert cpus_near_gpus(host, one, CpuConfig(), is_driver_node=False)[1] == (8,)
     three = CpuConfig(reserved_cores=3)
     assert cpus_near_gpus(host, one, three, is_driver_node=True)[1] == (8, 9, 10)
+
+
+def test_a_cpu_rank_knows_the_gpus_of_its_own_socket() -> None:
+    there = node(sockets=2, gpus=2)
+    nodes = (0, 1, 1)  # one of them is not Ray's
+    gpus = tuple(Gpu(index=number, numa_node=nodes[number]) for number in range(3))
+    host = replace(there.host, gpus=gpus)
+    shape = layout("cc", "gg")
+    first, second, *others = assign(shape, [there])
+    assert [gpus_beside(seat, host) for seat in (first, second)] == [(0,), (1, 2)]
+    assert all(gpus_beside(seat, host) == () for seat in others)
+    assert gpus_beside(first, replace(host, gpus=(Gpu(index=0),))) == ()
 
 
 def test_a_gpu_without_free_cores_nearby_is_left_out() -> None:
