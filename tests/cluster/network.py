@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -59,9 +60,11 @@ def two_places() -> Iterator[tuple[Place, Place]]:
     lacking = [tool for tool in ("ip", "nsenter", "unshare", "taskset") if not shutil.which(tool)]
     if os.getuid() or lacking or len(cpus) < 2:
         pytest.skip(f"needs root, two cores and iproute2; lacking: {lacking or 'root or cores'}")
+    # A module's nodes may be there while a test has nodes of its own.  Names of devices are short.
+    name = f"rh{uuid.uuid4().hex[:8]}"
     places = tuple(
-        Place(f"node-{letter}", f"rh{os.getpid()}{letter}", f"10.77.0.{number}",
-              f"rh{os.getpid()}{letter}"[-15:], tuple(cpus[number - 1 :: 2]))
+        Place(f"node-{letter}", f"{name}{letter}", f"10.77.0.{number}", f"{name}{letter}",
+              tuple(cpus[number - 1 :: 2]))
         for number, letter in enumerate("ab", start=1)
     )  # fmt: skip
     one, other = places
