@@ -65,7 +65,7 @@ class Result:
 PARTS = (
     Part("layouts", "test_layouts.py", 320),
     Part("server", "test_gpu_server.py", 240),
-    Part("borrowed", "test_borrowed_gpu.py", 200),
+    Part("borrowed", "test_borrowing.py", 200),
     Part("cycles", "test_cycles.py", 400),
     Part("two_gpus", "test_two_gpus.py", 340, gpus=2),
 )

@@ -1,7 +1,7 @@
 """Steps of many tokens are computed piece by piece, read ahead, as torch computes them.
 
 The borrowed device is the CPU here: the same copies and products in the same order.  On a GPU it
-is tests/gpu/test_borrowed_gpu.py.
+is tests/gpu/test_borrowing.py.
 """
 
 from __future__ import annotations
