@@ -22,6 +22,8 @@ MARKER = "RAY_HETERO_TEST_ID"
 SHARED_MEMORY = Path("/dev/shm")
 GONE_SECONDS = 20.0
 """Longest wait for processes that are on their way out."""
+AGENTS_GONE_SECONDS = 90.0
+"""As docs/security.md states: Ray's agents try for a minute to tell a head that is gone, too."""
 
 
 def marked_processes(marker: str, variable: str = MARKER) -> dict[int, str]:

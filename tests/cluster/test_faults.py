@@ -30,13 +30,11 @@ from engines import (
 )
 from faulty_rank import VARIABLE, site
 from faulty_server import RANKS, Client, FaultyServer, errors_of
-from leftovers import Scene, wait_until
+from leftovers import AGENTS_GONE_SECONDS, Scene, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
 RANKS_GONE_SECONDS = 20.0
-AGENTS_GONE_SECONDS = 90.0
-"""As docs/security.md states: Ray's agents try for a minute to tell a head that is gone, too."""
 HOLD_IN_WARM_UP = {"rank": 1, "step": 1, "do": "hold"}
 LIMITS = {
     "serving": {"step_timeout_s": 8},

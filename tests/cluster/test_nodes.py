@@ -32,7 +32,7 @@ from engines import (
     prompts,
     tokens,
 )
-from leftovers import Scene, clean_scene, marked_processes, wait_until
+from leftovers import AGENTS_GONE_SECONDS, Scene, clean_scene, marked_processes, wait_until
 from network import TwoNodes, two_nodes
 from ray_cluster import LOOK
 
@@ -223,9 +223,10 @@ def test_an_engine_ends_when_the_network_between_its_nodes_is_cut(logs: Path, mo
 
 
 def test_an_engine_ends_when_rays_head_is_gone(logs: Path, model: Model) -> None:
-    with clean_scene() as mine, clean_scene() as around, two_nodes(around, logs) as nodes:
+    with clean_scene() as mine, clean_scene() as around:
         with (
-            serving(nodes, mine, logs / "head", model("llama", "bf16"), at=1) as (child, client),
+            two_nodes(around, logs) as nodes,
+            serving(nodes, mine, logs / "head", model("llama", "bf16")) as (child, client),
             client.stream("POST", "/v1/completions", json=ENDLESS) as stream,
         ):
             next(stream.iter_lines())
@@ -234,3 +235,5 @@ def test_an_engine_ends_when_rays_head_is_gone(logs: Path, model: Model) -> None
         assert child.log.splitlines()[-1].startswith("ray_hetero: ")
         assert wait_until(lambda: not ranks(mine), LOSS_SECONDS)
         mine.assert_clean()
+        # Agents of a Ray that was killed look for its head for a while.
+        around.assert_clean(AGENTS_GONE_SECONDS)
