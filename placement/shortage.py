@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from placement.devices import GIB
+
 Asked = Sequence[tuple[str, Mapping[str, float]]]
 """(node, bundle) of each rank."""
-GIB = 1 << 30
 
 
 @dataclass

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from placement.devices import GIB
 from ray_hetero.errors import UnsupportedError
 
-GIB = 1 << 30
 PIECE_BYTES = 64 << 20
 """Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
 and a product costs."""
@@ -35,6 +35,7 @@ LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
 BLOCK = 32
 """Outputs that are neighbours in a packed weight."""
+BF16_BYTES = 2
 
 
 @dataclass(eq=False)
@@ -141,10 +142,10 @@ class BorrowedGpu:
         self._computing, self._copying = module.Stream(), module.Stream()
         self._done = module.Event()
 
-        def memory(elements: int, on: torch.device = device) -> torch.Tensor:
-            return torch.empty(elements, dtype=torch.bfloat16, device=on)
+        def memory(elements: int) -> torch.Tensor:
+            return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
-        piece = max(PIECE_BYTES // 2, BLOCK * inputs)
+        piece = _piece_bytes(inputs) // BF16_BYTES
         slots = [_Slot(memory(piece), module.Event(), module.Event()) for _ in range(SLOTS)]
         self._slots = itertools.cycle(slots)
         self._unpacked = memory(piece)
@@ -245,13 +246,18 @@ def _current(stream: Any) -> AbstractContextManager[object]:
 
 def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
     """Memory of the GPU that a rank with weights up to [outputs, inputs] takes."""
-    piece = max(PIECE_BYTES, 2 * BLOCK * inputs)
-    return CUDA_BYTES + (SLOTS + 1) * piece + 2 * tokens * (outputs + inputs)
+    pieces = (SLOTS + 1) * _piece_bytes(inputs)
+    return CUDA_BYTES + pieces + BF16_BYTES * tokens * (outputs + inputs)
+
+
+def _piece_bytes(inputs: int) -> int:
+    # At least one block.
+    return max(PIECE_BYTES, BF16_BYTES * BLOCK * inputs)
 
 
 def _pieces(weight: torch.Tensor) -> Iterator[_Piece]:
     outputs, inputs = weight.shape
-    step = max(1, PIECE_BYTES // (2 * BLOCK * inputs)) * BLOCK
+    step = _piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
     for begin in range(0, outputs, step):
         end = min(begin + step, outputs)
         yield _Piece(weight[begin:end], begin, end)

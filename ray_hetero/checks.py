@@ -13,12 +13,13 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from placement.devices import GIB
 from ray_hetero.supported import SUPPORTED_VLLM, is_supported
 
 Status = Literal["ok", "warn", "fail"]
 OLDEST_RAY = (2, 55)
-GIB = 1 << 30
 MIB = 1 << 20
+IPEX_PACKAGE = "intel-extension-for-pytorch"
 LEAST_FREE_BYTES = 4 * GIB
 """Four processes of vLLM with nothing in them: about 1 GiB each."""
 LEAST_SHM_BYTES = 256 * MIB
@@ -119,7 +120,7 @@ def check_ipex(ipex: str | None, torch: str | None) -> Check:
     if torch is not None and ipex_matches(ipex, torch):
         return Check("IPEX", "ok", f"{ipex} matches torch {torch}: CPU ranks use it")
     found = f"{ipex} is for another torch than {torch} and is never imported; {instead}"
-    return Check("IPEX", "warn", found, "pip uninstall --yes intel-extension-for-pytorch")
+    return Check("IPEX", "warn", found, f"pip uninstall --yes {IPEX_PACKAGE}")
 
 
 def check_libnuma(library: str | None, py_libnuma: str | None) -> Check:

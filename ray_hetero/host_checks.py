@@ -87,7 +87,7 @@ def _software_checks() -> Iterator[Check]:
     yield check_cpu_site(installed_version("vllm") if cpu_site_needed() else None, torch)
     found = {name: installed_version(name) for name in COMPANIONS}
     yield checks.check_torchvision(torch, {name: v for name, v in found.items() if v is not None})
-    yield checks.check_ipex(installed_version("intel-extension-for-pytorch"), torch)
+    yield checks.check_ipex(installed_version(checks.IPEX_PACKAGE), torch)
     yield checks.check_libnuma(ctypes.util.find_library("numa"), installed_version("py-libnuma"))
     yield _native_check()
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 
-from ray_hetero.checks import ipex_matches
+from ray_hetero.checks import IPEX_PACKAGE, ipex_matches
 from ray_hetero.cpu_site import installed_version
 from ray_hetero.progress import logger
 
-PACKAGE = "intel-extension-for-pytorch"
 MODULE = "intel_extension_for_pytorch"
 
 
@@ -19,7 +18,7 @@ def use_ipex() -> bool:
         Whether it is used.
 
     """
-    ipex, torch = installed_version(PACKAGE), installed_version("torch")
+    ipex, torch = installed_version(IPEX_PACKAGE), installed_version("torch")
     if ipex is None or torch is None or not ipex_matches(ipex, torch):
         return False
     importlib.import_module(MODULE)

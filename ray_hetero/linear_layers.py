@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from placement.devices import GIB
 from ray_hetero import streaming_linear, vllm_private
-from ray_hetero.borrowed_gpu import GIB, BorrowedGpu
+from ray_hetero.borrowed_gpu import BorrowedGpu
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.progress import logger

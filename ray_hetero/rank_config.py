@@ -10,6 +10,7 @@ from dataclasses import field as dataclass_field
 from functools import reduce
 from typing import TYPE_CHECKING
 
+from placement.devices import GIB
 from ray_hetero.errors import AgreementError
 from ray_hetero.whereabouts import Place
 from ray_hetero.world import RankLaunch, SharedSettings
@@ -17,7 +18,6 @@ from ray_hetero.world import RankLaunch, SharedSettings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-GIB = 1 << 30
 CPU_BLOCK_SIZE = 128
 """Tokens of a KV block on CPU ranks; vLLM's own default there, and every GPU backend takes it."""
 

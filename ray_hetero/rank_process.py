@@ -25,6 +25,7 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.claims import claim_socket
+from placement.devices import GIB
 from ray_hetero import vllm_private
 from ray_hetero.core_binding import move_process, take_cores
 from ray_hetero.errors import UnsupportedError
@@ -33,7 +34,7 @@ from ray_hetero.ipex import use_ipex
 from ray_hetero.linear_layers import LinearLayers
 from ray_hetero.metrics import RayMetrics
 from ray_hetero.progress import logger
-from ray_hetero.rank_config import GIB, Fingerprint, build_rank_config, fingerprint
+from ray_hetero.rank_config import Fingerprint, build_rank_config, fingerprint
 from ray_hetero.status_board import RankReport, RankReporter
 from ray_hetero.step_clock import PredictedStep, StepClock
 from ray_hetero.warmup import Step

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from placement.devices import GIB
 from placement.topology import Host
 
-GIB = 1 << 30
 OBJECT_STORE_BYTES = GIB
 """Nothing large goes through the object store; Ray's default takes 30 % of the memory."""
 RANKS_SHARE = 0.95

@@ -12,12 +12,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from rich.table import Table
 
+from placement.devices import GIB
 from ray_hetero.engine_card import RankCard
 from ray_hetero.engine_name import is_board
 from ray_hetero.status_board import BoardContent, RankNews
 from ray_hetero.world_table import layer_span
 
-GIB = 1 << 30
 SILENT_SECONDS = 10.0
 """A rank that serves reports every two seconds; without a word for so long it hangs or is gone."""
 LONG_STEP_SECONDS = 30.0

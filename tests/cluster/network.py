@@ -102,11 +102,10 @@ class TwoNodes:
         command: Sequence[str],
         log: Path,
         extra: Mapping[str, str] | None = None,
-        at: int = 0,
     ) -> Child:
-        """Start a command on one of the nodes, connected to the cluster."""
+        """Start a command on the first node, connected to the cluster."""
         environment = {"RAY_ADDRESS": self.address, **(extra or {})}
-        return start(scene, self.places[at].command(command), log, environment)
+        return start(scene, self.places[0].command(command), log, environment)
 
     def kill(self, number: int) -> None:
         """That node's Ray is gone at once, as after a crash of the machine."""

@@ -60,7 +60,7 @@ def nodes(cluster_scene: Scene, logs: Path) -> Iterator[TwoNodes]:
 
 @contextmanager
 def serving(
-    nodes: TwoNodes, scene: Scene, log: Path, model: Path, at: int = 0
+    nodes: TwoNodes, scene: Scene, log: Path, model: Path
 ) -> Iterator[tuple[Child, httpx.Client]]:
     """`vllm serve` over both nodes, and a client on its Unix socket."""
     socket = scene.temporary / "api"
@@ -70,7 +70,7 @@ def serving(
         "--distributed-executor-backend", "ray_hetero",
         "--additional-config", json.dumps(hetero()["additional_config"]),
     ]  # fmt: skip
-    child = nodes.start(scene, command, log, at=at)
+    child = nodes.start(scene, command, log)
     transport = httpx.HTTPTransport(uds=str(socket))
     with httpx.Client(transport=transport, base_url="http://server", timeout=180) as client:
 

@@ -6,6 +6,7 @@ is tests/gpu/test_borrowing.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from native_module import native, needs_bf16  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -23,10 +25,6 @@ from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.linear_layers import LinearLayers  # noqa: E402
 
 current_platform.import_kernels()
-native = streaming_linear._native
-needs_bf16 = pytest.mark.skipif(
-    native is None or not native.has_bf16(), reason="needs the native module and AVX-512-BF16"
-)
 CPU = torch.device("cpu")
 SHAPES = [(1536, 512), (544, 1024), (4128, 160)]
 
@@ -195,7 +193,10 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     weight = torch.ops._C.convert_weight_packed(layer.weight.data)
     unasked = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
     unasked._packed(weight)
-    unasked.loaded()
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("WARNING", logger="vllm"):
+        unasked.loaded()
+    assert "CUDA out of memory" in caplog.text
     x = torch.zeros(64, 512).bfloat16()
     assert torch.ops.ray_hetero.streaming_linear(x, weight, None).shape == (64, 1536)
     asked = LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), CPU, 64)

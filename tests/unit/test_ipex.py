@@ -13,14 +13,15 @@ pytest.importorskip("vllm")
 
 from packaging.version import Version
 
-from ray_hetero.ipex import MODULE, PACKAGE, use_ipex
+from ray_hetero.checks import IPEX_PACKAGE
+from ray_hetero.ipex import MODULE, use_ipex
 
 
 def install(folder: Path, number: str) -> None:
     """A package of this name and version that says that it was imported."""
     (folder / f"{MODULE}-{number}.dist-info").mkdir()
     (folder / f"{MODULE}-{number}.dist-info" / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {number}\n"
+        f"Metadata-Version: 2.1\nName: {IPEX_PACKAGE}\nVersion: {number}\n"
     )
     (folder / f"{MODULE}.py").write_text("is_imported = True\n")
 

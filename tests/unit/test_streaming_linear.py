@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from native_module import native, needs_bf16  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -16,10 +17,6 @@ from ray_hetero import streaming_linear, vllm_private  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 
 current_platform.import_kernels()
-native = streaming_linear._native
-needs_bf16 = pytest.mark.skipif(
-    native is None or not native.has_bf16(), reason="needs the native module and AVX-512-BF16"
-)
 KERNELS = [False] + ([True] if native is not None and native.has_amx() else [])
 
 
