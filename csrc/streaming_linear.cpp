@@ -1,8 +1,11 @@
-// Python's face of streaming_linear.h; ray_hetero/streaming_linear.py is the typed one.
+// Python's face of streaming_linear.h and between_attentions.h; ray_hetero/streaming_linear.py and
+// ray_hetero/fused_layers.py are the typed ones.
 
+#include "between_attentions.h"
 #include "streaming_linear.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 namespace py = pybind11;
 
@@ -13,13 +16,61 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, std::uintptr_t bias,
-            std::uintptr_t y, std::int64_t m, std::int64_t n, std::int64_t k, bool use_amx) {
+void check(std::int64_t n, std::int64_t k) {
   if (!ray_hetero::has_bf16()) throw py::value_error("this processor has no AVX-512-BF16");
-  const bool fits = n % ray_hetero::kBlock == 0 && k % (2 * ray_hetero::kTile) == 0;
-  if (!fits || m < 0 || n <= 0 || k <= 0) {
+  if (n % ray_hetero::kBlock != 0 || k % (2 * ray_hetero::kTile) != 0 || n <= 0 || k <= 0) {
     throw py::value_error("expected N and K in multiples of 32");
   }
+}
+
+using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t>;
+using AsNorm = std::tuple<std::uintptr_t, float>;
+
+ray_hetero::Linear as_linear(const AsLinear& given) {
+  const auto [w, bias, n, k] = given;
+  check(n, k);
+  return {pointer<const std::uint16_t>(w), pointer<const float>(bias), n, k};
+}
+
+ray_hetero::Norm as_norm(const AsNorm& given) {
+  return {pointer<const std::uint16_t>(std::get<0>(given)), std::get<1>(given)};
+}
+
+ray_hetero::Between between(const AsLinear& output, const AsNorm& norm, const AsLinear& gate_up,
+                            const AsLinear& down, const std::optional<AsNorm>& next_norm,
+                            const std::optional<AsLinear>& next) {
+  ray_hetero::Between made;
+  made.output = as_linear(output);
+  made.norm = as_norm(norm);
+  made.gate_up = as_linear(gate_up);
+  made.down = as_linear(down);
+  if (next_norm.has_value() != next.has_value()) {
+    throw py::value_error("expected next_norm and next, or neither");
+  }
+  if (next) {
+    made.next_norm = as_norm(*next_norm);
+    made.next = as_linear(*next);
+  }
+  const std::int64_t hidden = made.output.n;
+  if (made.gate_up.k != hidden || made.gate_up.n != 2 * made.down.k || made.down.n != hidden ||
+      (made.next && made.next->k != hidden)) {
+    throw py::value_error("expected the layers' inputs and outputs to fit together");
+  }
+  return made;
+}
+
+void run_between(const ray_hetero::Between& layer, std::uintptr_t attended, std::uintptr_t residual,
+                 std::int64_t m, std::uintptr_t sum, std::uintptr_t y, bool use_amx) {
+  py::gil_scoped_release release;
+  ray_hetero::run(layer, pointer<const std::uint16_t>(attended),
+                  pointer<const std::uint16_t>(residual), m, pointer<std::uint16_t>(sum),
+                  pointer<std::uint16_t>(y), use_amx);
+}
+
+void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, std::uintptr_t bias,
+            std::uintptr_t y, std::int64_t m, std::int64_t n, std::int64_t k, bool use_amx) {
+  check(n, k);
+  if (m < 0) throw py::value_error("expected no negative number of tokens");
   const ray_hetero::Task task{pointer<const std::uint16_t>(x),
                               pointer<const std::uint16_t>(w),
                               pointer<const float>(bias),
@@ -47,4 +98,15 @@ PYBIND11_MODULE(_streaming_linear, module) {
              "bias may be 0.  Uses the threads of the OpenMP runtime that the process has.\n"
              "Raises ValueError: shapes that the layout cannot hold, or a processor without\n"
              "AVX-512-BF16.");
+
+  py::class_<ray_hetero::Between>(module, "Between",
+                                  "What a decoder layer computes from one attention to the next.")
+      .def(py::init(&between), py::kw_only(), py::arg("output"), py::arg("norm"),
+           py::arg("gate_up"), py::arg("down"), py::arg("next_norm"), py::arg("next"),
+           "Layers are (address of W, of the bias or 0, N, K), norms (address, epsilon); what they\n"
+           "point at must outlive this.  Raises ValueError: shapes that do not fit together.")
+      .def("run", &run_between, py::arg("attended"), py::arg("residual"), py::arg("m"),
+           py::arg("sum"), py::arg("y"), py::arg("use_amx"),
+           "sum [m, N], y [m, N of next or down] from attended [m, K], residual [m, N]: bf16, by\n"
+           "address.");
 }

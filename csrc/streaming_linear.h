@@ -27,7 +27,12 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+// GCC 12 takes the undefined operands of some of its own intrinsics for mistakes (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #include <sys/syscall.h>
 #include <unistd.h>
 #define RAY_HETERO_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
@@ -70,6 +75,10 @@ struct Task {
 class alignas(64) Run {
  public:
   void set(std::uint64_t begin, std::uint64_t end) { range_ = begin << 32 | end; }
+  std::int64_t first() const {
+    const std::uint64_t range = range_.load(std::memory_order_relaxed);
+    return range >> 32 < (range & 0xffffffff) ? static_cast<std::int64_t>(range >> 32) : -1;
+  }
   std::int64_t take_first() { return take(true); }
   std::int64_t take_last() { return take(false); }
 
@@ -96,6 +105,8 @@ class Runs {
       runs_[thread].set(units * thread / threads, units * (thread + 1) / threads);
     }
   }
+  // The unit that this thread begins with, or -1.
+  std::int64_t first(int thread) const { return runs_[thread].first(); }
   // The next unit for this thread, or -1.
   std::int64_t next(int thread) {
     std::int64_t unit = runs_[thread].take_first();
@@ -134,8 +145,9 @@ class Scratch {
   std::size_t size_ = 0;
 };
 
-// What a thread keeps: sums, tokens packed for itself, and those packed for all threads.
-enum Buffer { kSums, kOwnTokens, kSharedTokens, kBuffers };
+// What a thread keeps: sums, tokens packed for itself, those packed for all threads, and what is
+// between the products of between_attentions.h.
+enum Buffer { kSums, kOwnTokens, kSharedTokens, kBetween, kBuffers };
 
 inline float* scratch(std::size_t floats, Buffer which) {
   static thread_local Scratch kept[kBuffers];
@@ -319,7 +331,7 @@ class FewTokens {
         threads_(omp_get_max_threads()),
         runs_(task.blocks() * parts_, threads_),
         missing_(new std::atomic<int>[task.blocks()]),
-        sums_(scratch(static_cast<std::size_t>(task.blocks() * parts_ * task.m * kBlock), kSums)) {
+        sums_(scratch(sums(task), kSums)) {
     for (std::int64_t block = 0; block < task.blocks(); ++block) {
       missing_[block].store(static_cast<int>(parts_), std::memory_order_relaxed);
     }
@@ -330,7 +342,24 @@ class FewTokens {
     work(omp_get_thread_num());
   }
 
- private:
+  // Floats of sums that a task takes.
+  static std::size_t sums(const Task& task) {
+    const std::int64_t parts = (task.pairs + kUnitRows - 1) / kUnitRows;
+    return static_cast<std::size_t>(task.blocks() * parts * task.m * kBlock);
+  }
+
+  // Have the first weights of this thread's share on their way while it waits for the others.
+  void read_ahead(int thread) const {
+    const std::int64_t unit = runs_.first(thread);
+    if (unit < 0) return;
+    const std::int64_t row = unit % parts_ * rows_, rows = std::min(rows_, task_.pairs - row);
+    const std::uint16_t* at = task_.rows(unit / parts_, row);
+    for (std::int64_t line = 0; line < 2 * rows; ++line) {
+      _mm_prefetch(reinterpret_cast<const char*>(at + line * kBlock), _MM_HINT_T1);
+    }
+  }
+
+  // One thread's share of the work; all of the team's threads have to come.
   void work(int thread) {
     const std::uint16_t* packed = nullptr;
     if (task_.use_amx) {
@@ -344,6 +373,7 @@ class FewTokens {
     if (task_.use_amx) release_tiles();
   }
 
+ private:
   void sum(std::int64_t unit, const std::uint16_t* packed) {
     const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
     const std::int64_t rows = std::min(rows_, task_.pairs - row);

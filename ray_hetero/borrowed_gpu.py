@@ -16,12 +16,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from placement.devices import GIB
 from ray_hetero.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ray_hetero.fused_layers import Linear, Norm, Parts
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
@@ -36,6 +39,10 @@ LEAST_BYTES = 1 << 20
 BLOCK = 32
 """Outputs that are neighbours in a packed weight."""
 BF16_BYTES = 2
+CHUNK_TOKENS = 1024
+"""Whose norms and gates are computed together."""
+WORKING_BYTES = 192 << 20
+"""For what lies between in these: three times 4 bytes of 16384 values each."""
 
 
 @dataclass(eq=False)
@@ -63,6 +70,14 @@ class _Slot:
 
 
 @dataclass(frozen=True)
+class _Constant:
+    """A small tensor, here and on the GPU; as long as it is here its address is its own."""
+
+    here: torch.Tensor
+    there: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Taken:
     """What a rank has taken of a GPU."""
 
@@ -86,6 +101,7 @@ class BorrowedGpu:
         self._tokens = tokens
         self._weights: dict[int, torch.Tensor] = {}
         self._pieces: dict[int, list[_Piece]] = {}
+        self._constants: dict[int, _Constant] = {}
         self._ahead: deque[_Slot] = deque()
         self._last: _Piece | None = None
 
@@ -151,6 +167,9 @@ class BorrowedGpu:
         self._unpacked = memory(piece)
         self._x, self._y = memory(self._tokens * inputs), memory(self._tokens * outputs)
         self._x_host = self._host_memory(self._tokens * inputs)
+        # A residual is the input of some layer.
+        self._residual = memory(self._tokens * inputs)
+        self._residual_host = self._host_memory(self._tokens * inputs)
 
     def _host_memory(self, *shape: int) -> torch.Tensor:
         is_gpu = self._device.type == "cuda"
@@ -174,28 +193,83 @@ class BorrowedGpu:
             [M, N], bf16, in host memory.
 
         """
-        (tokens, inputs), outputs = x.shape, packed.shape[0]
-        x_host, x_gpu = (
-            memory[: x.numel()].view(tokens, inputs) for memory in (self._x_host, self._x)
-        )
-        y = self._y[: tokens * outputs].view(tokens, outputs)
-        y_host = self._host_memory(tokens, outputs)
-        x_host.copy_(x)
         with _current(self._computing):
-            x_gpu.copy_(x_host, non_blocking=True)
-            for piece in self._pieces[packed.data_ptr()]:
-                weight = self._unpack(piece).t()
-                part = y[:, piece.begin : piece.end]
-                if bias is None:
-                    torch.mm(x_gpu, weight, out=part)
-                else:
-                    # It was bf16 before vLLM widened it.
-                    added = bias[piece.begin : piece.end].to(self._device, torch.bfloat16)
-                    torch.addmm(added, x_gpu, weight, out=part)
-            y_host.copy_(y, non_blocking=True)
-            self._done.record(self._computing)
-        self._done.synchronize()
+            y = self._multiply(self._sent(x, self._x_host, self._x), packed, bias)
+            (y_host,) = self._received(y)
         return y_host
+
+    def between(
+        self, parts: Parts, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `fused_layers.FusedLayer` computes; shapes as there, all in host memory."""
+        with _current(self._computing):
+            x = self._sent(attended, self._x_host, self._x)
+            total = self._sent(residual, self._residual_host, self._residual)
+            x = self._add_and_norm(self._product(x, parts.output), total, parts.norm)
+            x = self._gated(self._product(x, parts.gate_up))
+            y = self._product(x, parts.down)
+            if parts.next is not None and parts.next_norm is not None:
+                y = self._product(self._add_and_norm(y, total, parts.next_norm), parts.next)
+            y_host, total_host = self._received(y, total)
+        return y_host, total_host
+
+    def _sent(self, x: torch.Tensor, host: torch.Tensor, gpu: torch.Tensor) -> torch.Tensor:
+        host, gpu = (memory[: x.numel()].view(x.shape) for memory in (host, gpu))
+        host.copy_(x)
+        return gpu.copy_(host, non_blocking=True)
+
+    def _received(self, *results: torch.Tensor) -> list[torch.Tensor]:
+        received = [self._host_memory(*result.shape) for result in results]
+        for host, result in zip(received, results, strict=True):
+            host.copy_(result, non_blocking=True)
+        self._done.record(self._computing)
+        self._done.synchronize()
+        return received
+
+    def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        return self._multiply(x, linear.packed, linear.bias)
+
+    def _multiply(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        tokens, outputs = x.shape[0], packed.shape[0]
+        y = self._y[: tokens * outputs].view(tokens, outputs)
+        # It was bf16 before vLLM widened it.
+        added = None if bias is None else self._constant(bias)
+        for piece in self._pieces[packed.data_ptr()]:
+            weight = self._unpack(piece).t()
+            part = y[:, piece.begin : piece.end]
+            if added is None:
+                torch.mm(x, weight, out=part)
+            else:
+                torch.addmm(added[piece.begin : piece.end], x, weight, out=part)
+        return y
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A bias or a norm's weight, which the GPU keeps."""
+        if tensor.data_ptr() not in self._constants:
+            there = tensor.to(self._device, torch.bfloat16)
+            self._constants[tensor.data_ptr()] = _Constant(tensor, there)
+        return self._constants[tensor.data_ptr()].there
+
+    def _add_and_norm(self, y: torch.Tensor, total: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Add y to `total`; the norm of the sum, where the products' inputs are."""
+        x, weight = self._x[: y.numel()].view(y.shape), self._constant(norm.weight)
+        for rows in _chunks(len(y)):
+            both = y[rows].float() + total[rows].float()
+            total[rows] = both
+            scale = torch.rsqrt(both.square().mean(-1, keepdim=True) + norm.epsilon)
+            torch.mul((both * scale).bfloat16(), weight, out=x[rows])
+        return x
+
+    def _gated(self, y: torch.Tensor) -> torch.Tensor:
+        """silu(gate) ∘ up of y [M, 2 · N], where the products' inputs are."""
+        tokens, inputs = y.shape[0], y.shape[1] // 2
+        x = self._x[: tokens * inputs].view(tokens, inputs)
+        for rows in _chunks(tokens):
+            gate, up = y[rows].chunk(2, dim=1)
+            torch.mul(torch.nn.functional.silu(gate), up, out=x[rows])
+        return x
 
     def _unpack(self, piece: _Piece) -> torch.Tensor:
         """The piece on the GPU as rows of outputs; the next ones are on their way then."""
@@ -247,12 +321,17 @@ def _current(stream: Any) -> AbstractContextManager[object]:
 def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
     """Memory of the GPU that a rank with weights up to [outputs, inputs] takes."""
     pieces = (SLOTS + 1) * _piece_bytes(inputs)
-    return CUDA_BYTES + pieces + BF16_BYTES * tokens * (outputs + inputs)
+    return CUDA_BYTES + WORKING_BYTES + pieces + BF16_BYTES * tokens * (outputs + 2 * inputs)
 
 
 def _piece_bytes(inputs: int) -> int:
     # At least one block.
     return max(PIECE_BYTES, BF16_BYTES * BLOCK * inputs)
+
+
+def _chunks(tokens: int) -> Iterator[slice]:
+    for begin in range(0, tokens, CHUNK_TOKENS):
+        yield slice(begin, begin + CHUNK_TOKENS)
 
 
 def _pieces(weight: torch.Tensor) -> Iterator[_Piece]:

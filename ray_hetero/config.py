@@ -49,6 +49,9 @@ class GpuConfig(_Section):
     bandwidth_gb_s: GigabytesPerSecond | None = None
     """What a GPU reads its memory with, in 10^9 bytes per second, for planning; None looks the GPU
     up in the table of known parts."""
+    in_mixed_groups: Literal["eager", "compiled", "graphs"] = "eager"
+    """How GPU ranks run in a tensor-parallel group with CPU ranks: operator by operator, compiled
+    between the collectives, or captured as CUDA graphs between them too."""
     env: Environment = {}
     """Added to the environment of GPU ranks."""
 
@@ -74,6 +77,9 @@ class CpuConfig(_Section):
     linear_kernel: Literal["auto", "streaming", "vllm"] = "auto"
     """What computes unquantised linear layers in bfloat16: kernels that read the weights at the
     socket's bandwidth, or vLLM's own; auto takes the former where there is AMX."""
+    fuse_layers: bool = True
+    """Whether what lies between two attentions is one operator, where linear layers stream and the
+    model is one it is known for."""
     borrow_gpu: bool | Auto = "auto"
     """Whether a CPU rank has a GPU of its node compute its linear layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""

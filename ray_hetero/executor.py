@@ -22,7 +22,15 @@ from placement import cluster
 from placement.assignment import Node, Turn
 from placement.errors import ClaimError, LayoutError, PlacementError
 from placement.external_group import describe_group, nodes_within
-from ray_hetero import actors, last_words, layer_plan, planning, vllm_private, warmup
+from ray_hetero import (
+    actors,
+    last_words,
+    layer_plan,
+    mixed_groups,
+    planning,
+    vllm_private,
+    warmup,
+)
 from ray_hetero.cluster_software import software_of
 from ray_hetero.core_binding import move_process
 from ray_hetero.cpu_kernels import refuse_checkpoint
@@ -209,7 +217,15 @@ class HeteroExecutor(GuardedExecutor):
 
     def _rank_launches(self, plan: LayerPlan, nodes: Sequence[Node]) -> list[RankLaunch]:
         world = plan.world
-        shared = shared_settings(self.vllm_config, has_cpu=world.has_cpu)
+        shared = shared_settings(
+            self.vllm_config,
+            has_cpu=world.has_cpu,
+            graph_tokens=mixed_groups.graph_tokens(
+                self._launch.engine_args,
+                self._config.gpu.in_mixed_groups,
+                self.scheduler_config.max_num_seqs,
+            ),
+        )
         partition = ",".join(map(str, world.layers))
         # The driver's own copy of the configuration answers questions about layers too.
         os.environ["VLLM_PP_LAYER_PARTITION"] = partition
@@ -426,6 +442,7 @@ class HeteroExecutor(GuardedExecutor):
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             cpu_compiles=not self.model_config.enforce_eager,
+            captured=self._ranks[0].shared.graph_tokens,
         )
         steps = warmup.schedule(
             self.world.layout, sizes, phase, has_boundary=self.world.has_boundary

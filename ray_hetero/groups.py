@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ray_hetero import vllm_private
 from ray_hetero.exchange import StageBoundary
@@ -56,13 +57,28 @@ class HostCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._tokens: int | None = None
         self._pinned: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
+    def begin_step(self, tokens: int) -> None:
+        """Tell how many tokens the next step has."""
+        self._tokens = tokens
+
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Sum over the group; the input's storage may be reused for the result."""
-        host = self._to_host(input_)
+        """Sum over the group.
+
+        On a GPU the sum takes the input's place: CUDA graphs before and after share its address.
+        On a CPU the sum is a tensor of its own: the compiler may reuse the input's memory.
+        """
+        if input_.device.type == "cpu":
+            host = input_.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(host, group=self.device_group)
+            return host
+        reduced = input_[: self._tokens] if _is_padded(input_) else input_
+        host = self._to_host(reduced)
         dist.all_reduce(host, group=self.device_group)
-        return self._from_host(host, input_)
+        reduced.copy_(host)
+        return input_
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate all members' tensors along `dim`, in rank order."""
@@ -116,6 +132,14 @@ class HostCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
         return host if self.device.type == "cpu" else host.to(self.device)
 
 
+def _is_padded(tokens: torch.Tensor) -> bool:
+    """Whether a CUDA graph's number of tokens is more than that of the step."""
+    if not is_forward_context_available():
+        return False
+    graph = get_forward_context().batch_descriptor
+    return graph is not None and graph.num_tokens == tokens.shape[0]
+
+
 class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
     """vLLM's group, with communication chosen by the kinds of its members."""
 
@@ -163,6 +187,8 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
             )
         elif use_device_communicator:
             self.use_device_communicator = True
+            # Compiled as one operator, at which graphs can be split.
+            self.use_custom_op_call = True
             self.device_communicator = HostCommunicator(
                 cpu_group=self.cpu_group,
                 device=self.device,
@@ -171,10 +197,16 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
                 use_all2all=use_all2all,
             )
 
+    @property
+    def mixed(self) -> HostCommunicator | None:
+        """What a group of both kinds, or of several hosts, exchanges tensors with."""
+        communicator = self.device_communicator
+        return communicator if isinstance(communicator, HostCommunicator) else None
+
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Copy member `src`'s tensor to all members, whatever their kind."""
-        if isinstance(self.device_communicator, HostCommunicator):
-            return self.device_communicator.broadcast(input_, src)
+        if self.mixed is not None:
+            return self.mixed.broadcast(input_, src)
         return super().broadcast(input_, src)
 
     def isend_tensor_dict(

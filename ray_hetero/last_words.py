@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +21,14 @@ from placement.errors import PlacementError
 from ray_hetero.errors import RayHeteroError
 
 VARIABLE = "RAY_HETERO_LAST_WORDS"
+LOOK_AT = {
+    signal.SIGBUS: (
+        ": memory that it shares with its ranks was not there. Look at `df -h /dev/shm`: free what "
+        "fills it, or give it more (docker run --shm-size=2g)."
+    ),
+    signal.SIGKILL: ". If nobody did that, memory ran out: look at `dmesg | grep -i kill`.",
+}
+"""What usually sends a signal."""
 
 
 def catch() -> None:
@@ -56,6 +65,13 @@ def leave(reason: str) -> None:
     path = os.environ.get(VARIABLE)
     if path and Path(path).exists() and not Path(path).stat().st_size:
         Path(path).write_text(reason, encoding="utf-8")
+
+
+def engine_was_killed(pid: int, number: int) -> None:
+    """In the process of the command: say what ended the engine's, which could not."""
+    ended_by = signal.Signals(number)
+    hint = LOOK_AT.get(ended_by, ".")
+    leave(f"the engine's process, pid {pid}, was ended by {ended_by.name}{hint}")
 
 
 def discard() -> None:

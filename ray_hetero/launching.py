@@ -39,7 +39,7 @@ def prepare(engine_args: EngineArgs) -> Launch:
     from ray_hetero.executor import HeteroExecutor
 
     last_words.catch()
-    vllm_private.end_engines_at_exit()
+    vllm_private.end_engines_at_exit(last_words.engine_was_killed)
     check_ray_version()
     group = cluster.current_group()
     engines = engines_together(engine_args)

@@ -13,8 +13,9 @@ from ray_hetero import streaming_linear, vllm_private
 from ray_hetero.borrowed_gpu import BorrowedGpu
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.fused_layers import Linear, fuse
 from ray_hetero.progress import logger
-from ray_hetero.streaming_linear import Prompts
+from ray_hetero.streaming_linear import Prompts, StreamingLinear
 
 
 class LinearLayers:
@@ -33,6 +34,7 @@ class LinearLayers:
     def __init__(self, config: CpuConfig, gpu: torch.device | None, tokens: int) -> None:
         self._config = config
         self._gpu: BorrowedGpu | None = None
+        self._linears: dict[torch.nn.Module, Linear] = {}
         self._kernel = streaming_linear.choose(config.linear_kernel)
         if config.borrow_gpu is True:
             self._check_borrowing(gpu)
@@ -58,18 +60,35 @@ class LinearLayers:
                 "no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
             )
 
-    def _packed(self, weight: torch.Tensor) -> None:
+    def _packed(self, layer: torch.nn.Module, weight: torch.Tensor) -> None:
+        bias = getattr(layer, "bias", None)
+        self._linears[layer] = Linear(weight, None if bias is None else bias.data)
         if self._gpu is not None:
             self._gpu.add(weight)
 
-    def loaded(self) -> None:
-        """Take the GPU, now that all weights are there.
+    def loaded(self, model: torch.nn.Module) -> str:
+        """Fuse layers and take the GPU, now that all weights are there.
+
+        Returns:
+            What the model's code depends on besides its configuration.
 
         Raises:
-            UnsupportedError: it was asked for, and has no memory left or cannot read the host's.
+            UnsupportedError: the GPU was asked for, and has no memory left or cannot read the
+                host's.
 
         """
-        if self._kernel is None or self._gpu is None:
+        if self._kernel is None:
+            return "vllm"
+        self._take_gpu(self._kernel)
+        fused = 0
+        if self._config.fuse_layers:
+            fused = fuse(model, self._linears, self._kernel)
+            logger.info("%d layers are one operator between attentions (cpu.fuse_layers)", fused)
+        self._linears.clear()
+        return f"streaming, {fused} fused"
+
+    def _take_gpu(self, kernel: StreamingLinear) -> None:
+        if self._gpu is None:
             return
         try:
             taken = self._gpu.take()
@@ -78,7 +97,7 @@ class LinearLayers:
                 raise
             logger.warning("%s", error)
             return
-        self._kernel.prompts = Prompts(self._gpu, self._config.borrow_gpu_tokens)
+        kernel.prompts = Prompts(self._gpu, self._config.borrow_gpu_tokens)
         logger.info(
             "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
             "over its link, %.1f GiB of its memory are taken (cpu.borrow_gpu)",

@@ -64,7 +64,9 @@ class Fingerprint:
     """Of the process that answers."""
 
 
-def shared_settings(driver: VllmConfig, *, has_cpu: bool) -> SharedSettings:
+def shared_settings(
+    driver: VllmConfig, *, has_cpu: bool, graph_tokens: tuple[int, ...] = ()
+) -> SharedSettings:
     """Read what all ranks must share off the driver's configuration.
 
     With CPU ranks the driver's own configuration is changed too where its platform chose
@@ -86,6 +88,7 @@ def shared_settings(driver: VllmConfig, *, has_cpu: bool) -> SharedSettings:
         async_scheduling=driver.scheduler_config.async_scheduling,
         enable_prefix_caching=cache.enable_prefix_caching,
         enable_chunked_prefill=driver.scheduler_config.enable_chunked_prefill,
+        graph_tokens=graph_tokens,
         data_parallel=tuple(
             (name, getattr(driver.parallel_config, name)) for name in DATA_PARALLEL_FIELDS
         ),
@@ -107,6 +110,8 @@ def build_rank_config(rank: RankLaunch) -> VllmConfig:
 
     """
     from vllm.platforms import current_platform
+
+    from ray_hetero import mixed_groups
 
     args = copy.copy(rank.launch.engine_args)
     shared, config = rank.shared, rank.launch.config
@@ -131,10 +136,12 @@ def build_rank_config(rank: RankLaunch) -> VllmConfig:
         args.kv_cache_memory_bytes = GIB if asked == "auto" else int(asked * GIB)
     elif config.gpu.memory_utilization is not None:
         args.gpu_memory_utilization = config.gpu.memory_utilization
-    if rank.seat.kind == "gpu" and rank.world.layout.is_mixed(rank.seat.stage):
-        # A graph cannot hold the copies to the host that a mixed group's collectives make.
-        args.enforce_eager = True
+    is_in_mixed = current_platform.is_cuda() and rank.world.layout.is_mixed(rank.seat.stage)
+    if is_in_mixed:
+        mixed_groups.before_configuring(args, config.gpu.in_mixed_groups, shared.graph_tokens)
     vllm_config = args.create_engine_config()
+    if is_in_mixed:
+        mixed_groups.configured(vllm_config)
     _impose(vllm_config, shared)
     return vllm_config
 

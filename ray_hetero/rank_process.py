@@ -29,7 +29,7 @@ from placement.devices import GIB
 from ray_hetero import vllm_private
 from ray_hetero.core_binding import move_process, take_cores
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.groups import HeteroGroup, set_world
+from ray_hetero.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.ipex import use_ipex
 from ray_hetero.linear_layers import LinearLayers
 from ray_hetero.metrics import RayMetrics
@@ -91,6 +91,7 @@ class RankWorker:
         self._stage = stage
         self._context = context
         self._boundary: Any = None
+        self._mixed: HostCommunicator | None = None
         self.failure: Exception | None = None
         """What a step has failed with: the ranks are out of step, this one must not go on."""
         self.clock = StepClock(
@@ -112,10 +113,11 @@ class RankWorker:
             raise
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run one step; the stage boundary learns its tokens first."""
+        """Run one step; what exchanges tensors learns its tokens first."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        if self._boundary is not None and tokens:
-            self._boundary.begin_step(tokens)
+        for exchange in (self._boundary, self._mixed):
+            if exchange is not None and tokens:
+                exchange.begin_step(tokens)
         start = self.clock.begin()
         with self._step():
             output = self._worker.execute_model(scheduler_output)
@@ -140,6 +142,7 @@ class RankWorker:
         with self._step():
             acknowledged = perform(self._worker.worker, self._context, step)
         self._boundary = getattr(get_pp_group(), "boundary", None)
+        self._mixed = get_tp_group().mixed
         return acknowledged
 
 
@@ -217,9 +220,12 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             is_driver_worker=seat.tensor_rank == 0,
         )
         if linear_layers is not None:
-            linear_layers.loaded()
+            layers = linear_layers.loaded(self.worker.model_runner.get_model())
+            # Compiled code is kept by what the configuration says.
+            self._vllm_config.additional_config |= {"ray_hetero_layers": layers}
         if world.layout.is_mixed(seat.stage):
             vllm_private.share_samples(self.worker.model_runner)
+            vllm_private.leave_graphs_out_of_profile(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
         return dict(self.wait_for_init())
 

@@ -31,6 +31,8 @@ Choice = Literal["auto", "streaming", "vllm"]
 
 MULTIPLE = 32
 """Of inputs and outputs, as the packed layout has them."""
+FEW_TOKENS = 32
+"""kFewTokens of csrc/streaming_linear.h."""
 MOST_TOKENS_WITHOUT_AMX = 4
 """Above, vLLM's packed kernel is faster where there is no AMX; measured, see docs/tuning.md."""
 
@@ -49,8 +51,10 @@ class StreamingLinear:
     """What this process computes linear layers with."""
 
     def __init__(self, native: ModuleType) -> None:
-        self._native = native
-        self._has_amx = bool(native.has_amx())
+        self.native = native
+        self.has_amx = bool(native.has_amx())
+        self.few_tokens = FEW_TOKENS if self.has_amx else MOST_TOKENS_WITHOUT_AMX
+        """Up to which a step does nothing but read weights."""
         self.prompts: Prompts | None = None
         """Set once the weights are loaded."""
 
@@ -74,13 +78,13 @@ class StreamingLinear:
         if many is not None and tokens >= many.from_tokens and many.gpu.suits(packed, tokens):
             y = many.gpu.linear(x.reshape(tokens, inputs), packed, bias)
             return y.view(*x.shape[:-1], outputs)
-        if not self._has_amx and tokens > MOST_TOKENS_WITHOUT_AMX:
+        if not self.has_amx and tokens > MOST_TOKENS_WITHOUT_AMX:
             return vllm_ops.weight_packed_linear_cpu(x, packed, outputs, bias)
         rows = x.reshape(tokens, inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
-        self._native.linear(
+        self.native.linear(
             rows.data_ptr(),
             rows.stride(0),
             packed.data_ptr(),
@@ -89,7 +93,7 @@ class StreamingLinear:
             tokens,
             outputs,
             inputs,
-            self._has_amx,
+            self.has_amx,
         )
         return y
 

@@ -161,34 +161,56 @@ def launch_of(vllm_config: VllmConfig) -> Launch:
     return launch  # type: ignore[no-any-return]
 
 
-def end_engines_at_exit() -> None:
+def end_engines_at_exit(killed: Callable[[int, int], None]) -> None:
     """Shut this process's engines down when the interpreter ends, while Ray is still there.
 
     Why: vLLM leaves that to finalizers.  They run after Ray's own exit handler, which stops a
-    cluster that this process has started; the engine then reports that its ranks have died.
-    Can go when: vLLM's clients have an exit handler of their own.
+    cluster that this process has started; the engine then reports that its ranks have died.  And
+    to vLLM's API server an engine process that was killed is an ordinary end.
+    Can go when: vLLM's clients have an exit handler of their own, and say what an engine died of.
+
+    Args:
+        killed: called before, for each engine process that a signal has ended: its id, the signal.
+
     """
     from vllm.v1.engine.core_client import EngineCoreClient
 
     clients: weakref.WeakSet[Any] = weakref.WeakSet()
+    managers: list[Any] = []
     for name in ("make_client", "make_async_mp_client"):
         make = original(EngineCoreClient, name)
         if hasattr(make, "__ray_hetero__"):
             return
-        setattr(EngineCoreClient, name, staticmethod(_remembering(make, clients)))
+        setattr(EngineCoreClient, name, staticmethod(_remembering(make, clients, managers)))
     # Handlers run in the reverse order of their registration, and Ray is imported already.
     atexit.register(_shut_down, clients)
+    atexit.register(_tell_killed, managers, killed)
 
 
-def _remembering(make: Callable[..., Any], clients: weakref.WeakSet[Any]) -> Callable[..., Any]:
+def _remembering(
+    make: Callable[..., Any], clients: weakref.WeakSet[Any], managers: list[Any]
+) -> Callable[..., Any]:
     @functools.wraps(make)
     def make_and_remember(*args: Any, **kwargs: Any) -> Any:
         client = make(*args, **kwargs)
         clients.add(client)
+        # An engine in this process has none.
+        resources = getattr(client, "resources", None)
+        if manager := getattr(resources, "engine_manager", None):
+            managers.append(manager)
         return client
 
     make_and_remember.__ray_hetero__ = True  # type: ignore[attr-defined]
     return make_and_remember
+
+
+def _tell_killed(managers: Sequence[Any], killed: Callable[[int, int], None]) -> None:
+    for manager in managers:
+        # The name of a process that has ended without being asked to.
+        failed = original(manager, "failed_proc_name")
+        for process in getattr(manager, "processes", ()):
+            if process.name == failed and process.pid and (process.exitcode or 0) < 0:
+                killed(process.pid, -process.exitcode)
 
 
 def _shut_down(clients: weakref.WeakSet[Any]) -> None:
@@ -321,10 +343,22 @@ def share_samples(model_runner: Any) -> None:
     model_runner._sample = sample_and_share
 
 
+def leave_graphs_out_of_profile(model_runner: Any) -> None:
+    """Keep a rank of a mixed group from capturing CUDA graphs while it measures its memory.
+
+    Why: GPUModelRunner.profile_cudagraph_memory captures some for an estimate, each with
+    collectives that CPU ranks know nothing of.
+    Can go when: the estimate can be switched off; VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0 only
+    leaves its result out.
+    """
+    original(model_runner, "profile_cudagraph_memory")
+    model_runner.profile_cudagraph_memory = lambda: 0
+
+
 def use_linear(
     kernel: Callable[..., Any],
     suits: Callable[[Any], bool],
-    packed_weight: Callable[[Any], None] = lambda packed: None,
+    packed_layer: Callable[[Any, Any], None] = lambda layer, packed: None,
 ) -> None:
     """Compute a CPU rank's unquantised linear layers with another kernel.
 
@@ -335,7 +369,7 @@ def use_linear(
     Args:
         kernel: (x [..., K], packed weight [N, K], bias [N] in float32 or None) -> [..., N].
         suits: whether the kernel takes a weight; vLLM's choice is left for the others.
-        packed_weight: told each packed weight.
+        packed_layer: told each layer with its packed weight; its bias is float32 then.
 
     """
     import torch
@@ -349,9 +383,9 @@ def use_linear(
             choose(layer, remove_weight)
             return
         packed = pack(layer.weight)
-        packed_weight(packed)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.to(torch.float32)
+        packed_layer(layer, packed)
         layer.cpu_linear = lambda x, weight, bias: kernel(x, packed, bias)
         if remove_weight:
             layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)

@@ -26,6 +26,9 @@ class Action(Enum):
     """Answer how many bytes the KV cache may take; no forward pass."""
     SAMPLE = "dummy sampling"
     """One forward pass of so many one-token requests and the sampler on its output."""
+    CAPTURE = "capture CUDA graphs"
+    """GPU ranks of a mixed stage capture the parts of a step of so many tokens that lie between its
+    collectives; CPU ranks make the same passes."""
     STOCK_WARM_UP = "compile and capture"
     """The worker's own warm-up: compile sizes, graph capture, sampler."""
     BOUNDARY = "agree on the stage boundary"
@@ -65,6 +68,8 @@ class WarmupSizes:
     max_num_seqs: int
     cpu_compiles: bool
     """Whether CPU ranks compile the model (not eager)."""
+    captured: tuple[int, ...] = ()
+    """Tokens of the steps that GPU ranks of a mixed stage hold CUDA graphs of."""
 
     @property
     def sampled(self) -> int:
@@ -111,6 +116,8 @@ def _warm_up(
 ) -> list[tuple[Action, int]]:
     steps: list[tuple[Action, int]] = []
     if layout.is_mixed(stage):
+        # The largest first: smaller ones fit into the memory that it has taken.
+        steps += [(Action.CAPTURE, tokens) for tokens in sorted(sizes.captured, reverse=True)]
         if is_last:
             steps.append((Action.SAMPLE, sizes.sampled))
     else:

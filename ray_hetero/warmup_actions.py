@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
@@ -62,7 +63,10 @@ def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
 def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
     if current_platform.is_cuda():
         return int(worker.determine_available_memory())
-    worker.model_runner.profile_run()
+    if worker.vllm_config.compilation_config.mode == CompilationMode.NONE:
+        worker.model_runner.profile_run()
+    else:
+        worker.model_runner.warming_up_model()
     return _kv_budget(worker, context, step)
 
 
@@ -98,8 +102,6 @@ def _kv_budget(worker: Any, context: RankContext, step: Step) -> int:
 
 
 def _sample(worker: Any, context: RankContext, step: Step) -> None:
-    from vllm.config import CUDAGraphMode
-
     runner = worker.model_runner
     hidden, last_hidden = runner._dummy_run(
         num_tokens=step.tokens, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
@@ -108,6 +110,34 @@ def _sample(worker: Any, context: RankContext, step: Step) -> None:
         runner._dummy_pooler_run(hidden)
     else:
         runner._dummy_sampler_run(hidden_states=last_hidden)
+
+
+def _capture(worker: Any, context: RankContext, step: Step) -> None:
+    runner = worker.model_runner
+    if not current_platform.is_cuda():
+        # A GPU rank makes a pass in which its kernels are compiled before the one it captures.
+        for _ in range(2):
+            runner._dummy_run(step.tokens, skip_eplb=True)
+        return
+    (graph,) = (
+        graph
+        for mode, graphs in runner.cudagraph_dispatcher.get_capture_descs()
+        for graph in graphs
+        if mode is CUDAGraphMode.PIECEWISE and graph.num_tokens == step.tokens
+    )
+    stream, current = _capture_stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        runner._warmup_and_capture(
+            graph, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, num_warmups=1
+        )
+    current.wait_stream(stream)
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all graphs: they share memory, which is reused on the stream that has freed it."""
+    return torch.cuda.Stream()
 
 
 def _stock_warm_up(worker: Any, context: RankContext, step: Step) -> tuple[float, float]:
@@ -151,6 +181,7 @@ _ACTIONS: dict[Action, Callable[[Any, RankContext, Step], Any]] = {
     Action.FORWARD: _forward,
     Action.KV_BUDGET: _kv_budget,
     Action.SAMPLE: _sample,
+    Action.CAPTURE: _capture,
     Action.STOCK_WARM_UP: _stock_warm_up,
     Action.BOUNDARY: _boundary,
     Action.FINISH: _finish,

@@ -48,6 +48,8 @@ class SharedSettings:
     async_scheduling: bool
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
+    graph_tokens: tuple[int, ...]
+    """Tokens of the steps that GPU ranks of mixed stages hold CUDA graphs of."""
     data_parallel: tuple[tuple[str, object], ...]
     """Data-parallel fields of the driver's ParallelConfig, by name."""
 

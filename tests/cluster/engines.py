@@ -263,13 +263,20 @@ def free_port() -> int:
 
 
 def serve(
-    scene: Scene, log: Path, model: Path, *arguments: str, extra: Mapping[str, str] | None = None
+    scene: Scene,
+    log: Path,
+    model: Path,
+    *arguments: str,
+    extra: Mapping[str, str] | None = None,
+    within: Sequence[str] = (),
 ) -> Server:
-    """Start `vllm serve`; `wait_until_healthy` tells when it answers."""
+    """Start `vllm serve`, `within` a command that executes it; `wait_until_healthy` tells when it
+    answers.
+    """
     port = free_port()
     command = [
-        *vllm_command(), "serve", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
-        "--port", str(port), "--enforce-eager", *arguments,
+        *within, *vllm_command(), "serve", str(model), "--served-model-name", NAME,
+        "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *arguments,
     ]  # fmt: skip
     return Server(start(scene, command, log, extra), f"http://127.0.0.1:{port}")
 

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class FaultyServer:
         directory: for its log.
         model: checkpoint.
         fault: what `faulty_rank` makes a rank do; None for ranks that behave.
+        within: a command that executes it.
         keys: configuration of the backend.
 
     """
@@ -93,6 +95,7 @@ class FaultyServer:
         directory: Path,
         model: Path,
         fault: dict[str, Any] | None = None,
+        within: Sequence[str] = (),
         **keys: Any,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -106,7 +109,7 @@ class FaultyServer:
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
             }
         options = (*OPTIONS, *backend(RANKS, **keys))
-        self.server = serve(scene, directory / "log", model, *options, extra=extra)
+        self.server = serve(scene, directory / "log", model, *options, extra=extra, within=within)
 
     @property
     def log(self) -> str:

@@ -61,10 +61,14 @@ def test_engines_that_know_nothing_of_each_other_do_not_race(
     scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
     # Each starts a Ray of its own; both plan with the same half of the socket first.
-    arguments = engine(model("llama", "bf16"), **hetero(cpu={"ranks_per_socket": 2}))
+    arguments = engine(
+        model("llama", "bf16"), max_model_len=2048, **hetero(cpu={"ranks_per_socket": 2})
+    )
+    # The first must still be there when the second takes its socket.
+    batches = [batch(prompts()), batch(prompts(8), max_tokens=1800)]
 
     def run(name: str) -> list[list[int]]:
-        ((answers,),) = run_engines(scene, logs / name, [(arguments, [batch(prompts())])])
+        ((answers, _),) = run_engines(scene, logs / name, [(arguments, batches)])
         return tokens(answers)
 
     with ThreadPoolExecutor(2) as pool:

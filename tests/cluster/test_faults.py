@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -29,7 +28,7 @@ from engines import (
     vllm_command,
 )
 from faulty_rank import VARIABLE, site
-from faulty_server import RANKS, Client, FaultyServer, errors_of
+from faulty_server import LONG, RANKS, Client, FaultyServer, ask, errors_of
 from leftovers import AGENTS_GONE_SECONDS, Scene, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -124,22 +123,23 @@ def test_a_driver_that_is_killed_leaves_nothing(
     clients = server.wait_until_in("decode")
     ranks = [psutil.Process(pid) for pid in server.pids.values()]
     (server.server.child.process if who == "api server" else server.engine).kill()
-    server.server.child.wait(STOP_SECONDS)
+    status = server.server.child.wait(STOP_SECONDS)
     for client in clients:
         client.thread.join(STOP_SECONDS)
     assert wait_until(lambda: not any(rank.is_running() for rank in ranks), RANKS_GONE_SECONDS)
+    if who == "engine":
+        assert status == 1
+        assert "was ended by SIGKILL. If nobody did that, memory ran out" in server.last_line()
     scene.assert_clean(AGENTS_GONE_SECONDS)
 
 
-SMALL_SHARED_MEMORY = 'mount -t tmpfs -o size=48m tmpfs /dev/shm && exec "$@"'
-
-
-def _with_small_shared_memory(command: Sequence[str]) -> list[str]:
-    """That command with a /dev/shm of its own; skips the test where it can have none."""
-    whole = ["unshare", "--mount", "sh", "-c", SMALL_SHARED_MEMORY, "sh"]
+def _with_shared_memory(mebibytes: int) -> list[str]:
+    """What executes a command with a /dev/shm of its own; skips the test where it can have none."""
+    mount = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$@"'
+    whole = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if not shutil.which("unshare") or subprocess.run([*whole, "true"], check=False).returncode:
         pytest.skip("needs unshare and root, to mount a /dev/shm for one process")
-    return [*whole, *command]
+    return whole
 
 
 @pytest.mark.slow
@@ -147,12 +147,33 @@ def test_a_full_shared_memory_is_an_error_that_says_so(
     scene: Scene, logs: Path, model: Model
 ) -> None:
     command = [*vllm_command(), "serve", str(model("llama")), "--enforce-eager", *backend(RANKS)]
-    child = start(scene, _with_small_shared_memory(command), logs / "full")
+    child = start(scene, [*_with_shared_memory(48), *command], logs / "full")
     assert child.wait(START_SECONDS) == 1
     said = r"^ray_hetero: node \S+ \(.*\): shared memory: 48 MiB free in /dev/shm, needed"
     assert re.search(said, child.log.splitlines()[-1]), child.tail()
     assert "started rank" not in child.log
     scene.assert_clean()
+
+
+@pytest.mark.slow
+def test_shared_memory_that_fills_up_while_it_serves(
+    scene: Scene, logs: Path, model: Model
+) -> None:
+    within = _with_shared_memory(512)
+    server = FaultyServer(scene, logs / "fills", model("llama"), within=within)
+    server.wait_until_in("idle")
+    assert ask(server.server, prompt=prompts()[3], max_tokens=4)
+    # That of its mount namespace.
+    shared = Path(f"/proc/{server.server.child.process.pid}/root/dev/shm")
+    with (shared / "filler").open("wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, shutil.disk_usage(shared).free)
+    # Messages that are larger than any before need memory that is not there.
+    clients = [Client(server.server, {"prompt": [LONG] * 40, "max_tokens": 4}) for _ in range(4)]
+    assert server.server.child.wait(STOP_SECONDS) == 1
+    assert errors_of(clients)
+    scene.assert_clean(AGENTS_GONE_SECONDS)
+    assert "was ended by SIGBUS" in server.last_line()
+    assert "Look at `df -h /dev/shm`" in server.last_line()
 
 
 @pytest.mark.slow

@@ -48,11 +48,12 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
     cpu = {"ranks_per_socket": run["shares"], "kv_cache_gib": 0.5}
     if run["borrowing"]:
         cpu |= {"linear_kernel": "streaming", "borrow_gpu": True, "borrow_gpu_tokens": 8}
+    gpu = {"in_mixed_groups": "graphs"} if run["compiled"] else {}
     return common | {
         "distributed_executor_backend": "ray_hetero",
         "pipeline_parallel_size": len(stages),
         "tensor_parallel_size": len(stages[0]),
-        "additional_config": {"ray_hetero": {"layout": layout, "cpu": cpu}},
+        "additional_config": {"ray_hetero": {"layout": layout, "cpu": cpu, "gpu": gpu}},
     }
 
 

@@ -124,11 +124,12 @@ def test_a_rank_without_such_weights_takes_nothing() -> None:
 
 
 def test_memory_by_hand() -> None:
-    cuda = 620 << 20
-    # Four pieces and one unpacked of 256 KiB; 64 tokens of 1536 outputs and 512 inputs, two bytes.
-    assert gpu_bytes(1536, 512, 64) == cuda + 5 * (256 << 10) + 64 * 2048 * 2
+    cuda = (620 + 192) << 20
+    # Four pieces and one unpacked of 256 KiB; 64 tokens of 1536 outputs, 512 inputs and a residual
+    # of as many, two bytes.
+    assert gpu_bytes(1536, 512, 64) == cuda + 5 * (256 << 10) + 64 * 2560 * 2
     # One block of 32 outputs and 8192 inputs is larger than a piece should be.
-    assert gpu_bytes(32, 8192, 1) == cuda + 5 * 32 * 8192 * 2 + 8224 * 2
+    assert gpu_bytes(32, 8192, 1) == cuda + 5 * 32 * 8192 * 2 + 16416 * 2
 
 
 def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
@@ -141,7 +142,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
-    with pytest.raises(UnsupportedError, match=r"takes 0\.6 GiB .* allocate 2\.00 GiB\. Lower"):
+    with pytest.raises(UnsupportedError, match=r"takes 0\.8 GiB .* allocate 2\.00 GiB\. Lower"):
         gpu.take()
     assert not gpu.suits(weights()[0], 1)
 
@@ -165,7 +166,7 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
     layers = LinearLayers(config, CPU, 64)
     plain = layer.weight.data.float()
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-    layers.loaded()
+    layers.loaded(torch.nn.Module())
     borrowed_tokens: list[int] = []
     linear = BorrowedGpu.linear
 
@@ -192,17 +193,17 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
     weight = torch.ops._C.convert_weight_packed(layer.weight.data)
     unasked = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
-    unasked._packed(weight)
+    unasked._packed(layer, weight)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level("WARNING", logger="vllm"):
-        unasked.loaded()
+        unasked.loaded(torch.nn.Module())
     assert "CUDA out of memory" in caplog.text
     x = torch.zeros(64, 512).bfloat16()
     assert torch.ops.ray_hetero.streaming_linear(x, weight, None).shape == (64, 1536)
     asked = LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), CPU, 64)
-    asked._packed(weight)
+    asked._packed(layer, weight)
     with pytest.raises(UnsupportedError, match=r"cpu\.borrow_gpu to false"):
-        asked.loaded()
+        asked.loaded(torch.nn.Module())
 
 
 @needs_bf16

@@ -9,9 +9,11 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import signal
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,8 +233,16 @@ def test_the_patch_of_the_engine_arguments_is_made_once() -> None:
 
 
 def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def process(name: str, exitcode: int | None) -> SimpleNamespace:
+        return SimpleNamespace(name=name, pid=40, exitcode=exitcode)
+
     class Client:
         is_running = True
+
+        def __init__(self) -> None:
+            processes = [process("well", None), process("ill", -signal.SIGBUS)]
+            manager = SimpleNamespace(failed_proc_name="ill", processes=processes)
+            self.resources = SimpleNamespace(engine_manager=manager)
 
         def shutdown(self) -> None:
             self.is_running = False
@@ -241,10 +251,14 @@ def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyP
     for name in ("make_client", "make_async_mp_client"):
         monkeypatch.setattr(EngineCoreClient, name, staticmethod(lambda number: Client()))
     monkeypatch.setattr(vllm_private.atexit, "register", lambda *call: at_exit.append(call))
-    vllm_private.end_engines_at_exit()
-    vllm_private.end_engines_at_exit()
+    killed: list[tuple[int, int]] = []
+    for _ in range(2):
+        vllm_private.end_engines_at_exit(lambda pid, number: killed.append((pid, number)))
     left, dropped = EngineCoreClient.make_client(1), EngineCoreClient.make_async_mp_client(2)
-    ((function, clients),) = at_exit
+    (function, clients), (tell, managers, what) = at_exit
+    managers[1].failed_proc_name = None
+    tell(managers, what)
+    assert killed == [(40, signal.SIGBUS)]
     assert len(clients) == 2
     del dropped
     function(clients)

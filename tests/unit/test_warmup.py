@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -94,3 +95,12 @@ def test_a_step_names_itself() -> None:
     step = Step(2, Action.FORWARD, 512)
     assert str(step) == "step 2: dummy forward pass of 512 tokens"
     assert str(Step(3, Action.FINISH)) == "step 3: finish"
+
+
+def test_graphs_of_a_mixed_stage_are_captured_step_by_step_the_largest_first() -> None:
+    sizes = replace(COMPILED, captured=(1, 2, 8))
+    mixed, plain = schedule(layout("gc", "gg"), sizes, Phase.WARM_UP, has_boundary=True)
+    captures = [(Action.CAPTURE, 8), (Action.CAPTURE, 2), (Action.CAPTURE, 1)]
+    assert actions(mixed)[:3] == captures
+    assert actions(plain)[0] == (Action.STOCK_WARM_UP, 0)
+    assert not {action for action, _ in actions(plain)} & {Action.CAPTURE}

@@ -1,0 +1,211 @@
+// What a decoder layer computes from one attention to the next, for a decode step:
+//
+//   r ← r + O·a      h ← D·(silu(G·n) ∘ (U·n))  with n = norm(r)      r ← r + h      q ← Q·norm(r)
+//
+// in one parallel region.  As operators of their own, what lies between the products costs a step
+// little arithmetic and much waiting: for the threads to be called together, and for instructions
+// that a layer's weights have driven out of the caches.
+//
+// Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16, a norm is
+// taken of the sum before it is rounded.
+
+#pragma once
+
+#include "streaming_linear.h"
+
+#include <cmath>
+#include <optional>
+
+namespace ray_hetero {
+
+struct Linear {
+  const std::uint16_t* w = nullptr;  // packed, bf16
+  const float* bias = nullptr;       // [n], or nullptr
+  std::int64_t n = 0, k = 0;
+};
+
+struct Norm {
+  const std::uint16_t* weight = nullptr;  // bf16
+  float epsilon = 0;
+};
+
+struct Between {
+  Linear output;            // of the attention that was
+  Norm norm;                // before the multi-layer perceptron
+  Linear gate_up, down;     // gate and up stacked: [2 · k of down]
+  Norm next_norm;           // before the attention that comes
+  std::optional<Linear> next;  // queries, keys and values; none after a stage's last layer
+
+  std::int64_t outputs() const { return next ? next->n : down.n; }
+};
+
+#if defined(__x86_64__)
+
+RAY_HETERO_BF16 inline __m512 load_bf16(const std::uint16_t* at) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+RAY_HETERO_BF16 inline __m256i to_bf16(__m512 values) {
+  return (__m256i)_mm512_cvtneps_pbh(values);
+}
+
+RAY_HETERO_BF16 inline void store_bf16(std::uint16_t* at, __m512 values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), to_bf16(values));
+}
+
+RAY_HETERO_BF16 inline __m512 rounded(__m512 values) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(values)), 16));
+}
+
+// sum ← x + residual, y ← norm(x + residual), for one token; n is a multiple of 16.
+RAY_HETERO_BF16 inline void add_and_norm(const std::uint16_t* x, const std::uint16_t* residual,
+                                         const Norm& norm, std::int64_t n, std::uint16_t* sum,
+                                         std::uint16_t* y) {
+  __m512 squares = _mm512_setzero_ps();
+  for (std::int64_t i = 0; i < n; i += kTile) {
+    const __m512 both = _mm512_add_ps(load_bf16(x + i), load_bf16(residual + i));
+    squares = _mm512_fmadd_ps(both, both, squares);
+  }
+  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(n);
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + norm.epsilon));
+  for (std::int64_t i = 0; i < n; i += kTile) {
+    const __m512 both = _mm512_add_ps(load_bf16(x + i), load_bf16(residual + i));
+    store_bf16(sum + i, both);
+    store_bf16(y + i, _mm512_mul_ps(rounded(_mm512_mul_ps(both, scale)),
+                                    load_bf16(norm.weight + i)));
+  }
+}
+
+// 2^x for x ≤ 0; the series of 2^f, |f| ≤ 1/2, to the sixth power is good to 2e-7.
+RAY_HETERO_BF16 inline __m512 power_of_two(__m512 x) {
+  constexpr float kSeries[] = {1.0f,          0.69314718f,   0.24022651f,  0.055504109f,
+                               0.0096181291f, 0.0013333558f, 0.00015403530f};
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 part = _mm512_sub_ps(x, whole);
+  __m512 sum = _mm512_set1_ps(kSeries[6]);
+  for (int i = 5; i >= 0; --i) sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(kSeries[i]));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+// silu(gate) ∘ up, 16 at a time.  For a negative gate e^-gate may be infinite: the quotient is then 0.
+RAY_HETERO_BF16 inline void gate(const std::uint16_t* gate, const std::uint16_t* up,
+                                 std::uint16_t* y) {
+  constexpr float kLog2E = 1.44269504f;
+  const __m512 x = load_bf16(gate), one = _mm512_set1_ps(1.0f);
+  const __m512 power = power_of_two(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2E)));
+  const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(one, power));
+  store_bf16(y, _mm512_mul_ps(silu, load_bf16(up)));
+}
+
+class BetweenAttentions {
+ public:
+  // attended [m][output.k], residual [m][output.n] → sum [m][output.n], y [m][outputs()], all bf16.
+  BetweenAttentions(const Between& layer, const std::uint16_t* attended,
+                    const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
+                    std::uint16_t* y, bool use_amx)
+      : layer_(layer), residual_(residual), m_(m), hidden_(layer.output.n),
+        wide_(layer.down.k), threads_(omp_get_max_threads()), sum_(sum) {
+    std::uint16_t* at = reinterpret_cast<std::uint16_t*>(
+        scratch((3 * hidden_ + 3 * wide_) * m / 2 + 1, kBetween));
+    projected_ = take(at, hidden_);
+    normed_ = take(at, hidden_);
+    between_ = layer.next ? take(at, hidden_) : sum;
+    gate_up_ = take(at, 2 * wide_);
+    gated_ = take(at, wide_);
+    const auto task = [&](const Linear& linear, const std::uint16_t* from, std::uint16_t* to) {
+      return Task{from, linear.w, linear.bias, to, m, linear.n, linear.k / 2, linear.k, use_amx};
+    };
+    output_ = task(layer.output, attended, projected_);
+    up_ = task(layer.gate_up, normed_, gate_up_);
+    down_ = task(layer.down, gated_, layer.next ? projected_ : y);
+    if (layer.next) next_ = task(*layer.next, normed_, y);
+  }
+
+  void run() {
+    // What it gives must not move while the products share it.
+    std::size_t most = 0;
+    for (const Task* task : {&output_, &up_, &down_, &next_}) {
+      if (task->w != nullptr) most = std::max(most, FewTokens::sums(*task));
+    }
+    scratch(most, kSums);
+    FewTokens output(output_), up(up_), down(down_);
+    std::optional<FewTokens> next;
+    if (layer_.next) next.emplace(next_);
+#pragma omp parallel num_threads(threads_)
+    {
+      const int thread = omp_get_thread_num();
+      output.work(thread);
+      up.read_ahead(thread);
+#pragma omp barrier
+      norm(thread, residual_, layer_.norm, between_);
+#pragma omp barrier
+      up.work(thread);
+      down.read_ahead(thread);
+#pragma omp barrier
+      gates(thread);
+#pragma omp barrier
+      down.work(thread);
+      if (next) {
+        next->read_ahead(thread);
+#pragma omp barrier
+        norm(thread, between_, layer_.next_norm, sum_);
+#pragma omp barrier
+        next->work(thread);
+      }
+    }
+  }
+
+ private:
+  std::uint16_t* take(std::uint16_t*& at, std::int64_t elements) const {
+    std::uint16_t* taken = at;
+    at += elements * m_;
+    return taken;
+  }
+
+  // Every thread takes some of the tokens.
+  void norm(int thread, const std::uint16_t* residual, const Norm& norm, std::uint16_t* sum) const {
+    for (std::int64_t token = thread; token < m_; token += threads_) {
+      const std::int64_t at = token * hidden_;
+      add_and_norm(projected_ + at, residual + at, norm, hidden_, sum + at, normed_ + at);
+    }
+  }
+
+  void gates(int thread) const {
+    const std::int64_t parts = wide_ / kTile, all = m_ * parts;
+    for (std::int64_t i = all * thread / threads_; i < all * (thread + 1) / threads_; ++i) {
+      const std::int64_t token = i / parts, at = i % parts * kTile;
+      const std::uint16_t* from = gate_up_ + token * 2 * wide_ + at;
+      gate(from, from + wide_, gated_ + token * wide_ + at);
+    }
+  }
+
+  const Between& layer_;
+  const std::uint16_t* residual_;
+  const std::int64_t m_, hidden_, wide_;
+  const int threads_;
+  std::uint16_t* sum_;
+  std::uint16_t *projected_, *normed_, *between_, *gate_up_, *gated_;
+  Task output_{}, up_{}, down_{}, next_{};
+};
+
+inline void run(const Between& layer, const std::uint16_t* attended, const std::uint16_t* residual,
+                std::int64_t m, std::uint16_t* sum, std::uint16_t* y, bool use_amx) {
+  for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {
+    const std::int64_t tokens = std::min(left, kFewTokens);
+    BetweenAttentions(layer, attended, residual, tokens, sum, y, use_amx).run();
+    attended += tokens * layer.output.k;
+    residual += tokens * layer.output.n;
+    sum += tokens * layer.output.n;
+    y += tokens * layer.outputs();
+  }
+}
+
+#else
+
+inline void run(const Between&, const std::uint16_t*, const std::uint16_t*, std::int64_t,
+                std::uint16_t*, std::uint16_t*, bool) {}
+
+#endif
+
+}  // namespace ray_hetero
