@@ -1,4 +1,4 @@
-"""Builds the native module where there is a compiler; the package installs without one too."""
+"""Builds the native modules where there is a compiler; the package installs without one too."""
 
 from __future__ import annotations
 

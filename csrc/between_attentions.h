@@ -77,7 +77,7 @@ RAY_HETERO_BF16 inline void add_and_norm(const std::uint16_t* x, const std::uint
   }
 }
 
-// 2^x for x ≤ 0; the series of 2^f, |f| ≤ 1/2, to the sixth power is good to 2e-7.
+// 2^x, infinite where it is too large; the series of 2^f, |f| ≤ 1/2, is good to 2e-7.
 RAY_HETERO_BF16 inline __m512 power_of_two(__m512 x) {
   constexpr float kSeries[] = {1.0f,          0.69314718f,   0.24022651f,  0.055504109f,
                                0.0096181291f, 0.0013333558f, 0.00015403530f};
@@ -134,22 +134,23 @@ class BetweenAttentions {
     if (layer_.next) next.emplace(next_);
 #pragma omp parallel num_threads(threads_)
     {
-      const int thread = omp_get_thread_num();
+      // A runtime may give fewer than were asked for.
+      const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
       output.work(thread);
       up.read_ahead(thread);
 #pragma omp barrier
-      norm(thread, residual_, layer_.norm, between_);
+      norm(thread, threads, residual_, layer_.norm, between_);
 #pragma omp barrier
       up.work(thread);
       down.read_ahead(thread);
 #pragma omp barrier
-      gates(thread);
+      gates(thread, threads);
 #pragma omp barrier
       down.work(thread);
       if (next) {
         next->read_ahead(thread);
 #pragma omp barrier
-        norm(thread, between_, layer_.next_norm, sum_);
+        norm(thread, threads, between_, layer_.next_norm, sum_);
 #pragma omp barrier
         next->work(thread);
       }
@@ -164,16 +165,17 @@ class BetweenAttentions {
   }
 
   // Every thread takes some of the tokens.
-  void norm(int thread, const std::uint16_t* residual, const Norm& norm, std::uint16_t* sum) const {
-    for (std::int64_t token = thread; token < m_; token += threads_) {
+  void norm(int thread, int threads, const std::uint16_t* residual, const Norm& norm,
+            std::uint16_t* sum) const {
+    for (std::int64_t token = thread; token < m_; token += threads) {
       const std::int64_t at = token * hidden_;
       add_and_norm(projected_ + at, residual + at, norm, hidden_, sum + at, normed_ + at);
     }
   }
 
-  void gates(int thread) const {
+  void gates(int thread, int threads) const {
     const std::int64_t parts = wide_ / kTile, all = m_ * parts;
-    for (std::int64_t i = all * thread / threads_; i < all * (thread + 1) / threads_; ++i) {
+    for (std::int64_t i = all * thread / threads; i < all * (thread + 1) / threads; ++i) {
       const std::int64_t token = i / parts, at = i % parts * kTile;
       const std::uint16_t* from = gate_up_ + token * 2 * wide_ + at;
       gate(from, from + wide_, gated_ + token * wide_ + at);
@@ -189,6 +191,7 @@ class BetweenAttentions {
   Task output_{}, up_{}, down_{}, next_{};
 };
 
+// More tokens than a decode step should have are computed in several parts.
 inline void run(const Between& layer, const std::uint16_t* attended, const std::uint16_t* residual,
                 std::int64_t m, std::uint16_t* sum, std::uint16_t* y, bool use_amx) {
   for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {

@@ -223,7 +223,8 @@ class HeteroExecutor(GuardedExecutor):
             graph_tokens=mixed_groups.graph_tokens(
                 self._launch.engine_args,
                 self._config.gpu.in_mixed_groups,
-                self.scheduler_config.max_num_seqs,
+                max_num_seqs=self.scheduler_config.max_num_seqs,
+                max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             ),
         )
         partition = ",".join(map(str, world.layers))

@@ -26,8 +26,8 @@ MODELS = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention"}
 PERCEPTRONS = {"LlamaMLP", "Qwen2MLP"}
-"""Classes of vLLM whose forward does what `FusedLayer` does (tests/unit/test_contract.py); their
-subclasses may do something else."""
+"""Classes of vLLM whose forward does what `FusedLayer` does, see tests/unit/test_decoder_layers.py;
+their subclasses may do something else."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _fused: list[FusedLayer] = []

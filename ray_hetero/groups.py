@@ -74,7 +74,7 @@ class HostCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
             host = input_.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(host, group=self.device_group)
             return host
-        reduced = input_[: self._tokens] if _is_padded(input_) else input_
+        reduced = input_[: self._tokens] if _has_steps_rows(input_) else input_
         host = self._to_host(reduced)
         dist.all_reduce(host, group=self.device_group)
         reduced.copy_(host)
@@ -132,12 +132,12 @@ class HostCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
         return host if self.device.type == "cpu" else host.to(self.device)
 
 
-def _is_padded(tokens: torch.Tensor) -> bool:
-    """Whether a CUDA graph's number of tokens is more than that of the step."""
+def _has_steps_rows(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a row for each token of the step, padded to its CUDA graph or not."""
     if not is_forward_context_available():
         return False
     graph = get_forward_context().batch_descriptor
-    return graph is not None and graph.num_tokens == tokens.shape[0]
+    return graph is not None and graph.num_tokens == tensor.shape[0]
 
 
 class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
@@ -198,15 +198,15 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
             )
 
     @property
-    def mixed(self) -> HostCommunicator | None:
+    def over_host(self) -> HostCommunicator | None:
         """What a group of both kinds, or of several hosts, exchanges tensors with."""
         communicator = self.device_communicator
         return communicator if isinstance(communicator, HostCommunicator) else None
 
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Copy member `src`'s tensor to all members, whatever their kind."""
-        if self.mixed is not None:
-            return self.mixed.broadcast(input_, src)
+        if self.over_host is not None:
+            return self.over_host.broadcast(input_, src)
         return super().broadcast(input_, src)
 
     def isend_tensor_dict(

@@ -7,6 +7,7 @@ socket, many by a GPU of the node where the rank may borrow one.
 from __future__ import annotations
 
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from placement.devices import GIB
 from ray_hetero import streaming_linear, vllm_private
@@ -63,7 +64,8 @@ class LinearLayers:
     def _packed(self, layer: torch.nn.Module, weight: torch.Tensor) -> None:
         bias = getattr(layer, "bias", None)
         self._linears[layer] = Linear(weight, None if bias is None else bias.data)
-        if self._gpu is not None:
+        # An output matrix multiplies one token a request, and its products would be the largest.
+        if self._gpu is not None and not isinstance(layer, VocabParallelEmbedding):
             self._gpu.add(weight)
 
     def loaded(self, model: torch.nn.Module) -> str:

@@ -25,22 +25,26 @@ COLLECTIVE = "vllm::all_reduce"
 """The operator behind which a group's sums are, wherever a model adds them up."""
 
 
-def graph_tokens(args: EngineArgs, mode: Mode, max_num_seqs: int) -> tuple[int, ...]:
+def graph_tokens(
+    args: EngineArgs, mode: Mode, *, max_num_seqs: int, max_num_batched_tokens: int
+) -> tuple[int, ...]:
     """Tokens of the steps that graphs are captured of, all ranks together.
 
     Args:
         args: the user's.
         mode: of GPU ranks in mixed groups.
         max_num_seqs: most sequences of a step.
+        max_num_batched_tokens: most tokens of one.
 
     """
     config = args.compilation_config
     if mode != "graphs" or not _compiles(args) or config.cudagraph_mode == CUDAGraphMode.NONE:
         return ()
     if asked := args.cudagraph_capture_sizes or config.cudagraph_capture_sizes:
-        return tuple(sorted(asked))
+        return tuple(sorted({tokens for tokens in asked if tokens <= max_num_batched_tokens}))
     # Each costs two passes through the CPU ranks, whose time hides what a GPU computes too much.
-    most = min(max_num_seqs, MOST_TOKENS)
+    largest = args.max_cudagraph_capture_size or config.max_cudagraph_capture_size or MOST_TOKENS
+    most = min(max_num_seqs, max_num_batched_tokens, largest)
     return tuple(1 << power for power in range(most.bit_length()))
 
 
@@ -48,7 +52,7 @@ def _compiles(args: EngineArgs) -> bool:
     return not (
         args.enforce_eager
         or args.optimization_level == OptimizationLevel.O0
-        or args.compilation_config.mode == CompilationMode.NONE
+        or args.compilation_config.mode not in (None, CompilationMode.VLLM_COMPILE)
     )
 
 
@@ -60,6 +64,7 @@ def before_configuring(args: EngineArgs, mode: Mode, tokens: tuple[int, ...]) ->
     config = copy.deepcopy(args.compilation_config)
     config.cudagraph_mode = CUDAGraphMode.PIECEWISE if tokens else CUDAGraphMode.NONE
     config.cudagraph_capture_sizes = list(tokens)
+    config.max_cudagraph_capture_size = None
     args.cudagraph_capture_sizes = args.max_cudagraph_capture_size = None
     # One graph for a number of tokens, with and without adapters: CPU ranks make as many passes.
     config.cudagraph_specialize_lora = False
@@ -68,7 +73,7 @@ def before_configuring(args: EngineArgs, mode: Mode, tokens: tuple[int, ...]) ->
     args.compilation_config = config
 
 
-def configured(vllm_config: VllmConfig) -> None:
+def split_at_collectives(vllm_config: VllmConfig) -> None:
     """Split what is compiled at the collectives."""
     config = vllm_config.compilation_config
     if config.mode == CompilationMode.VLLM_COMPILE:

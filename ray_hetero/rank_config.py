@@ -141,7 +141,7 @@ def build_rank_config(rank: RankLaunch) -> VllmConfig:
         mixed_groups.before_configuring(args, config.gpu.in_mixed_groups, shared.graph_tokens)
     vllm_config = args.create_engine_config()
     if is_in_mixed:
-        mixed_groups.configured(vllm_config)
+        mixed_groups.split_at_collectives(vllm_config)
     _impose(vllm_config, shared)
     return vllm_config
 

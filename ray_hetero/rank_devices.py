@@ -108,8 +108,16 @@ def rank_devices(
     kinds = {seat.stage: {other.kind for other in seats if other.stage == seat.stage}
              for seat in seats}  # fmt: skip
     return tuple(
-        # GPU ranks of a mixed group run eagerly.
-        _with_latency(device, is_eager=is_eager or len(kinds[seat.stage]) > 1)
+        _with_latency(
+            device,
+            # So GPU ranks of mixed groups run, unless gpu.in_mixed_groups says otherwise.
+            is_eager=is_eager
+            or (
+                device.kind == "gpu"
+                and len(kinds[seat.stage]) > 1
+                and config.gpu.in_mixed_groups == "eager"
+            ),
+        )
         for device, seat in zip(devices, seats, strict=True)
     )
 

@@ -91,7 +91,7 @@ class RankWorker:
         self._stage = stage
         self._context = context
         self._boundary: Any = None
-        self._mixed: HostCommunicator | None = None
+        self._over_host: HostCommunicator | None = None
         self.failure: Exception | None = None
         """What a step has failed with: the ranks are out of step, this one must not go on."""
         self.clock = StepClock(
@@ -115,7 +115,7 @@ class RankWorker:
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step; what exchanges tensors learns its tokens first."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        for exchange in (self._boundary, self._mixed):
+        for exchange in (self._boundary, self._over_host):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
         start = self.clock.begin()
@@ -142,7 +142,7 @@ class RankWorker:
         with self._step():
             acknowledged = perform(self._worker.worker, self._context, step)
         self._boundary = getattr(get_pp_group(), "boundary", None)
-        self._mixed = get_tp_group().mixed
+        self._over_host = get_tp_group().over_host
         return acknowledged
 
 

@@ -1,7 +1,8 @@
 """A plugin of vLLM's that makes one rank misbehave; only for tests.
 
 A variable of the environment names the rank and what it does: in a step of its warm-up "disagree"
-(say that it was the next step) or "hold" (make a file and stay), while it serves "raise".
+(say that it was the next step) or "hold" (make a file and stay), while it serves "raise" or "index"
+(read behind the end of a tensor of its device; CUDA tells of that later).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def register() -> None:
     module = sys.modules.get("ray_hetero.rank_process")
     if not fault or module is None or hasattr(module.perform, "fault"):
         return
-    if fault["do"] == "raise":
-        _raise_in_steps(fault["rank"])
+    if fault["do"] in ("raise", "index"):
+        _fail_in_steps(fault["rank"], fault["do"])
         return
     perform = module.perform
 
@@ -50,14 +51,18 @@ def register() -> None:
     module.perform = misbehave  # type: ignore[attr-defined]
 
 
-def _raise_in_steps(rank: int) -> None:
+def _fail_in_steps(rank: int, how: str) -> None:
+    import torch
     from vllm.v1.worker.gpu_worker import Worker
 
     execute_model = Worker.execute_model
 
     def fail(self: Any, scheduler_output: Any) -> Any:
         if self.rank == rank and scheduler_output.total_num_scheduled_tokens:
-            raise RuntimeError("no such kernel")
+            if how == "raise":
+                raise RuntimeError("no such kernel")
+            device = self.device
+            torch.zeros(1, device=device)[torch.tensor([5], device=device)]
         return execute_model(self, scheduler_output)
 
     Worker.execute_model = fail

@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def errors_of(clients: list[Client]) -> list[openai.APIError]:
 
 
 class FaultyServer:
-    """A server of two CPU ranks.
+    """A server of two ranks, on CPUs unless `keys` say otherwise.
 
     Args:
         scene: where it runs.
@@ -85,6 +85,8 @@ class FaultyServer:
         model: checkpoint.
         fault: what `faulty_rank` makes a rank do; None for ranks that behave.
         within: a command that executes it.
+        more: options of `vllm serve`.
+        extra: environment.
         keys: configuration of the backend.
 
     """
@@ -96,19 +98,21 @@ class FaultyServer:
         model: Path,
         fault: dict[str, Any] | None = None,
         within: Sequence[str] = (),
+        more: Sequence[str] = (),
+        extra: Mapping[str, str] | None = None,
         **keys: Any,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.scene = scene
         self.held = directory / "held"
-        extra = {}
+        extra = dict(extra or {})
         if fault is not None:
             path = [site(directory / "site"), os.environ.get("PYTHONPATH", "")]
-            extra = {
+            extra |= {
                 VARIABLE: json.dumps({**fault, "file": str(self.held)}),
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
             }
-        options = (*OPTIONS, *backend(RANKS, **keys))
+        options = (*OPTIONS, *backend(RANKS, **keys), *more)
         self.server = serve(scene, directory / "log", model, *options, extra=extra, within=within)
 
     @property

@@ -66,6 +66,7 @@ PARTS = (
     Part("layouts", "test_layouts.py", 320),
     Part("server", "test_gpu_server.py", 240),
     Part("borrowed", "test_borrowing.py", 200),
+    Part("faults", "test_gpu_faults.py", 360),
     Part("cycles", "test_cycles.py", 400),
     Part("two_gpus", "test_two_gpus.py", 340, gpus=2),
 )

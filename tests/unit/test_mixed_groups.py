@@ -15,13 +15,17 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode  # noq
 from vllm.config.vllm import OptimizationLevel  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
-from ray_hetero import groups  # noqa: E402
+from ray_hetero import groups, mixed_groups  # noqa: E402
 from ray_hetero.groups import HostCommunicator  # noqa: E402
-from ray_hetero.mixed_groups import before_configuring, configured, graph_tokens  # noqa: E402
+from ray_hetero.mixed_groups import before_configuring, split_at_collectives  # noqa: E402
 
 
 def arguments(**given: Any) -> EngineArgs:
     return EngineArgs(model="never/read", **given)
+
+
+def graph_tokens(args: EngineArgs, mode: Any, sequences: int) -> tuple[int, ...]:
+    return mixed_groups.graph_tokens(args, mode, max_num_seqs=sequences, max_num_batched_tokens=512)
 
 
 @pytest.mark.parametrize(("sequences", "largest"), [(1, 1), (2, 2), (7, 4), (64, 64), (999, 256)])
@@ -34,6 +38,9 @@ def test_graphs_are_of_powers_of_two_up_to_a_full_batch(sequences: int, largest:
 
 def test_sizes_of_the_user_are_taken() -> None:
     assert graph_tokens(arguments(cudagraph_capture_sizes=[8, 1]), "graphs", 64) == (1, 8)
+    # vLLM leaves those out that no step can have.
+    assert graph_tokens(arguments(cudagraph_capture_sizes=[513, 8]), "graphs", 64) == (8,)
+    assert graph_tokens(arguments(max_cudagraph_capture_size=4), "graphs", 64) == (1, 2, 4)
     config = {"cudagraph_capture_sizes": [3]}
     assert graph_tokens(arguments(compilation_config=config), "graphs", 64) == (3,)
 
@@ -44,6 +51,7 @@ def test_sizes_of_the_user_are_taken() -> None:
         {"enforce_eager": True},
         {"optimization_level": OptimizationLevel.O0},
         {"compilation_config": {"mode": CompilationMode.NONE}},
+        {"compilation_config": {"mode": CompilationMode.DYNAMO_TRACE_ONCE}},
         {"compilation_config": {"cudagraph_mode": "NONE"}},
     ],
 )
@@ -83,7 +91,7 @@ def test_the_users_own_configuration_is_left_as_it_was() -> None:
 
 def test_what_is_compiled_is_split_at_the_collectives() -> None:
     config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, splitting_ops=["some::attention"])
-    configured(SimpleNamespace(compilation_config=config))
+    split_at_collectives(SimpleNamespace(compilation_config=config))
     assert config.splitting_ops == ["some::attention", "vllm::all_reduce"]
     assert torch.ops.vllm.all_reduce.default.name() == "vllm::all_reduce"
 

@@ -1,0 +1,103 @@
+"""A rank beside a GPU, or on it, that dies: everybody is told, and the GPU is as it was before."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import prompts
+from faulty_server import Client, FaultyServer, errors_of
+from gpu_host import (
+    IS_PRETENDED,
+    SHARES,
+    Checkpoint,
+    GpuState,
+    environment,
+    gpu_state,
+    needs_gpus,
+)
+from leftovers import Scene, wait_until
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+
+END_SECONDS = 60.0
+GPU_SECONDS = 30.0
+PIPELINE, MIXED = [["cpu"], ["gpu"]], [["gpu", "cpu"]]
+SIZES = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(1 << 30))
+
+
+@pytest.fixture(scope="module")
+def before() -> GpuState:
+    """The GPUs without an engine."""
+    return gpu_state()
+
+
+def serving(
+    scene: Scene,
+    directory: Path,
+    model: Path,
+    layout: list[list[str]],
+    fault: dict[str, Any] | None = None,
+) -> FaultyServer:
+    world = (
+        "--pipeline-parallel-size", str(len(layout)),
+        "--tensor-parallel-size", str(len(layout[0])),
+    )  # fmt: skip
+    return FaultyServer(
+        scene,
+        directory,
+        model,
+        fault,
+        more=(*SIZES, *world),
+        extra=environment(),
+        layout=layout,
+        cpu={"ranks_per_socket": SHARES},
+    )
+
+
+def check_end(server: FaultyServer, before: GpuState) -> None:
+    assert server.server.child.wait(END_SECONDS) == 1, server.server.child.tail()
+    assert server.last_line().startswith("ray_hetero: ")
+    server.scene.assert_clean()
+
+    def is_free() -> bool:
+        now = gpu_state()
+        return now.processes == before.processes and now.used_mib <= before.used_mib + 64
+
+    assert wait_until(is_free, GPU_SECONDS), (before, gpu_state())
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [(PIPELINE, "gpu"), (PIPELINE, "cpu"), (MIXED, "cpu")],
+    ids=["gpu stage", "cpu stage", "cpu rank of a mixed group"],
+)
+def test_a_rank_that_is_killed_while_it_serves(
+    layout: list[list[str]], kind: str, scene: Scene, logs: Path, checkpoint: Checkpoint,
+    before: GpuState,
+) -> None:  # fmt: skip
+    name = f"kill-{len(layout)}-{kind}"
+    server = serving(scene, logs / name, checkpoint("llama", "bfloat16"), layout)
+    clients = server.wait_until_in("decode")
+    rank = [one for stage in layout for one in stage].index(kind)
+    pid = server.send(signal.SIGKILL, rank)
+    check_end(server, before)
+    assert errors_of(clients)
+    assert f"rank {rank} ({kind}, " in server.last_line()
+    assert f"pid {pid}" in server.last_line()
+    assert "SIGKILL" in server.last_line()
+
+
+def test_an_error_of_the_gpu_ends_with_it(
+    scene: Scene, logs: Path, checkpoint: Checkpoint, before: GpuState
+) -> None:
+    fault = {"rank": 1, "do": "index"}
+    server = serving(scene, logs / "error", checkpoint("llama", "bfloat16"), PIPELINE, fault)
+    server.wait_until_in("idle")
+    clients = [Client(server.server, {"prompt": prompts()[3], "max_tokens": 4})]
+    check_end(server, before)
+    assert errors_of(clients)
+    assert "rank 1 (gpu, " in server.last_line()
+    assert ("index" if IS_PRETENDED else "CUDA") in server.last_line()
