@@ -41,21 +41,16 @@ struct Between {
 
 #if defined(__x86_64__)
 
+RAY_HETERO_BF16 inline __m512 widened(__m256i values) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+}
+
 RAY_HETERO_BF16 inline __m512 load_bf16(const std::uint16_t* at) {
-  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-RAY_HETERO_BF16 inline __m256i to_bf16(__m512 values) {
-  return (__m256i)_mm512_cvtneps_pbh(values);
-}
-
-RAY_HETERO_BF16 inline void store_bf16(std::uint16_t* at, __m512 values) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), to_bf16(values));
+  return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
 RAY_HETERO_BF16 inline __m512 rounded(__m512 values) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(values)), 16));
+  return widened((__m256i)_mm512_cvtneps_pbh(values));
 }
 
 // sum ← x + residual, y ← norm(x + residual), for one token; n is a multiple of 16.

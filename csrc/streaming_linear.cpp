@@ -88,6 +88,8 @@ void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, std::uintpt
 
 PYBIND11_MODULE(_streaming_linear, module) {
   module.doc() = "Linear layers in bf16; few tokens at the bandwidth of the socket.";
+  // Up to which a step does nothing but read weights, with AMX.
+  module.attr("FEW_TOKENS") = ray_hetero::kFewTokens;
   module.def("has_bf16", &ray_hetero::has_bf16, "Whether this processor has AVX-512-BF16.");
   module.def("has_amx", &ray_hetero::has_amx,
              "Whether this process may use AMX-BF16; asks the kernel for it.");

@@ -154,14 +154,17 @@ inline float* scratch(std::size_t floats, Buffer which) {
   return static_cast<float*>(kept[which].get(floats * sizeof(float)));
 }
 
+RAY_HETERO_BF16 inline void store_bf16(std::uint16_t* at, __m512 values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh(values));
+}
+
 RAY_HETERO_BF16 inline void store_token(const Task& task, std::int64_t token, std::int64_t block,
                                         const float* sums) {
   for (int half = 0; half < kBlock; half += kTile) {
     const std::int64_t at = block * kBlock + half;
     __m512 sum = _mm512_loadu_ps(sums + half);
     if (task.bias != nullptr) sum = _mm512_add_ps(sum, _mm512_loadu_ps(task.bias + at));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(task.y + token * task.n + at),
-                        (__m256i)_mm512_cvtneps_pbh(sum));
+    store_bf16(task.y + token * task.n + at, sum);
   }
 }
 

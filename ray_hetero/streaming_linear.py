@@ -31,8 +31,6 @@ Choice = Literal["auto", "streaming", "vllm"]
 
 MULTIPLE = 32
 """Of inputs and outputs, as the packed layout has them."""
-FEW_TOKENS = 32
-"""kFewTokens of csrc/streaming_linear.h."""
 MOST_TOKENS_WITHOUT_AMX = 4
 """Above, vLLM's packed kernel is faster where there is no AMX; measured, see docs/tuning.md."""
 
@@ -53,7 +51,7 @@ class StreamingLinear:
     def __init__(self, native: ModuleType) -> None:
         self.native = native
         self.has_amx = bool(native.has_amx())
-        self.few_tokens = FEW_TOKENS if self.has_amx else MOST_TOKENS_WITHOUT_AMX
+        self.few_tokens = native.FEW_TOKENS if self.has_amx else MOST_TOKENS_WITHOUT_AMX
         """Up to which a step does nothing but read weights."""
         self.prompts: Prompts | None = None
         """Set once the weights are loaded."""

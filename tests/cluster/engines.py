@@ -296,11 +296,12 @@ def wait_until_healthy(server: Server) -> None:
     assert in_time and server.child.process.poll() is None, server.child.tail()  # noqa: PT018
 
 
-def backend(pipeline: int, **keys: Any) -> list[str]:
+def backend(pipeline: int, tensor: int = 1, **keys: Any) -> list[str]:
     """Options of `vllm serve` that choose the backend, for a pipeline on this machine's socket."""
     config = hetero(cpu={"ranks_per_socket": pipeline, **keys.pop("cpu", {})}, **keys)
     return [
         "--distributed-executor-backend", "ray_hetero",
         "--pipeline-parallel-size", str(pipeline),
+        "--tensor-parallel-size", str(tensor),
         "--additional-config", json.dumps(config["additional_config"]),
     ]  # fmt: skip

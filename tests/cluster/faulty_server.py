@@ -85,6 +85,7 @@ class FaultyServer:
         model: checkpoint.
         fault: what `faulty_rank` makes a rank do; None for ranks that behave.
         within: a command that executes it.
+        sizes: of pipeline and tensor parallelism.
         more: options of `vllm serve`.
         extra: environment.
         keys: configuration of the backend.
@@ -98,6 +99,7 @@ class FaultyServer:
         model: Path,
         fault: dict[str, Any] | None = None,
         within: Sequence[str] = (),
+        sizes: tuple[int, int] = (RANKS, 1),
         more: Sequence[str] = (),
         extra: Mapping[str, str] | None = None,
         **keys: Any,
@@ -112,7 +114,7 @@ class FaultyServer:
                 VARIABLE: json.dumps({**fault, "file": str(self.held)}),
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
             }
-        options = (*OPTIONS, *backend(RANKS, **keys), *more)
+        options = (*OPTIONS, *backend(*sizes, **keys), *more)
         self.server = serve(scene, directory / "log", model, *options, extra=extra, within=within)
 
     @property

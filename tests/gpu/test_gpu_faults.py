@@ -41,16 +41,13 @@ def serving(
     layout: list[list[str]],
     fault: dict[str, Any] | None = None,
 ) -> FaultyServer:
-    world = (
-        "--pipeline-parallel-size", str(len(layout)),
-        "--tensor-parallel-size", str(len(layout[0])),
-    )  # fmt: skip
     return FaultyServer(
         scene,
         directory,
         model,
         fault,
-        more=(*SIZES, *world),
+        sizes=(len(layout), len(layout[0])),
+        more=SIZES,
         extra=environment(),
         layout=layout,
         cpu={"ranks_per_socket": SHARES},

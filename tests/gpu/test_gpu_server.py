@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engines import Server, hetero, serve, wait_until_healthy
+from engines import Server, backend, serve, wait_until_healthy
 from gpu_host import (
     IS_PRETENDED,
     SHARES,
@@ -51,12 +50,8 @@ SIZES = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 
 
 
 def _options(layout: list[list[str]]) -> list[str]:
-    config = hetero(layout=layout, cpu={"ranks_per_socket": SHARES})["additional_config"]
-    return [
-        "--distributed-executor-backend", "ray_hetero", "--additional-config", json.dumps(config),
-        "--pipeline-parallel-size", str(len(layout)),
-        "--tensor-parallel-size", str(len(layout[0])),
-    ]  # fmt: skip
+    cpu = {"ranks_per_socket": SHARES}
+    return backend(len(layout), len(layout[0]), layout=layout, cpu=cpu)
 
 
 @dataclass(frozen=True)
