@@ -44,7 +44,7 @@ setup(
         Pybind11Extension(
             "ray_hetero._streaming_linear",
             ["csrc/streaming_linear.cpp"],
-            depends=["csrc/between_attentions.h", "csrc/streaming_linear.h"],
+            depends=["csrc/between_attentions.h", "csrc/streaming_linear.h", "csrc/weights.h"],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp"],
             extra_link_args=["-fopenmp"],

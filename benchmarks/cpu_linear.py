@@ -1,6 +1,7 @@
 """Bandwidth of the linear kernels that a CPU rank may use, on the weights of 8B-shaped layers.
 
-Prints, for each kernel and number of tokens, milliseconds and GB/s of weights for all layers.
+Prints, for each kernel and number of tokens, milliseconds and GB/s of weights for all layers;
+compact weights are counted with the 16 bits that they stand for.
 Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
 """
 
@@ -17,7 +18,9 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 
 from ray_hetero import _streaming_linear
+from ray_hetero.packed_weights import PackedWeight, made_compact
 
+KERNELS = ("onednn", "sgl", "streaming-avx512", "streaming-amx", "compact-avx512", "compact-amx")
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
@@ -31,18 +34,22 @@ def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Te
     packed = torch.ops._C.convert_weight_packed(weight)
     made["sgl"] = lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None)
     made["torch"] = lambda x: torch.nn.functional.linear(x, weight)
-    for name, use_amx in (("streaming-avx512", False), ("streaming-amx", True)):
+    compact = made_compact(packed, _streaming_linear)
+    assert compact.compact is not None
+    for name, use_amx in (("avx512", False), ("amx", True)):
         if use_amx <= _streaming_linear.has_amx():
-            made[name] = functools.partial(_streaming, packed, use_amx)
+            plain = PackedWeight(packed)
+            made[f"streaming-{name}"] = functools.partial(_streaming, plain, use_amx)
+            made[f"compact-{name}"] = functools.partial(_streaming, compact, use_amx)
     return made
 
 
-def _streaming(packed: torch.Tensor, use_amx: bool, x: torch.Tensor) -> torch.Tensor:
-    (outputs, inputs), tokens = packed.shape, x.shape[0]
+def _streaming(weight: PackedWeight, use_amx: bool, x: torch.Tensor) -> torch.Tensor:
+    (outputs, inputs), tokens = weight.shape, x.shape[0]
     y = torch.empty(tokens, outputs, dtype=x.dtype)
     _streaming_linear.linear(
-        x.data_ptr(), x.stride(0), packed.data_ptr(), 0, y.data_ptr(), tokens, outputs, inputs,
-        use_amx,
+        x.data_ptr(), x.stride(0), weight.data.data_ptr(), 0, y.data_ptr(), tokens, outputs, inputs,
+        use_amx, weight.compact,
     )  # fmt: skip
     return y
 
@@ -53,7 +60,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", default="1,8,32,128")
     parser.add_argument("--label", default="")
-    parser.add_argument("--kernels", default="onednn,sgl,streaming-avx512,streaming-amx")
+    parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     from vllm.platforms import current_platform

@@ -19,9 +19,8 @@
 namespace ray_hetero {
 
 struct Linear {
-  const std::uint16_t* w = nullptr;  // packed, bf16
-  const float* bias = nullptr;       // [n], or nullptr
-  std::int64_t n = 0, k = 0;
+  Weight w;
+  const float* bias = nullptr;  // [n], or nullptr
 };
 
 struct Norm {
@@ -36,7 +35,7 @@ struct Between {
   Norm next_norm;           // before the attention that comes
   std::optional<Linear> next;  // queries, keys and values; none after a stage's last layer
 
-  std::int64_t outputs() const { return next ? next->n : down.n; }
+  std::int64_t outputs() const { return next ? next->w.n : down.w.n; }
 };
 
 #if defined(__x86_64__)
@@ -95,21 +94,20 @@ RAY_HETERO_BF16 inline void gate(const std::uint16_t* gate, const std::uint16_t*
 
 class BetweenAttentions {
  public:
-  // attended [m][output.k], residual [m][output.n] → sum [m][output.n], y [m][outputs()], all bf16.
+  // attended [m][output.w.k], residual [m][hidden] → sum [m][hidden], y [m][outputs()], all bf16.
   BetweenAttentions(const Between& layer, const std::uint16_t* attended,
                     const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
                     std::uint16_t* y, bool use_amx)
-      : layer_(layer), residual_(residual), m_(m), hidden_(layer.output.n),
-        wide_(layer.down.k), threads_(omp_get_max_threads()), sum_(sum) {
-    std::uint16_t* at = reinterpret_cast<std::uint16_t*>(
-        scratch((3 * hidden_ + 3 * wide_) * m / 2 + 1, kBetween));
+      : layer_(layer), residual_(residual), m_(m), hidden_(layer.output.w.n),
+        wide_(layer.down.w.k), threads_(omp_get_max_threads()), sum_(sum) {
+    std::uint16_t* at = scratch_bf16((3 * hidden_ + 3 * wide_) * m, kBetween);
     projected_ = take(at, hidden_);
     normed_ = take(at, hidden_);
     between_ = layer.next ? take(at, hidden_) : sum;
     gate_up_ = take(at, 2 * wide_);
     gated_ = take(at, wide_);
     const auto task = [&](const Linear& linear, const std::uint16_t* from, std::uint16_t* to) {
-      return Task{from, linear.w, linear.bias, to, m, linear.n, linear.k / 2, linear.k, use_amx};
+      return Task{from, linear.w, linear.bias, to, m, linear.w.k, use_amx};
     };
     output_ = task(layer.output, attended, projected_);
     up_ = task(layer.gate_up, normed_, gate_up_);
@@ -121,7 +119,7 @@ class BetweenAttentions {
     // What it gives must not move while the products share it.
     std::size_t most = 0;
     for (const Task* task : {&output_, &up_, &down_, &next_}) {
-      if (task->w != nullptr) most = std::max(most, FewTokens::sums(*task));
+      if (task->w.data != nullptr) most = std::max(most, FewTokens::sums(*task));
     }
     scratch(most, kSums);
     FewTokens output(output_), up(up_), down(down_);
@@ -192,9 +190,9 @@ inline void run(const Between& layer, const std::uint16_t* attended, const std::
   for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {
     const std::int64_t tokens = std::min(left, kFewTokens);
     BetweenAttentions(layer, attended, residual, tokens, sum, y, use_amx).run();
-    attended += tokens * layer.output.k;
-    residual += tokens * layer.output.n;
-    sum += tokens * layer.output.n;
+    attended += tokens * layer.output.w.k;
+    residual += tokens * layer.output.w.n;
+    sum += tokens * layer.output.w.n;
     y += tokens * layer.outputs();
   }
 }

@@ -1,9 +1,11 @@
-// Python's face of streaming_linear.h and between_attentions.h; ray_hetero/streaming_linear.py and
-// ray_hetero/fused_layers.py are the typed ones.
+// Python's face of weights.h, streaming_linear.h and between_attentions.h; the typed ones are
+// ray_hetero/compact_weights.py, ray_hetero/streaming_linear.py and ray_hetero/fused_layers.py.
 
 #include "between_attentions.h"
 #include "streaming_linear.h"
+#include "weights.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -23,13 +25,23 @@ void check(std::int64_t n, std::int64_t k) {
   }
 }
 
-using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t>;
+ray_hetero::Weight as_weight(std::uintptr_t data, std::int64_t n, std::int64_t k,
+                             const ray_hetero::Compact* compact) {
+  check(n, k);
+  if (compact != nullptr &&
+      (compact->blocks() * ray_hetero::kBlock != n || compact->inputs() != k)) {
+    throw py::value_error("expected the shape that was made compact");
+  }
+  return {pointer<const std::uint8_t>(data), n, k, compact};
+}
+
+using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t,
+                            const ray_hetero::Compact*>;
 using AsNorm = std::tuple<std::uintptr_t, float>;
 
 ray_hetero::Linear as_linear(const AsLinear& given) {
-  const auto [w, bias, n, k] = given;
-  check(n, k);
-  return {pointer<const std::uint16_t>(w), pointer<const float>(bias), n, k};
+  const auto [w, bias, n, k, compact] = given;
+  return {as_weight(w, n, k, compact), pointer<const float>(bias)};
 }
 
 ray_hetero::Norm as_norm(const AsNorm& given) {
@@ -51,9 +63,9 @@ ray_hetero::Between between(const AsLinear& output, const AsNorm& norm, const As
     made.next_norm = as_norm(*next_norm);
     made.next = as_linear(*next);
   }
-  const std::int64_t hidden = made.output.n;
-  if (made.gate_up.k != hidden || made.gate_up.n != 2 * made.down.k || made.down.n != hidden ||
-      (made.next && made.next->k != hidden)) {
+  const std::int64_t hidden = made.output.w.n;
+  if (made.gate_up.w.k != hidden || made.gate_up.w.n != 2 * made.down.w.k ||
+      made.down.w.n != hidden || (made.next && made.next->w.k != hidden)) {
     throw py::value_error("expected the layers' inputs and outputs to fit together");
   }
   return made;
@@ -68,20 +80,46 @@ void run_between(const ray_hetero::Between& layer, std::uintptr_t attended, std:
 }
 
 void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, std::uintptr_t bias,
-            std::uintptr_t y, std::int64_t m, std::int64_t n, std::int64_t k, bool use_amx) {
-  check(n, k);
+            std::uintptr_t y, std::int64_t m, std::int64_t n, std::int64_t k, bool use_amx,
+            const ray_hetero::Compact* compact) {
   if (m < 0) throw py::value_error("expected no negative number of tokens");
   const ray_hetero::Task task{pointer<const std::uint16_t>(x),
-                              pointer<const std::uint16_t>(w),
+                              as_weight(w, n, k, compact),
                               pointer<const float>(bias),
                               pointer<std::uint16_t>(y),
                               m,
-                              n,
-                              k / 2,
                               stride,
                               use_amx};
   py::gil_scoped_release release;
   ray_hetero::run(task);
+}
+
+ray_hetero::Compact make_compact(std::uintptr_t packed, std::int64_t n, std::int64_t k,
+                                 std::uintptr_t rows) {
+  check(n, k);
+  py::gil_scoped_release release;
+  return {pointer<const std::uint16_t>(packed), n, k, pointer<std::uint8_t>(rows)};
+}
+
+// Places in [outputs, inputs] of some blocks, and bf16 values.
+std::pair<py::array_t<std::int64_t>, py::array_t<std::int16_t>> exceptions(
+    const ray_hetero::Compact& compact, std::int64_t first, std::int64_t last) {
+  if (first < 0 || last < first || last > compact.blocks()) {
+    throw py::value_error("expected a range of blocks");
+  }
+  const auto count = compact.begin(last) - compact.begin(first);
+  py::array_t<std::int64_t> places(count);
+  py::array_t<std::int16_t> values(count);
+  std::int64_t* place = places.mutable_data();
+  std::int16_t* value = values.mutable_data();
+  for (std::int64_t block = first; block < last; ++block) {
+    const std::int64_t output = (block - first) * ray_hetero::kBlock;
+    for (const auto* one = compact.begin(block); one != compact.end(block); ++one) {
+      *place++ = (output + one->output) * compact.inputs() + one->k;
+      *value++ = static_cast<std::int16_t>(one->value);
+    }
+  }
+  return {places, values};
 }
 
 }  // namespace
@@ -95,17 +133,43 @@ PYBIND11_MODULE(_streaming_linear, module) {
              "Whether this process may use AMX-BF16; asks the kernel for it.");
   module.def("linear", &linear, py::arg("x"), py::arg("stride"), py::arg("w"), py::arg("bias"),
              py::arg("y"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("use_amx"),
+             py::arg("compact") = nullptr,
              "y [m, n] = x [m, k] · Wᵀ + bias, all bf16 but the bias (float32), given by address.\n\n"
-             "`stride` is elements between tokens of x; w is packed as [n / 32][k / 2][32][2];\n"
-             "bias may be 0.  Uses the threads of the OpenMP runtime that the process has.\n"
+             "`stride` is elements between tokens of x; w is packed as [n / 32][k / 2][32][2], or\n"
+             "the rows of `compact`; bias may be 0.  Uses the threads of the OpenMP runtime that the process has.\n"
              "Raises ValueError: shapes that the layout cannot hold, or a processor without\n"
              "AVX-512-BF16.");
+
+  py::class_<ray_hetero::Compact>(module, "Compact",
+                                  "What belongs to a compact weight beside its rows.")
+      .def(py::init(&make_compact), py::arg("packed"), py::arg("n"), py::arg("k"), py::arg("rows"),
+           "Write packed rows, bf16, as compact ones, n · k · 3 / 2 bytes; both by address.\n"
+           "Raises ValueError: shapes that the layout cannot hold, or a processor without\n"
+           "AVX-512-BF16.")
+      .def_property_readonly(
+          "book",
+          [](const ray_hetero::Compact& compact) {
+            return std::vector<int>(compact.book().begin(), compact.book().end());
+          },
+          "Upper bytes by their number.")
+      .def_property_readonly("exceptions_count", &ray_hetero::Compact::exceptions,
+                             "Weights that the rows do not hold.")
+      .def("exceptions", &exceptions, py::arg("first"), py::arg("last"),
+           "Weights of blocks `first` to `last` that the rows do not hold: places in [outputs, k]\n"
+           "of these blocks, values. Raises ValueError: no such blocks.")
+      .def(
+          "expand",
+          [](const ray_hetero::Compact& compact, std::uintptr_t rows, std::uintptr_t packed) {
+            py::gil_scoped_release release;
+            compact.expand(pointer<const std::uint8_t>(rows), pointer<std::uint16_t>(packed));
+          },
+          py::arg("rows"), py::arg("packed"), "The packed rows again; both by address.");
 
   py::class_<ray_hetero::Between>(module, "Between",
                                   "What a decoder layer computes from one attention to the next.")
       .def(py::init(&between), py::kw_only(), py::arg("output"), py::arg("norm"),
            py::arg("gate_up"), py::arg("down"), py::arg("next_norm"), py::arg("next"),
-           "Layers are (address of W, of the bias or 0, N, K), norms (address, epsilon); what they\n"
+           "Layers are (address of W, of the bias or 0, N, K, Compact or None), norms (address, epsilon); what they\n"
            "point at must outlive this.  Raises ValueError: shapes that do not fit together.")
       .def("run", &run_between, py::arg("attended"), py::arg("residual"), py::arg("m"),
            py::arg("sum"), py::arg("y"), py::arg("use_amx"),

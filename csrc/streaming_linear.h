@@ -1,7 +1,6 @@
 // y = x · Wᵀ + b in bf16, for the linear layers of a CPU rank.
 //
-// W is in the layout of vLLM's packed kernels, [N / 32][K / 2][32][2]: a row of 128 bytes holds two
-// k of 32 outputs (a block), which is what both VDPBF16PS and TDPBF16PS multiply.
+// W is packed or compact, see weights.h.
 //
 // Few tokens (a decode step): every weight is read once, so the only thing that counts is that all
 // threads stream W without a pause.  W is cut into units of up to 64 KiB, each thread gets a run of
@@ -25,46 +24,37 @@
 #include <memory>
 #include <vector>
 
+#include "weights.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
-// GCC 12 takes the undefined operands of some of its own intrinsics for mistakes (GCC bug 105593).
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
 #include <sys/syscall.h>
 #include <unistd.h>
-#define RAY_HETERO_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
-#define RAY_HETERO_AMX __attribute__((target("avx512f,avx512bw,avx512vl,amx-tile,amx-bf16")))
 #endif
 
 namespace ray_hetero {
 
-constexpr int kBlock = 32;                  // outputs of a block
 constexpr int kTile = 16;                   // tokens, outputs and pairs of k of an AMX tile
-constexpr int kRow = 2 * kBlock;            // elements of a row
 constexpr std::int64_t kUnitRows = 512;     // most rows of a unit of few tokens
 constexpr std::int64_t kFewTokens = 32;     // with AMX: two tiles
-constexpr std::int64_t kFar = 64;           // rows from a load to its prefetch into the L2 cache
-constexpr std::int64_t kNear = 16;          // … and into L1, whose fill buffers are few
+constexpr std::int64_t kFar = 8192;         // bytes from a load to its prefetch into the L2 cache
+constexpr std::int64_t kNear = 2048;        // … and into L1, whose fill buffers are few
+constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
+constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
 constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
 constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
 constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
 constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them
 
+constexpr std::int64_t kLineBytes = 64;     // of a cache line
+
 struct Task {
   const std::uint16_t* x;  // [m][stride] bf16
-  const std::uint16_t* w;  // packed, bf16
-  const float* bias;       // [n], or nullptr
-  std::uint16_t* y;        // [m][n] bf16
-  std::int64_t m, n, pairs, stride;
+  Weight w;
+  const float* bias;  // [n], or nullptr
+  std::uint16_t* y;   // [m][n] bf16
+  std::int64_t m, stride;
   bool use_amx;
-
-  std::int64_t blocks() const { return n / kBlock; }
-  const std::uint16_t* rows(std::int64_t block, std::int64_t row) const {
-    return w + (block * pairs + row) * kRow;
-  }
 };
 
 #if defined(__x86_64__)
@@ -145,13 +135,17 @@ class Scratch {
   std::size_t size_ = 0;
 };
 
-// What a thread keeps: sums, tokens packed for itself, those packed for all threads, and what is
-// between the products of between_attentions.h.
-enum Buffer { kSums, kOwnTokens, kSharedTokens, kBetween, kBuffers };
+// What a thread keeps: sums, tokens packed for itself, those packed for all threads, what is between
+// the products of between_attentions.h, and rows that were compact.
+enum Buffer { kSums, kOwnTokens, kSharedTokens, kBetween, kExpanded, kBuffers };
 
 inline float* scratch(std::size_t floats, Buffer which) {
   static thread_local Scratch kept[kBuffers];
   return static_cast<float*>(kept[which].get(floats * sizeof(float)));
+}
+
+inline std::uint16_t* scratch_bf16(std::size_t elements, Buffer which) {
+  return reinterpret_cast<std::uint16_t*>(scratch((elements + 1) / 2, which));
 }
 
 RAY_HETERO_BF16 inline void store_bf16(std::uint16_t* at, __m512 values) {
@@ -164,14 +158,16 @@ RAY_HETERO_BF16 inline void store_token(const Task& task, std::int64_t token, st
     const std::int64_t at = block * kBlock + half;
     __m512 sum = _mm512_loadu_ps(sums + half);
     if (task.bias != nullptr) sum = _mm512_add_ps(sum, _mm512_loadu_ps(task.bias + at));
-    store_bf16(task.y + token * task.n + at, sum);
+    store_bf16(task.y + token * task.w.n + at, sum);
   }
 }
 
 // The hardware's prefetcher stops at the end of each page, and tile loads hardly set it off.
-inline void prefetch_line(const std::uint16_t* at) {
-  _mm_prefetch(reinterpret_cast<const char*>(at + kFar * kRow), _MM_HINT_T1);
-  _mm_prefetch(reinterpret_cast<const char*>(at + kNear * kRow), _MM_HINT_T0);
+inline void prefetch_lines(const std::uint8_t* at, std::int64_t bytes) {
+  for (std::int64_t line = 0; line < bytes; line += kLineBytes) {
+    _mm_prefetch(reinterpret_cast<const char*>(at + line + kFar), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(at + line + kNear), _MM_HINT_T0);
+  }
 }
 
 // ---- AVX-512: sums of up to kGroup tokens stay in registers, two for each token -----------------
@@ -179,43 +175,86 @@ inline void prefetch_line(const std::uint16_t* at) {
 constexpr int kGroup = 8;
 
 template <int M>
-RAY_HETERO_BF16 void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
-                              std::int64_t rows, float* sums) {
-  __m512 low[M], high[M];
-  for (int i = 0; i < M; ++i) low[i] = high[i] = _mm512_setzero_ps();
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const std::uint16_t* at = w + row * kRow;
-    prefetch_line(at);
-    prefetch_line(at + kBlock);
-    const auto left = (__m512bh)_mm512_loadu_si512(at);
-    const auto right = (__m512bh)_mm512_loadu_si512(at + kBlock);
-    for (int i = 0; i < M; ++i) {
-      std::int32_t pair;
-      __builtin_memcpy(&pair, x + i * stride + 2 * row, sizeof(pair));
-      const auto both = (__m512bh)_mm512_set1_epi32(pair);
-      low[i] = _mm512_dpbf16_ps(low[i], left, both);
-      high[i] = _mm512_dpbf16_ps(high[i], right, both);
-    }
-  }
+struct Sums {
+  __m512 left[M], right[M];
+};
+
+template <int M>
+RAY_HETERO_BF16 inline void add_row(const std::uint16_t* x, std::int64_t stride, __m512i left,
+                                    __m512i right, Sums<M>& sums) {
   for (int i = 0; i < M; ++i) {
-    _mm512_storeu_ps(sums + i * kBlock, low[i]);
-    _mm512_storeu_ps(sums + i * kBlock + kTile, high[i]);
+    std::int32_t pair;
+    __builtin_memcpy(&pair, x + i * stride, sizeof(pair));
+    const auto both = (__m512bh)_mm512_set1_epi32(pair);
+    sums.left[i] = _mm512_dpbf16_ps(sums.left[i], (__m512bh)left, both);
+    sums.right[i] = _mm512_dpbf16_ps(sums.right[i], (__m512bh)right, both);
   }
 }
 
-using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
-                         float*);
+// An even number of rows, compact ones with their book.
+template <int M, bool kCompact>
+RAY_HETERO_BF16 void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint8_t* w,
+                              const Compact* compact, std::int64_t rows, float* to) {
+  Sums<M> sums;
+  for (int i = 0; i < M; ++i) sums.left[i] = sums.right[i] = _mm512_setzero_ps();
+  constexpr std::int64_t kBytes = kCompact ? kCompactPair : 2 * kRowBytes;
+  __m512i book = _mm512_setzero_si512();
+  if constexpr (kCompact) book = load_book(*compact);
+  for (std::int64_t row = 0; row < rows; row += 2, w += kBytes, x += 4) {
+    prefetch_lines(w, kBytes);
+    if constexpr (kCompact) {
+      const TwoRows two = expand_two(w, book);
+      add_row<M>(x, stride, two.left[0], two.right[0], sums);
+      add_row<M>(x + 2, stride, two.left[1], two.right[1], sums);
+    } else {
+      const std::uint8_t* next = w + kRowBytes;
+      add_row<M>(x, stride, _mm512_loadu_si512(w), _mm512_loadu_si512(w + kRow), sums);
+      add_row<M>(x + 2, stride, _mm512_loadu_si512(next), _mm512_loadu_si512(next + kRow), sums);
+    }
+  }
+  for (int i = 0; i < M; ++i) {
+    _mm512_storeu_ps(to + i * kBlock, sums.left[i]);
+    _mm512_storeu_ps(to + i * kBlock + kTile, sums.right[i]);
+  }
+}
+
+using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint8_t*, const Compact*,
+                         std::int64_t, float*);
+template <bool kCompact>
 constexpr AddRows kAddRows[kGroup + 1] = {
-    nullptr,     add_rows<1>, add_rows<2>, add_rows<3>, add_rows<4>,
-    add_rows<5>, add_rows<6>, add_rows<7>, add_rows<8>,
+    nullptr,
+    add_rows<1, kCompact>, add_rows<2, kCompact>, add_rows<3, kCompact>, add_rows<4, kCompact>,
+    add_rows<5, kCompact>, add_rows<6, kCompact>, add_rows<7, kCompact>, add_rows<8, kCompact>,
 };
 
-inline void sum_avx(const Task& task, std::int64_t row, const std::uint16_t* w, std::int64_t rows,
+inline void sum_avx(const Task& task, std::int64_t block, std::int64_t row, std::int64_t rows,
                     float* sums) {
+  const auto* add = task.w.compact != nullptr ? kAddRows<true> : kAddRows<false>;
   for (std::int64_t token = 0; token < task.m; token += kGroup) {
     const auto group = std::min<std::int64_t>(kGroup, task.m - token);
-    kAddRows[group](task.x + token * task.stride + 2 * row, task.stride, w, rows,
-                    sums + token * kBlock);
+    add[group](task.x + token * task.stride + 2 * row, task.stride, task.w.rows(block, row),
+               task.w.compact, rows, sums + token * kBlock);
+  }
+}
+
+inline float as_float(std::uint16_t value) {
+  const std::uint32_t bits = std::uint32_t{value} << 16;
+  float widened;
+  __builtin_memcpy(&widened, &bits, sizeof(widened));
+  return widened;
+}
+
+// What a block's exceptions add to the sums [tokens][kBlock] of tokens from `begin` on.
+inline void add_exceptions(const Task& task, std::int64_t block, std::int64_t begin,
+                           std::int64_t tokens, float* sums) {
+  if (task.w.compact == nullptr) return;
+  const Exception* end = task.w.compact->end(block);
+  for (const Exception* one = task.w.compact->begin(block); one != end; ++one) {
+    const float value = as_float(one->value);
+    const std::uint16_t* x = task.x + begin * task.stride + one->k;
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      sums[token * kBlock + one->output] += value * as_float(x[token * task.stride]);
+    }
   }
 }
 
@@ -244,7 +283,6 @@ struct alignas(64) TileConfig {
 };
 
 constexpr int kSumStride = kBlock * sizeof(float);
-constexpr int kRowStride = kRow * sizeof(std::uint16_t);
 constexpr int kTokenStride = 2 * kTile * sizeof(std::uint16_t);
 
 template <bool kTwo>
@@ -280,8 +318,8 @@ RAY_HETERO_AMX inline void store_sums(float* sums) {
 // 16 rows of W times up to 32 tokens, whose tiles of [tokens][32] begin at x.
 template <bool kTwo>
 RAY_HETERO_AMX inline void multiply(const std::uint16_t* x, const std::uint16_t* w) {
-  _tile_loadd(6, w, kRowStride);
-  _tile_loadd(7, w + kBlock, kRowStride);
+  _tile_loadd(6, w, kRowBytes);
+  _tile_loadd(7, w + kBlock, kRowBytes);
   _tile_loadd(4, x, kTokenStride);
   _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
@@ -292,14 +330,31 @@ RAY_HETERO_AMX inline void multiply(const std::uint16_t* x, const std::uint16_t*
   }
 }
 
+// Rows of a unit, compact ones expanded tile by tile.
 template <bool kTwo>
-RAY_HETERO_AMX void sum_tiles(const std::uint16_t* x, std::int64_t step, const std::uint16_t* w,
-                              std::int64_t rows, float* sums) {
+RAY_HETERO_AMX void sum_tiles(const std::uint16_t* x, std::int64_t step, const std::uint8_t* w,
+                              const Compact* compact, std::int64_t rows, float* sums) {
+  constexpr std::int64_t kTilePairs = kTile / 2;
   clear_sums<kTwo>();
-  for (std::int64_t row = 0; row < rows; row += kTile, x += step) {
-    const std::uint16_t* at = w + row * kRow;
-    for (int line = 0; line < 2 * kTile; ++line) prefetch_line(at + line * kBlock);
-    multiply<kTwo>(x, at);
+  if (compact == nullptr) {
+    for (std::int64_t row = 0; row < rows; row += kTile, x += step, w += kTile * kRowBytes) {
+      prefetch_lines(w, kTile * kRowBytes);
+      multiply<kTwo>(x, reinterpret_cast<const std::uint16_t*>(w));
+    }
+  } else {
+    // A tile cannot be loaded from stores that are still on their way to the cache, so the next
+    // tiles are expanded while this one is multiplied.
+    std::uint16_t* ring = scratch_bf16(kRing * kTile * kRow, kExpanded);
+    const __m512i book = load_book(*compact);
+    const std::int64_t tiles = rows / kTile;
+    for (std::int64_t tile = -kAhead; tile < tiles; ++tile) {
+      if (tile + kAhead < tiles) {
+        prefetch_lines(w, kTilePairs * kCompactPair);
+        expand_rows(w, book, kTile, ring + (tile + kAhead) % kRing * kTile * kRow);
+        w += kTilePairs * kCompactPair;
+      }
+      if (tile >= 0) multiply<kTwo>(x + tile * step, ring + tile % kRing * kTile * kRow);
+    }
   }
   store_sums<kTwo>(sums);
 }
@@ -329,13 +384,13 @@ class FewTokens {
  public:
   explicit FewTokens(const Task& task)
       : task_(task),
-        parts_((task.pairs + kUnitRows - 1) / kUnitRows),
-        rows_((task.pairs / kTile + parts_ - 1) / parts_ * kTile),
+        parts_((task.w.pairs() + kUnitRows - 1) / kUnitRows),
+        rows_((task.w.pairs() / kTile + parts_ - 1) / parts_ * kTile),
         threads_(omp_get_max_threads()),
-        runs_(task.blocks() * parts_, threads_),
-        missing_(new std::atomic<int>[task.blocks()]),
+        runs_(task.w.blocks() * parts_, threads_),
+        missing_(new std::atomic<int>[task.w.blocks()]),
         sums_(scratch(sums(task), kSums)) {
-    for (std::int64_t block = 0; block < task.blocks(); ++block) {
+    for (std::int64_t block = 0; block < task.w.blocks(); ++block) {
       missing_[block].store(static_cast<int>(parts_), std::memory_order_relaxed);
     }
   }
@@ -347,18 +402,18 @@ class FewTokens {
 
   // Floats of sums that a task takes.
   static std::size_t sums(const Task& task) {
-    const std::int64_t parts = (task.pairs + kUnitRows - 1) / kUnitRows;
-    return static_cast<std::size_t>(task.blocks() * parts * task.m * kBlock);
+    const std::int64_t parts = (task.w.pairs() + kUnitRows - 1) / kUnitRows;
+    return static_cast<std::size_t>(task.w.blocks() * parts * task.m * kBlock);
   }
 
   // Have the first weights of this thread's share on their way while it waits for the others.
   void read_ahead(int thread) const {
     const std::int64_t unit = runs_.first(thread);
     if (unit < 0) return;
-    const std::int64_t row = unit % parts_ * rows_, rows = std::min(rows_, task_.pairs - row);
-    const std::uint16_t* at = task_.rows(unit / parts_, row);
-    for (std::int64_t line = 0; line < 2 * rows; ++line) {
-      _mm_prefetch(reinterpret_cast<const char*>(at + line * kBlock), _MM_HINT_T1);
+    const std::int64_t row = unit % parts_ * rows_, rows = std::min(rows_, task_.w.pairs() - row);
+    const std::uint8_t* at = task_.w.rows(unit / parts_, row);
+    for (std::int64_t line = 0; line < rows / 2 * task_.w.pair_bytes(); line += kLineBytes) {
+      _mm_prefetch(reinterpret_cast<const char*>(at + line), _MM_HINT_T1);
     }
   }
 
@@ -367,8 +422,8 @@ class FewTokens {
     const std::uint16_t* packed = nullptr;
     if (task_.use_amx) {
       // Each thread its own copy: lines that another core has written would come one by one.
-      auto* mine = reinterpret_cast<std::uint16_t*>(scratch(task_.m * task_.pairs, kOwnTokens));
-      pack_tokens(task_, 0, task_.pairs / kTile, mine);
+      std::uint16_t* mine = scratch_bf16(task_.m * task_.w.k, kOwnTokens);
+      pack_tokens(task_, 0, task_.w.pairs() / kTile, mine);
       packed = mine;
       configure_tiles(task_.m);
     }
@@ -379,14 +434,14 @@ class FewTokens {
  private:
   void sum(std::int64_t unit, const std::uint16_t* packed) {
     const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
-    const std::int64_t rows = std::min(rows_, task_.pairs - row);
+    const std::int64_t rows = std::min(rows_, task_.w.pairs() - row);
     float* sums = sums_ + unit * task_.m * kBlock;
     if (packed == nullptr) {
-      sum_avx(task_, row, task_.rows(block, row), rows, sums);
+      sum_avx(task_, block, row, rows, sums);
     } else {
       const auto add = task_.m > kTile ? sum_tiles<true> : sum_tiles<false>;
       const std::int64_t step = task_.m * 2 * kTile;
-      add(packed + row / kTile * step, step, task_.rows(block, row), rows, sums);
+      add(packed + row / kTile * step, step, task_.w.rows(block, row), task_.w.compact, rows, sums);
     }
     if (missing_[block].fetch_sub(1, std::memory_order_acq_rel) == 1) finish(block);
   }
@@ -394,14 +449,14 @@ class FewTokens {
   RAY_HETERO_BF16 void finish(std::int64_t block) {
     const std::int64_t part = task_.m * kBlock;
     float* sums = sums_ + block * parts_ * part;
-    for (std::int64_t token = 0; token < task_.m; ++token, sums += kBlock) {
-      for (std::int64_t other = 1; other < parts_; ++other) {
-        for (int half = 0; half < kBlock; half += kTile) {
-          float* at = sums + half;
-          _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at),
-                                             _mm512_loadu_ps(at + other * part)));
-        }
+    for (std::int64_t other = 1; other < parts_; ++other) {
+      for (std::int64_t at = 0; at < part; at += kTile) {
+        _mm512_storeu_ps(sums + at, _mm512_add_ps(_mm512_loadu_ps(sums + at),
+                                                  _mm512_loadu_ps(sums + at + other * part)));
       }
+    }
+    add_exceptions(task_, block, 0, task_.m, sums);
+    for (std::int64_t token = 0; token < task_.m; ++token, sums += kBlock) {
       store_token(task_, token, block, sums);
     }
   }
@@ -423,17 +478,17 @@ class ManyTokens {
         threads_(omp_get_max_threads()),
         groups_((task.m + kPieceTokens - 1) / kPieceTokens),
         tokens_((task.m / kTile / 2 + groups_) / groups_ * kTile * 2),
-        wide_(std::clamp<std::int64_t>(task.blocks() * groups_ / (4 * threads_), 1,
+        wide_(std::clamp<std::int64_t>(task.w.blocks() * groups_ / (4 * threads_), 1,
                                        kPieceBlocks)),
-        columns_((task.blocks() + wide_ - 1) / wide_),
-        packed_(reinterpret_cast<std::uint16_t*>(scratch(task.m * task.pairs, kSharedTokens))),
+        columns_((task.w.blocks() + wide_ - 1) / wide_),
+        packed_(scratch_bf16(task.m * task.w.k, kSharedTokens)),
         runs_(columns_ * groups_, threads_) {}
 
   void run() {
 #pragma omp parallel num_threads(threads_)
     {
 #pragma omp for schedule(static)
-      for (std::int64_t tile = 0; tile < task_.pairs / kTile; ++tile) {
+      for (std::int64_t tile = 0; tile < task_.w.pairs() / kTile; ++tile) {
         pack_tokens(task_, tile, tile + 1, packed_);
       }
       const int thread = omp_get_thread_num();
@@ -445,19 +500,20 @@ class ManyTokens {
  private:
   void sum(std::int64_t unit) {
     const std::int64_t first = unit / groups_ * wide_;
-    const std::int64_t last = std::min(first + wide_, task_.blocks());
+    const std::int64_t last = std::min(first + wide_, task_.w.blocks());
     const std::int64_t begin = unit % groups_ * tokens_;
     const std::int64_t end = std::min(begin + tokens_, task_.m);
     const std::int64_t tokens = end - begin;
     if (tokens <= 0) return;
     float* sums = scratch((last - first) * tokens * kBlock, kSums);
-    for (std::int64_t row = 0; row < task_.pairs; row += kPieceRows) {
-      const std::int64_t rows = std::min(kPieceRows, task_.pairs - row);
+    for (std::int64_t row = 0; row < task_.w.pairs(); row += kPieceRows) {
+      const std::int64_t rows = std::min(kPieceRows, task_.w.pairs() - row);
       for (std::int64_t block = first; block < last; ++block) {
         add_piece(block, row, rows, begin, tokens, sums + (block - first) * tokens * kBlock);
       }
     }
     for (std::int64_t block = first; block < last; ++block) {
+      add_exceptions(task_, block, begin, tokens, sums);
       for (std::int64_t token = 0; token < tokens; ++token, sums += kBlock) {
         store_token(task_, begin + token, block, sums);
       }
@@ -467,17 +523,24 @@ class ManyTokens {
   RAY_HETERO_AMX void add_piece(std::int64_t block, std::int64_t row, std::int64_t rows,
                                 std::int64_t begin, std::int64_t tokens, float* sums) {
     const std::int64_t step = task_.m * 2 * kTile;
-    const std::uint16_t* w = task_.rows(block, row);
+    const std::uint8_t* at = task_.w.rows(block, row);
+    const auto* w = reinterpret_cast<const std::uint16_t*>(at);
+    if (task_.w.compact != nullptr) {
+      std::uint16_t* expanded = scratch_bf16(kPieceRows * kRow, kExpanded);
+      expand_rows(at, load_book(*task_.w.compact), rows, expanded);
+      w = expanded;
+    }
     // The same block's next rows; they are read while this piece is multiplied.
-    const std::uint16_t* next = w + rows * kRow;
+    const std::uint8_t* next = at + rows / 2 * task_.w.pair_bytes();
     const std::int64_t groups = (tokens + 2 * kTile - 1) / (2 * kTile);
-    const std::int64_t lines = (2 * kTile + groups - 1) / groups;
+    const std::int64_t tile_lines = kTile / 2 * task_.w.pair_bytes() / kLineBytes;
+    const std::int64_t lines = (tile_lines + groups - 1) / groups;
     for (std::int64_t token = 0; token < tokens; token += 2 * kTile) {
       const std::int64_t here = std::min<std::int64_t>(2 * kTile, tokens - token);
       if (token == 0 || here < 2 * kTile) configure_tiles(here);
       const auto add = here > kTile ? add_tiles<true> : add_tiles<false>;
       add(packed_ + row / kTile * step + (begin + token) * 2 * kTile, step, w, rows,
-          row == 0, next + token / (2 * kTile) * rows / kTile * lines * kBlock, lines,
+          row == 0, next + token / (2 * kTile) * rows / kTile * lines * kLineBytes, lines,
           sums + token * kBlock);
     }
   }
@@ -485,14 +548,14 @@ class ManyTokens {
   template <bool kTwo>
   RAY_HETERO_AMX static void add_tiles(const std::uint16_t* x, std::int64_t step,
                                        const std::uint16_t* w, std::int64_t rows, bool is_first,
-                                       const std::uint16_t* next, std::int64_t lines, float* sums) {
+                                       const std::uint8_t* next, std::int64_t lines, float* sums) {
     if (is_first) {
       clear_sums<kTwo>();
     } else {
       load_sums<kTwo>(sums);
     }
     for (std::int64_t row = 0; row < rows; row += kTile, x += step) {
-      for (std::int64_t line = 0; line < lines; ++line, next += kBlock) {
+      for (std::int64_t line = 0; line < lines; ++line, next += kLineBytes) {
         _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
       }
       multiply<kTwo>(x, w + row * kRow);
@@ -532,7 +595,7 @@ inline void run(Task task) {
       FewTokens(task).run();
     }
     task.x += task.m * task.stride;
-    task.y += task.m * task.n;
+    task.y += task.m * task.w.n;
   }
 }
 

@@ -22,6 +22,7 @@ import torch
 
 from placement.devices import GIB
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.packed_weights import BLOCK, PAIR_PARTS, ROW, PackedWeight
 
 if TYPE_CHECKING:
     from ray_hetero.fused_layers import Linear, Norm, Parts
@@ -36,9 +37,9 @@ CUDA_BYTES = 620 << 20
 H100."""
 LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
-BLOCK = 32
-"""Outputs that are neighbours in a packed weight."""
 BF16_BYTES = 2
+EXCEPTION_BYTES = 10
+"""Of a weight that compact rows do not hold: its place and its value."""
 CHUNK_TOKENS = 1024
 """Whose norms and gates are computed together."""
 WORKING_BYTES = 192 << 20
@@ -49,10 +50,12 @@ WORKING_BYTES = 192 << 20
 class _Piece:
     """Neighbouring blocks of a packed weight [outputs, inputs]."""
 
-    packed: torch.Tensor
-    """[end - begin, inputs], bf16 in host memory."""
+    weight: torch.Tensor
+    """[end - begin, …] of `PackedWeight.data`, in host memory."""
     begin: int
     end: int
+    inputs: int
+    compact: _Compact | None = None
     after: _Piece | None = None
     """The one that was computed with next the last time."""
 
@@ -61,12 +64,26 @@ class _Piece:
 class _Slot:
     """Memory on the GPU for one piece."""
 
-    packed: torch.Tensor
+    memory: torch.Tensor
+    """Bytes."""
     ready: Any
     """Event: the piece has come."""
     free: Any
     """Event: nothing reads it any more."""
     piece: _Piece | None = None
+
+
+@dataclass(frozen=True)
+class _Compact:
+    """What belongs to a compact piece beside its rows; on the GPU."""
+
+    upper: torch.Tensor
+    """[256], int32: for a byte of two numbers the upper bytes, as int16 each, shifted to their
+    place."""
+    places: torch.Tensor
+    """Of weights that the rows do not hold, in [end - begin, inputs]."""
+    values: torch.Tensor
+    """Theirs, bf16."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +116,16 @@ class BorrowedGpu:
     def __init__(self, device: torch.device, tokens: int) -> None:
         self._device = device
         self._tokens = tokens
-        self._weights: dict[int, torch.Tensor] = {}
+        self._weights: dict[int, PackedWeight] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         self._constants: dict[int, _Constant] = {}
         self._ahead: deque[_Slot] = deque()
         self._last: _Piece | None = None
 
-    def add(self, packed: torch.Tensor) -> None:
-        """Have a weight computed here, from `take` on.
-
-        Args:
-            packed: W [N, K] as `torch.ops._C.convert_weight_packed` packs it, bf16.
-
-        """
-        if packed.nbytes >= LEAST_BYTES:
-            self._weights[packed.data_ptr()] = packed
+    def add(self, weight: PackedWeight) -> None:
+        """Have a weight computed here, from `take` on."""
+        if weight.data.nbytes >= LEAST_BYTES:
+            self._weights[weight.data.data_ptr()] = weight
 
     def take(self) -> Taken:
         """Lock the weights' pages and take memory of the GPU.
@@ -127,6 +139,9 @@ class BorrowedGpu:
             return Taken(0, 0)
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
         needed = gpu_bytes(outputs, inputs, self._tokens)
+        needed += EXCEPTION_BYTES * sum(
+            weight.compact.exceptions_count for weight in weights if weight.compact is not None
+        )
         try:
             self._lock_pages()
             self._allocate(outputs, inputs)
@@ -138,8 +153,8 @@ class BorrowedGpu:
                 "Lower gpu.memory_utilization or --max-num-batched-tokens, or set cpu.borrow_gpu "
                 "to false."
             ) from None
-        self._pieces = {at: list(_pieces(weight)) for at, weight in self._weights.items()}
-        return Taken(sum(weight.nbytes for weight in weights), needed)
+        self._pieces = {at: list(self._cut(weight)) for at, weight in self._weights.items()}
+        return Taken(sum(weight.data.nbytes for weight in weights), needed)
 
     def _lock_pages(self) -> None:
         if self._device.type != "cuda":
@@ -148,7 +163,8 @@ class BorrowedGpu:
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()
         for weight in self._weights.values():
-            status = runtime.cudaHostRegister(weight.data_ptr(), weight.nbytes, 0)
+            data = weight.data
+            status = runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
             torch.cuda.check_error(int(status))
 
     def _allocate(self, outputs: int, inputs: int) -> None:
@@ -162,7 +178,10 @@ class BorrowedGpu:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
         piece = _piece_bytes(inputs) // BF16_BYTES
-        slots = [_Slot(memory(piece), module.Event(), module.Event()) for _ in range(SLOTS)]
+        slots = [
+            _Slot(memory(piece).view(torch.uint8), module.Event(), module.Event())
+            for _ in range(SLOTS)
+        ]
         self._slots = itertools.cycle(slots)
         self._unpacked = memory(piece)
         self._x, self._y = memory(self._tokens * inputs), memory(self._tokens * outputs)
@@ -175,6 +194,28 @@ class BorrowedGpu:
         is_gpu = self._device.type == "cuda"
         return torch.empty(shape, dtype=torch.bfloat16, device="cpu", pin_memory=is_gpu)
 
+    def _cut(self, weight: PackedWeight) -> Iterator[_Piece]:
+        outputs, inputs = weight.shape
+        step = _piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
+        for begin in range(0, outputs, step):
+            end = min(begin + step, outputs)
+            compact = None
+            if weight.compact is not None:
+                compact = self._compact(weight.compact, begin // BLOCK, end // BLOCK)
+            yield _Piece(weight.data[begin:end], begin, end, inputs, compact)
+
+    def _compact(self, native: Any, first: int, last: int) -> _Compact:
+        """What blocks of a compact weight need."""
+        book = torch.tensor(native.book, dtype=torch.uint8).view(torch.int8).to(torch.int32) << 8
+        both = torch.arange(256)
+        upper = torch.stack([book[both & 15], book[both >> 4]], dim=1).to(torch.int16)
+        places, values = map(torch.from_numpy, native.exceptions(first, last))
+        return _Compact(
+            upper.view(torch.int32).flatten().to(self._device),
+            places.to(self._device),
+            values.view(torch.bfloat16).to(self._device),
+        )
+
     def suits(self, packed: torch.Tensor, tokens: int) -> bool:
         """Whether a weight is here, and there is room for so many tokens."""
         return packed.data_ptr() in self._pieces and tokens <= self._tokens
@@ -186,7 +227,7 @@ class BorrowedGpu:
 
         Args:
             x: [M, K], bf16, in host memory.
-            packed: W [N, K], one that `suits`.
+            packed: `PackedWeight.data` of W [N, K], one that `suits`.
             bias: [N], float32.
 
         Returns:
@@ -227,7 +268,7 @@ class BorrowedGpu:
         return received
 
     def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return self._multiply(x, linear.packed, linear.bias)
+        return self._multiply(x, linear.weight.data, linear.bias)
 
     def _multiply(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
@@ -278,11 +319,14 @@ class BorrowedGpu:
         self._last = piece
         slot = self._slot_of(piece)
         self._computing.wait_event(slot.ready)
-        rows, inputs = piece.packed.shape
-        size = piece.packed.numel()
-        packed = slot.packed[:size].view(rows // BLOCK, inputs // 2, BLOCK, 2)
-        weight = self._unpacked[:size].view(rows // BLOCK, BLOCK, inputs // 2, 2)
-        weight.copy_(packed.permute(0, 2, 1, 3))
+        rows, inputs = piece.end - piece.begin, piece.inputs
+        weight = self._unpacked[: rows * inputs]
+        memory = slot.memory[: piece.weight.nbytes]
+        if piece.compact is None:
+            packed = memory.view(torch.bfloat16).view(rows // BLOCK, inputs // 2, BLOCK, 2)
+            weight.view(rows // BLOCK, BLOCK, inputs // 2, 2).copy_(packed.permute(0, 2, 1, 3))
+        else:
+            _expand(memory, piece.compact, inputs, weight)
         slot.free.record(self._computing)
         self._read_ahead()
         return weight.view(rows, inputs)
@@ -307,7 +351,8 @@ class BorrowedGpu:
         slot = next(self._slots)
         with _current(self._copying):
             self._copying.wait_event(slot.free)
-            slot.packed[: piece.packed.numel()].copy_(piece.packed.view(-1), non_blocking=True)
+            sent = piece.weight.view(torch.uint8).view(-1)
+            slot.memory[: sent.numel()].copy_(sent, non_blocking=True)
             slot.ready.record(self._copying)
         slot.piece = piece
         self._ahead.append(slot)
@@ -334,9 +379,16 @@ def _chunks(tokens: int) -> Iterator[slice]:
         yield slice(begin, begin + CHUNK_TOKENS)
 
 
-def _pieces(weight: torch.Tensor) -> Iterator[_Piece]:
-    outputs, inputs = weight.shape
-    step = _piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
-    for begin in range(0, outputs, step):
-        end = min(begin + step, outputs)
-        yield _Piece(weight[begin:end], begin, end)
+def _expand(rows: torch.Tensor, compact: _Compact, inputs: int, weight: torch.Tensor) -> None:
+    """Write compact rows, given as bytes, as a weight [outputs, inputs], given as its elements."""
+    parts = rows.view(-1, PAIR_PARTS, ROW)
+    lower, numbers = parts[:, :2], parts[:, 2]
+    upper = compact.upper[numbers.int()].view(torch.int16).view(-1, ROW, 2)
+    both = lower.transpose(1, 2) + upper
+    # Bytes of a row lie as VPUNPCKLBW and VPUNPCKHBW take them: a quarter of the outputs of each
+    # half after the other.
+    packed = both.view(-1, inputs // 4, 4, 2, 4, 2, 2)
+    order = (0, 3, 2, 4, 1, 6, 5)
+    into = weight.view(torch.int16).view(-1, 2, 4, 4, inputs // 4, 2, 2)
+    into.copy_(packed.permute(order))
+    weight.index_copy_(0, compact.places, compact.values)

@@ -49,7 +49,7 @@ class GpuConfig(_Section):
     bandwidth_gb_s: GigabytesPerSecond | None = None
     """What a GPU reads its memory with, in 10^9 bytes per second, for planning; None looks the GPU
     up in the table of known parts."""
-    in_mixed_groups: Literal["eager", "compiled", "graphs"] = "eager"
+    in_mixed_groups: Literal["eager", "compiled", "graphs"] = "graphs"
     """How GPU ranks run in a tensor-parallel group with CPU ranks: operator by operator, compiled
     between the collectives, or captured as CUDA graphs between them too."""
     env: Environment = {}
@@ -80,6 +80,9 @@ class CpuConfig(_Section):
     fuse_layers: bool = True
     """Whether what lies between two attentions is one operator, where linear layers stream and the
     model is one it is known for."""
+    compact_weights: bool = True
+    """Whether linear layers that stream hold their weights in 12 bits instead of 16, without loss,
+    where their values allow that."""
     borrow_gpu: bool | Auto = "auto"
     """Whether a CPU rank has a GPU of its node compute its linear layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from ray_hetero.packed_weights import PackedWeight
 from ray_hetero.streaming_linear import StreamingLinear
 
 MODELS = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
@@ -36,18 +37,18 @@ _fused: list[FusedLayer] = []
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A linear layer whose weights are packed."""
+    """A linear layer."""
 
-    packed: torch.Tensor
-    """W [N, K], bf16, as `torch.ops._C.convert_weight_packed` packs it."""
+    weight: PackedWeight
+    """W [N, K]."""
     bias: torch.Tensor | None
     """[N], float32."""
 
     @property
-    def native(self) -> tuple[int, int, int, int]:
-        """What the native module takes: addresses and shape."""
+    def native(self) -> tuple[int, int, int, int, Any]:
+        """What the native module takes: addresses, shape, what belongs to a compact weight."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        return self.packed.data_ptr(), bias, *self.packed.shape
+        return self.weight.data.data_ptr(), bias, *self.weight.shape, self.weight.compact
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class Parts:
     @property
     def outputs(self) -> int:
         """Size of the result."""
-        return int((self.next or self.down).packed.shape[0])
+        return (self.next or self.down).weight.shape[0]
 
 
 class FusedLayer:
@@ -94,6 +95,7 @@ class FusedLayer:
     def __init__(self, parts: Parts, kernel: StreamingLinear) -> None:
         self.parts = parts
         self._kernel = kernel
+        self._is_compact = any(linear.weight.compact is not None for linear in parts.linears)
         self._native = kernel.native.Between(
             output=parts.output.native,
             norm=parts.norm.native,
@@ -122,7 +124,7 @@ class FusedLayer:
         if (
             many is not None
             and tokens >= many.from_tokens
-            and all(many.gpu.suits(linear.packed, tokens) for linear in self.parts.linears)
+            and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
         ):
             return many.gpu.between(self.parts, attended, residual)
         if tokens > self._kernel.few_tokens:
@@ -136,7 +138,7 @@ class FusedLayer:
             tokens,
             total.data_ptr(),
             result.data_ptr(),
-            self._kernel.has_amx,
+            self._kernel.uses_amx(tokens, is_compact=self._is_compact),
         )
         return result, total
 
@@ -157,7 +159,7 @@ class FusedLayer:
         return self._linear(hidden, parts.next), total
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return self._kernel(x, linear.packed, linear.bias)
+        return self._kernel.compute(x, linear.weight, linear.bias)
 
 
 def _add_and_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:

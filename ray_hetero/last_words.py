@@ -32,8 +32,8 @@ LOOK_AT = {
 
 
 def catch() -> None:
-    """In the process of the `vllm` command: when it ends for a reason, print that last."""
-    if Path(sys.argv[0]).name != "vllm" or VARIABLE in os.environ:
+    """In a process that runs a command of vLLM: when it ends for a reason, print that last."""
+    if VARIABLE in os.environ or not _is_command():
         return
     descriptor, name = tempfile.mkstemp(prefix="ray_hetero-", suffix=".reason")
     os.close(descriptor)
@@ -78,6 +78,12 @@ def discard() -> None:
     """In the engine's process: remove the file of a command that is gone."""
     if path := os.environ.get(VARIABLE):
         Path(path).unlink(missing_ok=True)
+
+
+def _is_command() -> bool:
+    """Whether this is `vllm …` or `python -m vllm.entrypoints.…`, as containers start it."""
+    module = getattr(sys.modules["__main__"].__spec__, "name", "")
+    return Path(sys.argv[0]).name == "vllm" or module.startswith("vllm.entrypoints.")
 
 
 def _taken(path: Path) -> str:

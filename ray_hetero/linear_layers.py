@@ -15,6 +15,7 @@ from ray_hetero.borrowed_gpu import BorrowedGpu
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.fused_layers import Linear, fuse
+from ray_hetero.packed_weights import PackedWeight, made_compact
 from ray_hetero.progress import logger
 from ray_hetero.streaming_linear import Prompts, StreamingLinear
 
@@ -36,16 +37,20 @@ class LinearLayers:
         self._config = config
         self._gpu: BorrowedGpu | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
+        self._bytes = self._bytes_before = 0
         self._kernel = streaming_linear.choose(config.linear_kernel)
         if config.borrow_gpu is True:
             self._check_borrowing(gpu)
         if self._kernel is None:
             return
         self._kernel.prompts = None
+        self._kernel.compact.clear()
         if gpu is not None and config.borrow_gpu:
             self._gpu = BorrowedGpu(gpu, tokens)
         vllm_private.use_linear(
-            torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
+            torch.ops.ray_hetero.streaming_linear,
+            streaming_linear.suits,
+            self._packed,
         )
         logger.info("linear layers stream their weights (cpu.linear_kernel)")
 
@@ -61,12 +66,21 @@ class LinearLayers:
                 "no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
             )
 
-    def _packed(self, layer: torch.nn.Module, weight: torch.Tensor) -> None:
+    def _packed(self, layer: torch.nn.Module, packed: torch.Tensor) -> torch.Tensor:
+        """What the kernel reads in the place of a layer's weight, which was packed."""
+        assert self._kernel is not None
+        weight = PackedWeight(packed)
+        if self._config.compact_weights:
+            weight = made_compact(packed, self._kernel.native)
+            self._kernel.add(weight)
+        self._bytes += weight.data.nbytes
+        self._bytes_before += packed.nbytes
         bias = getattr(layer, "bias", None)
         self._linears[layer] = Linear(weight, None if bias is None else bias.data)
         # An output matrix multiplies one token a request, and its products would be the largest.
         if self._gpu is not None and not isinstance(layer, VocabParallelEmbedding):
             self._gpu.add(weight)
+        return weight.data
 
     def loaded(self, model: torch.nn.Module) -> str:
         """Fuse layers and take the GPU, now that all weights are there.
@@ -81,13 +95,21 @@ class LinearLayers:
         """
         if self._kernel is None:
             return "vllm"
+        if self._bytes < self._bytes_before:
+            logger.info(
+                "linear layers are held in %.1f GiB in place of %.1f, without loss "
+                "(cpu.compact_weights)",
+                self._bytes / GIB,
+                self._bytes_before / GIB,
+            )
         self._take_gpu(self._kernel)
         fused = 0
         if self._config.fuse_layers:
             fused = fuse(model, self._linears, self._kernel)
             logger.info("%d layers are one operator between attentions (cpu.fuse_layers)", fused)
         self._linears.clear()
-        return f"streaming, {fused} fused"
+        compact = len(self._kernel.compact)
+        return f"streaming, {fused} fused, {compact} compact"
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

@@ -21,6 +21,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.borrowed_gpu import BorrowedGpu
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.packed_weights import PackedWeight
 
 try:
     _native: ModuleType | None = importlib.import_module("ray_hetero._streaming_linear")
@@ -33,6 +34,9 @@ MULTIPLE = 32
 """Of inputs and outputs, as the packed layout has them."""
 MOST_TOKENS_WITHOUT_AMX = 4
 """Above, vLLM's packed kernel is faster where there is no AMX; measured, see docs/tuning.md."""
+MOST_TOKENS_IN_REGISTERS = 2
+"""Compact weights are multiplied where they are expanded, in registers, for up to so many tokens;
+for more, AMX is worth writing them to the first-level cache."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
@@ -55,6 +59,17 @@ class StreamingLinear:
         """Up to which a step does nothing but read weights."""
         self.prompts: Prompts | None = None
         """Set once the weights are loaded."""
+        self.compact: dict[int, PackedWeight] = {}
+        """Compact weights by their address, which is all that an operator is given."""
+
+    def add(self, weight: PackedWeight) -> None:
+        """Know a weight that may be compact."""
+        if weight.compact is not None:
+            self.compact[weight.data.data_ptr()] = weight
+
+    def uses_amx(self, tokens: int, *, is_compact: bool) -> bool:
+        """Whether AMX multiplies so many tokens."""
+        return self.has_amx and not (is_compact and tokens <= MOST_TOKENS_IN_REGISTERS)
 
     def __call__(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
@@ -63,21 +78,28 @@ class StreamingLinear:
 
         Args:
             x: […, K], bf16.
-            packed: W [N, K] as `torch.ops._C.convert_weight_packed` packs it, bf16.
+            packed: `PackedWeight.data` of W [N, K]; a compact one has to be known.
             bias: [N], float32.
 
         Returns:
             […, N], bf16.
 
         """
-        outputs, inputs = packed.shape
+        return self.compute(x, self.compact.get(packed.data_ptr()) or PackedWeight(packed), bias)
+
+    def compute(
+        self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The same with a weight that need not be known."""
+        packed = weight.data
+        outputs, inputs = weight.shape
         tokens = x.numel() // inputs
         many = self.prompts
         if many is not None and tokens >= many.from_tokens and many.gpu.suits(packed, tokens):
             y = many.gpu.linear(x.reshape(tokens, inputs), packed, bias)
             return y.view(*x.shape[:-1], outputs)
         if not self.has_amx and tokens > MOST_TOKENS_WITHOUT_AMX:
-            return vllm_ops.weight_packed_linear_cpu(x, packed, outputs, bias)
+            return vllm_ops.weight_packed_linear_cpu(x, weight.packed(), outputs, bias)
         rows = x.reshape(tokens, inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -91,7 +113,8 @@ class StreamingLinear:
             tokens,
             outputs,
             inputs,
-            self.has_amx,
+            self.uses_amx(tokens, is_compact=weight.compact is not None),
+            weight.compact,
         )
         return y
 

@@ -358,7 +358,7 @@ def leave_graphs_out_of_profile(model_runner: Any) -> None:
 def use_linear(
     kernel: Callable[..., Any],
     suits: Callable[[Any], bool],
-    packed_layer: Callable[[Any, Any], None] = lambda layer, packed: None,
+    packed_layer: Callable[[Any, Any], Any] = lambda layer, packed: packed,
 ) -> None:
     """Compute a CPU rank's unquantised linear layers with another kernel.
 
@@ -369,7 +369,8 @@ def use_linear(
     Args:
         kernel: (x [..., K], packed weight [N, K], bias [N] in float32 or None) -> [..., N].
         suits: whether the kernel takes a weight; vLLM's choice is left for the others.
-        packed_layer: told each layer with its packed weight; its bias is float32 then.
+        packed_layer: given each layer with its packed weight, its bias being float32 by then; gives
+            the weight that the kernel is to be called with.
 
     """
     import torch
@@ -385,7 +386,7 @@ def use_linear(
         packed = pack(layer.weight)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.to(torch.float32)
-        packed_layer(layer, packed)
+        packed = packed_layer(layer, packed)
         layer.cpu_linear = lambda x, weight, bias: kernel(x, packed, bias)
         if remove_weight:
             layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)

@@ -11,7 +11,10 @@ from gpu_host import IS_PRETENDED, Checkpoint, needs_gpus
 from leftovers import Scene
 from token_checks import Answer, Case, asked_for, check, run_cases, write_report
 
-from ray_hetero.borrowed_gpu import BLOCK, BorrowedGpu
+from ray_hetero.borrowed_gpu import BorrowedGpu
+from ray_hetero.packed_weights import BLOCK, PackedWeight, made_compact
+
+streaming_linear = pytest.importorskip("ray_hetero._streaming_linear")
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
@@ -44,25 +47,29 @@ class _Nothing:
     def __exit__(self, *args: object) -> None: ...
 
 
-def test_it_computes_what_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_it_computes_what_torch_computes(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, _Nothing)
     torch.manual_seed(0)
     # The shapes of an 8B model: one, two and four pieces, the last of them smaller or not.
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     weights = [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in shapes]
-    borrowed = [packed(weight) for weight in weights]
+    borrowed = [PackedWeight(packed(weight)) for weight in weights]
+    if is_compact:
+        borrowed = [made_compact(weight.data, streaming_linear) for weight in borrowed]
+        assert all(weight.compact is not None for weight in borrowed)
     gpu = BorrowedGpu(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)
     for weight in borrowed:
         gpu.add(weight)
     taken = gpu.take()
-    assert taken.weight_bytes == sum(weight.nbytes for weight in weights)
+    assert taken.weight_bytes == sum(weight.data.nbytes for weight in borrowed)
     for turn in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 0, 2], [0, 1, 2, 3]):
         for index in turn:
             outputs, inputs = shapes[index]
             tokens = 1024 if index == 2 else 100
             x, bias = torch.randn(tokens, inputs).bfloat16(), torch.randn(outputs).bfloat16()
-            found = gpu.linear(x, borrowed[index], bias.float())[-20:].float()
+            found = gpu.linear(x, borrowed[index].data, bias.float())[-20:].float()
             expected = torch.nn.functional.linear(x[-20:], weights[index], bias).float()
             torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-6)
 

@@ -23,6 +23,7 @@ from ray_hetero.borrowed_gpu import SLOTS, BorrowedGpu, gpu_bytes  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.linear_layers import LinearLayers  # noqa: E402
+from ray_hetero.packed_weights import PackedWeight, made_compact  # noqa: E402
 
 current_platform.import_kernels()
 CPU = torch.device("cpu")
@@ -40,13 +41,17 @@ def weights(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in SHAPES]
 
 
-def borrowed(plain: list[torch.Tensor], tokens: int = 64) -> tuple[BorrowedGpu, list[torch.Tensor]]:
+def borrowed(
+    plain: list[torch.Tensor], tokens: int = 64, *, is_compact: bool = False
+) -> tuple[BorrowedGpu, list[torch.Tensor]]:
     gpu = BorrowedGpu(CPU, tokens)
-    packed = [torch.ops._C.convert_weight_packed(weight) for weight in plain]
+    packed = [PackedWeight(torch.ops._C.convert_weight_packed(weight)) for weight in plain]
+    if is_compact:
+        packed = [made_compact(weight.data, native) for weight in packed]
     for weight in packed:
         gpu.add(weight)
     gpu.take()
-    return gpu, packed
+    return gpu, [weight.data for weight in packed]
 
 
 def check(gpu: BorrowedGpu, plain: torch.Tensor, packed: torch.Tensor, tokens: int) -> None:
@@ -60,9 +65,11 @@ def check(gpu: BorrowedGpu, plain: torch.Tensor, packed: torch.Tensor, tokens: i
         torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=2**-8)
 
 
-def test_it_computes_what_torch_computes() -> None:
+@pytest.mark.parametrize("is_compact", [False, pytest.param(True, marks=needs_bf16)])
+def test_it_computes_what_torch_computes(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(borrowed_gpu, "LEAST_BYTES", 1)
     plain = weights()
-    gpu, packed = borrowed(plain)
+    gpu, packed = borrowed(plain, is_compact=is_compact)
     for tokens in (64, 1, 33):
         for one, other in zip(plain, packed, strict=True):
             check(gpu, one, other, tokens)
@@ -83,7 +90,7 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     fetch = BorrowedGpu._fetch
 
     def fetch_and_count(self: BorrowedGpu, piece: borrowed_gpu._Piece) -> None:
-        fetched.append((piece.packed.data_ptr(), piece.begin))
+        fetched.append((piece.weight.data_ptr(), piece.begin))
         fetch(self, piece)
 
     monkeypatch.setattr(BorrowedGpu, "_fetch", fetch_and_count)
@@ -110,8 +117,8 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
 def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
     gpu = BorrowedGpu(CPU, 64)
     small, large = (torch.zeros(n, 512, dtype=torch.bfloat16) for n in (32, 1024))
-    gpu.add(small)
-    gpu.add(large)
+    gpu.add(PackedWeight(small))
+    gpu.add(PackedWeight(large))
     gpu.take()
     assert not gpu.suits(small, 64)
     assert gpu.suits(large, 64)
@@ -136,7 +143,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, _ = borrowed([])
-    gpu.add(torch.ops._C.convert_weight_packed(weights()[0]))
+    gpu.add(PackedWeight(torch.ops._C.convert_weight_packed(weights()[0])))
 
     def no_memory(self: BorrowedGpu, outputs: int, inputs: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
@@ -193,13 +200,13 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
     weight = torch.ops._C.convert_weight_packed(layer.weight.data)
     unasked = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
-    unasked._packed(layer, weight)
+    held = unasked._packed(layer, weight)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level("WARNING", logger="vllm"):
         unasked.loaded(torch.nn.Module())
     assert "CUDA out of memory" in caplog.text
     x = torch.zeros(64, 512).bfloat16()
-    assert torch.ops.ray_hetero.streaming_linear(x, weight, None).shape == (64, 1536)
+    assert torch.ops.ray_hetero.streaming_linear(x, held, None).shape == (64, 1536)
     asked = LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), CPU, 64)
     asked._packed(layer, weight)
     with pytest.raises(UnsupportedError, match=r"cpu\.borrow_gpu to false"):

@@ -48,3 +48,8 @@ def test_what_a_rank_says_for_the_user_is_kept_as_it_is() -> None:
     assert said.text == "failed: socket 0 is held"
     assert isinstance(said.error, ClaimError)
     assert ending(1, ValueError("x")).text == "failed: ValueError('x')"
+
+
+def test_of_an_error_of_several_lines_the_first_is_said() -> None:
+    cuda = RuntimeError("CUDA error: an assertion failed\nFor debugging consider …")
+    assert ending(1, cuda).text == "failed: RuntimeError('CUDA error: an assertion failed')"

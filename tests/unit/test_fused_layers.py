@@ -17,6 +17,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero import borrowed_gpu, fused_layers, streaming_linear  # noqa: E402
 from ray_hetero.borrowed_gpu import BorrowedGpu  # noqa: E402
 from ray_hetero.fused_layers import FusedLayer, Linear, Norm, Parts  # noqa: E402
+from ray_hetero.packed_weights import PackedWeight, made_compact  # noqa: E402
 from ray_hetero.streaming_linear import Prompts, StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
@@ -35,10 +36,13 @@ def kernel() -> StreamingLinear:
     return made
 
 
-def linear(outputs: int, inputs: int, *, has_bias: bool = False) -> tuple[Linear, torch.Tensor]:
+def linear(
+    outputs: int, inputs: int, *, has_bias: bool = False, is_compact: bool = False
+) -> tuple[Linear, torch.Tensor]:
     weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
     bias = torch.randn(outputs).bfloat16().float() if has_bias else None
-    return Linear(torch.ops._C.convert_weight_packed(weight), bias), weight.float()
+    held = PackedWeight(torch.ops._C.convert_weight_packed(weight))
+    return Linear(made_compact(held.data, native) if is_compact else held, bias), weight.float()
 
 
 def norm() -> Norm:
@@ -48,13 +52,14 @@ def norm() -> Norm:
 class Layer:
     """Random parts, and what torch computes with them."""
 
-    def __init__(self, *, is_last: bool) -> None:
+    def __init__(self, *, is_last: bool, is_compact: bool = False) -> None:
         torch.manual_seed(3)
         made = [
-            linear(HIDDEN, ATTENDED),
-            linear(2 * WIDE, HIDDEN, has_bias=True),
+            linear(HIDDEN, ATTENDED, is_compact=is_compact),
+            linear(2 * WIDE, HIDDEN, has_bias=True, is_compact=is_compact),
+            # Layers of both kinds may be together.
             linear(HIDDEN, WIDE),
-            linear(QUERIES, HIDDEN, has_bias=True),
+            linear(QUERIES, HIDDEN, has_bias=True, is_compact=is_compact),
         ]
         output, gate_up, down, queries = (one for one, _ in made)
         self._plain = {id(one): weight for one, weight in made}
@@ -99,17 +104,19 @@ def check(fused: FusedLayer, layer: Layer, tokens: int) -> None:
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 40])
-def test_it_computes_what_torch_computes(tokens: int, is_last: bool) -> None:
-    layer = Layer(is_last=is_last)
+def test_it_computes_what_torch_computes(tokens: int, is_last: bool, is_compact: bool) -> None:
+    layer = Layer(is_last=is_last, is_compact=is_compact)
     check(FusedLayer(layer.parts, kernel()), layer, tokens)
 
 
 @pytest.mark.skipif(native is None or not native.has_amx(), reason="needs AMX")
+@pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8, 16, 17, 32, 33])
-def test_with_amx_too(tokens: int) -> None:
-    layer = Layer(is_last=False)
+def test_with_amx_too(tokens: int, is_compact: bool) -> None:
+    layer = Layer(is_last=False, is_compact=is_compact)
     check(FusedLayer(layer.parts, StreamingLinear(native)), layer, tokens)
 
 
@@ -129,18 +136,19 @@ def test_threads_do_not_change_the_result(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_many_tokens_are_one_piece_of_work_for_a_gpu(
-    is_last: bool, monkeypatch: pytest.MonkeyPatch
+    is_last: bool, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(borrowed_gpu, "PIECE_BYTES", 256 << 10)
     monkeypatch.setattr(borrowed_gpu, "LEAST_BYTES", 1)
     # The last chunk is shorter.
     monkeypatch.setattr(borrowed_gpu, "CHUNK_TOKENS", 24)
-    layer = Layer(is_last=is_last)
+    layer = Layer(is_last=is_last, is_compact=is_compact)
     gpu = BorrowedGpu(torch.device("cpu"), 64)
     for one in layer.parts.linears:
-        gpu.add(one.packed)
+        gpu.add(one.weight)
     gpu.take()
     computing = kernel()
     computing.prompts = Prompts(gpu, 16)

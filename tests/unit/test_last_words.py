@@ -51,6 +51,17 @@ def test_without_a_reason_nothing_changes(tmp_path: Path, program: str, status: 
     assert (ran.returncode, ran.stderr) == (status, "noise\n")
 
 
+def test_a_module_of_vllm_that_is_run_is_a_command_too(tmp_path: Path) -> None:
+    # What `python -m vllm.entrypoints.…` leaves in sys.modules.
+    run_module = "sys.modules['__main__'].__spec__ = ModuleSpec('vllm.entrypoints.cli.main', None)"
+    program = (
+        f"from importlib.machinery import ModuleSpec; {run_module}\n"
+        "last_words.catch()\nlast_words.leave('rank 1 died')"
+    )
+    ran = run(tmp_path, program, name="main.py")
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, "ray_hetero: rank 1 died")
+
+
 def test_another_programs_errors_are_left_alone(tmp_path: Path) -> None:
     ran = run(tmp_path, "raise RankError('rank 1 died')", name="jupyter")
     assert ran.stderr.rstrip().endswith("noise")

@@ -15,38 +15,48 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero import streaming_linear, vllm_private  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.packed_weights import PackedWeight, made_compact  # noqa: E402
 
 current_platform.import_kernels()
 KERNELS = [False] + ([True] if native is not None and native.has_amx() else [])
 
 
-def packed(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def packed(outputs: int, inputs: int, is_compact: bool) -> tuple[torch.Tensor, PackedWeight]:
     weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
-    return weight, torch.ops._C.convert_weight_packed(weight)
+    # Some that are rare, so that a compact one has exceptions: large, tiny, none at all.
+    for share, value in ((499, 30.0), (503, -(2.0**-40)), (509, 0.0)):
+        weight.view(-1)[::share] = value
+    held = PackedWeight(torch.ops._C.convert_weight_packed(weight))
+    if is_compact:
+        held = made_compact(held.data, native)
+        assert held.compact is not None
+        assert held.compact.exceptions_count > 0 or weight.numel() <= 1024
+    return weight, held
 
 
 def compute(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, use_amx: bool
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, use_amx: bool
 ) -> torch.Tensor:
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     y = torch.full((tokens, outputs), float("nan"), dtype=torch.bfloat16)
     address = 0 if bias is None else bias.data_ptr()
     native.linear(
-        x.data_ptr(), x.stride(0), weight.data_ptr(), address, y.data_ptr(),
-        tokens, outputs, inputs, use_amx,
+        x.data_ptr(), x.stride(0), weight.data.data_ptr(), address, y.data_ptr(),
+        tokens, outputs, inputs, use_amx, weight.compact,
     )  # fmt: skip
     return y
 
 
 @needs_bf16
 @pytest.mark.parametrize("use_amx", KERNELS)
+@pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 1376), (512, 256), (2080, 2048)])
 def test_it_computes_what_torch_computes(
-    outputs: int, inputs: int, threads: int, use_amx: bool
+    outputs: int, inputs: int, threads: int, is_compact: bool, use_amx: bool
 ) -> None:
     torch.manual_seed(outputs + threads)
-    weight, weight_packed = packed(outputs, inputs)
+    weight, weight_packed = packed(outputs, inputs, is_compact)
     bias = torch.randn(outputs)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -56,17 +66,20 @@ def test_it_computes_what_torch_computes(
             x = torch.randn(tokens, inputs + 64).bfloat16()[:, :inputs]
             expected = x.float() @ weight.float().T + bias
             found = compute(x, weight_packed, bias, use_amx).float()
-            # One rounding to bf16, 8 bits.
-            torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-8)
+            # One rounding to bf16, 8 bits; products of large weights cancel out.
+            torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-6)
     finally:
         torch.set_num_threads(before)
 
 
 @needs_bf16
 @pytest.mark.parametrize("use_amx", KERNELS)
-def test_the_result_depends_neither_on_threads_nor_on_chance(use_amx: bool) -> None:
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_the_result_depends_neither_on_threads_nor_on_chance(
+    is_compact: bool, use_amx: bool
+) -> None:
     torch.manual_seed(1)
-    _, weight = packed(320, 3072)
+    _, weight = packed(320, 3072, is_compact)
     before = torch.get_num_threads()
     for tokens in (1, 8, 40):
         x = torch.randn(tokens, 3072).bfloat16()
@@ -80,13 +93,14 @@ def test_the_result_depends_neither_on_threads_nor_on_chance(use_amx: bool) -> N
 
 
 @pytest.mark.skipif(True not in KERNELS, reason="needs AMX")
+@pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("tokens", [256, 257, 1024, 1025, 2100])
-def test_prompts_are_computed_in_slabs_and_pieces(tokens: int) -> None:
+def test_prompts_are_computed_in_slabs_and_pieces(tokens: int, is_compact: bool) -> None:
     torch.manual_seed(tokens)
-    weight, weight_packed = packed(1120, 1376)
+    weight, weight_packed = packed(1120, 1376, is_compact)
     x = torch.randn(tokens, 1376).bfloat16()
     found = compute(x, weight_packed, None, use_amx=True).float()
-    torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=2**-8, atol=2**-8)
+    torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=2**-8, atol=2**-6)
 
 
 @needs_bf16
@@ -101,7 +115,7 @@ def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     assert streaming_linear.choose("streaming") is not None
     vllm_private.use_linear(torch.ops.ray_hetero.streaming_linear, streaming_linear.suits)
-    weight, _ = packed(64, 128)
+    weight, _ = packed(64, 128, is_compact=False)
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.bias = torch.nn.Parameter(torch.randn(64).bfloat16(), requires_grad=False)
@@ -118,7 +132,7 @@ def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.Mon
 @needs_bf16
 def test_it_stays_one_operator_in_a_compiled_graph() -> None:
     assert streaming_linear.choose("streaming") is not None
-    _weight, weight_packed = packed(64, 128)
+    weight_packed = packed(64, 128, is_compact=False)[1].data
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.ray_hetero.streaming_linear(x, weight_packed, None) + 1

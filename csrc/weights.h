@@ -1,0 +1,218 @@
+// Weights [N, K] of linear layers in host memory, in bf16.
+//
+// Packed: the layout of vLLM's packed kernels, [N / 32][K / 2][32][2].  A row of 128 bytes holds two
+// k of 32 outputs (a block), which is what both VDPBF16PS and TDPBF16PS multiply.
+//
+// Compact: the same values in 12 bits each, without loss.  The upper byte of a bf16 is its sign and
+// most of its exponent, and trained weights have few of these: 15 of them and 0 cover all but one
+// weight in thousands.  Two rows of 64 weights are 192 bytes: the 64 lower bytes of the one, those
+// of the other, then a byte for both of them with the numbers of their upper bytes in a book of 16.
+// A weight whose upper byte is not in the book is held as 0 there and as it is in a list.
+// That most of a bf16's exponents carry little information is known from Zhang et al., "70% Size,
+// 100% Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length Float",
+// 2025; lengths are fixed here, so that a row costs its reader six instructions.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#if defined(__x86_64__)
+// GCC 12 takes the undefined operands of some of its own intrinsics for mistakes (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#define RAY_HETERO_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+// For what is done a row at a time; a call would pass its vectors through memory.
+#define RAY_HETERO_INLINE __attribute__((always_inline)) inline
+#define RAY_HETERO_AMX \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+#endif
+
+namespace ray_hetero {
+
+constexpr int kBlock = 32;                // outputs of a block
+constexpr int kRow = 2 * kBlock;          // elements of a row
+constexpr int kRowBytes = 2 * kRow;       // of a packed row
+constexpr int kCompactPair = 3 * kRow;    // bytes of two compact rows
+constexpr int kBook = 16;                 // upper bytes; number 0 is 0
+
+// One weight of a block whose upper byte is not in the book.
+struct Exception {
+  std::uint32_t k;
+  std::uint16_t output;  // of the block
+  std::uint16_t value;   // bf16
+};
+
+// Where element e of a row is among its 64 bytes: VPUNPCKLBW and VPUNPCKHBW then give both halves.
+constexpr int compact_place(int e) {
+  const int half = e / kBlock, in_half = e % kBlock;
+  return in_half / 8 * 16 + half * 8 + in_half % 8;
+}
+
+// What belongs to a compact weight beside its rows.
+class Compact {
+ public:
+  // Write packed rows [n / 32][k / 2][32][2] as compact ones.
+  Compact(const std::uint16_t* packed, std::int64_t n, std::int64_t k, std::uint8_t* rows)
+      : blocks_(n / kBlock), pairs_(k / 2), first_(blocks_ + 1) {
+    make_book(packed);
+    std::vector<std::vector<Exception>> found(blocks_);
+#pragma omp parallel for schedule(static)
+    for (std::int64_t block = 0; block < blocks_; ++block) {
+      write_block(packed + block * pairs_ * kRow, rows + block * block_bytes(), found[block]);
+    }
+    for (std::int64_t block = 0; block < blocks_; ++block) {
+      first_[block + 1] = first_[block] + static_cast<std::int64_t>(found[block].size());
+    }
+    exceptions_.reserve(first_[blocks_]);
+    for (const auto& some : found) exceptions_.insert(exceptions_.end(), some.begin(), some.end());
+  }
+
+  // The packed rows again.
+  void expand(const std::uint8_t* rows, std::uint16_t* packed) const;
+
+  const std::array<std::uint8_t, kBook>& book() const { return book_; }
+  std::int64_t blocks() const { return blocks_; }
+  std::int64_t exceptions() const { return first_[blocks_]; }
+  std::int64_t inputs() const { return 2 * pairs_; }
+  const Exception* begin(std::int64_t block) const { return exceptions_.data() + first_[block]; }
+  const Exception* end(std::int64_t block) const { return begin(block + 1); }
+
+ private:
+  std::int64_t block_bytes() const { return pairs_ / 2 * kCompactPair; }
+
+  // 0 and the 15 most frequent of the others.
+  void make_book(const std::uint16_t* packed) {
+    std::array<std::int64_t, 256> counts{};
+#pragma omp parallel
+    {
+      std::array<std::int64_t, 256> mine{};
+#pragma omp for schedule(static)
+      for (std::int64_t i = 0; i < blocks_ * pairs_ * kRow; ++i) ++mine[packed[i] >> 8];
+#pragma omp critical
+      for (int byte = 0; byte < 256; ++byte) counts[byte] += mine[byte];
+    }
+    std::array<std::uint8_t, 255> others;
+    std::iota(others.begin(), others.end(), std::uint8_t{1});
+    std::stable_sort(others.begin(), others.end(),
+                     [&](int left, int right) { return counts[left] > counts[right]; });
+    book_[0] = 0;
+    std::copy_n(others.begin(), kBook - 1, book_.begin() + 1);
+    numbers_.fill(kNone);
+    for (std::uint8_t number = 0; number < kBook; ++number) numbers_[book_[number]] = number;
+  }
+
+  void write_block(const std::uint16_t* from, std::uint8_t* to,
+                   std::vector<Exception>& exceptions) const {
+    for (std::int64_t row = 0; row < pairs_; ++row, from += kRow) {
+      const bool is_second = row % 2 != 0;
+      std::uint8_t* lower = to + row / 2 * kCompactPair + (is_second ? kRow : 0);
+      std::uint8_t* numbers = to + row / 2 * kCompactPair + 2 * kRow;
+      for (int e = 0; e < kRow; ++e) {
+        const int at = compact_place(e);
+        const std::uint8_t number = numbers_[from[e] >> 8];
+        const bool is_there = number != kNone;
+        if (!is_there) {
+          exceptions.push_back({static_cast<std::uint32_t>(2 * row + e % 2),
+                                static_cast<std::uint16_t>(e / 2), from[e]});
+        }
+        lower[at] = is_there ? static_cast<std::uint8_t>(from[e]) : 0;
+        const auto written = static_cast<std::uint8_t>(is_there ? number : 0);
+        numbers[at] = is_second ? static_cast<std::uint8_t>(numbers[at] | written << 4) : written;
+      }
+    }
+  }
+
+  static constexpr std::uint8_t kNone = 255;
+
+  std::int64_t blocks_, pairs_;
+  std::array<std::uint8_t, kBook> book_;
+  std::array<std::uint8_t, 256> numbers_;  // of each upper byte, or kNone
+  std::vector<std::int64_t> first_;        // exception of each block
+  std::vector<Exception> exceptions_;      // by block
+};
+
+// Weights [n, k] of a layer, packed or compact.
+struct Weight {
+  const std::uint8_t* data = nullptr;
+  std::int64_t n = 0, k = 0;
+  const Compact* compact = nullptr;  // nullptr if packed
+
+  std::int64_t blocks() const { return n / kBlock; }
+  std::int64_t pairs() const { return k / 2; }
+  // Bytes of two rows.
+  std::int64_t pair_bytes() const { return compact != nullptr ? kCompactPair : 2 * kRowBytes; }
+  // From row `row`, an even one, of a block on.
+  const std::uint8_t* rows(std::int64_t block, std::int64_t row) const {
+    return data + (block * pairs() + row) / 2 * pair_bytes();
+  }
+};
+
+#if defined(__x86_64__)
+
+// Two rows, each as it is multiplied: 16 outputs left, 16 right.
+struct TwoRows {
+  __m512i left[2], right[2];
+};
+
+RAY_HETERO_BF16 inline __m512i load_book(const Compact& compact) {
+  return _mm512_broadcast_i32x4(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(compact.book().data())));
+}
+
+RAY_HETERO_BF16 RAY_HETERO_INLINE TwoRows expand_two(const std::uint8_t* at, __m512i book) {
+  const __m512i number = _mm512_set1_epi8(kBook - 1);
+  const __m512i both = _mm512_loadu_si512(at + 2 * kRow);
+  TwoRows rows;
+  for (int row = 0; row < 2; ++row) {
+    const __m512i numbers = row == 0 ? both : _mm512_srli_epi16(both, 4);
+    const __m512i upper = _mm512_shuffle_epi8(book, _mm512_and_si512(numbers, number));
+    const __m512i lower = _mm512_loadu_si512(at + row * kRow);
+    rows.left[row] = _mm512_unpacklo_epi8(lower, upper);
+    rows.right[row] = _mm512_unpackhi_epi8(lower, upper);
+  }
+  return rows;
+}
+
+// Packed rows of compact ones, an even number of them, without the exceptions.
+RAY_HETERO_BF16 RAY_HETERO_INLINE void expand_rows(const std::uint8_t* from, __m512i book,
+                                                   std::int64_t rows, std::uint16_t* to) {
+  for (std::int64_t row = 0; row < rows; row += 2, from += kCompactPair, to += 2 * kRow) {
+    const TwoRows two = expand_two(from, book);
+    for (int one = 0; one < 2; ++one) {
+      _mm512_storeu_si512(to + one * kRow, two.left[one]);
+      _mm512_storeu_si512(to + one * kRow + kBlock, two.right[one]);
+    }
+  }
+}
+
+RAY_HETERO_BF16 inline void expand_block(const Compact& compact, const std::uint8_t* rows,
+                                         std::int64_t block, std::uint16_t* packed) {
+  const std::int64_t pairs = compact.inputs() / 2;
+  std::uint16_t* to = packed + block * pairs * kRow;
+  expand_rows(rows + block * pairs / 2 * kCompactPair, load_book(compact), pairs, to);
+  for (const Exception* one = compact.begin(block); one != compact.end(block); ++one) {
+    to[one->k / 2 * kRow + 2 * one->output + one->k % 2] = one->value;
+  }
+}
+
+inline void Compact::expand(const std::uint8_t* rows, std::uint16_t* packed) const {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t block = 0; block < blocks_; ++block) expand_block(*this, rows, block, packed);
+}
+
+#else
+
+inline void Compact::expand(const std::uint8_t*, std::uint16_t*) const {}
+
+#endif
+
+}  // namespace ray_hetero
