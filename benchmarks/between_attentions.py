@@ -21,7 +21,8 @@ import torch
 from shapes import SHAPES, layer_bytes
 
 from ray_hetero import streaming_linear
-from ray_hetero.fused_layers import FusedLayer, Linear, Norm, Parts
+from ray_hetero.between_attentions import BetweenAttentions, Linear, Norm, Parts
+from ray_hetero.packed_weights import PackedWeight
 from ray_hetero.streaming_linear import StreamingLinear
 
 Ways = dict[str, Callable[[torch.Tensor, torch.Tensor], None]]
@@ -30,10 +31,10 @@ Ways = dict[str, Callable[[torch.Tensor, torch.Tensor], None]]
 def packed(outputs: int, inputs: int) -> Linear:
     """Random weights."""
     weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
-    return Linear(torch.ops._C.convert_weight_packed(weight), None)
+    return Linear(PackedWeight(torch.ops._C.convert_weight_packed(weight)), None)
 
 
-def made(shape: dict[str, int], kernel: StreamingLinear) -> FusedLayer:
+def made(shape: dict[str, int], kernel: StreamingLinear) -> BetweenAttentions:
     """One layer, from its attention to the next."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
@@ -42,18 +43,18 @@ def made(shape: dict[str, int], kernel: StreamingLinear) -> FusedLayer:
         packed(hidden, hidden), first, packed(2 * inner, hidden), packed(hidden, inner),
         second, packed(hidden + 2 * kv, hidden),
     )  # fmt: skip
-    return FusedLayer(parts, kernel)
+    return BetweenAttentions(parts, kernel)
 
 
-def ways(layers: list[FusedLayer], kernel: StreamingLinear) -> Ways:
+def ways(layers: list[BetweenAttentions], kernel: StreamingLinear) -> Ways:
     """How to compute all layers, from [M, hidden] and a residual of that shape."""
 
     def products(x: torch.Tensor, residual: torch.Tensor) -> None:
-        inner = x.new_zeros((len(x), layers[0].parts.down.packed.shape[1]))
+        inner = x.new_zeros((len(x), layers[0].parts.down.weight.shape[1]))
         for layer in layers:
             for linear in layer.parts.linears:
-                width = linear.packed.shape[1]
-                kernel(x if width == x.shape[1] else inner, linear.packed, None)
+                width = linear.weight.shape[1]
+                kernel.compute(x if width == x.shape[1] else inner, linear.weight, None)
 
     def operators(x: torch.Tensor, residual: torch.Tensor) -> None:
         for layer in layers:

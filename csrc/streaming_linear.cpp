@@ -1,5 +1,5 @@
 // Python's face of weights.h, streaming_linear.h and between_attentions.h; the typed ones are
-// ray_hetero/compact_weights.py, ray_hetero/streaming_linear.py and ray_hetero/fused_layers.py.
+// ray_hetero/packed_weights.py, ray_hetero/streaming_linear.py and ray_hetero/between_attentions.py.
 
 #include "between_attentions.h"
 #include "streaming_linear.h"

@@ -25,7 +25,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.packed_weights import BLOCK, PAIR_PARTS, ROW, PackedWeight
 
 if TYPE_CHECKING:
-    from ray_hetero.fused_layers import Linear, Norm, Parts
+    from ray_hetero.between_attentions import Linear, Norm, Parts
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
@@ -242,7 +242,7 @@ class BorrowedGpu:
     def between(
         self, parts: Parts, attended: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `fused_layers.FusedLayer` computes; shapes as there, all in host memory."""
+        """What `BetweenAttentions` computes; shapes as there, all in host memory."""
         with _current(self._computing):
             x = self._sent(attended, self._x_host, self._x)
             total = self._sent(residual, self._residual_host, self._residual)

@@ -78,8 +78,8 @@ class CpuConfig(_Section):
     """What computes unquantised linear layers in bfloat16: kernels that read the weights at the
     socket's bandwidth, or vLLM's own; auto takes the former where there is AMX."""
     fuse_layers: bool = True
-    """Whether what lies between two attentions is one operator, where linear layers stream and the
-    model is one it is known for."""
+    """Whether the layers of a stage are one operator, where linear layers stream and the model is
+    one it is known for."""
     compact_weights: bool = True
     """Whether linear layers that stream hold their weights in 12 bits instead of 16, without loss,
     where their values allow that."""

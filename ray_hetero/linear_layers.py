@@ -11,10 +11,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from placement.devices import GIB
 from ray_hetero import streaming_linear, vllm_private
+from ray_hetero.between_attentions import Linear
 from ray_hetero.borrowed_gpu import BorrowedGpu
 from ray_hetero.config import CpuConfig
+from ray_hetero.decoder_layers import fuse
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.fused_layers import Linear, fuse
 from ray_hetero.packed_weights import PackedWeight, made_compact
 from ray_hetero.progress import logger
 from ray_hetero.streaming_linear import Prompts, StreamingLinear
@@ -106,10 +107,10 @@ class LinearLayers:
         fused = 0
         if self._config.fuse_layers:
             fused = fuse(model, self._linears, self._kernel)
-            logger.info("%d layers are one operator between attentions (cpu.fuse_layers)", fused)
+            logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
         compact = len(self._kernel.compact)
-        return f"streaming, {fused} fused, {compact} compact"
+        return f"streaming, {fused} decoder_layers, {compact} compact"
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

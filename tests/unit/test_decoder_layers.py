@@ -1,21 +1,39 @@
-"""What the fused operator stands for is what vLLM's classes of the known names still do.
+"""Decoder layers as one operator: what it stands for is what vLLM's classes still do.
 
 Their forward methods run with parts that only write down what they are given: anything else that
-came between would fail, or change what arrives.
+came between would fail, or change what arrives.  An attention's runs with the same random parts as
+the operator's.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from ray_hetero import fused_layers
+from native_module import native, needs_bf16  # noqa: E402
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from ray_hetero import decoder_layers  # noqa: E402
+from ray_hetero.between_attentions import Linear  # noqa: E402
+from ray_hetero.decoder_layers import Attention  # noqa: E402
+from ray_hetero.packed_weights import PackedWeight, made_compact  # noqa: E402
+from ray_hetero.streaming_linear import StreamingLinear  # noqa: E402
+
+current_platform.import_kernels()
+
+HEADS, KV_HEADS, HEAD = 6, 2, 64
+HIDDEN, WIDE = 256, 416
+QUERIES, KEYS = HEADS * HEAD, KV_HEADS * HEAD
+EPSILON = 1e-5
 
 FILES = ("llama", "qwen2", "qwen3")
 
@@ -33,7 +51,7 @@ def by_name(cls: Any) -> str:
     return str(cls.__name__)
 
 
-@pytest.mark.parametrize("cls", classes(fused_layers.LAYERS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(decoder_layers.LAYERS), ids=by_name)
 def test_a_layer_adds_its_residual_in_its_norms_and_nowhere_else(cls: Any) -> None:
     layer = SimpleNamespace(
         input_layernorm=lambda x, residual: (f"norm({x})", f"{residual}+{x}"),
@@ -46,20 +64,7 @@ def test_a_layer_adds_its_residual_in_its_norms_and_nowhere_else(cls: Any) -> No
     assert found == (f"mlp(second({attended}))", f"r+h+{attended}")
 
 
-@pytest.mark.parametrize("cls", classes(fused_layers.ATTENTIONS), ids=by_name)
-def test_an_attention_begins_and_ends_with_a_linear_layer(cls: Any) -> None:
-    attention = MagicMock()
-    queries = MagicMock()
-    queries.split.return_value = (MagicMock(), MagicMock(), MagicMock())
-    attention.qkv_proj.return_value = (queries, None)
-    attention.rotary_emb.return_value = (MagicMock(), MagicMock())
-    attention.o_proj.return_value = ("output", None)
-    assert cls.forward(attention, positions="p", hidden_states="h") == "output"
-    attention.qkv_proj.assert_called_once_with("h")
-    attention.o_proj.assert_called_once_with(attention.attn.return_value)
-
-
-@pytest.mark.parametrize("cls", classes(fused_layers.PERCEPTRONS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(decoder_layers.PERCEPTRONS), ids=by_name)
 def test_a_perceptron_is_two_products_with_the_activation_between(cls: Any) -> None:
     perceptron = SimpleNamespace(
         gate_up_proj=lambda x: (f"gate_up({x})", None),
@@ -69,7 +74,7 @@ def test_a_perceptron_is_two_products_with_the_activation_between(cls: Any) -> N
     assert cls.forward(perceptron, "x") == "down(gated(gate_up(x)))"
 
 
-@pytest.mark.parametrize("cls", classes(fused_layers.MODELS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(decoder_layers.MODELS), ids=by_name)
 def test_a_model_hands_on_what_a_layer_gives_to_the_next(
     cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,3 +93,290 @@ def test_a_model_hands_on_what_a_layer_gives_to_the_next(
     found = forward(model, None, "p", given)
     assert seen == [("h", "r"), ("h'", "r'")]
     assert found.tensors == {"hidden_states": "h''", "residual": "r''"}
+
+
+# ---- a model of parts that are known, with an attention that can be followed ---------------------
+
+
+def named(name: str, **parts: Any) -> Any:
+    made = type(name, (torch.nn.Module,), {})()
+    for key, value in parts.items():
+        setattr(made, key, value)
+    return made
+
+
+class RMSNorm(torch.nn.Module):
+    has_weight = True
+    variance_size_override = None
+    variance_epsilon = EPSILON
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(size).add_(0.5).bfloat16(), requires_grad=False)
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        total = x.float() if residual is None else x.float() + residual.float()
+        scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + EPSILON)
+        normed = (total * scale).bfloat16() * self.weight
+        return normed if residual is None else (normed, total.bfloat16())
+
+
+class Product(torch.nn.Module):
+    tp_size = 1
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.matrix = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
+
+    def forward(self, x: Any) -> Any:
+        return (x.float() @ self.matrix.float().T).bfloat16(), None
+
+
+class SiluAndMul(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        gate, up = x.float().chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up).bfloat16()
+
+
+def rotary(*, is_neox: bool = True) -> Any:
+    # Its own beginning wants the configuration of an engine.
+    made = RotaryEmbedding.__new__(RotaryEmbedding)
+    torch.nn.Module.__init__(made)
+    made.head_size, made.rotary_dim, made.max_position_embeddings = HEAD, HEAD, 64
+    made.base, made.is_neox_style, made.use_aiter = 10000.0, is_neox, False
+    made.register_buffer("cos_sin_cache", made._compute_cos_sin_cache().bfloat16())
+    made._forward_method = made.forward_native
+    return made
+
+
+class Attended(torch.nn.Module):
+    """In the place of vLLM's `Attention`: a mixture of all that it is given."""
+
+    query_quant = kv_sharing_target_layer_name = None
+    head_size = head_size_v = HEAD
+    attn_backend = SimpleNamespace(forward_includes_kv_cache_update=False)
+
+    def __init__(self, layer_name: str) -> None:
+        super().__init__()
+        self.layer_name = layer_name
+        self.impl = SimpleNamespace(
+            do_kv_cache_update=self.write, forward=self.attend, written=None
+        )
+
+    def write(self, layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        assert (layer, cache, slots) == (self, "cache", "slots")
+        self.impl.written = keys.clone(), values.clone()
+
+    def attend(
+        self, layer: Any, queries: Any, keys: Any, values: Any, cache: Any, metadata: Any, out: Any
+    ) -> None:
+        assert (layer, cache, metadata) == (self, "cache", "metadata")
+        assert all(map(torch.equal, self.impl.written, (keys, values)))
+        each = HEADS // KV_HEADS
+        keys, values = (x.repeat_interleave(each, dim=1) for x in (keys, values))
+        out.copy_(queries - 0.5 * keys + 0.25 * values)
+
+    def forward(self, queries: Any, keys: Any, values: Any) -> Any:
+        queries, keys, values = (x.reshape(len(x), -1, HEAD) for x in (queries, keys, values))
+        self.impl.written = keys, values
+        out = torch.empty_like(queries)
+        self.attend(self, queries, keys, values, "cache", "metadata", out)
+        return out.view(len(out), -1)
+
+
+Attended.__name__ = "Attention"
+
+
+def attention(name: str, number: int = 0, *, is_neox: bool = True) -> Any:
+    norms = {"q_norm": RMSNorm(HEAD), "k_norm": RMSNorm(HEAD)} if name == "Qwen3Attention" else {}
+    return named(
+        name, qkv_proj=Product(QUERIES + 2 * KEYS, HIDDEN), o_proj=Product(HIDDEN, QUERIES),
+        rotary_emb=rotary(is_neox=is_neox), attn=Attended(f"layers.{number}"), q_size=QUERIES,
+        kv_size=KEYS, head_dim=HEAD, qk_norm=False, **norms,
+    )  # fmt: skip
+
+
+def model(layers: int, *, model: str = "LlamaModel", layer: str = "LlamaDecoderLayer") -> Any:
+    def one(number: int) -> Any:
+        return named(
+            layer, input_layernorm=RMSNorm(HIDDEN), self_attn=attention("LlamaAttention", number),
+            post_attention_layernorm=RMSNorm(HIDDEN),
+            mlp=named(
+                "LlamaMLP", gate_up_proj=Product(2 * WIDE, HIDDEN), act_fn=SiluAndMul(),
+                down_proj=Product(HIDDEN, WIDE),
+            ),
+        )  # fmt: skip
+
+    missing = named("PPMissingLayer")
+    stages = torch.nn.ModuleList([missing, *map(one, range(layers)), missing])
+    return named(model, layers=stages, start_layer=1, end_layer=1 + layers)
+
+
+def linears(model: Any) -> dict[Any, Linear]:
+    def held(matrix: Any) -> Linear:
+        packed = torch.ops._C.convert_weight_packed(matrix)
+        return Linear(made_compact(packed, native) if len(matrix) == HIDDEN
+                      else PackedWeight(packed), None)  # fmt: skip
+
+    return {module: held(module.matrix) for module in model.modules()
+            if isinstance(module, Product)}  # fmt: skip
+
+
+def fuse(model: Any, given: dict[Any, Linear] | None = None) -> int:
+    given = linears(model) if given is None else given
+    return decoder_layers.fuse(torch.nn.Sequential(model), given, StreamingLinear(native))
+
+
+def kinds(model: Any) -> list[str]:
+    return [type(layer).__name__ for layer in model.layers][1:-1]
+
+
+@pytest.fixture(autouse=True)
+def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What vLLM's forward context gives, by name of a layer."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(decoder_layers, "get_attention_context", found.__getitem__)
+    before = len(decoder_layers._runs)
+    yield found
+    del decoder_layers._runs[before:]
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("cls", classes(decoder_layers.ATTENTIONS), ids=by_name)
+def test_an_attention_computes_what_vllms_does(
+    cls: Any, is_neox: bool, contexts: dict[str, Any]
+) -> None:
+    torch.manual_seed(2)
+    module = attention(cls.__name__, is_neox=is_neox)
+    contexts["layers.0"] = "metadata", module.attn, "cache", "slots"
+    hidden, positions = torch.randn(5, HIDDEN).bfloat16(), torch.tensor([0, 1, 2, 17, 63])
+    expected = cls.forward(module, positions=positions, hidden_states=hidden)
+    found = Attention(module)(positions, module.qkv_proj(hidden)[0])
+    assert found.is_contiguous()
+    torch.testing.assert_close(module.o_proj(found)[0], expected, rtol=2**-6, atol=2**-5)
+
+
+@needs_bf16
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_layers_are_what_they_were_one_by_one(
+    is_first: bool, tokens: int, contexts: dict[str, Any]
+) -> None:
+    torch.manual_seed(tokens)
+    decoder = model(3)
+    layers = list(decoder.layers)[1:-1]
+    for number, layer in enumerate(layers):
+        contexts[f"layers.{number}"] = "metadata", layer.self_attn.attn, "cache", "slots"
+    positions = torch.arange(tokens)
+    hidden = torch.randn(tokens, HIDDEN).bfloat16()
+    residual = None if is_first else torch.randn(tokens, HIDDEN).bfloat16()
+    kept = hidden.clone(), residual if residual is None else residual.clone()
+    expected: Any = hidden, residual
+    classes_of = {name: cls for kind in ("LAYERS", "ATTENTIONS", "PERCEPTRONS")
+                  for cls in classes(getattr(decoder_layers, kind))
+                  for name in [cls.__name__]}  # fmt: skip
+    for layer in layers:
+        for part in (layer, layer.self_attn, layer.mlp):
+            type(part).forward = classes_of[type(part).__name__].forward
+        expected = layer(positions, *expected)
+    assert fuse(decoder) == 3
+    assert kinds(decoder) == ["_Run", "_Done", "_Done"]
+    found: Any = hidden, residual
+    for layer in list(decoder.layers)[1:-1]:
+        found = layer(positions, *found)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2**-5, atol=2**-3)
+    assert torch.equal(hidden, kept[0])
+    assert residual is None or torch.equal(residual, kept[1])
+
+
+@needs_bf16
+def test_a_dummy_run_attends_to_nothing(contexts: dict[str, Any]) -> None:
+    decoder = model(1)
+    contexts["layers.0"] = None, decoder.layers[1].self_attn.attn, "cache", None
+    assert fuse(decoder) == 1
+    hidden = torch.randn(4, HIDDEN).bfloat16()
+    found = decoder.layers[1](torch.arange(4), hidden, None)
+    assert all(bool(one.isfinite().all()) for one in found)
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: model(2, model="SubclassOfLlamaModel"),
+        lambda: model(2, layer="GraniteDecoderLayer"),
+    ],
+    ids=["model", "layer"],
+)
+def test_what_is_not_known_is_left_alone(made: Any) -> None:
+    decoder = made()
+    before = kinds(decoder)
+    assert fuse(decoder) == 0
+    assert kinds(decoder) == before
+
+
+def wanting(decoder: Any, given: dict[Any, Linear]) -> None:
+    decoder.aux_hidden_state_layers = (1,)
+
+
+def divided(decoder: Any, given: dict[Any, Linear]) -> None:
+    decoder.layers[2].self_attn.o_proj.tp_size = 2
+
+
+def quantised(decoder: Any, given: dict[Any, Linear]) -> None:
+    del given[decoder.layers[2].mlp.down_proj]
+
+
+def own_queries(decoder: Any, given: dict[Any, Linear]) -> None:
+    del given[decoder.layers[2].self_attn.qkv_proj]
+
+
+def quantised_cache(decoder: Any, given: dict[Any, Linear]) -> None:
+    decoder.layers[2].self_attn.attn.query_quant = "fp8"
+
+
+def shared_cache(decoder: Any, given: dict[Any, Linear]) -> None:
+    decoder.layers[2].self_attn.attn.kv_sharing_target_layer_name = "layers.0"
+
+
+def another_rotation(decoder: Any, given: dict[Any, Linear]) -> None:
+    rotation = decoder.layers[2].self_attn.rotary_emb
+    rotation.__class__ = type("MRotaryEmbedding", (RotaryEmbedding,), {"forward_native": None})
+
+
+def another_norm(decoder: Any, given: dict[Any, Linear]) -> None:
+    decoder.layers[2].post_attention_layernorm.variance_size_override = 64
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        (wanting, 0), (divided, 2), (quantised, 2), (own_queries, 2), (quantised_cache, 2),
+        (shared_cache, 2), (another_rotation, 2), (another_norm, 2),
+    ],
+)  # fmt: skip
+def test_a_layer_that_is_different_is_left_alone_and_parts_the_others(
+    change: Any, fused: int
+) -> None:
+    decoder = model(3)
+    given = linears(decoder)
+    change(decoder, given)
+    assert fuse(decoder, given) == fused
+    left = ["_Run", "LlamaDecoderLayer", "_Run"] if fused else ["LlamaDecoderLayer"] * 3
+    assert kinds(decoder) == left
+
+
+@needs_bf16
+def test_the_operator_has_the_shapes_that_it_says(contexts: dict[str, Any]) -> None:
+    decoder = model(1)
+    contexts["layers.0"] = None, decoder.layers[1].self_attn.attn, "cache", None
+    assert fuse(decoder) == 1
+    hidden = torch.randn(3, HIDDEN).bfloat16()
+    for residual in (None, torch.randn(3, HIDDEN).bfloat16()):
+        torch.library.opcheck(
+            torch.ops.ray_hetero.decoder_layers,
+            (torch.arange(3), hidden, residual, len(decoder_layers._runs) - 1),
+            test_utils=("test_schema", "test_faketensor"),
+        )
