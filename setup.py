@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from glob import glob
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
@@ -44,7 +45,7 @@ setup(
         Pybind11Extension(
             "ray_hetero._streaming_linear",
             ["csrc/streaming_linear.cpp"],
-            depends=["csrc/between_attentions.h", "csrc/streaming_linear.h", "csrc/weights.h"],
+            depends=sorted(glob("csrc/*.h")),
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp"],
             extra_link_args=["-fopenmp"],

@@ -1,7 +1,8 @@
-// Python's face of weights.h, streaming_linear.h and between_attentions.h; the typed ones are
-// ray_hetero/packed_weights.py, ray_hetero/streaming_linear.py and ray_hetero/between_attentions.py.
+// Python's face of the headers here; the typed ones are ray_hetero/packed_weights.py,
+// streaming_linear.py, between_attentions.py and decoder_layers.py.
 
 #include "between_attentions.h"
+#include "rotation.h"
 #include "streaming_linear.h"
 #include "weights.h"
 
@@ -68,6 +69,21 @@ ray_hetero::Between between(const AsLinear& output, const AsNorm& norm, const As
       made.down.w.n != hidden || (made.next && made.next->w.k != hidden)) {
     throw py::value_error("expected the layers' inputs and outputs to fit together");
   }
+  return made;
+}
+
+ray_hetero::Rotation rotation(std::int64_t heads, std::int64_t kv_heads, std::int64_t size,
+                              std::uintptr_t cos_sin, std::int64_t rotated,
+                              const std::optional<AsNorm>& query_norm,
+                              const std::optional<AsNorm>& key_norm) {
+  if (!ray_hetero::has_bf16()) throw py::value_error("this processor has no AVX-512-BF16");
+  const bool fits = size > 0 && size % ray_hetero::kTile == 0 && rotated > 0 && rotated <= size &&
+                    rotated % (2 * ray_hetero::kTile) == 0;
+  if (!fits) throw py::value_error("expected heads in multiples of 16 and what turns of 32");
+  ray_hetero::Rotation made{heads, kv_heads, size, pointer<const std::uint16_t>(cos_sin), rotated,
+                            {}, {}};
+  if (query_norm) made.query_norm = as_norm(*query_norm);
+  if (key_norm) made.key_norm = as_norm(*key_norm);
   return made;
 }
 
@@ -164,6 +180,25 @@ PYBIND11_MODULE(_streaming_linear, module) {
             compact.expand(pointer<const std::uint8_t>(rows), pointer<std::uint16_t>(packed));
           },
           py::arg("rows"), py::arg("packed"), "The packed rows again; both by address.");
+
+  py::class_<ray_hetero::Rotation>(module, "Rotation",
+                                   "Heads normalised and rotated by their tokens' positions.")
+      .def(py::init(&rotation), py::kw_only(), py::arg("heads"), py::arg("kv_heads"),
+           py::arg("size"), py::arg("cos_sin"), py::arg("rotated"), py::arg("query_norm"),
+           py::arg("key_norm"),
+           "Norms are (address, epsilon) or None; cos_sin [positions, rotated], bf16, by address.\n"
+           "Raises ValueError: sizes that are no multiples of what a vector holds, or a processor\n"
+           "without AVX-512-BF16.")
+      .def(
+          "run",
+          [](const ray_hetero::Rotation& rotation, std::uintptr_t stacked, std::int64_t stride,
+             std::uintptr_t positions, std::int64_t m) {
+            py::gil_scoped_release release;
+            ray_hetero::rotate(rotation, pointer<std::uint16_t>(stacked), stride,
+                               pointer<const std::int64_t>(positions), m);
+          },
+          py::arg("stacked"), py::arg("stride"), py::arg("positions"), py::arg("m"),
+          "Queries and keys of stacked [m, stride], bf16, by address, in place; positions int64.");
 
   py::class_<ray_hetero::Between>(module, "Between",
                                   "What a decoder layer computes from one attention to the next.")

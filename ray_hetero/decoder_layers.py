@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ PERCEPTRONS = {"LlamaMLP", "Qwen2MLP"}
 """Classes of vLLM whose forward does what is done here, see tests/unit/test_decoder_layers.py;
 their subclasses may do something else."""
 
+HEAD_MULTIPLE = 16
+"""Of a head's size, and of half of what is rotated of it; a vector's."""
+
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _runs: list[DecoderLayers] = []
 """Of this process, by the number that the operator is called with."""
@@ -43,34 +47,40 @@ class Attention:
 
     Args:
         module: vLLM's, of a known class.
+        native: the module of the kernels.
 
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, native: ModuleType) -> None:
         self._name: str = module.attn.layer_name
         self._sizes = [module.q_size, module.kv_size, module.kv_size]
         self._head = int(module.attn.head_size)
-        self._cos_sin = module.rotary_emb.cos_sin_cache.to(torch.bfloat16)
-        self._is_neox = bool(module.rotary_emb.is_neox_style)
-        self._norms = [as_norm(norm) for norm in _head_norms(module)]
+        self._cos_sin = module.rotary_emb.cos_sin_cache.to(torch.bfloat16).contiguous()
+        self._norms = [norm for norm in map(as_norm, _head_norms(module)) if norm is not None]
+        self._rotation = native.Rotation(
+            heads=module.q_size // self._head,
+            kv_heads=module.kv_size // self._head,
+            size=self._head,
+            cos_sin=self._cos_sin.data_ptr(),
+            rotated=self._cos_sin.shape[1],
+            query_norm=self._norms[0].native if self._norms else None,
+            key_norm=self._norms[1].native if self._norms else None,
+        )
 
     def __call__(self, positions: torch.Tensor, stacked: torch.Tensor) -> torch.Tensor:
         """Write keys and values into the cache, and attend.
 
         Args:
             positions: [M], int64.
-            stacked: [M, queries + keys + values], bf16; rotated in place.
+            stacked: [M, queries + keys + values], bf16; normalised and rotated in place.
 
         Returns:
             [M, queries], bf16.
 
         """
+        tokens, stride = len(stacked), stacked.stride(0)
+        self._rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens)
         queries, keys, values = stacked.split(self._sizes, dim=-1)
-        if self._norms:
-            queries, keys = map(self._by_head, (queries, keys), self._norms)
-        vllm_ops.rotary_embedding(
-            positions, queries, keys, self._head, self._cos_sin, self._is_neox
-        )
         metadata, attention, cache, slots = get_attention_context(self._name)
         if metadata is None:
             # A dummy run; vLLM attends to nothing either.
@@ -80,14 +90,7 @@ class Attention:
             attention.impl.do_kv_cache_update(attention, keys, values, cache, slots)
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
         attention.impl.forward(attention, queries, keys, values, cache, metadata, attended)
-        return attended.view(len(attended), -1)
-
-    def _by_head(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        assert norm is not None
-        heads = x.reshape(-1, self._head)
-        normed = torch.empty_like(heads)
-        vllm_ops.rms_norm(normed, heads, norm.weight, norm.epsilon)
-        return normed.view(x.shape)
+        return attended.view(tokens, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +139,7 @@ class DecoderLayers:
             [M, N], which is still to be added to the residual, and it.
 
         """
+        positions = positions.contiguous()
         norm = self._first.input_norm
         if residual is None:
             total, x = hidden.contiguous(), torch.empty_like(hidden)
@@ -218,7 +222,7 @@ def fuse(model: nn.Module, linears: Mapping[nn.Module, Linear], kernel: Streamin
         # Hidden states that are wanted from between layers are not there any more.
         wanted = getattr(decoder, "aux_hidden_state_layers", ())
         if type(decoder).__name__ in MODELS and not wanted:
-            for numbers, layers in _following(decoder, linears):
+            for numbers, layers in _following(decoder, linears, kernel):
                 _runs.append(DecoderLayers(layers, kernel))
                 first, *others = numbers
                 decoder.layers[first] = _Run(len(_runs) - 1)
@@ -229,10 +233,10 @@ def fuse(model: nn.Module, linears: Mapping[nn.Module, Linear], kernel: Streamin
 
 
 def _following(
-    decoder: Any, linears: Mapping[nn.Module, Linear]
+    decoder: Any, linears: Mapping[nn.Module, Linear], kernel: StreamingLinear
 ) -> Iterator[tuple[list[int], list[Layer]]]:
     """Layers without another kind between them, each with its number in the model."""
-    found = [(number, _layer(decoder.layers[number], linears))
+    found = [(number, _layer(decoder.layers[number], linears, kernel))
              for number in range(decoder.start_layer, decoder.end_layer)]  # fmt: skip
     for is_known, some in itertools.groupby(found, lambda one: one[1] is not None):
         if is_known:
@@ -240,7 +244,9 @@ def _following(
             yield list(numbers), list(layers)
 
 
-def _layer(layer: Any, linears: Mapping[nn.Module, Linear]) -> Layer | None:
+def _layer(
+    layer: Any, linears: Mapping[nn.Module, Linear], kernel: StreamingLinear
+) -> Layer | None:
     """The parts of a layer that is one of those known here."""
     if not (
         type(layer).__name__ in LAYERS
@@ -260,7 +266,8 @@ def _layer(layer: Any, linears: Mapping[nn.Module, Linear]) -> Layer | None:
     assert input_norm is not None
     assert norm is not None
     stacked, output, gate_up, down = (linears[one] for one in own)
-    return Layer(input_norm, stacked, Attention(attention), output, norm, gate_up, down)
+    attention = Attention(attention, kernel.native)
+    return Layer(input_norm, stacked, attention, output, norm, gate_up, down)
 
 
 def _attends_as_known(module: Any) -> bool:
@@ -273,8 +280,10 @@ def _attends_as_known(module: Any) -> bool:
         and not attention.attn_backend.forward_includes_kv_cache_update
         and not getattr(module, "qk_norm", False)
         and not getattr(module, "dual_chunk_attention_config", None)
-        and type(rotary).forward_cpu is RotaryEmbedding.forward_cpu
         and type(rotary).forward_native is RotaryEmbedding.forward_native
+        and rotary.is_neox_style
+        and attention.head_size % HEAD_MULTIPLE == 0
+        and rotary.cos_sin_cache.shape[1] % (2 * HEAD_MULTIPLE) == 0
         and all(as_norm(norm) is not None for norm in _head_norms(module))
     )
 

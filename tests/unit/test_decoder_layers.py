@@ -138,12 +138,12 @@ class SiluAndMul(torch.nn.Module):
         return (torch.nn.functional.silu(gate) * up).bfloat16()
 
 
-def rotary(*, is_neox: bool = True) -> Any:
+def rotary(rotated: int) -> Any:
     # Its own beginning wants the configuration of an engine.
     made = RotaryEmbedding.__new__(RotaryEmbedding)
     torch.nn.Module.__init__(made)
-    made.head_size, made.rotary_dim, made.max_position_embeddings = HEAD, HEAD, 64
-    made.base, made.is_neox_style, made.use_aiter = 10000.0, is_neox, False
+    made.head_size, made.rotary_dim, made.max_position_embeddings = HEAD, rotated, 64
+    made.base, made.is_neox_style, made.use_aiter = 10000.0, True, False
     made.register_buffer("cos_sin_cache", made._compute_cos_sin_cache().bfloat16())
     made._forward_method = made.forward_native
     return made
@@ -187,11 +187,11 @@ class Attended(torch.nn.Module):
 Attended.__name__ = "Attention"
 
 
-def attention(name: str, number: int = 0, *, is_neox: bool = True) -> Any:
+def attention(name: str, number: int = 0, *, rotated: int = HEAD) -> Any:
     norms = {"q_norm": RMSNorm(HEAD), "k_norm": RMSNorm(HEAD)} if name == "Qwen3Attention" else {}
     return named(
         name, qkv_proj=Product(QUERIES + 2 * KEYS, HIDDEN), o_proj=Product(HIDDEN, QUERIES),
-        rotary_emb=rotary(is_neox=is_neox), attn=Attended(f"layers.{number}"), q_size=QUERIES,
+        rotary_emb=rotary(rotated), attn=Attended(f"layers.{number}"), q_size=QUERIES,
         kv_size=KEYS, head_dim=HEAD, qk_norm=False, **norms,
     )  # fmt: skip
 
@@ -241,17 +241,19 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     del decoder_layers._runs[before:]
 
 
-@pytest.mark.parametrize("is_neox", [True, False])
+@needs_bf16
+@pytest.mark.parametrize("rotated", [HEAD, HEAD // 2])
+@pytest.mark.parametrize("tokens", [1, 5, 33])
 @pytest.mark.parametrize("cls", classes(decoder_layers.ATTENTIONS), ids=by_name)
 def test_an_attention_computes_what_vllms_does(
-    cls: Any, is_neox: bool, contexts: dict[str, Any]
+    cls: Any, tokens: int, rotated: int, contexts: dict[str, Any]
 ) -> None:
     torch.manual_seed(2)
-    module = attention(cls.__name__, is_neox=is_neox)
+    module = attention(cls.__name__, rotated=rotated)
     contexts["layers.0"] = "metadata", module.attn, "cache", "slots"
-    hidden, positions = torch.randn(5, HIDDEN).bfloat16(), torch.tensor([0, 1, 2, 17, 63])
+    hidden, positions = torch.randn(tokens, HIDDEN).bfloat16(), torch.randint(64, (tokens,))
     expected = cls.forward(module, positions=positions, hidden_states=hidden)
-    found = Attention(module)(positions, module.qkv_proj(hidden)[0])
+    found = Attention(module, native)(positions, module.qkv_proj(hidden)[0])
     assert found.is_contiguous()
     torch.testing.assert_close(module.o_proj(found)[0], expected, rtol=2**-6, atol=2**-5)
 
@@ -345,6 +347,15 @@ def another_rotation(decoder: Any, given: dict[Any, Linear]) -> None:
     rotation.__class__ = type("MRotaryEmbedding", (RotaryEmbedding,), {"forward_native": None})
 
 
+def pairs_side_by_side(decoder: Any, given: dict[Any, Linear]) -> None:
+    decoder.layers[2].self_attn.rotary_emb.is_neox_style = False
+
+
+def heads_of_no_vectors(decoder: Any, given: dict[Any, Linear]) -> None:
+    rotation = decoder.layers[2].self_attn.rotary_emb
+    rotation.cos_sin_cache = rotation.cos_sin_cache[:, :16]
+
+
 def another_norm(decoder: Any, given: dict[Any, Linear]) -> None:
     decoder.layers[2].post_attention_layernorm.variance_size_override = 64
 
@@ -354,7 +365,8 @@ def another_norm(decoder: Any, given: dict[Any, Linear]) -> None:
     ("change", "fused"),
     [
         (wanting, 0), (divided, 2), (quantised, 2), (own_queries, 2), (quantised_cache, 2),
-        (shared_cache, 2), (another_rotation, 2), (another_norm, 2),
+        (shared_cache, 2), (another_rotation, 2), (pairs_side_by_side, 2),
+        (heads_of_no_vectors, 2), (another_norm, 2),
     ],
 )  # fmt: skip
 def test_a_layer_that_is_different_is_left_alone_and_parts_the_others(
@@ -380,3 +392,10 @@ def test_the_operator_has_the_shapes_that_it_says(contexts: dict[str, Any]) -> N
             (torch.arange(3), hidden, residual, len(decoder_layers._runs) - 1),
             test_utils=("test_schema", "test_faketensor"),
         )
+
+
+@needs_bf16
+def test_heads_that_are_no_vectors_are_refused() -> None:
+    norms = {"query_norm": None, "key_norm": None}
+    with pytest.raises(ValueError, match="multiples of 16"):
+        native.Rotation(heads=1, kv_heads=1, size=24, cos_sin=0, rotated=24, **norms)

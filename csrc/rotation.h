@@ -1,0 +1,75 @@
+// Queries and keys as an attention wants them: each head normalised, in models that do so, and
+// rotated by its token's position.
+//
+// Rounding is that of vLLM's operators: a norm is rounded before it is weighted, and after it.
+
+#pragma once
+
+#include "between_attentions.h"
+#include "streaming_linear.h"
+
+#include <optional>
+
+namespace ray_hetero {
+
+// What an attention does to each head before it attends.
+struct Rotation {
+  std::int64_t heads = 0, kv_heads = 0, size = 0;  // of queries, of keys, and elements of each
+  const std::uint16_t* cos_sin = nullptr;          // [positions][rotated], cosines first, bf16
+  std::int64_t rotated = 0;                        // elements of a head that are, from the first on
+  std::optional<Norm> query_norm, key_norm;
+};
+
+#if defined(__x86_64__)
+
+// x ← norm(x) for one head.
+RAY_HETERO_BF16 inline void norm_head(std::uint16_t* x, const Norm& norm, std::int64_t size) {
+  __m512 squares = _mm512_setzero_ps();
+  for (std::int64_t i = 0; i < size; i += kTile) {
+    const __m512 values = load_bf16(x + i);
+    squares = _mm512_fmadd_ps(values, values, squares);
+  }
+  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(size);
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + norm.epsilon));
+  for (std::int64_t i = 0; i < size; i += kTile) {
+    const __m512 normed = rounded(_mm512_mul_ps(load_bf16(x + i), scale));
+    store_bf16(x + i, _mm512_mul_ps(normed, load_bf16(norm.weight + i)));
+  }
+}
+
+// Elements i and i + rotated / 2 of a head are the coordinates that turn together.
+RAY_HETERO_BF16 inline void rotate_head(std::uint16_t* x, const std::uint16_t* cos_sin,
+                                        std::int64_t rotated) {
+  const std::int64_t half = rotated / 2;
+  for (std::int64_t i = 0; i < half; i += kTile) {
+    const __m512 cos = load_bf16(cos_sin + i), sin = load_bf16(cos_sin + half + i);
+    const __m512 left = load_bf16(x + i), right = load_bf16(x + half + i);
+    store_bf16(x + i, _mm512_fmsub_ps(left, cos, _mm512_mul_ps(right, sin)));
+    store_bf16(x + half + i, _mm512_fmadd_ps(right, cos, _mm512_mul_ps(left, sin)));
+  }
+}
+
+// stacked [m][stride]: queries, then keys, of each token.  One thread for few tokens: to call the
+// others together would take longer.
+inline void rotate(const Rotation& rotation, std::uint16_t* stacked, std::int64_t stride,
+                   const std::int64_t* positions, std::int64_t m) {
+#pragma omp parallel for schedule(static) if (m > kFewTokens)
+  for (std::int64_t token = 0; token < m; ++token) {
+    const std::uint16_t* cos_sin = rotation.cos_sin + positions[token] * rotation.rotated;
+    std::uint16_t* head = stacked + token * stride;
+    for (std::int64_t i = 0; i < rotation.heads + rotation.kv_heads; ++i, head += rotation.size) {
+      const auto& norm = i < rotation.heads ? rotation.query_norm : rotation.key_norm;
+      if (norm) norm_head(head, *norm, rotation.size);
+      rotate_head(head, cos_sin, rotation.rotated);
+    }
+  }
+}
+
+#else
+
+inline void rotate(const Rotation&, std::uint16_t*, std::int64_t, const std::int64_t*,
+                   std::int64_t) {}
+
+#endif
+
+}  // namespace ray_hetero
