@@ -20,7 +20,7 @@ from ray_hetero.checks import Check
 from ray_hetero.cli import doctor as doctor_command
 from ray_hetero.cli.main import commands
 from ray_hetero.cpu_site import CpuSite
-from ray_hetero.ray_arguments import ray_arguments
+from ray_hetero.ray_arguments import RAY_SETTINGS, ray_arguments
 
 GIB = 1 << 30
 
@@ -86,13 +86,24 @@ def test_topology_as_table_names_the_host() -> None:
     assert read_host().name in run("topology").output
 
 
-def test_ray_args_can_be_pasted_into_ray_start() -> None:
+def test_ray_args_can_be_pasted_into_ray_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_memory_monitor_refresh_ms", raising=False)
+    monkeypatch.setenv("RAY_worker_niceness", "15")
     result = run("ray-args")
     assert re.fullmatch(
         r"--num-cpus=\d+ --object-store-memory=\d+ --memory=\d+( --num-gpus=\d+)?\n",
         result.stdout,
     )
     assert "export RAY_memory_monitor_refresh_ms=0" in result.stderr
+    assert "export RAY_worker_niceness=0" in result.stderr
+
+
+def test_ray_args_does_not_ask_for_what_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RAY_SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    result = run("ray-args")
+    assert result.stdout.startswith("--num-cpus=")
+    assert result.stderr == ""
 
 
 def test_ray_counts_physical_cores_and_keeps_the_object_store_small() -> None:
