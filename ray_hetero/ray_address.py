@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import AuthenticationError
@@ -13,6 +14,8 @@ from ray.exceptions import AuthenticationError
 from ray_hetero.errors import StartupError
 
 MODE = "RAY_AUTH_MODE"
+HEAD_PORT = 6379
+"""Where `ray start --head` listens unless it is told otherwise."""
 LISTENING_SECONDS = 5.0
 """Longest wait for the port to be open; Ray itself would try for minutes."""
 WHERE_IT_GOES = (
@@ -29,9 +32,11 @@ def connect(address: str, **options: Any) -> None:
         options: for `ray.init`.
 
     Raises:
-        StartupError: nobody listens there, or the cluster wants another token.
+        StartupError: it is the address of a dashboard, nobody listens there, or the cluster wants
+            another token.
 
     """
+    _check_is_of_head(address)
     _check_listening(address)
     try:
         ray.init(address=address, **options)
@@ -42,6 +47,17 @@ def connect(address: str, **options: Any) -> None:
         ) from None
     except ConnectionError as error:
         raise StartupError(_refused(address, str(error))) from None
+
+
+def _check_is_of_head(address: str) -> None:
+    if not address.startswith(("http://", "https://")):
+        return
+    host = urlsplit(address).hostname or "HOST"
+    raise StartupError(
+        f"expected host:port of a Ray head in RAY_ADDRESS, found {address!r}, the address of its "
+        f"dashboard, which is for `ray job`. Type: export RAY_ADDRESS={host}:{HEAD_PORT}, or on "
+        "one of its nodes: unset RAY_ADDRESS"
+    )
 
 
 def _check_listening(address: str) -> None:

@@ -41,6 +41,16 @@ def test_a_closed_port_is_named_before_ray_tries(monkeypatch: pytest.MonkeyPatch
     assert f"'127.0.0.1:{port}' (RAY_ADDRESS): [Errno" in said(f"127.0.0.1:{port}")
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_address_of_a_dashboard_is_for_jobs(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, AssertionError("Ray was asked"))
+    told = said(f"{scheme}://head:8265")
+    assert f"expected host:port of a Ray head in RAY_ADDRESS, found '{scheme}://head:8265'" in told
+    assert "Type: export RAY_ADDRESS=head:6379" in told
+
+
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
