@@ -39,7 +39,7 @@ test: env ## Run all tests, JOBS files at a time; those that need a GPU say why 
 	@# In this order engines start first: half of their time is waiting, in which unit tests run.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-slow: env ## Run the tests that `make test` leaves out: two kinds of ranks, several nodes, jobs, restarts, more faults
+test-slow: env ## Run the tests that `make test` leaves out: two kinds of ranks, several nodes, jobs, restarts, more faults, what the pages say to type
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-unit: env ## Run the tests that need neither Ray nor vLLM engines
