@@ -21,7 +21,7 @@ import torch
 from shapes import SHAPES, layer_bytes
 
 from ray_hetero import streaming_linear
-from ray_hetero.between_attentions import BetweenAttentions, Linear, Norm, Parts
+from ray_hetero.between_attentions import Beginning, BetweenAttentions, Linear, Norm, Parts
 from ray_hetero.packed_weights import PackedWeight
 from ray_hetero.streaming_linear import StreamingLinear
 
@@ -41,7 +41,7 @@ def made(shape: dict[str, int], kernel: StreamingLinear) -> BetweenAttentions:
     first, second = (Norm(torch.ones(hidden).bfloat16(), 1e-5) for _ in range(2))
     parts = Parts(
         packed(hidden, hidden), first, packed(2 * inner, hidden), packed(hidden, inner),
-        second, packed(hidden + 2 * kv, hidden),
+        Beginning(second, packed(hidden + 2 * kv, hidden)),
     )  # fmt: skip
     return BetweenAttentions(parts, kernel)
 

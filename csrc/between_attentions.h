@@ -28,14 +28,19 @@ struct Norm {
   float epsilon = 0;
 };
 
+// How a layer begins.
+struct Beginning {
+  Norm norm;       // before the attention
+  Linear stacked;  // queries, keys and values
+};
+
 struct Between {
   Linear output;            // of the attention that was
   Norm norm;                // before the multi-layer perceptron
   Linear gate_up, down;     // gate and up stacked: [2 · k of down]
-  Norm next_norm;           // before the attention that comes
-  std::optional<Linear> next;  // queries, keys and values; none after a stage's last layer
+  std::optional<Beginning> next;  // of the layer that comes; none after the last
 
-  std::int64_t outputs() const { return next ? next->w.n : down.w.n; }
+  std::int64_t outputs() const { return next ? next->stacked.w.n : down.w.n; }
 };
 
 #if defined(__x86_64__)
@@ -112,7 +117,7 @@ class BetweenAttentions {
     output_ = task(layer.output, attended, projected_);
     up_ = task(layer.gate_up, normed_, gate_up_);
     down_ = task(layer.down, gated_, layer.next ? projected_ : y);
-    if (layer.next) next_ = task(*layer.next, normed_, y);
+    if (layer.next) next_ = task(layer.next->stacked, normed_, y);
   }
 
   void run() {
@@ -143,7 +148,7 @@ class BetweenAttentions {
       if (next) {
         next->read_ahead(thread);
 #pragma omp barrier
-        norm(thread, threads, between_, layer_.next_norm, sum_);
+        norm(thread, threads, between_, layer_.next->norm, sum_);
 #pragma omp barrier
         next->work(thread);
       }

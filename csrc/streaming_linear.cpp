@@ -50,23 +50,17 @@ ray_hetero::Norm as_norm(const AsNorm& given) {
 }
 
 ray_hetero::Between between(const AsLinear& output, const AsNorm& norm, const AsLinear& gate_up,
-                            const AsLinear& down, const std::optional<AsNorm>& next_norm,
-                            const std::optional<AsLinear>& next) {
+                            const AsLinear& down,
+                            const std::optional<std::tuple<AsNorm, AsLinear>>& next) {
   ray_hetero::Between made;
   made.output = as_linear(output);
   made.norm = as_norm(norm);
   made.gate_up = as_linear(gate_up);
   made.down = as_linear(down);
-  if (next_norm.has_value() != next.has_value()) {
-    throw py::value_error("expected next_norm and next, or neither");
-  }
-  if (next) {
-    made.next_norm = as_norm(*next_norm);
-    made.next = as_linear(*next);
-  }
+  if (next) made.next = {as_norm(std::get<0>(*next)), as_linear(std::get<1>(*next))};
   const std::int64_t hidden = made.output.w.n;
   if (made.gate_up.w.k != hidden || made.gate_up.w.n != 2 * made.down.w.k ||
-      made.down.w.n != hidden || (made.next && made.next->w.k != hidden)) {
+      made.down.w.n != hidden || (made.next && made.next->stacked.w.k != hidden)) {
     throw py::value_error("expected the layers' inputs and outputs to fit together");
   }
   return made;
@@ -203,9 +197,10 @@ PYBIND11_MODULE(_streaming_linear, module) {
   py::class_<ray_hetero::Between>(module, "Between",
                                   "What a decoder layer computes from one attention to the next.")
       .def(py::init(&between), py::kw_only(), py::arg("output"), py::arg("norm"),
-           py::arg("gate_up"), py::arg("down"), py::arg("next_norm"), py::arg("next"),
-           "Layers are (address of W, of the bias or 0, N, K, Compact or None), norms (address, epsilon); what they\n"
-           "point at must outlive this.  Raises ValueError: shapes that do not fit together.")
+           py::arg("gate_up"), py::arg("down"), py::arg("next"),
+           "Layers are (address of W, of the bias or 0, N, K, Compact or None), norms (address,\n"
+           "epsilon), `next` a norm and a layer, or None; what they point at must outlive this.\n"
+           "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_between, py::arg("attended"), py::arg("residual"), py::arg("m"),
            py::arg("sum"), py::arg("y"), py::arg("use_amx"),
            "sum [m, N], y [m, N of next or down] from attended [m, K], residual [m, N]: bf16, by\n"

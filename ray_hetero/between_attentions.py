@@ -49,6 +49,20 @@ class Norm:
 
 
 @dataclass(frozen=True, eq=False)
+class Beginning:
+    """How a layer begins."""
+
+    norm: Norm
+    stacked: Linear
+    """Queries, keys and values."""
+
+    @property
+    def native(self) -> tuple[Any, Any]:
+        """What the native module takes."""
+        return self.norm.native, self.stacked.native
+
+
+@dataclass(frozen=True, eq=False)
 class Parts:
     """What is computed from one attention to the next, in this order."""
 
@@ -56,20 +70,19 @@ class Parts:
     norm: Norm
     gate_up: Linear
     down: Linear
-    next_norm: Norm | None = None
-    next: Linear | None = None
-    """Queries, keys and values of the next layer; None after the last."""
+    next: Beginning | None = None
+    """Of the layer that comes; None after the last."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """All linear layers."""
-        found = (self.output, self.gate_up, self.down, self.next)
-        return tuple(linear for linear in found if linear is not None)
+        own = (self.output, self.gate_up, self.down)
+        return own if self.next is None else (*own, self.next.stacked)
 
     @property
     def outputs(self) -> int:
         """Size of the result."""
-        return (self.next or self.down).weight.shape[0]
+        return self.linears[-1].weight.shape[0]
 
 
 class BetweenAttentions:
@@ -84,7 +97,6 @@ class BetweenAttentions:
             norm=parts.norm.native,
             gate_up=parts.gate_up.native,
             down=parts.down.native,
-            next_norm=parts.next_norm and parts.next_norm.native,
             next=parts.next and parts.next.native,
         )
 
@@ -136,10 +148,10 @@ class BetweenAttentions:
         gated = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
         torch.ops._C.silu_and_mul(gated, gate_up)
         hidden = self._linear(gated, parts.down)
-        if parts.next is None or parts.next_norm is None:
+        if parts.next is None:
             return hidden, total
-        add_and_norm(hidden, total, parts.next_norm)
-        return self._linear(hidden, parts.next), total
+        add_and_norm(hidden, total, parts.next.norm)
+        return self._linear(hidden, parts.next.stacked), total
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return self._kernel.compute(x, linear.weight, linear.bias)

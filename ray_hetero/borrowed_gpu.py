@@ -249,8 +249,9 @@ class BorrowedGpu:
             x = self._add_and_norm(self._product(x, parts.output), total, parts.norm)
             x = self._gated(self._product(x, parts.gate_up))
             y = self._product(x, parts.down)
-            if parts.next is not None and parts.next_norm is not None:
-                y = self._product(self._add_and_norm(y, total, parts.next_norm), parts.next)
+            if parts.next is not None:
+                y = self._add_and_norm(y, total, parts.next.norm)
+                y = self._product(y, parts.next.stacked)
             y_host, total_host = self._received(y, total)
         return y_host, total_host
 

@@ -80,9 +80,9 @@ class CpuConfig(_Section):
     fuse_layers: bool = True
     """Whether the layers of a stage are one operator, where linear layers stream and the model is
     one it is known for."""
-    compact_weights: bool = True
+    compact_weights: bool | Auto = "auto"
     """Whether linear layers that stream hold their weights in 12 bits instead of 16, without loss,
-    where their values allow that."""
+    where their values allow that; auto does where there is AMX."""
     borrow_gpu: bool | Auto = "auto"
     """Whether a CPU rank has a GPU of its node compute its linear layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""

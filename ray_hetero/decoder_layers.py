@@ -24,7 +24,14 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.between_attentions import BetweenAttentions, Linear, Norm, Parts, add_and_norm
+from ray_hetero.between_attentions import (
+    Beginning,
+    BetweenAttentions,
+    Linear,
+    Norm,
+    Parts,
+    add_and_norm,
+)
 from ray_hetero.streaming_linear import StreamingLinear
 
 MODELS = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
@@ -97,9 +104,7 @@ class Attention:
 class Layer:
     """The parts of a decoder layer."""
 
-    input_norm: Norm
-    stacked: Linear
-    """Queries, keys and values."""
+    beginning: Beginning
     attention: Attention
     output: Linear
     norm: Norm
@@ -118,7 +123,7 @@ class DecoderLayers:
 
     def __init__(self, layers: Sequence[Layer], kernel: StreamingLinear) -> None:
         self._kernel = kernel
-        self._first = layers[0]
+        self._beginning = layers[0].beginning
         self.between = [
             BetweenAttentions(_parts(layer, following), kernel)
             for layer, following in itertools.zip_longest(layers, layers[1:])
@@ -140,7 +145,7 @@ class DecoderLayers:
 
         """
         positions = positions.contiguous()
-        norm = self._first.input_norm
+        norm, stacked = self._beginning.norm, self._beginning.stacked
         if residual is None:
             total, x = hidden.contiguous(), torch.empty_like(hidden)
             vllm_ops.rms_norm(x, total, norm.weight, norm.epsilon)
@@ -148,15 +153,15 @@ class DecoderLayers:
             x, total = (one.clone(memory_format=torch.contiguous_format)
                         for one in (hidden, residual))  # fmt: skip
             add_and_norm(x, total, norm)
-        x = self._kernel.compute(x, self._first.stacked.weight, self._first.stacked.bias)
+        x = self._kernel.compute(x, stacked.weight, stacked.bias)
         for attention, between in zip(self._attentions, self.between, strict=True):
             x, total = between(attention(positions, x), total)
         return x, total
 
 
 def _parts(layer: Layer, following: Layer | None) -> Parts:
-    behind = () if following is None else (following.input_norm, following.stacked)
-    return Parts(layer.output, layer.norm, layer.gate_up, layer.down, *behind)
+    following_begins = None if following is None else following.beginning
+    return Parts(layer.output, layer.norm, layer.gate_up, layer.down, following_begins)
 
 
 def _decoder_layers(
@@ -267,7 +272,7 @@ def _layer(
     assert norm is not None
     stacked, output, gate_up, down = (linears[one] for one in own)
     attention = Attention(attention, kernel.native)
-    return Layer(input_norm, stacked, attention, output, norm, gate_up, down)
+    return Layer(Beginning(input_norm, stacked), attention, output, norm, gate_up, down)
 
 
 def _attends_as_known(module: Any) -> bool:

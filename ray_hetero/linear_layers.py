@@ -71,7 +71,9 @@ class LinearLayers:
         """What the kernel reads in the place of a layer's weight, which was packed."""
         assert self._kernel is not None
         weight = PackedWeight(packed)
-        if self._config.compact_weights:
+        # Without AMX vLLM's kernel computes prompts, from packed weights.
+        asked = self._config.compact_weights
+        if asked is True or (asked == "auto" and self._kernel.has_amx):
             weight = made_compact(packed, self._kernel.native)
             self._kernel.add(weight)
         self._bytes += weight.data.nbytes

@@ -47,7 +47,12 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
     stages = [["gpu"]] if layout == "auto" else layout
     cpu = {"ranks_per_socket": run["shares"], "kv_cache_gib": 0.5}
     if run["borrowing"]:
-        cpu |= {"linear_kernel": "streaming", "borrow_gpu": True, "borrow_gpu_tokens": 8}
+        cpu |= {
+            "linear_kernel": "streaming",
+            "compact_weights": True,
+            "borrow_gpu": True,
+            "borrow_gpu_tokens": 8,
+        }
     gpu = {"in_mixed_groups": "graphs"} if run["compiled"] else {}
     return common | {
         "distributed_executor_backend": "ray_hetero",

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero import borrowed_gpu, streaming_linear  # noqa: E402
 from ray_hetero.between_attentions import (  # noqa: E402
+    Beginning,
     BetweenAttentions,
     Linear,
     Norm,
@@ -66,8 +67,8 @@ class Layer:
         ]
         output, gate_up, down, queries = (one for one, _ in made)
         self._plain = {id(one): weight for one, weight in made}
-        behind = () if is_last else (norm(), queries)
-        self.parts = Parts(output, norm(), gate_up, down, *behind)
+        following = None if is_last else Beginning(norm(), queries)
+        self.parts = Parts(output, norm(), gate_up, down, following)
 
     def _linear(self, x: torch.Tensor, one: Linear) -> torch.Tensor:
         y = x.float() @ self._plain[id(one)].T
@@ -88,10 +89,10 @@ class Layer:
         x, total = self._add_and_norm(self._linear(attended, parts.output), residual, parts.norm)
         gate, up = self._linear(x, parts.gate_up).float().chunk(2, dim=1)
         x = self._linear((torch.nn.functional.silu(gate) * up).bfloat16(), parts.down)
-        if parts.next is None or parts.next_norm is None:
+        if parts.next is None:
             return x, total
-        x, total = self._add_and_norm(x, total, parts.next_norm)
-        return self._linear(x, parts.next), total
+        x, total = self._add_and_norm(x, total, parts.next.norm)
+        return self._linear(x, parts.next.stacked), total
 
 
 def check(fused: BetweenAttentions, layer: Layer, tokens: int) -> None:

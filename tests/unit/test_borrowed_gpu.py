@@ -169,7 +169,9 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
 def test_a_ranks_layers_are_computed_where_the_tokens_say(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = CpuConfig(linear_kernel="streaming", borrow_gpu=True, borrow_gpu_tokens=8)
+    config = CpuConfig(
+        linear_kernel="streaming", borrow_gpu=True, borrow_gpu_tokens=8, compact_weights=True
+    )
     layers = LinearLayers(config, CPU, 64)
     plain = layer.weight.data.float()
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
