@@ -136,7 +136,7 @@ class DecoderLayers:
         """As a decoder layer of vLLM does, for all of them.
 
         Args:
-            positions: [M], int64.
+            positions: [M].
             hidden: [M, N], bf16.
             residual: [M, N], bf16; None at the beginning of a model.
 
@@ -144,10 +144,11 @@ class DecoderLayers:
             [M, N], which is still to be added to the residual, and it.
 
         """
-        positions = positions.contiguous()
+        positions = positions.to(torch.int64).contiguous()
         norm, stacked = self._beginning.norm, self._beginning.stacked
         if residual is None:
-            total, x = hidden.contiguous(), torch.empty_like(hidden)
+            total = hidden.contiguous()
+            x = torch.empty_like(total)
             vllm_ops.rms_norm(x, total, norm.weight, norm.epsilon)
         else:
             x, total = (one.clone(memory_format=torch.contiguous_format)
@@ -173,7 +174,8 @@ def _decoder_layers(
 def _shapes(
     positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, run: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(hidden)
+    x, total = (torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2))
+    return x, total
 
 
 direct_register_custom_op(
