@@ -41,6 +41,7 @@ constexpr std::int64_t kFar = 8192;         // bytes from a load to its prefetch
 constexpr std::int64_t kNear = 2048;        // … and into L1, whose fill buffers are few
 constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
 constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
+static_assert(kRing > kAhead);
 constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
 constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
 constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
