@@ -34,11 +34,10 @@ def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Te
     packed = torch.ops._C.convert_weight_packed(weight)
     made["sgl"] = lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None)
     made["torch"] = lambda x: torch.nn.functional.linear(x, weight)
-    compact = made_compact(packed, _streaming_linear)
+    plain, compact = PackedWeight(packed), made_compact(packed, _streaming_linear)
     assert compact.compact is not None
     for name, use_amx in (("avx512", False), ("amx", True)):
         if use_amx <= _streaming_linear.has_amx():
-            plain = PackedWeight(packed)
             made[f"streaming-{name}"] = functools.partial(_streaming, plain, use_amx)
             made[f"compact-{name}"] = functools.partial(_streaming, compact, use_amx)
     return made

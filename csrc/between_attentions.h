@@ -57,6 +57,17 @@ RAY_HETERO_BF16 inline __m512 rounded(__m512 values) {
   return widened((__m256i)_mm512_cvtneps_pbh(values));
 }
 
+// What a root-mean-square norm multiplies n values with, by the sums of their squares.
+RAY_HETERO_BF16 inline __m512 scale_of(__m512 squares, const Norm& norm, std::int64_t n) {
+  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(n);
+  return _mm512_set1_ps(1.0f / std::sqrt(mean + norm.epsilon));
+}
+
+RAY_HETERO_BF16 inline void store_normed(std::uint16_t* at, __m512 values, __m512 scale,
+                                         const std::uint16_t* weight) {
+  store_bf16(at, _mm512_mul_ps(rounded(_mm512_mul_ps(values, scale)), load_bf16(weight)));
+}
+
 // sum ← x + residual, y ← norm(x + residual), for one token; n is a multiple of 16.
 RAY_HETERO_BF16 inline void add_and_norm(const std::uint16_t* x, const std::uint16_t* residual,
                                          const Norm& norm, std::int64_t n, std::uint16_t* sum,
@@ -66,13 +77,11 @@ RAY_HETERO_BF16 inline void add_and_norm(const std::uint16_t* x, const std::uint
     const __m512 both = _mm512_add_ps(load_bf16(x + i), load_bf16(residual + i));
     squares = _mm512_fmadd_ps(both, both, squares);
   }
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(n);
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + norm.epsilon));
+  const __m512 scale = scale_of(squares, norm, n);
   for (std::int64_t i = 0; i < n; i += kTile) {
     const __m512 both = _mm512_add_ps(load_bf16(x + i), load_bf16(residual + i));
     store_bf16(sum + i, both);
-    store_bf16(y + i, _mm512_mul_ps(rounded(_mm512_mul_ps(both, scale)),
-                                    load_bf16(norm.weight + i)));
+    store_normed(y + i, both, scale, norm.weight + i);
   }
 }
 

@@ -29,11 +29,9 @@ RAY_HETERO_BF16 inline void norm_head(std::uint16_t* x, const Norm& norm, std::i
     const __m512 values = load_bf16(x + i);
     squares = _mm512_fmadd_ps(values, values, squares);
   }
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(size);
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + norm.epsilon));
+  const __m512 scale = scale_of(squares, norm, size);
   for (std::int64_t i = 0; i < size; i += kTile) {
-    const __m512 normed = rounded(_mm512_mul_ps(load_bf16(x + i), scale));
-    store_bf16(x + i, _mm512_mul_ps(normed, load_bf16(norm.weight + i)));
+    store_normed(x + i, load_bf16(x + i), scale, norm.weight + i);
   }
 }
 

@@ -146,7 +146,8 @@ PYBIND11_MODULE(_streaming_linear, module) {
              py::arg("compact") = nullptr,
              "y [m, n] = x [m, k] · Wᵀ + bias, all bf16 but the bias (float32), given by address.\n\n"
              "`stride` is elements between tokens of x; w is packed as [n / 32][k / 2][32][2], or\n"
-             "the rows of `compact`; bias may be 0.  Uses the threads of the OpenMP runtime that the process has.\n"
+             "the rows of `compact`; bias may be 0.  Uses the threads of the OpenMP runtime that\n"
+             "the process has.\n"
              "Raises ValueError: shapes that the layout cannot hold, or a processor without\n"
              "AVX-512-BF16.");
 
@@ -170,8 +171,10 @@ PYBIND11_MODULE(_streaming_linear, module) {
       .def(
           "expand",
           [](const ray_hetero::Compact& compact, std::uintptr_t rows, std::uintptr_t packed) {
+            const auto outputs = compact.blocks() * ray_hetero::kBlock;
+            const auto weight = as_weight(rows, outputs, compact.inputs(), &compact);
             py::gil_scoped_release release;
-            compact.expand(pointer<const std::uint8_t>(rows), pointer<std::uint16_t>(packed));
+            ray_hetero::expand(weight, pointer<std::uint16_t>(packed));
           },
           py::arg("rows"), py::arg("packed"), "The packed rows again; both by address.");
 

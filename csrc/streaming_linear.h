@@ -46,7 +46,6 @@ constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the n
 constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
 constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
 constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them
-
 constexpr std::int64_t kLineBytes = 64;     // of a cache line
 
 struct Task {

@@ -67,7 +67,8 @@ class Compact {
     std::vector<std::vector<Exception>> found(blocks_);
 #pragma omp parallel for schedule(static)
     for (std::int64_t block = 0; block < blocks_; ++block) {
-      write_block(packed + block * pairs_ * kRow, rows + block * block_bytes(), found[block]);
+      write_block(packed + block * pairs_ * kRow, rows + block * pairs_ / 2 * kCompactPair,
+                  found[block]);
     }
     for (std::int64_t block = 0; block < blocks_; ++block) {
       first_[block + 1] = first_[block] + static_cast<std::int64_t>(found[block].size());
@@ -75,9 +76,6 @@ class Compact {
     exceptions_.reserve(first_[blocks_]);
     for (const auto& some : found) exceptions_.insert(exceptions_.end(), some.begin(), some.end());
   }
-
-  // The packed rows again.
-  void expand(const std::uint8_t* rows, std::uint16_t* packed) const;
 
   const std::array<std::uint8_t, kBook>& book() const { return book_; }
   std::int64_t blocks() const { return blocks_; }
@@ -87,8 +85,6 @@ class Compact {
   const Exception* end(std::int64_t block) const { return begin(block + 1); }
 
  private:
-  std::int64_t block_bytes() const { return pairs_ / 2 * kCompactPair; }
-
   // 0 and the 15 most frequent of the others.
   void make_book(const std::uint16_t* packed) {
     std::array<std::int64_t, 256> counts{};
@@ -194,24 +190,26 @@ RAY_HETERO_BF16 RAY_HETERO_INLINE void expand_rows(const std::uint8_t* from, __m
   }
 }
 
-RAY_HETERO_BF16 inline void expand_block(const Compact& compact, const std::uint8_t* rows,
-                                         std::int64_t block, std::uint16_t* packed) {
-  const std::int64_t pairs = compact.inputs() / 2;
-  std::uint16_t* to = packed + block * pairs * kRow;
-  expand_rows(rows + block * pairs / 2 * kCompactPair, load_book(compact), pairs, to);
+RAY_HETERO_BF16 inline void expand_block(const Weight& weight, std::int64_t block,
+                                         std::uint16_t* to) {
+  const Compact& compact = *weight.compact;
+  expand_rows(weight.rows(block, 0), load_book(compact), weight.pairs(), to);
   for (const Exception* one = compact.begin(block); one != compact.end(block); ++one) {
     to[one->k / 2 * kRow + 2 * one->output + one->k % 2] = one->value;
   }
 }
 
-inline void Compact::expand(const std::uint8_t* rows, std::uint16_t* packed) const {
+// The packed rows of a compact weight.
+inline void expand(const Weight& weight, std::uint16_t* packed) {
 #pragma omp parallel for schedule(static)
-  for (std::int64_t block = 0; block < blocks_; ++block) expand_block(*this, rows, block, packed);
+  for (std::int64_t block = 0; block < weight.blocks(); ++block) {
+    expand_block(weight, block, packed + block * weight.pairs() * kRow);
+  }
 }
 
 #else
 
-inline void Compact::expand(const std::uint8_t*, std::uint16_t*) const {}
+inline void expand(const Weight&, std::uint16_t*) {}
 
 #endif
 

@@ -197,24 +197,19 @@ class BorrowedGpu:
     def _cut(self, weight: PackedWeight) -> Iterator[_Piece]:
         outputs, inputs = weight.shape
         step = _piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
+        native = weight.compact
+        upper = None if native is None else _upper_bytes(native.book).to(self._device)
         for begin in range(0, outputs, step):
             end = min(begin + step, outputs)
             compact = None
-            if weight.compact is not None:
-                compact = self._compact(weight.compact, begin // BLOCK, end // BLOCK)
+            if upper is not None:
+                places, values = native.exceptions(begin // BLOCK, end // BLOCK)
+                compact = _Compact(
+                    upper,
+                    torch.from_numpy(places).to(self._device),
+                    torch.from_numpy(values).view(torch.bfloat16).to(self._device),
+                )
             yield _Piece(weight.data[begin:end], begin, end, inputs, compact)
-
-    def _compact(self, native: Any, first: int, last: int) -> _Compact:
-        """What blocks of a compact weight need."""
-        book = torch.tensor(native.book, dtype=torch.uint8).view(torch.int8).to(torch.int32) << 8
-        both = torch.arange(256)
-        upper = torch.stack([book[both & 15], book[both >> 4]], dim=1).to(torch.int16)
-        places, values = map(torch.from_numpy, native.exceptions(first, last))
-        return _Compact(
-            upper.view(torch.int32).flatten().to(self._device),
-            places.to(self._device),
-            values.view(torch.bfloat16).to(self._device),
-        )
 
     def suits(self, packed: torch.Tensor, tokens: int) -> bool:
         """Whether a weight is here, and there is room for so many tokens."""
@@ -378,6 +373,13 @@ def _piece_bytes(inputs: int) -> int:
 def _chunks(tokens: int) -> Iterator[slice]:
     for begin in range(0, tokens, CHUNK_TOKENS):
         yield slice(begin, begin + CHUNK_TOKENS)
+
+
+def _upper_bytes(book: list[int]) -> torch.Tensor:
+    """`_Compact.upper` of a book."""
+    shifted = torch.tensor(book, dtype=torch.uint8).view(torch.int8).to(torch.int16) << 8
+    both = torch.arange(256)
+    return torch.stack([shifted[both & 15], shifted[both >> 4]], dim=1).view(torch.int32).flatten()
 
 
 def _expand(rows: torch.Tensor, compact: _Compact, inputs: int, weight: torch.Tensor) -> None:

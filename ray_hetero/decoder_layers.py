@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -106,10 +106,8 @@ class Layer:
 
     beginning: Beginning
     attention: Attention
-    output: Linear
-    norm: Norm
-    gate_up: Linear
-    down: Linear
+    parts: Parts
+    """Behind the attention, as if no layer followed."""
 
 
 class DecoderLayers:
@@ -124,11 +122,11 @@ class DecoderLayers:
     def __init__(self, layers: Sequence[Layer], kernel: StreamingLinear) -> None:
         self._kernel = kernel
         self._beginning = layers[0].beginning
-        self.between = [
-            BetweenAttentions(_parts(layer, following), kernel)
-            for layer, following in itertools.zip_longest(layers, layers[1:])
+        following = [*(layer.beginning for layer in layers[1:]), None]
+        self._layers = [
+            (layer.attention, BetweenAttentions(replace(layer.parts, next=begins), kernel))
+            for layer, begins in zip(layers, following, strict=True)
         ]
-        self._attentions = [layer.attention for layer in layers]
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -155,14 +153,9 @@ class DecoderLayers:
                         for one in (hidden, residual))  # fmt: skip
             add_and_norm(x, total, norm)
         x = self._kernel.compute(x, stacked.weight, stacked.bias)
-        for attention, between in zip(self._attentions, self.between, strict=True):
+        for attention, between in self._layers:
             x, total = between(attention(positions, x), total)
         return x, total
-
-
-def _parts(layer: Layer, following: Layer | None) -> Parts:
-    following_begins = None if following is None else following.beginning
-    return Parts(layer.output, layer.norm, layer.gate_up, layer.down, following_begins)
 
 
 def _decoder_layers(
@@ -273,8 +266,11 @@ def _layer(
     assert input_norm is not None
     assert norm is not None
     stacked, output, gate_up, down = (linears[one] for one in own)
-    attention = Attention(attention, kernel.native)
-    return Layer(Beginning(input_norm, stacked), attention, output, norm, gate_up, down)
+    return Layer(
+        Beginning(input_norm, stacked),
+        Attention(attention, kernel.native),
+        Parts(output, norm, gate_up, down),
+    )
 
 
 def _attends_as_known(module: Any) -> bool:

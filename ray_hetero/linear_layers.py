@@ -49,9 +49,7 @@ class LinearLayers:
         if gpu is not None and config.borrow_gpu:
             self._gpu = BorrowedGpu(gpu, tokens)
         vllm_private.use_linear(
-            torch.ops.ray_hetero.streaming_linear,
-            streaming_linear.suits,
-            self._packed,
+            torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
         )
         logger.info("linear layers stream their weights (cpu.linear_kernel)")
 

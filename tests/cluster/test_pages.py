@@ -31,6 +31,7 @@ import pytest
 from engines import HERE, START_SECONDS, STOP_SECONDS, VLLM, Child, start
 from leftovers import MARKER, Scene, clean_scene, marked_processes, wait_until
 from network import Place, two_places
+from server_checks import STEPS
 
 from placement.sockets import sockets_of
 from placement.sysfs import read_host
@@ -42,7 +43,6 @@ TYPE_SECONDS = 120.0
 INSTALL_SECONDS = 600.0
 CONFIG = {"ray_hetero": {"cpu": {"ranks_per_socket": 2}}}
 HAS_ONE_SOCKET = len(sockets_of(read_host(gpus=False))) == 1
-STEPS = ("discover", "plan", "reserve", "spawn", "connect", "warm up")
 READY = "Application startup complete"
 NO_ENGINE = "no engine of ray_hetero runs on this cluster"
 ENGINE = ("ray::RankProcess", "VLLM::", "vllm serve")
