@@ -5,7 +5,8 @@
 //     OMP_NUM_THREADS=14 GOMP_CPU_AFFINITY=2-15 ./streaming_linear LAYERS TOKENS…
 //
 // First every kernel's outputs are compared with plain sums, then each number of tokens is timed:
-// median of several rounds over all layers, beside plain reads of the same memory.
+// median of several rounds over all layers, packed and compact, with AVX-512 and AMX, beside plain
+// reads of the packed weights.  GB/s are of bytes really read.
 
 #include "streaming_linear.h"
 
@@ -16,7 +17,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -28,7 +31,21 @@ constexpr long kMostTokens = 1024;
 
 struct Layer {
   long n, k;
-  Bf16* w;
+  Bf16* packed;
+  std::uint8_t* rows;  // compact
+  std::unique_ptr<ray_hetero::Compact> compact;
+
+  ray_hetero::Weight weight(bool is_compact) const {
+    if (is_compact) return {rows, n, k, compact.get()};
+    return {reinterpret_cast<const std::uint8_t*>(packed), n, k, nullptr};
+  }
+};
+
+struct Way {
+  const char* name;
+  bool is_compact, use_amx;
+
+  double bytes(double elements) const { return elements * (is_compact ? 1.5 : 2.0); }
 };
 
 double now() {
@@ -54,6 +71,13 @@ Bf16 number(std::uint64_t at, float size) {
   return to_bf16(static_cast<float>(at * 2654435761u >> 8 & 1023) / 512.0f * size - size);
 }
 
+// Deterministic, and about as often near 0 as trained weights.
+Bf16 weight(std::uint64_t at) {
+  float sum = 0;
+  for (int i = 0; i < 4; ++i, at += 0x9e3779b9u) sum += to_float(number(at * at >> 3, 0.01f));
+  return to_bf16(sum);
+}
+
 template <typename T>
 T* allocate(std::size_t count) {
   void* memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
@@ -71,31 +95,34 @@ std::vector<Layer> make_layers(int layers) {
   for (int layer = 0; layer < layers; ++layer) {
     for (const auto& shape : kShapes) {
       const long count = shape[0] * shape[1];
-      auto* w = allocate<Bf16>(static_cast<std::size_t>(count));
+      auto* packed = allocate<Bf16>(static_cast<std::size_t>(count));
 #pragma omp parallel for
-      for (long i = 0; i < count; ++i) w[i] = number(static_cast<std::uint64_t>(i), 0.02f);
-      made.push_back({shape[0], shape[1], w});
+      for (long i = 0; i < count; ++i) packed[i] = weight(static_cast<std::uint64_t>(i));
+      auto* rows = allocate<std::uint8_t>(static_cast<std::size_t>(count * 3 / 2));
+      made.push_back({shape[0], shape[1], packed, rows,
+                      std::make_unique<ray_hetero::Compact>(packed, shape[0], shape[1], rows)});
     }
   }
   return made;
 }
 
-Task task_of(const Layer& layer, const Bf16* x, Bf16* y, long tokens, bool use_amx) {
-  return {x, layer.w, nullptr, y, tokens, layer.n, layer.k / 2, layer.k, use_amx};
+Task task_of(const Layer& layer, const Bf16* x, Bf16* y, long tokens, const Way& way) {
+  return {x, layer.weight(way.is_compact), nullptr, y, tokens, layer.k, way.use_amx};
 }
 
 float plain_sum(const Layer& layer, const Bf16* x, long token, long output) {
   double sum = 0;
   for (long k = 0; k < layer.k; ++k) {
     const long row = output / 32 * (layer.k / 2) + k / 2;
-    sum += to_float(x[token * layer.k + k]) * to_float(layer.w[row * 64 + output % 32 * 2 + k % 2]);
+    const Bf16 value = layer.packed[row * 64 + output % 32 * 2 + k % 2];
+    sum += to_float(x[token * layer.k + k]) * to_float(value);
   }
   return static_cast<float>(sum);
 }
 
-bool is_right(const Layer& layer, const Bf16* x, Bf16* y, long tokens, bool use_amx) {
+bool is_right(const Layer& layer, const Bf16* x, Bf16* y, long tokens, const Way& way) {
   std::memset(y, 0xff, sizeof(Bf16) * static_cast<std::size_t>(tokens * layer.n));
-  ray_hetero::run(task_of(layer, x, y, tokens, use_amx));
+  ray_hetero::run(task_of(layer, x, y, tokens, way));
   float worst = 0, largest = 0;
   for (long sample = 0; sample < 200; ++sample) {
     const long token = sample % 3 == 0 ? tokens - 1 : sample * 37 % tokens;
@@ -107,8 +134,8 @@ bool is_right(const Layer& layer, const Bf16* x, Bf16* y, long tokens, bool use_
   }
   // One rounding to bf16, 8 bits.
   if (worst < largest / 200) return true;
-  std::printf("WRONG: %ld tokens, [%ld, %ld]: off by %g of %g\n", tokens, layer.n, layer.k,
-              double(worst), double(largest));
+  std::printf("WRONG: %s, %ld tokens, [%ld, %ld]: off by %g of %g\n", way.name, tokens, layer.n,
+              layer.k, double(worst), double(largest));
   return false;
 }
 
@@ -122,7 +149,7 @@ double read_once(const std::vector<Layer>& layers) {
   std::uint64_t sum = 0;
 #pragma omp parallel reduction(^ : sum)
   for (const Layer& layer : layers) {
-    const auto* words = reinterpret_cast<const std::uint64_t*>(layer.w);
+    const auto* words = reinterpret_cast<const std::uint64_t*>(layer.packed);
 #pragma omp for nowait
     for (long i = 0; i < layer.n * layer.k / 4; ++i) sum ^= words[i];
   }
@@ -131,11 +158,9 @@ double read_once(const std::vector<Layer>& layers) {
   return now() - start;
 }
 
-void show(const char* what, double bytes, long tokens, std::vector<double> seconds) {
+void show(const std::string& what, double bytes, std::vector<double> seconds) {
   const double typical = median(std::move(seconds));
-  std::printf("%-12s %8.2f ms %7.1f GB/s", what, typical * 1e3, bytes / typical / 1e9);
-  if (tokens > 0) std::printf(" %6.2f TFLOP/s", bytes * double(tokens) / typical / 1e12);
-  std::printf("\n");
+  std::printf("%-30s %8.2f ms %7.1f GB/s\n", what.c_str(), typical * 1e3, bytes / typical / 1e9);
   std::fflush(stdout);
 }
 
@@ -146,33 +171,48 @@ int main(int count, char** words) {
     std::printf("usage: %s LAYERS TOKENS…\n", words[0]);
     return 2;
   }
-  const bool use_amx = ray_hetero::has_amx();
-  std::printf("%d threads, %s\n", omp_get_max_threads(), use_amx ? "AMX" : "AVX-512");
+  std::vector<Way> ways = {{"packed, AVX-512", false, false}, {"compact, AVX-512", true, false}};
+  if (ray_hetero::has_amx()) {
+    ways.insert(ways.end(), {{"packed, AMX", false, true}, {"compact, AMX", true, true}});
+  }
   const std::vector<Layer> layers = make_layers(std::atoi(words[1]));
-  double bytes = 0;
-  for (const Layer& layer : layers) bytes += 2.0 * double(layer.n) * double(layer.k);
+  double elements = 0;
+  for (const Layer& layer : layers) elements += double(layer.n) * double(layer.k);
   auto* x = allocate<Bf16>(kMostTokens * 14336);
   auto* y = allocate<Bf16>(kMostTokens * 28672);
   for (long i = 0; i < kMostTokens * 14336; ++i) x[i] = number(static_cast<std::uint64_t>(i), 1);
   bool right = true;
-  for (long tokens : {1, 5, 16, 17, 32, 33, 100, 513, 1024}) {
-    if (tokens > 100 && !use_amx) break;
-    for (int layer = 0; layer < 4; ++layer) {
-      right &= is_right(layers[layer], x, y, tokens, use_amx);
+  for (const Way& way : ways) {
+    for (long tokens : {1, 5, 16, 17, 32, 33, 100, 513, 1024}) {
+      if (tokens > 100 && !way.use_amx) break;
+      for (int layer = 0; layer < 4; ++layer) {
+        right &= is_right(layers[layer], x, y, tokens, way);
+      }
     }
   }
-  std::puts(right ? "outputs are those of plain sums" : "outputs are WRONG");
+  std::printf("%d threads, outputs are %s\n", omp_get_max_threads(),
+              right ? "those of plain sums" : "WRONG");
   for (int argument = 2; argument < count; ++argument) {
     const long tokens = std::min(std::atol(words[argument]), kMostTokens);
-    std::vector<double> reads, runs;
+    std::vector<double> reads;
+    std::vector<std::vector<double>> runs(ways.size());
+    // In turns; the first round warms up.
     for (int round = 0; round <= kRounds; ++round) {
-      const double read = read_once(layers), start = now();
-      for (const Layer& layer : layers) ray_hetero::run(task_of(layer, x, y, tokens, use_amx));
-      // The first round warms up.
-      if (round > 0) reads.push_back(read), runs.push_back(now() - start);
+      const double read = read_once(layers);
+      if (round > 0) reads.push_back(read);
+      for (std::size_t way = 0; way < ways.size(); ++way) {
+        const double start = now();
+        for (const Layer& layer : layers) {
+          ray_hetero::run(task_of(layer, x, y, tokens, ways[way]));
+        }
+        if (round > 0) runs[way].push_back(now() - start);
+      }
     }
-    show("plain reads", bytes, 0, reads);
-    show((std::to_string(tokens) + " tokens").c_str(), bytes, tokens, runs);
+    show("plain reads", 2.0 * elements, reads);
+    for (std::size_t way = 0; way < ways.size(); ++way) {
+      show(std::to_string(tokens) + " tokens, " + ways[way].name, ways[way].bytes(elements),
+           runs[way]);
+    }
   }
   return right ? 0 : 1;
 }

@@ -68,18 +68,25 @@ RAY_HETERO_BF16 inline void store_normed(std::uint16_t* at, __m512 values, __m51
   store_bf16(at, _mm512_mul_ps(rounded(_mm512_mul_ps(values, scale)), load_bf16(weight)));
 }
 
+// x + residual, or x where there is no residual.
+RAY_HETERO_BF16 inline __m512 added(const std::uint16_t* x, const std::uint16_t* residual,
+                                    std::int64_t i) {
+  const __m512 value = load_bf16(x + i);
+  return residual == nullptr ? value : _mm512_add_ps(value, load_bf16(residual + i));
+}
+
 // sum ← x + residual, y ← norm(x + residual), for one token; n is a multiple of 16.
 RAY_HETERO_BF16 inline void add_and_norm(const std::uint16_t* x, const std::uint16_t* residual,
                                          const Norm& norm, std::int64_t n, std::uint16_t* sum,
                                          std::uint16_t* y) {
   __m512 squares = _mm512_setzero_ps();
   for (std::int64_t i = 0; i < n; i += kTile) {
-    const __m512 both = _mm512_add_ps(load_bf16(x + i), load_bf16(residual + i));
+    const __m512 both = added(x, residual, i);
     squares = _mm512_fmadd_ps(both, both, squares);
   }
   const __m512 scale = scale_of(squares, norm, n);
   for (std::int64_t i = 0; i < n; i += kTile) {
-    const __m512 both = _mm512_add_ps(load_bf16(x + i), load_bf16(residual + i));
+    const __m512 both = added(x, residual, i);
     store_bf16(sum + i, both);
     store_normed(y + i, both, scale, norm.weight + i);
   }
@@ -96,10 +103,11 @@ RAY_HETERO_BF16 inline __m512 power_of_two(__m512 x) {
   return _mm512_scalef_ps(sum, whole);
 }
 
+constexpr float kLog2E = 1.44269504f;  // e^x = 2^(x · log2 e)
+
 // silu(gate) ∘ up, 16 at a time.  For a negative gate e^-gate may be infinite: the quotient is then 0.
 RAY_HETERO_BF16 inline void gate(const std::uint16_t* gate, const std::uint16_t* up,
                                  std::uint16_t* y) {
-  constexpr float kLog2E = 1.44269504f;
   const __m512 x = load_bf16(gate), one = _mm512_set1_ps(1.0f);
   const __m512 power = power_of_two(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2E)));
   const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(one, power));
@@ -108,67 +116,69 @@ RAY_HETERO_BF16 inline void gate(const std::uint16_t* gate, const std::uint16_t*
 
 class BetweenAttentions {
  public:
-  // attended [m][output.w.k], residual [m][hidden] → sum [m][hidden], y [m][outputs()], all bf16.
+  // attended [m][output.w.k], residual [m][hidden] → sum [m][hidden], y [m][outputs()], all bf16;
+  // sum may be the residual.  reserve() must have been called for all that work at the same time.
   BetweenAttentions(const Between& layer, const std::uint16_t* attended,
                     const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
                     std::uint16_t* y, bool use_amx)
       : layer_(layer), residual_(residual), m_(m), hidden_(layer.output.w.n),
-        wide_(layer.down.w.k), threads_(omp_get_max_threads()), sum_(sum) {
-    std::uint16_t* at = scratch_bf16((3 * hidden_ + 3 * wide_) * m, kBetween);
-    projected_ = take(at, hidden_);
-    normed_ = take(at, hidden_);
-    between_ = layer.next ? take(at, hidden_) : sum;
-    gate_up_ = take(at, 2 * wide_);
-    gated_ = take(at, wide_);
-    const auto task = [&](const Linear& linear, const std::uint16_t* from, std::uint16_t* to) {
-      return Task{from, linear.w, linear.bias, to, m, linear.w.k, use_amx};
-    };
-    output_ = task(layer.output, attended, projected_);
-    up_ = task(layer.gate_up, normed_, gate_up_);
-    down_ = task(layer.down, gated_, layer.next ? projected_ : y);
-    if (layer.next) next_ = task(layer.next->stacked, normed_, y);
+        wide_(layer.down.w.k), sum_(sum), projected_(scratch_bf16(elements(layer, m), kBetween)),
+        normed_(projected_ + hidden_ * m), gate_up_(normed_ + hidden_ * m),
+        gated_(gate_up_ + 2 * wide_ * m),
+        between_(layer.next ? gated_ + wide_ * m : sum),
+        output_task_(task(layer.output, attended, projected_, m, use_amx)),
+        up_task_(task(layer.gate_up, normed_, gate_up_, m, use_amx)),
+        down_task_(task(layer.down, gated_, layer.next ? projected_ : y, m, use_amx)),
+        output_(output_task_), up_(up_task_), down_(down_task_) {
+    if (layer.next) {
+      next_task_ = task(layer.next->stacked, normed_, y, m, use_amx);
+      next_.emplace(next_task_);
+    }
+  }
+  BetweenAttentions(const BetweenAttentions&) = delete;  // its products refer to its tasks
+  BetweenAttentions& operator=(const BetweenAttentions&) = delete;
+
+  // What the scratch memory gives must not move while the products share it.
+  static void reserve(const Between& layer, std::int64_t m) {
+    scratch_bf16(elements(layer, m), kBetween);
+    for (const Linear* linear : {&layer.output, &layer.gate_up, &layer.down}) {
+      FewTokens::reserve(linear->w, m);
+    }
+    if (layer.next) FewTokens::reserve(layer.next->stacked.w, m);
   }
 
-  void run() {
-    // What it gives must not move while the products share it.
-    std::size_t most = 0;
-    for (const Task* task : {&output_, &up_, &down_, &next_}) {
-      if (task->w.data != nullptr) most = std::max(most, FewTokens::sums(*task));
-    }
-    scratch(most, kSums);
-    FewTokens output(output_), up(up_), down(down_);
-    std::optional<FewTokens> next;
-    if (layer_.next) next.emplace(next_);
-#pragma omp parallel num_threads(threads_)
-    {
-      // A runtime may give fewer than were asked for.
-      const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-      output.work(thread);
-      up.read_ahead(thread);
+  // A thread's share; all of the team's have to come.
+  void work(int thread, int threads) {
+    output_.work(thread);
+    up_.read_ahead(thread);
 #pragma omp barrier
-      norm(thread, threads, residual_, layer_.norm, between_);
+    norm(thread, threads, residual_, layer_.norm, between_);
 #pragma omp barrier
-      up.work(thread);
-      down.read_ahead(thread);
+    up_.work(thread);
+    down_.read_ahead(thread);
 #pragma omp barrier
-      gates(thread, threads);
+    gates(thread, threads);
 #pragma omp barrier
-      down.work(thread);
-      if (next) {
-        next->read_ahead(thread);
+    down_.work(thread);
+    if (!next_) return;
+    next_->read_ahead(thread);
 #pragma omp barrier
-        norm(thread, threads, between_, layer_.next->norm, sum_);
+    norm(thread, threads, between_, layer_.next->norm, sum_);
 #pragma omp barrier
-        next->work(thread);
-      }
-    }
+    next_->work(thread);
   }
+
+  // Have the first weights on their way.
+  void read_ahead(int thread) const { output_.read_ahead(thread); }
 
  private:
-  std::uint16_t* take(std::uint16_t*& at, std::int64_t elements) const {
-    std::uint16_t* taken = at;
-    at += elements * m_;
-    return taken;
+  static std::int64_t elements(const Between& layer, std::int64_t m) {
+    return (3 * layer.output.w.n + 3 * layer.down.w.k) * m;
+  }
+
+  static Task task(const Linear& linear, const std::uint16_t* from, std::uint16_t* to,
+                   std::int64_t m, bool use_amx) {
+    return {from, linear.w, linear.bias, to, m, linear.w.k, use_amx};
   }
 
   // Every thread takes some of the tokens.
@@ -192,10 +202,11 @@ class BetweenAttentions {
   const Between& layer_;
   const std::uint16_t* residual_;
   const std::int64_t m_, hidden_, wide_;
-  const int threads_;
   std::uint16_t* sum_;
-  std::uint16_t *projected_, *normed_, *between_, *gate_up_, *gated_;
-  Task output_{}, up_{}, down_{}, next_{};
+  std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *between_;
+  Task output_task_, up_task_, down_task_, next_task_{};
+  FewTokens output_, up_, down_;
+  std::optional<FewTokens> next_;
 };
 
 // More tokens than a decode step should have are computed in several parts.
@@ -203,7 +214,11 @@ inline void run(const Between& layer, const std::uint16_t* attended, const std::
                 std::int64_t m, std::uint16_t* sum, std::uint16_t* y, bool use_amx) {
   for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {
     const std::int64_t tokens = std::min(left, kFewTokens);
-    BetweenAttentions(layer, attended, residual, tokens, sum, y, use_amx).run();
+    BetweenAttentions::reserve(layer, tokens);
+    BetweenAttentions between(layer, attended, residual, tokens, sum, y, use_amx);
+    // A runtime may give fewer threads than it could.
+#pragma omp parallel
+    between.work(omp_get_thread_num(), omp_get_num_threads());
     attended += tokens * layer.output.w.k;
     residual += tokens * layer.output.w.n;
     sum += tokens * layer.output.w.n;

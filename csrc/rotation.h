@@ -47,19 +47,26 @@ RAY_HETERO_BF16 inline void rotate_head(std::uint16_t* x, const std::uint16_t* c
   }
 }
 
+// Some heads of a token, neighbours, in place.
+inline void turn_heads(const Rotation& rotation, std::uint16_t* heads, std::int64_t count,
+                       const std::optional<Norm>& norm, std::int64_t position) {
+  const std::uint16_t* cos_sin = rotation.cos_sin + position * rotation.rotated;
+  for (std::int64_t i = 0; i < count; ++i, heads += rotation.size) {
+    if (norm) norm_head(heads, *norm, rotation.size);
+    rotate_head(heads, cos_sin, rotation.rotated);
+  }
+}
+
 // stacked [m][stride]: queries, then keys, of each token.  One thread for few tokens: to call the
 // others together would take longer.
 inline void rotate(const Rotation& rotation, std::uint16_t* stacked, std::int64_t stride,
                    const std::int64_t* positions, std::int64_t m) {
 #pragma omp parallel for schedule(static) if (m > kFewTokens)
   for (std::int64_t token = 0; token < m; ++token) {
-    const std::uint16_t* cos_sin = rotation.cos_sin + positions[token] * rotation.rotated;
-    std::uint16_t* head = stacked + token * stride;
-    for (std::int64_t i = 0; i < rotation.heads + rotation.kv_heads; ++i, head += rotation.size) {
-      const auto& norm = i < rotation.heads ? rotation.query_norm : rotation.key_norm;
-      if (norm) norm_head(head, *norm, rotation.size);
-      rotate_head(head, cos_sin, rotation.rotated);
-    }
+    std::uint16_t* queries = stacked + token * stride;
+    std::uint16_t* keys = queries + rotation.heads * rotation.size;
+    turn_heads(rotation, queries, rotation.heads, rotation.query_norm, positions[token]);
+    turn_heads(rotation, keys, rotation.kv_heads, rotation.key_norm, positions[token]);
   }
 }
 

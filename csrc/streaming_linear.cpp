@@ -2,6 +2,7 @@
 // streaming_linear.py, between_attentions.py and decoder_layers.py.
 
 #include "between_attentions.h"
+#include "decoder_layers.h"
 #include "rotation.h"
 #include "streaming_linear.h"
 #include "weights.h"
@@ -87,6 +88,64 @@ void run_between(const ray_hetero::Between& layer, std::uintptr_t attended, std:
   ray_hetero::run(layer, pointer<const std::uint16_t>(attended),
                   pointer<const std::uint16_t>(residual), m, pointer<std::uint16_t>(sum),
                   pointer<std::uint16_t>(y), use_amx);
+}
+
+ray_hetero::DecoderLayers decoder_layers(
+    const std::tuple<AsNorm, AsLinear>& first,
+    const std::vector<std::tuple<ray_hetero::Rotation, float, ray_hetero::Between>>& layers) {
+  ray_hetero::DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))}, {}};
+  const std::int64_t hidden = made.first.stacked.w.k;
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const auto& [rotation, scale, between] = layers[i];
+    const std::int64_t queries = rotation.heads * rotation.size;
+    const std::int64_t stacked = queries + 2 * rotation.kv_heads * rotation.size;
+    const bool is_last = i + 1 == layers.size();
+    if (between.output.w.n != hidden || between.output.w.k != queries ||
+        made.first.stacked.w.n != stacked || between.next.has_value() == is_last ||
+        (between.next && between.next->stacked.w.n != stacked)) {
+      throw py::value_error("expected layers of one shape, each but the last with the next one");
+    }
+    if (rotation.kv_heads <= 0 || rotation.heads % rotation.kv_heads != 0 ||
+        rotation.size % ray_hetero::kSpan != 0) {
+      throw py::value_error("expected heads in multiples of 32, and of queries in those of keys");
+    }
+    made.layers.push_back({rotation, scale, between});
+  }
+  if (made.layers.empty()) throw py::value_error("expected at least one layer");
+  return made;
+}
+
+ray_hetero::Requests as_requests(std::int64_t m, std::uintptr_t positions, std::uintptr_t slots,
+                                 std::uintptr_t lengths, std::uintptr_t blocks,
+                                 std::int64_t most_blocks, std::int64_t block, bool tiles) {
+  if (m <= 0 || m > ray_hetero::kFewTokens) throw py::value_error("expected 1 to 32 requests");
+  if (block <= 0 || block % ray_hetero::kSpan != 0) {
+    throw py::value_error("expected blocks in multiples of 32 tokens");
+  }
+  return {m,
+          pointer<const std::int64_t>(positions),
+          pointer<const std::int64_t>(slots),
+          pointer<const std::int32_t>(lengths),
+          pointer<const std::int32_t>(blocks),
+          most_blocks,
+          block,
+          tiles ? ray_hetero::Layout::kTiles : ray_hetero::Layout::kRows};
+}
+
+void run_step(const ray_hetero::DecoderLayers& layers, const ray_hetero::Requests& requests,
+              const std::vector<std::uintptr_t>& caches, std::int64_t block_stride,
+              std::int64_t head_stride, std::uintptr_t hidden, std::uintptr_t residual,
+              std::uintptr_t y, std::uintptr_t sum, bool use_amx) {
+  if (caches.size() != layers.layers.size()) throw py::value_error("expected a cache for each layer");
+  std::vector<ray_hetero::Cache> made;
+  for (const std::uintptr_t cache : caches) {
+    made.push_back({pointer<std::uint16_t>(cache), block_stride, head_stride});
+  }
+  const ray_hetero::Step step{pointer<const std::uint16_t>(hidden),
+                              pointer<const std::uint16_t>(residual), pointer<std::uint16_t>(y),
+                              pointer<std::uint16_t>(sum), use_amx};
+  py::gil_scoped_release release;
+  ray_hetero::run(layers, made, requests, step);
 }
 
 void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, std::uintptr_t bias,
@@ -208,4 +267,27 @@ PYBIND11_MODULE(_streaming_linear, module) {
            py::arg("sum"), py::arg("y"), py::arg("use_amx"),
            "sum [m, N], y [m, N of next or down] from attended [m, K], residual [m, N]: bf16, by\n"
            "address.");
+
+  py::class_<ray_hetero::Requests>(module, "Requests", "What a decode step's layers have in common.")
+      .def(py::init(&as_requests), py::kw_only(), py::arg("m"), py::arg("positions"),
+           py::arg("slots"), py::arg("lengths"), py::arg("blocks"), py::arg("most_blocks"),
+           py::arg("block"), py::arg("tiles"),
+           "m requests of one token each, by address: positions and slots [m], int64; lengths [m]\n"
+           "and blocks [m, most_blocks], int32.  `block` is a block's tokens, `tiles` whether keys\n"
+           "and values lie in them as vLLM's kernel for AMX wants them.\n"
+           "Raises ValueError: more than 32 requests, or blocks of no multiple of 32 tokens.");
+
+  py::class_<ray_hetero::DecoderLayers>(module, "DecoderLayers",
+                                        "Decoder layers that follow one another.")
+      .def(py::init(&decoder_layers), py::kw_only(), py::arg("first"), py::arg("layers"),
+           "`first` is a norm and the stacked layer of queries, keys and values, each layer its\n"
+           "Rotation, the scale of its scores and Between; what they point at must outlive this.\n"
+           "Raises ValueError: shapes that do not fit together.")
+      .def("run", &run_step, py::kw_only(), py::arg("requests"), py::arg("caches"),
+           py::arg("block_stride"), py::arg("head_stride"), py::arg("hidden"), py::arg("residual"),
+           py::arg("y"), py::arg("sum"), py::arg("use_amx"),
+           "A decode step: hidden, residual (or 0) → y, which is still to be added to sum, all\n"
+           "[m, N], bf16, by address.  Each layer's cache by address, [blocks, heads of keys, keys\n"
+           "and values of a block], strides in elements.\n"
+           "Raises ValueError: not as many caches as layers.");
 }

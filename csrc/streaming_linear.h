@@ -135,9 +135,10 @@ class Scratch {
   std::size_t size_ = 0;
 };
 
-// What a thread keeps: sums, tokens packed for itself, those packed for all threads, what is between
-// the products of between_attentions.h, and rows that were compact.
-enum Buffer { kSums, kOwnTokens, kSharedTokens, kBetween, kExpanded, kBuffers };
+// What a thread keeps: sums, tokens packed for itself, those packed for all threads, rows that were
+// compact; what is between the products of between_attentions.h, parts of attention.h, what is
+// between the layers of decoder_layers.h.
+enum Buffer { kSums, kOwnTokens, kSharedTokens, kExpanded, kBetween, kPartial, kLayers, kBuffers };
 
 inline float* scratch(std::size_t floats, Buffer which) {
   static thread_local Scratch kept[kBuffers];
@@ -389,7 +390,7 @@ class FewTokens {
         threads_(omp_get_max_threads()),
         runs_(task.w.blocks() * parts_, threads_),
         missing_(new std::atomic<int>[task.w.blocks()]),
-        sums_(scratch(sums(task), kSums)) {
+        sums_(reserve(task.w, task.m)) {
     for (std::int64_t block = 0; block < task.w.blocks(); ++block) {
       missing_[block].store(static_cast<int>(parts_), std::memory_order_relaxed);
     }
@@ -400,10 +401,10 @@ class FewTokens {
     work(omp_get_thread_num());
   }
 
-  // Floats of sums that a task takes.
-  static std::size_t sums(const Task& task) {
-    const std::int64_t parts = (task.w.pairs() + kUnitRows - 1) / kUnitRows;
-    return static_cast<std::size_t>(task.w.blocks() * parts * task.m * kBlock);
+  // Memory for the sums; products that share it have to reserve it before the first one begins.
+  static float* reserve(const Weight& w, std::int64_t m) {
+    const std::int64_t parts = (w.pairs() + kUnitRows - 1) / kUnitRows;
+    return scratch(static_cast<std::size_t>(w.blocks() * parts * m * kBlock), kSums);
   }
 
   // Have the first weights of this thread's share on their way while it waits for the others.

@@ -91,8 +91,7 @@ class BetweenAttentions:
     def __init__(self, parts: Parts, kernel: StreamingLinear) -> None:
         self.parts = parts
         self._kernel = kernel
-        self._is_compact = any(linear.weight.compact is not None for linear in parts.linears)
-        self._native = kernel.native.Between(
+        self.native = kernel.native.Between(
             output=parts.output.native,
             norm=parts.norm.native,
             gate_up=parts.gate_up.native,
@@ -127,13 +126,13 @@ class BetweenAttentions:
         attended, residual = attended.contiguous(), residual.contiguous()
         result = attended.new_empty((tokens, self.parts.outputs))
         total = torch.empty_like(residual)
-        self._native.run(
+        self.native.run(
             attended.data_ptr(),
             residual.data_ptr(),
             tokens,
             total.data_ptr(),
             result.data_ptr(),
-            self._kernel.uses_amx(tokens, is_compact=self._is_compact),
+            self._kernel.has_amx,
         )
         return result, total
 

@@ -3,8 +3,9 @@
 vLLM runs a layer as a dozen operators, compiled or not.  In a decode step each of them has little
 to do, and most of what it costs is to call it: Python and instructions that the weights have driven
 out of the caches since the layer before.  Here all layers of a stage that follow one another are
-one operator, which calls what is left of each: vLLM's kernels of the attention, and all that lies
-between two attentions (between_attentions.py).
+one operator.  A decode step is one native call (decode_step.py); any other step calls what is left
+of each layer: vLLM's kernels of the attention, and all that lies between two attentions
+(between_attentions.py).
 
 The attentions' own modules stay what they are, and vLLM finds them where it has registered them.
 """
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from ray_hetero import decode_step
 from ray_hetero.between_attentions import (
     Beginning,
     BetweenAttentions,
@@ -32,6 +34,7 @@ from ray_hetero.between_attentions import (
     Parts,
     add_and_norm,
 )
+from ray_hetero.decode_step import DecodeStep
 from ray_hetero.streaming_linear import StreamingLinear
 
 MODELS = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
@@ -59,12 +62,13 @@ class Attention:
     """
 
     def __init__(self, module: Any, native: ModuleType) -> None:
-        self._name: str = module.attn.layer_name
+        self.name: str = module.attn.layer_name
+        self.scale = decode_step.known_scale(module.attn)
         self._sizes = [module.q_size, module.kv_size, module.kv_size]
         self._head = int(module.attn.head_size)
         self._cos_sin = module.rotary_emb.cos_sin_cache.to(torch.bfloat16).contiguous()
         self._norms = [norm for norm in map(as_norm, _head_norms(module)) if norm is not None]
-        self._rotation = native.Rotation(
+        self.rotation = native.Rotation(
             heads=module.q_size // self._head,
             kv_heads=module.kv_size // self._head,
             size=self._head,
@@ -86,9 +90,9 @@ class Attention:
 
         """
         tokens, stride = len(stacked), stacked.stride(0)
-        self._rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens)
+        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens)
         queries, keys, values = stacked.split(self._sizes, dim=-1)
-        metadata, attention, cache, slots = get_attention_context(self._name)
+        metadata, attention, cache, slots = get_attention_context(self.name)
         if metadata is None:
             # A dummy run; vLLM attends to nothing either.
             return torch.zeros_like(queries, memory_format=torch.contiguous_format)
@@ -127,6 +131,11 @@ class DecoderLayers:
             (layer.attention, BetweenAttentions(replace(layer.parts, next=begins), kernel))
             for layer, begins in zip(layers, following, strict=True)
         ]
+        self._decode_step = (
+            DecodeStep(self._beginning, self._layers, kernel)
+            if all(attention.scale is not None for attention, _ in self._layers)
+            else None
+        )
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -143,6 +152,12 @@ class DecoderLayers:
 
         """
         positions = positions.to(torch.int64).contiguous()
+        step = self._decode_step and self._decode_step(positions, hidden, residual)
+        return step or self._layer_by_layer(positions, hidden, residual)
+
+    def _layer_by_layer(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         norm, stacked = self._beginning.norm, self._beginning.stacked
         if residual is None:
             total = hidden.contiguous()

@@ -34,9 +34,6 @@ MULTIPLE = 32
 """Of inputs and outputs, as the packed layout has them."""
 MOST_TOKENS_WITHOUT_AMX = 4
 """Above, vLLM's packed kernel is faster where there is no AMX; measured, see docs/tuning.md."""
-MOST_TOKENS_IN_REGISTERS = 2
-"""Compact weights are multiplied where they are expanded, in registers, for up to so many tokens;
-for more, AMX is worth writing them to the first-level cache."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
@@ -66,10 +63,6 @@ class StreamingLinear:
         """Know a weight that may be compact."""
         if weight.compact is not None:
             self.compact[weight.data.data_ptr()] = weight
-
-    def uses_amx(self, tokens: int, *, is_compact: bool) -> bool:
-        """Whether AMX multiplies so many tokens."""
-        return self.has_amx and not (is_compact and tokens <= MOST_TOKENS_IN_REGISTERS)
 
     def __call__(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
@@ -113,7 +106,7 @@ class StreamingLinear:
             tokens,
             outputs,
             inputs,
-            self.uses_amx(tokens, is_compact=weight.compact is not None),
+            self.has_amx,
             weight.compact,
         )
         return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from native_module import needs_bf16
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -194,3 +196,22 @@ def test_stages_are_fitted_by_what_a_layer_and_a_step_cost() -> None:
     assert first == (
         "stage 0: predicted 0.00 ms + 2.000 ms a layer, measured 1.00 ms + 2.000 ms a layer"
     )
+
+
+@needs_bf16
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("program", "arguments", "lines"),
+    [
+        ("streaming_linear", ["1", "1"], ["outputs are those of plain sums", "1 tokens, compact"]),
+        ("decode_step", ["1", "1x128", "4x300"], ["1x128", "4x300"]),
+    ],
+)
+def test_programs_without_python_can_be_built_and_run(
+    program: str, arguments: list[str], lines: list[str], tmp_path: Path
+) -> None:
+    source, built = BENCHMARKS / f"{program}.cpp", tmp_path / program
+    options = ["-O3", "-march=native", "-fopenmp", "-std=c++17", f"-I{BENCHMARKS.parent / 'csrc'}"]
+    subprocess.run(["g++", *options, "-o", str(built), str(source)], check=True)
+    ran = subprocess.run([str(built), *arguments], capture_output=True, text=True, check=True)
+    assert all(line in ran.stdout for line in lines), ran.stdout

@@ -1,0 +1,122 @@
+// A decode step of decoder layers that follow one another, in one parallel region.
+//
+// Called layer by layer, each attention costs three operators of Python's, and calling all threads
+// together twice, several times what it computes while conversations are short.
+
+#pragma once
+
+#include "attention.h"
+#include "between_attentions.h"
+#include "rotation.h"
+#include "streaming_linear.h"
+
+#include <deque>
+#include <vector>
+
+namespace ray_hetero {
+
+struct DecoderLayer {
+  Rotation rotation;
+  float scale = 1;  // of scores
+  Between between;
+};
+
+struct DecoderLayers {
+  Beginning first;
+  std::vector<DecoderLayer> layers;
+};
+
+// hidden [m][n], residual [m][n] or nullptr → y [m][n], still to be added to sum [m][n]; all bf16.
+struct Step {
+  const std::uint16_t* hidden = nullptr;
+  const std::uint16_t* residual = nullptr;
+  std::uint16_t* y = nullptr;
+  std::uint16_t* sum = nullptr;
+  bool use_amx = false;
+};
+
+#if defined(__x86_64__)
+
+class DecodeStep {
+ public:
+  DecodeStep(const DecoderLayers& layers, const std::vector<Cache>& caches,
+             const Requests& requests, const Step& step)
+      : layers_(layers), requests_(requests), step_(step), hidden_(layers.first.stacked.w.k),
+        parts_(requests, layers.layers.front().rotation.kv_heads) {
+    const std::int64_t m = requests.m, stacked = layers.first.stacked.w.n;
+    const std::int64_t queries = layers.layers.front().between.output.w.k;
+    reserve();
+    normed_ = scratch_bf16((hidden_ + stacked + queries) * m, kLayers);
+    std::uint16_t* stacked_at = normed_ + hidden_ * m;
+    std::uint16_t* attended = stacked_at + stacked * m;
+    const Linear& linear = layers.first.stacked;
+    first_task_ = {normed_, linear.w, linear.bias, stacked_at, m, hidden_, step.use_amx};
+    first_.emplace(first_task_);
+    for (std::size_t i = 0; i < layers.layers.size(); ++i) {
+      const DecoderLayer& layer = layers.layers[i];
+      std::uint16_t* y = layer.between.next ? stacked_at : step.y;
+      attentions_.emplace_back(layer.rotation, layer.scale, caches[i], requests_, parts_,
+                               stacked_at, attended);
+      betweens_.emplace_back(layer.between, attended, step.sum, m, step.sum, y, step.use_amx);
+    }
+  }
+
+  void run() {
+#pragma omp parallel
+    work(omp_get_thread_num(), omp_get_num_threads());
+  }
+
+ private:
+  // What the scratch memory gives must not move while the layers share it.
+  void reserve() const {
+    FewTokens::reserve(layers_.first.stacked.w, requests_.m);
+    for (const DecoderLayer& layer : layers_.layers) {
+      BetweenAttentions::reserve(layer.between, requests_.m);
+      scratch(Attention::partial(layer.rotation, parts_), kPartial);
+    }
+  }
+
+  void work(int thread, int threads) {
+    for (std::int64_t token = thread; token < requests_.m; token += threads) {
+      const std::int64_t at = token * hidden_;
+      const std::uint16_t* residual = step_.residual ? step_.residual + at : nullptr;
+      add_and_norm(step_.hidden + at, residual, layers_.first.norm, hidden_, step_.sum + at,
+                   normed_ + at);
+    }
+#pragma omp barrier
+    first_->work(thread);
+    for (std::size_t i = 0; i < attentions_.size(); ++i) {
+#pragma omp barrier
+      attentions_[i].write(thread, threads);
+#pragma omp barrier
+      attentions_[i].work(thread);
+      betweens_[i].read_ahead(thread);
+#pragma omp barrier
+      betweens_[i].work(thread, threads);
+    }
+  }
+
+  const DecoderLayers& layers_;
+  const Requests requests_;
+  const Step& step_;
+  const std::int64_t hidden_;
+  const Parts parts_;
+  std::uint16_t* normed_ = nullptr;
+  Task first_task_{};
+  std::optional<FewTokens> first_;
+  std::deque<Attention> attentions_;  // neither is moved
+  std::deque<BetweenAttentions> betweens_;
+};
+
+inline void run(const DecoderLayers& layers, const std::vector<Cache>& caches,
+                const Requests& requests, const Step& step) {
+  DecodeStep(layers, caches, requests, step).run();
+}
+
+#else
+
+inline void run(const DecoderLayers&, const std::vector<Cache>&, const Requests&, const Step&) {}
+
+#endif
+
+}  // namespace ray_hetero

@@ -1,0 +1,263 @@
+"""A decode step in one native call gives what layers one by one do, with vLLM's attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from decoder_parts import HEAD, HIDDEN, POSITIONS, linears, model  # noqa: E402
+from native_module import native, needs_bf16  # noqa: E402
+from vllm import _custom_ops as ops  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.attention.backends import cpu_attn  # noqa: E402
+
+from ray_hetero import decode_step, decoder_layers  # noqa: E402
+from ray_hetero.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.streaming_linear import StreamingLinear  # noqa: E402
+
+current_platform.import_kernels()
+pytestmark = needs_bf16
+
+LAYERS = 2
+CLOSE = {"rtol": 2**-5, "atol": 2**-4}
+
+
+class Requests:
+    """Layers with caches in which requests of some lengths are, and a token more of each.
+
+    Args:
+        lengths: tokens of each request, with the one that comes.
+        block: tokens of a block.
+        isa: how vLLM lays out keys and values.
+
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, lengths: list[int], *, block: int = 32,
+        isa: str = "vec", heads: int = 6, kv_heads: int = 2, attends: str = "LlamaAttention",
+        impl: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(sum(lengths) + block)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.positions = self.lengths.long() - 1
+        most = -(-max(lengths) // block)
+        self.blocks = torch.randperm(len(lengths) * most).int().view(len(lengths), most)
+        places = self.blocks.long()[torch.arange(len(lengths)), self.positions // block]
+        self.slots = places * block + self.positions % block
+        self.shape = (self.blocks.numel(), kv_heads, block, 2 * HEAD)
+        self.keys, self.values = torch.randn(
+            2, LAYERS, self.blocks.numel() * block, kv_heads, HEAD
+        ).bfloat16()
+        self.decoder = model(LAYERS, heads=heads, kv_heads=kv_heads, attends=attends)
+        self.contexts: dict[str, Any] = {}
+        given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
+        given |= impl or {}
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+        monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
+        for number, layer in enumerate(self.layers):
+            layer.self_attn.attn.impl = cpu_attn.CPUAttentionBackendImpl(
+                heads, HEAD, 0.2, kv_heads, **given
+            )
+            self.contexts[f"layers.{number}"] = None
+        monkeypatch.setattr(decoder_layers, "get_attention_context", self.contexts.__getitem__)
+        monkeypatch.setattr(decode_step, "get_attention_context", self.contexts.__getitem__)
+        self.heads, self.kv_heads, self.isa = heads, kv_heads, isa
+
+    @property
+    def layers(self) -> list[Any]:
+        return list(self.decoder.layers)[1:-1]
+
+    def made(self) -> DecoderLayers:
+        given = linears(self.decoder)
+        kernel = StreamingLinear(native)
+        layers = [decoder_layers._layer(layer, given, kernel) for layer in self.layers]
+        return DecoderLayers([layer for layer in layers if layer is not None], kernel)
+
+    def cache(self, layer: int, isa: str) -> Any:
+        """What the requests have written before."""
+        cache = torch.zeros(self.shape, dtype=torch.bfloat16)
+        blocks, kv_heads, block, _ = self.shape
+        keys, values = cache.view(blocks, kv_heads, 2 * block, HEAD).chunk(2, dim=2)
+        slots = torch.arange(blocks * block)
+        ops.cpu_attn_reshape_and_cache(
+            self.keys[layer], self.values[layer], keys, values, slots, isa
+        )
+        return cache
+
+    def begin(self, isa: str, **metadata: Any) -> list[Any]:
+        """Let vLLM's forward context be that of a step; gives the caches."""
+        starts = torch.arange(len(self.lengths) + 1, dtype=torch.int32)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(self.lengths), num_heads=self.heads, num_kv_heads=self.kv_heads,
+            head_dim=HEAD, seq_lens=self.lengths, dtype=torch.bfloat16, query_start_loc=starts,
+            causal=True, sliding_window_size=-1, isa="vec", enable_kv_split=True,
+        )  # fmt: skip
+        described = {
+            "num_actual_tokens": len(self.lengths), "max_query_len": 1, "query_start_loc": starts,
+            "max_seq_len": int(self.lengths.max()), "seq_lens": self.lengths,
+            "block_table": self.blocks, "slot_mapping": self.slots, "scheduler_metadata": plan,
+        } | metadata  # fmt: skip
+        made = cpu_attn.CPUAttentionMetadata(**described)
+        caches = [self.cache(number, isa) for number in range(LAYERS)]
+        for (name, cache), layer in zip(
+            dict(zip(self.contexts, caches, strict=True)).items(), self.layers, strict=True
+        ):
+            attention = layer.self_attn.attn
+            attention.isa, attention._k_scale_float, attention._v_scale_float = isa, 1.0, 1.0
+            self.contexts[name] = made, attention, cache, self.slots
+        return caches
+
+    def inputs(self, *, is_first: bool) -> tuple[Any, Any]:
+        residual = None if is_first else torch.randn(len(self.lengths), HIDDEN).bfloat16()
+        return torch.randn(len(self.lengths), HIDDEN).bfloat16(), residual
+
+
+def expect_the_same(requests: Requests, *, isa: str = "vec", is_first: bool = True) -> None:
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=is_first)
+    theirs = requests.begin("vec")
+    expected = layers._layer_by_layer(requests.positions, hidden, residual)
+    ours = requests.begin(isa)
+    kept = hidden.clone(), None if residual is None else residual.clone()
+    assert layers._decode_step is not None
+    found = layers._decode_step(requests.positions, hidden, residual)
+    assert found is not None
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), **CLOSE)
+    assert torch.equal(hidden, kept[0])
+    assert residual is None or torch.equal(residual, kept[1])
+    for mine, vllms in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            unpacked(mine, isa).float(), unpacked(vllms, "vec").float(), **CLOSE
+        )
+
+
+def unpacked(cache: Any, isa: str) -> Any:
+    """[keys or values, blocks, heads, tokens, size]."""
+    blocks, heads, block, _ = cache.shape
+    keys, values = cache.view(blocks, heads, 2, block * HEAD).unbind(2)
+    if isa == "vec":
+        keys = keys.view(blocks, heads, HEAD, block).transpose(2, 3)
+        return torch.stack([keys, values.view(blocks, heads, block, HEAD)])
+    keys = keys.view(blocks, heads, block // 16, HEAD // 2, 16, 2).permute(0, 1, 2, 4, 3, 5)
+    values = values.view(blocks, heads, HEAD // 16, block // 2, 16, 2).permute(0, 1, 3, 5, 2, 4)
+    return torch.stack([x.reshape(blocks, heads, block, HEAD) for x in (keys, values)])
+
+
+LENGTHS = [[1], [33], [128, 129], [300, 1, 64, POSITIONS]]
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_a_step_is_what_layers_are_one_by_one(
+    lengths: list[int], block: int, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_the_same(Requests(monkeypatch, lengths, block=block), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (10, 1), (4, 2), (8, 1), (20, 2)])
+def test_heads_of_keys_may_have_any_number_of_heads_of_queries(
+    heads: int, kv_heads: int, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_the_same(Requests(monkeypatch, [200, 40], heads=heads, kv_heads=kv_heads), isa=isa)
+
+
+@pytest.mark.parametrize("attends", ["Qwen2Attention", "Qwen3Attention"])
+def test_heads_are_normalised_where_a_model_does_so(
+    attends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_the_same(Requests(monkeypatch, [200, 40], attends=attends), is_first=False)
+
+
+def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [300, 500, 3])
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
+    assert layers._decode_step is not None
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            requests.begin("vec")
+            found.append(layers._decode_step(requests.positions, hidden, residual))
+    finally:
+        torch.set_num_threads(before)
+    for one in found[1:]:
+        assert all(map(torch.equal, found[0], one))
+
+
+def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [40, 41])
+    requests.slots[1] = -1
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
+    caches, before = requests.begin("vec"), [requests.cache(i, "vec") for i in range(LAYERS)]
+    assert layers._decode_step is not None
+    assert layers._decode_step(requests.positions, hidden, residual) is not None
+    for cache, untouched in zip(caches, before, strict=True):
+        changed = (unpacked(cache, "vec") != unpacked(untouched, "vec")).any(-1).any(2)
+        block, token = divmod(int(requests.slots[0]), 32)
+        assert changed.nonzero().tolist() == [[part, block, token] for part in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_query_len": 2}, {"num_actual_tokens": 1}, {"dynamic_causal": torch.ones(2)},
+        {"seq_lens": torch.tensor([40, 41])},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_another_step_is_computed_layer_by_layer(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(monkeypatch, [40, 41])
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
+    requests.begin("vec", **change)
+    assert layers._decode_step is not None
+    assert layers._decode_step(requests.positions, hidden, residual) is None
+
+
+def test_a_dummy_run_and_more_tokens_than_a_step_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [40] * 33)
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
+    requests.begin("vec")
+    assert layers._decode_step is not None
+    assert layers._decode_step(requests.positions, hidden, residual) is None
+    for name, (_, attention, cache, _) in requests.contexts.items():
+        requests.contexts[name] = None, attention, cache, None
+    assert layers._decode_step(requests.positions[:1], hidden[:1], residual) is None
+
+
+@pytest.mark.parametrize(
+    "impl",
+    [
+        {"sliding_window": 16}, {"alibi_slopes": [0.5] * 6}, {"logits_soft_cap": 30.0},
+        {"kv_cache_dtype": "fp8"}, {"sinks": torch.zeros(6)},
+    ],
+    ids=lambda impl: next(iter(impl)),
+)  # fmt: skip
+def test_an_attention_that_does_more_is_vllms(
+    impl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Requests(monkeypatch, [40], impl=impl).made()._decode_step is None
+
+
+def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [40])
+    layers = requests.made()
+    beginning = layers._beginning.native
+    attention, between = layers._layers[0]
+    with pytest.raises(ValueError, match="each but the last with the next one"):
+        native.DecoderLayers(first=beginning, layers=[(attention.rotation, 1.0, between.native)])
+    with pytest.raises(ValueError, match="at least one layer"):
+        native.DecoderLayers(first=beginning, layers=[])
+    some = SimpleNamespace(m=1, positions=0, slots=0, lengths=0, blocks=0, most_blocks=1, block=32,
+                           tiles=False)  # fmt: skip
+    for change, message in (({"m": 33}, "1 to 32 requests"), ({"block": 16}, "multiples of 32")):
+        with pytest.raises(ValueError, match=message):
+            native.Requests(**(vars(some) | change))
