@@ -229,7 +229,7 @@ class Attention {
   }
 
   void work(int thread) {
-    for (std::int64_t unit; (unit = runs_.next(thread)) >= 0;) attend(unit);
+    for (Units units; (units = runs_.next(thread)).count > 0;) attend(units.first);
   }
 
  private:

@@ -148,28 +148,28 @@ class BetweenAttentions {
   }
 
   // A thread's share; all of the team's have to come.
-  void work(int thread, int threads) {
+  void work(int thread, int threads, Barrier& barrier) {
     output_.work(thread);
-    up_.read_ahead(thread);
-#pragma omp barrier
+    Ahead up = up_.ahead(thread);
+    barrier.wait(up);
     norm(thread, threads, residual_, layer_.norm, between_);
-#pragma omp barrier
+    barrier.wait(up);
     up_.work(thread);
-    down_.read_ahead(thread);
-#pragma omp barrier
+    Ahead down = down_.ahead(thread);
+    barrier.wait(down);
     gates(thread, threads);
-#pragma omp barrier
+    barrier.wait(down);
     down_.work(thread);
     if (!next_) return;
-    next_->read_ahead(thread);
-#pragma omp barrier
+    Ahead next = next_->ahead(thread);
+    barrier.wait(next);
     norm(thread, threads, between_, layer_.next->norm, sum_);
-#pragma omp barrier
+    barrier.wait(next);
     next_->work(thread);
   }
 
-  // Have the first weights on their way.
-  void read_ahead(int thread) const { output_.read_ahead(thread); }
+  // The first weights of this thread's share.
+  Ahead ahead(int thread) const { return output_.ahead(thread); }
 
  private:
   static std::int64_t elements(const Between& layer, std::int64_t m) {
@@ -216,9 +216,9 @@ inline void run(const Between& layer, const std::uint16_t* attended, const std::
     const std::int64_t tokens = std::min(left, kFewTokens);
     BetweenAttentions::reserve(layer, tokens);
     BetweenAttentions between(layer, attended, residual, tokens, sum, y, use_amx);
-    // A runtime may give fewer threads than it could.
-#pragma omp parallel
-    between.work(omp_get_thread_num(), omp_get_num_threads());
+    together([&](int thread, int threads, Barrier& barrier) {
+      between.work(thread, threads, barrier);
+    });
     attended += tokens * layer.output.w.k;
     residual += tokens * layer.output.w.n;
     sum += tokens * layer.output.w.n;

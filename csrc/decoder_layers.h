@@ -62,8 +62,7 @@ class DecodeStep {
   }
 
   void run() {
-#pragma omp parallel
-    work(omp_get_thread_num(), omp_get_num_threads());
+    together([this](int thread, int threads, Barrier& barrier) { work(thread, threads, barrier); });
   }
 
  private:
@@ -76,23 +75,24 @@ class DecodeStep {
     }
   }
 
-  void work(int thread, int threads) {
+  void work(int thread, int threads, Barrier& barrier) {
+    Ahead first = first_->ahead(thread);
     for (std::int64_t token = thread; token < requests_.m; token += threads) {
       const std::int64_t at = token * hidden_;
       const std::uint16_t* residual = step_.residual ? step_.residual + at : nullptr;
       add_and_norm(step_.hidden + at, residual, layers_.first.norm, hidden_, step_.sum + at,
                    normed_ + at);
     }
-#pragma omp barrier
+    barrier.wait(first);
     first_->work(thread);
     for (std::size_t i = 0; i < attentions_.size(); ++i) {
-#pragma omp barrier
+      Ahead output = betweens_[i].ahead(thread);
+      barrier.wait(output);
       attentions_[i].write(thread, threads);
-#pragma omp barrier
+      barrier.wait(output);
       attentions_[i].work(thread);
-      betweens_[i].read_ahead(thread);
-#pragma omp barrier
-      betweens_[i].work(thread, threads);
+      barrier.wait(output);
+      betweens_[i].work(thread, threads, barrier);
     }
   }
 

@@ -3,8 +3,8 @@
 // W is packed or compact, see weights.h.
 //
 // Few tokens (a decode step): every weight is read once, so the only thing that counts is that all
-// threads stream W without a pause.  W is cut into units of up to 64 KiB, each thread gets a run of
-// neighbouring units, and who has finished takes units from the end of others' runs.
+// threads stream W without a pause.  W is cut into units of up to 64 KiB, parts of blocks; each thread
+// gets a run of neighbouring units, and who has finished takes units from the end of others' runs.
 // Many tokens (a prefill): the tiles' multiplications count.  Tokens and a piece of W that fit
 // together into the second-level cache are multiplied piece by piece.
 //
@@ -20,14 +20,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#include <new>
 #include <memory>
+#include <new>
+#include <optional>
 #include <vector>
 
 #include "weights.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -61,26 +63,50 @@ struct Task {
 
 // ---- the work of a call, shared out among threads -----------------------------------------------
 
+// Neighbouring units that a thread has taken; none if there were none left.
+struct Units {
+  std::int64_t first = 0, count = 0;
+};
+
 // Units that one thread has still to do.  Its owner takes them from the front, others from the end.
 class alignas(64) Run {
  public:
   void set(std::uint64_t begin, std::uint64_t end) { range_ = begin << 32 | end; }
-  std::int64_t first() const {
+  Units left() const {
     const std::uint64_t range = range_.load(std::memory_order_relaxed);
-    return range >> 32 < (range & 0xffffffff) ? static_cast<std::int64_t>(range >> 32) : -1;
+    const auto begin = static_cast<std::int64_t>(range >> 32);
+    return {begin, static_cast<std::int64_t>(range & 0xffffffff) - begin};
   }
-  std::int64_t take_first() { return take(true); }
-  std::int64_t take_last() { return take(false); }
+  // One unit, or the `whole` of a group while there are enough of them left for others to take.
+  Units take_first(std::uint64_t whole) {
+    return take([whole](std::uint64_t begin, std::uint64_t end) {
+      const bool is_whole = begin % whole == 0 && end - begin >= kGroupsLeft * whole;
+      const std::uint64_t count = is_whole ? whole : 1;
+      return Taken{begin + count, end, begin, count};
+    });
+  }
+  Units take_last() {
+    return take([](std::uint64_t begin, std::uint64_t end) {
+      return Taken{begin, end - 1, end - 1, 1};
+    });
+  }
 
  private:
-  std::int64_t take(bool first) {
+  static constexpr std::uint64_t kGroupsLeft = 3;
+  struct Taken {
+    std::uint64_t left_begin, left_end, first, count;
+  };
+
+  template <typename How>
+  Units take(How how) {
     std::uint64_t range = range_.load(std::memory_order_relaxed);
     for (;;) {
       const std::uint64_t begin = range >> 32, end = range & 0xffffffff;
-      if (begin >= end) return -1;
-      const std::uint64_t left = first ? (begin + 1) << 32 | end : begin << 32 | (end - 1);
+      if (begin >= end) return {};
+      const Taken taken = how(begin, end);
+      const std::uint64_t left = taken.left_begin << 32 | taken.left_end;
       if (range_.compare_exchange_weak(range, left, std::memory_order_relaxed)) {
-        return static_cast<std::int64_t>(first ? begin : end - 1);
+        return {static_cast<std::int64_t>(taken.first), static_cast<std::int64_t>(taken.count)};
       }
     }
   }
@@ -95,15 +121,15 @@ class Runs {
       runs_[thread].set(units * thread / threads, units * (thread + 1) / threads);
     }
   }
-  // The unit that this thread begins with, or -1.
-  std::int64_t first(int thread) const { return runs_[thread].first(); }
-  // The next unit for this thread, or -1.
-  std::int64_t next(int thread) {
-    std::int64_t unit = runs_[thread].take_first();
-    for (int other = 1; unit < 0 && other < threads_; ++other) {
-      unit = runs_[(thread + other) % threads_].take_last();
+  // The units that this thread begins with.
+  Units first(int thread) const { return runs_[thread].left(); }
+  // The next for this thread: one, or all of a group of `whole`.
+  Units next(int thread, std::uint64_t whole = 1) {
+    Units units = runs_[thread].take_first(whole);
+    for (int other = 1; units.count == 0 && other < threads_; ++other) {
+      units = runs_[(thread + other) % threads_].take_last();
     }
-    return unit;
+    return units;
   }
 
  private:
@@ -135,10 +161,12 @@ class Scratch {
   std::size_t size_ = 0;
 };
 
-// What a thread keeps: sums, tokens packed for itself, those packed for all threads, rows that were
-// compact; what is between the products of between_attentions.h, parts of attention.h, what is
-// between the layers of decoder_layers.h.
-enum Buffer { kSums, kOwnTokens, kSharedTokens, kExpanded, kBetween, kPartial, kLayers, kBuffers };
+// What a thread keeps: sums for all threads and its own, tokens packed for all and for itself, rows
+// that were compact; what is between the products of between_attentions.h, parts of attention.h,
+// what is between the layers of decoder_layers.h.
+enum Buffer {
+  kSums, kOwnSums, kSharedTokens, kOwnTokens, kExpanded, kBetween, kPartial, kLayers, kBuffers
+};
 
 inline float* scratch(std::size_t floats, Buffer which) {
   static thread_local Scratch kept[kBuffers];
@@ -379,6 +407,68 @@ RAY_HETERO_AMX inline void configure_tiles(std::int64_t tokens) {
 
 RAY_HETERO_AMX inline void release_tiles() { _tile_release(); }
 
+// ---- waiting for the other threads --------------------------------------------------------------
+
+// Weights that a thread will begin with, for the second-level cache.
+class Ahead {
+ public:
+  Ahead(const std::uint8_t* at, std::int64_t bytes)
+      : at_(at), end_(at + std::min(bytes, kMostBytes)) {}
+
+  // Have a few more lines come.
+  void fetch() {
+    for (int line = 0; line < kLines && at_ < end_; ++line, at_ += kLineBytes) {
+      _mm_prefetch(reinterpret_cast<const char*>(at_), _MM_HINT_T1);
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kMostBytes = 256 << 10;  // a fraction of the cache
+  static constexpr int kLines = 4;
+
+  const std::uint8_t *at_, *end_;
+};
+
+// OpenMP's own barrier does nothing while a thread waits; here memory is not idle meanwhile.
+class Barrier {
+ public:
+  explicit Barrier(int threads) : threads_(threads) {}
+
+  void wait(Ahead& ahead) {
+    const int round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int turn = 1; round_.load(std::memory_order_acquire) == round; ++turn) {
+      ahead.fetch();
+      _mm_pause();
+      // Somebody may wait for this core.
+      if (turn % kTurns == 0) sched_yield();
+    }
+  }
+
+ private:
+  static constexpr int kTurns = 1024;
+
+  const int threads_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> round_{0};
+};
+
+// Have all threads do something; a runtime may give fewer than it could.
+template <typename Work>
+void together(const Work& work) {
+  std::optional<Barrier> barrier;
+#pragma omp parallel
+  {
+#pragma omp single
+    barrier.emplace(omp_get_num_threads());
+    work(omp_get_thread_num(), omp_get_num_threads(), *barrier);
+  }
+}
+
 // ---- few tokens ---------------------------------------------------------------------------------
 
 class FewTokens {
@@ -407,15 +497,11 @@ class FewTokens {
     return scratch(static_cast<std::size_t>(w.blocks() * parts * m * kBlock), kSums);
   }
 
-  // Have the first weights of this thread's share on their way while it waits for the others.
-  void read_ahead(int thread) const {
-    const std::int64_t unit = runs_.first(thread);
-    if (unit < 0) return;
-    const std::int64_t row = unit % parts_ * rows_, rows = std::min(rows_, task_.w.pairs() - row);
-    const std::uint8_t* at = task_.w.rows(unit / parts_, row);
-    for (std::int64_t line = 0; line < rows / 2 * task_.w.pair_bytes(); line += kLineBytes) {
-      _mm_prefetch(reinterpret_cast<const char*>(at + line), _MM_HINT_T1);
-    }
+  // The first weights of this thread's share.
+  Ahead ahead(int thread) const {
+    const Units units = runs_.first(thread);
+    const std::int64_t bytes = units.count * rows_ / 2 * task_.w.pair_bytes();
+    return {task_.w.rows(units.first / parts_, units.first % parts_ * rows_), bytes};
   }
 
   // One thread's share of the work; all of the team's threads have to come.
@@ -428,15 +514,42 @@ class FewTokens {
       packed = mine;
       configure_tiles(task_.m);
     }
-    for (std::int64_t unit; (unit = runs_.next(thread)) >= 0;) sum(unit, packed);
+    for (Units units; (units = runs_.next(thread, parts_)).count > 0;) {
+      if (units.count == parts_) {
+        whole_block(units.first / parts_, packed);
+      } else {
+        one_part(units.first, packed);
+      }
+    }
     if (task_.use_amx) release_tiles();
   }
 
  private:
-  void sum(std::int64_t unit, const std::uint16_t* packed) {
+  // All parts of a block, whose sums stay with this thread.
+  void whole_block(std::int64_t block, const std::uint16_t* packed) {
+    const std::int64_t floats = task_.m * kBlock;
+    float* sums = scratch(2 * floats, kOwnSums);
+    for (std::int64_t part = 0; part < parts_; ++part) {
+      float* to = part == 0 ? sums : sums + floats;
+      sum(block * parts_ + part, packed, to);
+      if (part > 0) add(sums, to);
+    }
+    store(block, sums);
+  }
+
+  // One part; who computes the last of a block puts them together.
+  void one_part(std::int64_t unit, const std::uint16_t* packed) {
+    const std::int64_t block = unit / parts_, floats = task_.m * kBlock;
+    sum(unit, packed, sums_ + unit * floats);
+    if (missing_[block].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    float* sums = sums_ + block * parts_ * floats;
+    for (std::int64_t part = 1; part < parts_; ++part) add(sums, sums + part * floats);
+    store(block, sums);
+  }
+
+  void sum(std::int64_t unit, const std::uint16_t* packed, float* sums) const {
     const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
     const std::int64_t rows = std::min(rows_, task_.w.pairs() - row);
-    float* sums = sums_ + unit * task_.m * kBlock;
     if (packed == nullptr) {
       sum_avx(task_, block, row, rows, sums);
     } else {
@@ -444,18 +557,16 @@ class FewTokens {
       const std::int64_t step = task_.m * 2 * kTile;
       add(packed + row / kTile * step, step, task_.w.rows(block, row), task_.w.compact, rows, sums);
     }
-    if (missing_[block].fetch_sub(1, std::memory_order_acq_rel) == 1) finish(block);
   }
 
-  RAY_HETERO_BF16 void finish(std::int64_t block) {
-    const std::int64_t part = task_.m * kBlock;
-    float* sums = sums_ + block * parts_ * part;
-    for (std::int64_t other = 1; other < parts_; ++other) {
-      for (std::int64_t at = 0; at < part; at += kTile) {
-        _mm512_storeu_ps(sums + at, _mm512_add_ps(_mm512_loadu_ps(sums + at),
-                                                  _mm512_loadu_ps(sums + at + other * part)));
-      }
+  RAY_HETERO_BF16 void add(float* sums, const float* more) const {
+    for (std::int64_t at = 0; at < task_.m * kBlock; at += kTile) {
+      _mm512_storeu_ps(sums + at,
+                       _mm512_add_ps(_mm512_loadu_ps(sums + at), _mm512_loadu_ps(more + at)));
     }
+  }
+
+  void store(std::int64_t block, float* sums) const {
     add_exceptions(task_, block, 0, task_.m, sums);
     for (std::int64_t token = 0; token < task_.m; ++token, sums += kBlock) {
       store_token(task_, token, block, sums);
@@ -493,7 +604,7 @@ class ManyTokens {
         pack_tokens(task_, tile, tile + 1, packed_);
       }
       const int thread = omp_get_thread_num();
-      for (std::int64_t unit; (unit = runs_.next(thread)) >= 0;) sum(unit);
+      for (Units units; (units = runs_.next(thread)).count > 0;) sum(units.first);
       release_tiles();
     }
   }
