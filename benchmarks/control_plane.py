@@ -1,7 +1,9 @@
 """What a step costs when there is nothing to compute: driver to ranks and back, beside stock `mp`.
 
-TP 2 over two CPU ranks, a model of two layers that are 64 wide, eager.  Both engines run in turns,
-in processes of their own; ratios are of the medians over all rounds.
+CPU ranks in tensor parallel, a model of two layers that are 64 wide, eager.  The driver is the
+process that asks, so that nothing but it and the ranks takes part, and there should be a core for
+each of them: on two cores, `--ranks 1`.  Both engines run in turns; ratios are of the medians over
+all rounds.
 
     python benchmarks/control_plane.py --rounds 5 --out docs/benchmarks/control-plane
 """
@@ -31,10 +33,11 @@ def main() -> None:
     """Run all rounds, write and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--timeout", type=float, default=200)
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
-    pair = contenders.cpu_only(floor.sockets())[:2]
+    pair = engines(options.ranks)
     rounds: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in pair}
     for _ in range(options.rounds):
         for contender in pair:
@@ -43,6 +46,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": "python benchmarks/control_plane.py " + " ".join(sys.argv[1:]),
         "cores": os.cpu_count(),
+        "ranks": options.ranks,
         "rounds": rounds,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +56,20 @@ def main() -> None:
     options.out.with_suffix(".txt").write_text(console.export_text())
 
 
+def engines(ranks: int) -> list[contenders.Contender]:
+    """Ours and stock vLLM's, with so many ranks."""
+    if ranks == 2:
+        return contenders.cpu_only(floor.sockets())[:2]
+    # One core for the rank, others for the driver.
+    config = {"cpu": {"ranks_per_socket": 2 // floor.sockets()}}
+    engine = {"tensor_parallel_size": 1, "distributed_executor_backend": "mp"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    return [
+        contenders.hetero("ray_hetero", ["cpu"], config=config, engine={}, reads="socket"),
+        contenders.stock_engine("mp", engine, "socket", "--backend", "mp", environment=environment),
+    ]
+
+
 def one_round(contender: contenders.Contender, options: argparse.Namespace) -> dict[str, float]:
     """One engine from start to end: milliseconds of a step by batch, microseconds of a call.
 
@@ -59,9 +77,10 @@ def one_round(contender: contenders.Contender, options: argparse.Namespace) -> d
         SystemExit: it failed.
 
     """
-    command = [*contender.command, *MORE, "--repeats", "5", "--calls", "500"]
+    command = [*contender.command, *MORE, "--repeats", "9", "--calls", "3000"]
     log = Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
-    outcome = contender_process.run(command, contender.environment, log, options.timeout)
+    environment = dict(contender.environment) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    outcome = contender_process.run(command, environment, log, options.timeout)
     if outcome.status != 0:
         raise SystemExit(f"{contender.name} failed: {outcome.status}\n{outcome.end_of_output}")
     figures = {
@@ -76,7 +95,7 @@ def one_round(contender: contenders.Contender, options: argparse.Namespace) -> d
 def table(rounds: dict[str, list[dict[str, Any]]]) -> Table:
     """Medians of both and their ratios."""
     ours, theirs = rounds
-    shown = Table(title="Nothing to compute: TP 2 on CPU")
+    shown = Table(title="Nothing to compute")
     for column in ("", ours, theirs, "ratio"):
         shown.add_column(column)
     for figure in rounds[ours][0]:
