@@ -131,7 +131,7 @@ def layer_step(
 def _layer_on_rank(
     shape: ModelShape, layer: Layer, figures: DeviceFigures, size: int, run: Pass
 ) -> Step:
-    weights = _read(shape, layer.tensors, size, run) / figures.read_bandwidth
+    weights = _read(shape, layer.tensors, size, run, figures) / figures.read_bandwidth
     flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(size) for t in layer.tensors)
     kv = 0.0
     if layer.kv is not None:
@@ -144,12 +144,20 @@ def _layer_on_rank(
     return Step(_pico(weights), _pico(kv), _pico(compute), fixed=_pico(fixed))
 
 
-def _read(shape: ModelShape, tensors: tuple[Tensor, ...], size: int, run: Pass) -> float:
+def _read(
+    shape: ModelShape, tensors: tuple[Tensor, ...], size: int, run: Pass, figures: DeviceFigures
+) -> float:
     awake = 1.0
     if shape.experts:
         distinct = distinct_experts(shape.experts, shape.active_experts, run.tokens)
         awake = distinct / shape.experts
-    return sum(t.rank_bytes(size) * (awake if t.role == "expert" else 1) for t in tensors)
+
+    def share(tensor: Tensor) -> float:
+        if tensor.is_16_bit_matrix:
+            return figures.read_share
+        return awake if tensor.role == "expert" else 1
+
+    return sum(tensor.rank_bytes(size) * share(tensor) for tensor in tensors)
 
 
 def _used(shape: ModelShape, tensor: Tensor) -> float:
@@ -173,11 +181,16 @@ def fixed_step(stage: StageDevices) -> Step:
 def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
     """Time of the last norm and the output matrix on the last stage."""
     size = stage.size
-    nbytes = sum(tensor.rank_bytes(size) for tensor in shape.output_matrix)
     flops = 2 * run.sequences * sum(tensor.rank_weights(size) for tensor in shape.output_matrix)
     return Step(
         output=max(
-            _pico(max(nbytes / rank.figures.read_bandwidth, flops / rank.figures.compute))
+            _pico(
+                max(
+                    _read(shape, shape.output_matrix, size, run, rank.figures)
+                    / rank.figures.read_bandwidth,
+                    flops / rank.figures.compute,
+                )
+            )
             for rank in stage.ranks
         )
     )

@@ -35,6 +35,8 @@ class DeviceFigures:
     is_launching: bool = False
     """Whether kernels are launched one by one while earlier ones run, as on an eager GPU: a layer
     then takes its latency or its reads, whichever is longer, not both."""
+    read_share: float = 1.0
+    """Of the bytes of 16-bit matrices, what a step reads: less than 1 where they are compact."""
 
 
 @dataclass(frozen=True)

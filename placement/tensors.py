@@ -36,6 +36,11 @@ class Tensor:
         """Weights that a token is multiplied with."""
         return self.elements * self.count * self.values
 
+    @property
+    def is_16_bit_matrix(self) -> bool:
+        """Whether a linear layer multiplies with it as it is; experts have kernels of their own."""
+        return self.dtype_bytes == 2 and self.values == 1 and self.role != "expert"
+
     def rank_bytes(self, tensor_parallel_size: int) -> int:
         """Bytes that one tensor-parallel rank holds, rounded up."""
         return -(-self.nbytes // self._parts(tensor_parallel_size))

@@ -26,6 +26,8 @@ class EngineFacts:
     max_num_batched_tokens: int
     gpu_memory_utilization: float
     is_eager: bool = False
+    is_bf16: bool = False
+    """Whether what is not quantised is computed in bfloat16."""
 
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
@@ -42,6 +44,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         gpu_memory_utilization=vllm_config.cache_config.gpu_memory_utilization,
         is_eager=bool(model.enforce_eager),
+        is_bf16=str(model.dtype) == "torch.bfloat16",
     )
 
 

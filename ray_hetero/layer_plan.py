@@ -27,7 +27,7 @@ from ray_hetero.planning import (
     split_layers,
 )
 from ray_hetero.rank_config import CPU_BLOCK_SIZE
-from ray_hetero.rank_devices import UnknownDeviceError, rank_devices
+from ray_hetero.rank_devices import FUSED_MODEL_TYPES, UnknownDeviceError, rank_devices
 from ray_hetero.world import Forecast, World
 
 PRICED_CONTEXT = 4096
@@ -168,8 +168,18 @@ def _stages(
         gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
         borrowed_bytes=_borrowed_bytes(facts, world),
         is_eager=facts.is_eager,
+        is_bf16=facts.is_bf16,
+        can_fuse=_can_fuse(facts),
     )
     return tuple(stages_of(devices, world.layout.tensor_parallel_size))
+
+
+def _can_fuse(facts: EngineFacts) -> bool:
+    assert facts.shape is not None
+    tensors = [tensor for layer in facts.shape.layers for tensor in layer.tensors]
+    return facts.shape.model_type in FUSED_MODEL_TYPES and all(
+        tensor.role == "norm" or tensor.is_16_bit_matrix for tensor in tensors
+    )
 
 
 def _borrowed_bytes(facts: EngineFacts, world: World) -> int:

@@ -48,6 +48,13 @@ LATENCIES: dict[tuple[Kind, bool], Latency] = {
 and 14 cores beside it (docs/gpu-host/2026-11-22-h200.md), what is left when weights are read at the
 measured bandwidth.  With little memory traffic a CPU layer costs less: most of this is Python whose
 code and data the weights have driven from the caches."""
+FUSED = Latency(0.45e-3, 1.5e-3)
+"""Of a CPU rank whose layers are one operator, compiled or not; from decode steps of half an 8B
+shape on 14 cores beside an H100 (docs/gpu-host/2026-11-22-h100-decode-step.md)."""
+FUSED_MODEL_TYPES = {"llama", "qwen2", "qwen3"}
+"""Models whose layers can be, see decoder_layers.py."""
+COMPACT_SHARE = 0.75
+"""12 bits in place of 16, see packed_weights.py."""
 
 
 class UnknownDeviceError(RayHeteroError):
@@ -64,6 +71,8 @@ def rank_devices(
     gpu_share: float,
     borrowed_bytes: int = 0,
     is_eager: bool = False,
+    is_bf16: bool = False,
+    can_fuse: bool = False,
 ) -> tuple[RankDevice, ...]:
     """The device of each rank with its figures, by rank.
 
@@ -76,6 +85,8 @@ def rank_devices(
         gpu_share: share of a GPU's memory that the engine takes.
         borrowed_bytes: of it, what each CPU rank takes that borrows a GPU.
         is_eager: whether nothing is compiled or captured.
+        is_bf16: whether what is not quantised is computed in bfloat16.
+        can_fuse: whether layers of this model can be one operator.
 
     Raises:
         UnknownDeviceError: speed or memory of a device is not known.
@@ -105,40 +116,66 @@ def rank_devices(
         )
         for seat in seats
     )
-    kinds = {seat.stage: {other.kind for other in seats if other.stage == seat.stage}
-             for seat in seats}  # fmt: skip
+    stages = {seat.stage: [other.kind for other in seats if other.stage == seat.stage]
+              for seat in seats}  # fmt: skip
     return tuple(
-        _with_latency(
-            device,
-            # So GPU ranks of mixed groups run, unless gpu.in_mixed_groups says otherwise.
-            is_eager=is_eager
-            or (
-                device.kind == "gpu"
-                and len(kinds[seat.stage]) > 1
-                and config.gpu.in_mixed_groups == "eager"
-            ),
+        _gpu_in_stage(device, stages[seat.stage], config, is_eager=is_eager)
+        if seat.socket is None
+        else _socket_in_stage(
+            device, stages[seat.stage], config.cpu, hosts[seat.node_id], is_eager=is_eager,
+            is_bf16=is_bf16, can_fuse=can_fuse,
         )
         for device, seat in zip(devices, seats, strict=True)
-    )
+    )  # fmt: skip
 
 
-def _with_latency(device: RankDevice, *, is_eager: bool) -> RankDevice:
-    latency = LATENCIES[device.kind, is_eager]
-    figures = replace(
-        device.figures,
-        layer_latency_s=latency.layer_s,
-        step_latency_s=latency.step_s,
-        is_launching=is_eager and device.kind == "gpu",
+def _gpu_in_stage(
+    device: RankDevice, stage: Sequence[Kind], config: HeteroConfig, *, is_eager: bool
+) -> RankDevice:
+    # So GPU ranks of mixed groups run, unless gpu.in_mixed_groups says otherwise.
+    is_eager |= "cpu" in stage and config.gpu.in_mixed_groups == "eager"
+    figures = _with_latency(device.figures, LATENCIES["gpu", is_eager])
+    return replace(device, figures=replace(figures, is_launching=is_eager))
+
+
+def _socket_in_stage(
+    device: RankDevice,
+    stage: Sequence[Kind],
+    config: CpuConfig,
+    host: Host,
+    *,
+    is_eager: bool,
+    is_bf16: bool,
+    can_fuse: bool,
+) -> RankDevice:
+    streams = is_bf16 and _streams(config, host)
+    is_fused = streams and can_fuse and config.fuse_layers and len(stage) == 1
+    latency = FUSED if is_fused else LATENCIES["cpu", is_eager]
+    is_compact = streams and (
+        config.compact_weights is True or (config.compact_weights == "auto" and _has_amx(host))
     )
-    return replace(device, figures=figures)
+    figures = _with_latency(device.figures, latency)
+    return replace(device, figures=replace(figures, read_share=COMPACT_SHARE if is_compact else 1))
+
+
+def _with_latency(figures: DeviceFigures, latency: Latency) -> DeviceFigures:
+    return replace(figures, layer_latency_s=latency.layer_s, step_latency_s=latency.step_s)
+
+
+def _has_amx(host: Host) -> bool:
+    return "amx_bf16" in host.instruction_sets
+
+
+def _streams(config: CpuConfig, host: Host) -> bool:
+    """Whether linear layers stream their weights, as far as planning can tell."""
+    return config.linear_kernel == "streaming" or (
+        config.linear_kernel == "auto" and _has_amx(host)
+    )
 
 
 def borrowers(config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host) -> int:
     """Most CPU ranks that borrow one GPU rank's device, as far as planning can tell."""
-    streams = config.linear_kernel == "streaming" or (
-        config.linear_kernel == "auto" and "amx_bf16" in host.instruction_sets
-    )
-    if not (config.borrow_gpu and streams):
+    if not (config.borrow_gpu and _streams(config, host)):
         return 0
     here = [other.kind for other in seats if other.node_id == seat.node_id]
     return -(-here.count("cpu") // here.count("gpu"))

@@ -22,6 +22,7 @@ from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.demo_model import DemoShape, write_demo_model
 from ray_hetero.engine_facts import EngineFacts, facts_of
 from ray_hetero.layer_plan import LayerPlan, describe_split, plan_layers
+from ray_hetero.rank_devices import FUSED_MODEL_TYPES
 
 AUTO = HeteroConfig()
 FACTS = EngineFacts(LLAMA_70B, "", 80, 8192, 256, 2048, 0.9)
@@ -282,6 +283,61 @@ def test_forecast_is_of_the_ranks_own_stage() -> None:
     assert short.context == 512
 
 
+def with_amx(nodes: Sequence[Node]) -> list[Node]:
+    sets = frozenset({"amx_bf16", "avx512_bf16"})
+    return [replace(node, host=replace(node.host, instruction_sets=sets)) for node in nodes]
+
+
+BF16 = replace(SMALL, is_bf16=True)
+QUANTISED = replace(
+    LLAMA_8B.layers[0],
+    tensors=tuple(
+        replace(tensor, dtype_bytes=1) if tensor.values else tensor
+        for tensor in LLAMA_8B.layers[0].tensors
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "facts", "has_amx", "read_share", "layer_ms"),
+    [
+        ({}, BF16, True, 0.75, 0.45),
+        ({"compact_weights": False}, BF16, True, 1, 0.45),
+        ({"fuse_layers": False}, BF16, True, 0.75, 0.7),
+        ({"linear_kernel": "vllm"}, BF16, True, 1, 0.7),
+        ({}, BF16, False, 1, 0.7),
+        ({"linear_kernel": "streaming"}, BF16, False, 1, 0.45),
+        ({"linear_kernel": "streaming", "compact_weights": True}, BF16, False, 0.75, 0.45),
+        ({}, replace(BF16, is_bf16=False), True, 1, 0.7),
+        ({}, replace(BF16, shape=replace(LLAMA_8B, model_type="mistral")), True, 0.75, 0.7),
+        ({}, replace(BF16, shape=replace(LLAMA_8B, layers=(QUANTISED,) * 32)), True, 0.75, 0.7),
+    ],
+)
+def test_what_makes_a_sockets_step_short_is_priced(
+    cpu: dict[str, Any], facts: EngineFacts, has_amx: bool, read_share: float, layer_ms: float
+) -> None:
+    nodes = with_amx(server()) if has_amx else server()
+    given = HeteroConfig(layers=[24, 8], cpu=CpuConfig(**cpu))
+    found = plan(given, nodes, facts)
+    assert found.split is not None
+    number = stage_of(found, "cpu")
+    (figures,) = (r.device.figures for r in found.split.ranks if r.device.kind == "cpu")
+    assert (figures.read_share, figures.layer_latency_s) == (read_share, layer_ms / 1000)
+    step = found.split.stages[number].decode.parts()
+    assert facts.shape is not None
+    layers = facts.shape.layers[: found.world.layers[number]]
+    held = sum(t.nbytes for layer in layers for t in layer.tensors if t.is_16_bit_matrix)
+    others = sum(t.nbytes for layer in layers for t in layer.tensors) - held
+    expected = (held * read_share + others) / figures.read_bandwidth
+    assert step["weights"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_layers_that_are_priced_as_one_operator_are_those_that_can_be() -> None:
+    decoder_layers = pytest.importorskip("ray_hetero.decoder_layers")
+    known = {name.removesuffix("Model").lower() for name in decoder_layers.MODELS}
+    assert known == FUSED_MODEL_TYPES
+
+
 def test_throughput_balances_the_stages() -> None:
     balanced = plan(HeteroConfig(objective="throughput"), facts=SMALL)
     assert balanced.split is not None
@@ -365,6 +421,7 @@ def test_facts_from_the_configuration() -> None:
     assert facts.shape is not None
     assert facts.shape.source == "config"
     assert (facts.hidden_layers, facts.max_num_seqs, facts.is_eager) == (4, 16, True)
+    assert facts.is_bf16
     assert (facts.gpu_memory_utilization, facts.max_model_len) == (0.8, 2048)
 
 
