@@ -1,6 +1,6 @@
 // Attention of a decode step: one token of each request over its KV blocks, in vLLM's layouts.
 //
-// Requests are cut into parts of up to 128 tokens; a unit is a part and a head of keys, with the
+// Requests are cut into parts, at most 64 of them; a unit is a part and a head of keys, with the
 // heads of queries that share it.  Threads take units as in streaming_linear.h, and who computes
 // the last part of a head puts its parts together, in their order: the result depends neither on
 // the number of threads nor on chance.  The softmax of parts is that of Dao et al.,
@@ -22,7 +22,8 @@
 
 namespace ray_hetero {
 
-constexpr std::int64_t kPart = 128;     // tokens of a unit
+constexpr std::int64_t kChunk = 128;    // tokens whose scores are kept; parts are multiples of it
+constexpr std::int64_t kMostParts = 64;  // of a request
 constexpr std::int64_t kSpan = 32;      // tokens at once; blocks are multiples of it
 constexpr std::int64_t kMostHeads = 8;  // of queries at once
 
@@ -52,7 +53,7 @@ struct Requests {
 
 #if defined(__x86_64__)
 
-// Scores of 32 tokens: [kHeads][kPart] += q [kHeads][size] · keys.
+// Scores of 32 tokens: [kHeads][kChunk] += q [kHeads][size] · keys.
 template <int kHeads>
 RAY_HETERO_BF16 void score_tiles(const std::uint16_t* q, std::int64_t size,
                                  const std::uint16_t* keys, std::int64_t, float* scores) {
@@ -71,8 +72,8 @@ RAY_HETERO_BF16 void score_tiles(const std::uint16_t* q, std::int64_t size,
     }
   }
   for (int head = 0; head < kHeads; ++head) {
-    _mm512_storeu_ps(scores + head * kPart, left[head]);
-    _mm512_storeu_ps(scores + head * kPart + kTile, right[head]);
+    _mm512_storeu_ps(scores + head * kChunk, left[head]);
+    _mm512_storeu_ps(scores + head * kChunk + kTile, right[head]);
   }
 }
 
@@ -90,8 +91,8 @@ RAY_HETERO_BF16 void score_rows(const std::uint16_t* q, std::int64_t size,
     }
   }
   for (int head = 0; head < kHeads; ++head) {
-    _mm512_storeu_ps(scores + head * kPart, left[head]);
-    _mm512_storeu_ps(scores + head * kPart + kTile, right[head]);
+    _mm512_storeu_ps(scores + head * kChunk, left[head]);
+    _mm512_storeu_ps(scores + head * kChunk + kTile, right[head]);
   }
 }
 
@@ -107,8 +108,8 @@ RAY_HETERO_BF16 void add_tiles_of_values(const float* shares, const std::uint16_
   // As vLLM's kernel multiplies them, in bf16.
   std::uint16_t rounded_shares[kHeads][kSpan];
   for (int head = 0; head < kHeads; ++head) {
-    store_bf16(rounded_shares[head], _mm512_loadu_ps(shares + head * kPart));
-    store_bf16(rounded_shares[head] + kTile, _mm512_loadu_ps(shares + head * kPart + kTile));
+    store_bf16(rounded_shares[head], _mm512_loadu_ps(shares + head * kChunk));
+    store_bf16(rounded_shares[head] + kTile, _mm512_loadu_ps(shares + head * kChunk + kTile));
   }
   const std::uint16_t* next = values + kTile * block;
   for (std::int64_t at = 0; at < kSpan; at += 2, values += 2 * kTile, next += 2 * kTile) {
@@ -139,7 +140,7 @@ RAY_HETERO_BF16 void add_rows_of_values(const float* shares, const std::uint16_t
   for (std::int64_t at = 0; at < kSpan; ++at, values += stride) {
     const __m512 first = load_bf16(values), second = load_bf16(values + kTile);
     for (int head = 0; head < kHeads; ++head) {
-      const __m512 share = _mm512_set1_ps(shares[head * kPart + at]);
+      const __m512 share = _mm512_set1_ps(shares[head * kChunk + at]);
       left[head] = _mm512_fmadd_ps(first, share, left[head]);
       right[head] = _mm512_fmadd_ps(second, share, right[head]);
     }
@@ -174,7 +175,10 @@ class Parts {
   explicit Parts(const Requests& requests, std::int64_t kv_heads)
       : kv_heads_(kv_heads), first_(requests.m + 1) {
     for (std::int64_t request = 0; request < requests.m; ++request) {
-      const std::int64_t parts = (requests.lengths[request] + kPart - 1) / kPart;
+      const std::int64_t chunks = (requests.lengths[request] + kChunk - 1) / kChunk;
+      const std::int64_t of_part = (chunks + kMostParts - 1) / kMostParts;
+      const std::int64_t parts = (chunks + of_part - 1) / of_part;
+      tokens_.push_back(of_part * kChunk);
       first_[request + 1] = first_[request] + parts;
       requests_.insert(requests_.end(), parts, request);
     }
@@ -184,9 +188,12 @@ class Parts {
   std::int64_t of(std::int64_t request) const { return first_[request + 1] - first_[request]; }
   std::int64_t request(std::int64_t unit) const { return requests_[unit / kv_heads_]; }
   std::int64_t head(std::int64_t unit) const { return unit % kv_heads_; }
-  std::int64_t part(std::int64_t unit) const {
-    return unit / kv_heads_ - first_[request(unit)];
+  // The first of a unit's tokens, and behind the last if the request were longer.
+  std::int64_t begin(std::int64_t unit) const {
+    const std::int64_t of = request(unit);
+    return (unit / kv_heads_ - first_[of]) * tokens_[of];
   }
+  std::int64_t end(std::int64_t unit) const { return begin(unit) + tokens_[request(unit)]; }
   std::int64_t unit(std::int64_t request, std::int64_t head, std::int64_t part) const {
     return (first_[request] + part) * kv_heads_ + head;
   }
@@ -195,6 +202,7 @@ class Parts {
   std::int64_t kv_heads_;
   std::vector<std::int64_t> first_;     // part of each request
   std::vector<std::int64_t> requests_;  // of each part
+  std::vector<std::int64_t> tokens_;    // of a part of each request
 };
 
 // A layer's: `stacked` [m][queries, keys, values] → `attended` [m][queries], both bf16.
@@ -283,34 +291,67 @@ class Attention {
   }
 
   // Some of the heads that share one of keys.
-  RAY_HETERO_BF16 void attend(std::int64_t unit, std::int64_t query, std::int64_t heads) {
-    const std::int64_t request = parts_.request(unit), head = parts_.head(unit);
-    const std::int64_t size = rotation_.size, block = requests_.block;
-    const std::int64_t begin = parts_.part(unit) * kPart;
-    const std::int64_t tokens = std::min(kPart, requests_.lengths[request] - begin);
-    const int layout = requests_.layout == Layout::kTiles ? 0 : 1;
-    const std::uint16_t* q = stacked_ + request * stride() + (head * each_ + query) * size;
-    float scores[kMostHeads * kPart];
-    for (std::int64_t token = 0; token < tokens; token += kSpan) {
-      const std::int64_t at = (begin + token) % block;
-      const std::uint16_t* keys = keys_of_token(request, head, begin + token) +
-                                  (layout == 0 ? at * size : at);
-      prefetch(request, head, begin + token);
-      kScore[layout][heads](q, size, keys, block, scores + token);
-    }
+  void attend(std::int64_t unit, std::int64_t query, std::int64_t heads) {
+    const std::int64_t request = parts_.request(unit), size = rotation_.size;
+    const std::int64_t end = std::min<std::int64_t>(parts_.end(unit), requests_.lengths[request]);
     float* sums = partial_ + unit * kept_ + query * size;
     float* largest = partial_ + unit * kept_ + each_ * size + query;
-    for (std::int64_t one = 0; one < heads; ++one) {
-      largest[one] = soften(scores + one * kPart, tokens, largest[one + each_]);
-    }
+    float* shares = largest + each_;
     std::memset(sums, 0, heads * size * sizeof(float));
-    for (std::int64_t token = 0; token < tokens; token += kSpan) {
-      const std::int64_t at = (begin + token) % block;
-      const std::uint16_t* values = keys_of_token(request, head, begin + token) + block * size;
-      for (std::int64_t i = 0; i < size; i += kSpan) {
-        const std::int64_t place = layout == 0 ? i * block + at * kTile : at * size + i;
-        kAddValues[layout][heads](scores + token, values + place, block, size, sums + i);
+    std::fill_n(largest, heads, -std::numeric_limits<float>::infinity());
+    std::fill_n(shares, heads, 0.0f);
+    for (std::int64_t token = parts_.begin(unit); token < end; token += kChunk) {
+      const Span span{request, parts_.head(unit), token, std::min(kChunk, end - token)};
+      float scores[kMostHeads * kChunk];
+      score(span, query, heads, scores);
+      for (std::int64_t head = 0; head < heads; ++head) {
+        const float before = largest[head];
+        const float more = soften(scores + head * kChunk, span.tokens, largest[head]);
+        const float kept = std::exp2(before - largest[head]);
+        shares[head] = shares[head] * kept + more;
+        if (kept != 1) scale(sums + head * size, kept);
       }
+      add_values(span, heads, scores, sums);
+    }
+  }
+
+  // Neighbouring tokens of a request, and a head of keys.
+  struct Span {
+    std::int64_t request, head, begin, tokens;
+  };
+
+  void score(const Span& span, std::int64_t query, std::int64_t heads, float* scores) const {
+    const std::int64_t size = rotation_.size, block = requests_.block;
+    const bool tiles = requests_.layout == Layout::kTiles;
+    const std::uint16_t* q =
+        stacked_ + span.request * stride() + (span.head * each_ + query) * size;
+    for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
+      const std::int64_t place = span.begin + token, at = place % block;
+      prefetch(span.request, span.head, place);
+      const std::uint16_t* keys = keys_of_token(span.request, span.head, place);
+      kScore[tiles ? 0 : 1][heads](q, size, keys + (tiles ? at * size : at), block,
+                                   scores + token);
+    }
+  }
+
+  void add_values(const Span& span, std::int64_t heads, const float* shares, float* sums) const {
+    const std::int64_t size = rotation_.size, block = requests_.block;
+    const bool tiles = requests_.layout == Layout::kTiles;
+    for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
+      const std::int64_t place = span.begin + token, at = place % block;
+      const std::uint16_t* values =
+          keys_of_token(span.request, span.head, place) + block * size;
+      for (std::int64_t i = 0; i < size; i += kSpan) {
+        kAddValues[tiles ? 0 : 1][heads](shares + token,
+                                         values + (tiles ? i * block + at * kTile : at * size + i),
+                                         block, size, sums + i);
+      }
+    }
+  }
+
+  RAY_HETERO_BF16 void scale(float* sums, float by) const {
+    for (std::int64_t i = 0; i < rotation_.size; i += kTile) {
+      _mm512_storeu_ps(sums + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(by)));
     }
   }
 
@@ -338,16 +379,16 @@ class Attention {
   }
 
   // Scores of some tokens become 2^(score − largest), those of the others of the last 32 become 0.
-  // Returns the largest; `sum` is theirs.
-  RAY_HETERO_BF16 float soften(float* scores, std::int64_t tokens, float& sum) const {
+  // `largest` is that of tokens before, and grows; returns the sum.
+  RAY_HETERO_BF16 float soften(float* scores, std::int64_t tokens, float& largest) const {
     const __m512 scale = _mm512_set1_ps(scale_);
-    __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __m512 most = _mm512_set1_ps(largest);
     for (std::int64_t token = 0; token < tokens; token += kTile) {
       const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(scores + token), scale);
       _mm512_storeu_ps(scores + token, scaled);
       most = _mm512_mask_max_ps(most, there(tokens - token), most, scaled);
     }
-    const float largest = _mm512_reduce_max_ps(most);
+    largest = _mm512_reduce_max_ps(most);
     const __m512 from = _mm512_set1_ps(largest);
     __m512 all = _mm512_setzero_ps();
     for (std::int64_t token = 0; token < (tokens + kSpan - 1) / kSpan * kSpan; token += kTile) {
@@ -356,8 +397,7 @@ class Attention {
       _mm512_storeu_ps(scores + token, share);
       all = _mm512_add_ps(all, share);
     }
-    sum = _mm512_reduce_add_ps(all);
-    return largest;
+    return _mm512_reduce_add_ps(all);
   }
 
   static __mmask16 there(std::int64_t tokens) {

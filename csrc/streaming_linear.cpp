@@ -105,9 +105,12 @@ ray_hetero::DecoderLayers decoder_layers(
         (between.next && between.next->stacked.w.n != stacked)) {
       throw py::value_error("expected layers of one shape, each but the last with the next one");
     }
+    const ray_hetero::Rotation& like = std::get<0>(layers.front());
     if (rotation.kv_heads <= 0 || rotation.heads % rotation.kv_heads != 0 ||
-        rotation.size % ray_hetero::kSpan != 0) {
-      throw py::value_error("expected heads in multiples of 32, and of queries in those of keys");
+        rotation.size % ray_hetero::kSpan != 0 || rotation.kv_heads != like.kv_heads ||
+        rotation.size != like.size) {
+      throw py::value_error("expected the same heads in each layer, their sizes multiples of 32, "
+                            "and a multiple of the heads of keys for queries");
     }
     made.layers.push_back({rotation, scale, between});
   }

@@ -14,7 +14,7 @@ from ray_hetero.packed_weights import PackedWeight, made_compact
 
 HEADS, KV_HEADS, HEAD = 6, 2, 64
 HIDDEN, WIDE = 256, 416
-POSITIONS = 512
+POSITIONS = 8448
 EPSILON = 1e-5
 
 

@@ -53,6 +53,8 @@ class Requests:
         self.keys, self.values = torch.randn(
             2, LAYERS, self.blocks.numel() * block, kv_heads, HEAD
         ).bfloat16()
+        # Some tokens count for much: a part that is lost, or weighted wrongly, would show.
+        self.keys *= 2
         self.decoder = model(LAYERS, heads=heads, kv_heads=kv_heads, attends=attends)
         self.contexts: dict[str, Any] = {}
         given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
@@ -148,7 +150,9 @@ def unpacked(cache: Any, isa: str) -> Any:
     return torch.stack([x.reshape(blocks, heads, block, HEAD) for x in (keys, values)])
 
 
-LENGTHS = [[1], [33], [128, 129], [300, 1, 64, POSITIONS]]
+LENGTHS = [[1], [33], [128, 129], [300, 1, 64, 512]]
+LONG = [5, POSITIONS - 17]
+"""The second is cut into parts of more than one chunk."""
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
@@ -158,6 +162,11 @@ def test_a_step_is_what_layers_are_one_by_one(
     lengths: list[int], block: int, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect_the_same(Requests(monkeypatch, lengths, block=block), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_long_requests_are_too(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect_the_same(Requests(monkeypatch, LONG, block=128), isa=isa)
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
@@ -176,7 +185,7 @@ def test_heads_are_normalised_where_a_model_does_so(
 
 
 def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = Requests(monkeypatch, [300, 500, 3])
+    requests = Requests(monkeypatch, [300, *LONG])
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
     assert layers._decode_step is not None
     before, found = torch.get_num_threads(), []
