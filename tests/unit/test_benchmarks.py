@@ -23,6 +23,7 @@ from planner_check import Planner, fits, verdict  # noqa: E402
 from shapes import SHAPES, head_bytes, layer_bytes, write_shape  # noqa: E402
 from side_by_side import merged  # noqa: E402
 from side_by_side_report import crossing_of, floor_ms, table  # noqa: E402
+from utilisation import shares_between  # noqa: E402
 
 from placement.model_shape import shape_of  # noqa: E402
 
@@ -215,3 +216,14 @@ def test_programs_without_python_can_be_built_and_run(
     subprocess.run(["g++", *options, "-o", str(built), str(source)], check=True)
     ran = subprocess.run([str(built), *arguments], capture_output=True, text=True, check=True)
     assert all(line in ran.stdout for line in lines), ran.stdout
+
+
+def test_a_stage_is_as_busy_as_its_busiest_rank() -> None:
+    def rank(busy: float) -> dict[str, float]:
+        return {"busy": busy, "waiting": 4.0, "exchange": 0.5}
+
+    before = {("0", "0"): rank(10), ("0", "1"): rank(10), ("1", "2"): rank(0)}
+    after = {("0", "0"): rank(10.5), ("0", "1"): rank(11.5), ("1", "2"): rank(1)}
+    shares = shares_between(before, after, seconds=2)
+    assert {stage: found["busy"] for stage, found in shares.items()} == {"0": 0.75, "1": 0.5}
+    assert shares["0"]["waiting"] == 0
