@@ -30,6 +30,8 @@ from rich.table import Table
 POLL_S = 0.1
 IDLE_S = 5.0
 """Without a change of the counters for so long, there was nothing to do."""
+TOGETHER_S = 0.4
+"""Within which all ranks renew theirs."""
 SHARES = ("busy", "waiting", "exchange")
 BAR = 25
 """Characters of a stage that is busy all the time."""
@@ -98,9 +100,11 @@ def watch(options: argparse.Namespace) -> list[dict[str, Any]]:
     before = counters(options.url)
     while last - start < options.seconds:
         time.sleep(POLL_S)
-        now, after = time.monotonic(), counters(options.url)
-        if after == before and now - last < IDLE_S:
+        now = time.monotonic()
+        if counters(options.url) == before and now - last < IDLE_S:
             continue
+        time.sleep(TOGETHER_S)
+        after = counters(options.url)
         shares = shares_between(before, after, now - last)
         samples.append({"at_s": round(now - start, 1), "stages": shares})
         last, before = now, after

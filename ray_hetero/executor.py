@@ -28,6 +28,7 @@ from ray_hetero import (
     layer_plan,
     mixed_groups,
     planning,
+    shared_batches,
     vllm_private,
     warmup,
 )
@@ -181,6 +182,7 @@ class HeteroExecutor(GuardedExecutor):
             vllm_private.limit_batches_in_flight(
                 self.vllm_config, self._batches_in_flight(self.world)
             )
+            self._share_batches()
             step.outcome = str(self.world.layout)
         for warning in filter(None, (plan.warning, planning.sharing_warning(self.world.seats))):
             logger.warning(warning)
@@ -281,6 +283,21 @@ class HeteroExecutor(GuardedExecutor):
         if world.has_cpu and not world.is_cpu_only and self._config.objective == "latency":
             return 1
         return int(self.vllm_config.max_concurrent_batches)
+
+    def _share_batches(self) -> None:
+        """Divide the requests, where somebody wants more than one batch and not another scheduler.
+
+        A draft model's tokens would be counted as requests.
+        """
+        config, vllm_config = self._config, self.vllm_config
+        is_wanted = config.pipeline.batches_in_flight != "auto" or config.objective == "throughput"
+        if (
+            is_wanted
+            and vllm_config.max_concurrent_batches > 1
+            and self.scheduler_config.scheduler_cls is None
+            and vllm_config.speculative_config is None
+        ):
+            self.scheduler_config.scheduler_cls = shared_batches.CLASS
 
     @property
     def _node_id(self) -> str:
