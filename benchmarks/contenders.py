@@ -127,9 +127,25 @@ def in_flight(split: Split, batch: int, prompt: int) -> list[Contender]:
     return [with_batches(2, [batch]), with_batches(1, [half, batch])]
 
 
+def ranks_per_socket(sockets: int) -> int:
+    """CPU ranks a socket, where there is to be room for two of them."""
+    return -(-2 // sockets)
+
+
+def one_cpu_rank(sockets: int) -> list[Contender]:
+    """A CPU rank beside vLLM's own `mp`; on one socket it leaves cores for the driver."""
+    config = {"cpu": {"ranks_per_socket": ranks_per_socket(sockets)}}
+    engine = {"tensor_parallel_size": 1, "distributed_executor_backend": "mp"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    return [
+        hetero("ray_hetero", ["cpu"], config=config, engine={}, reads="socket"),
+        stock_engine("mp", engine, "socket", "--backend", "mp", environment=environment),
+    ]
+
+
 def cpu_only(sockets: int) -> list[Contender]:
     """Contenders on a host without a GPU: two CPU ranks, beside vLLM's own `mp`."""
-    shares = -(-2 // sockets)
+    shares = ranks_per_socket(sockets)
     config = {"cpu": {"ranks_per_socket": shares}}
     # Stock vLLM takes one NUMA node for one rank unless it is told to pretend.
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2"}

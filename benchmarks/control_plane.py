@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=200)
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
-    pair = engines(options.ranks)
+    sockets = floor.sockets()
+    both = contenders.cpu_only(sockets)[:2]
+    pair = both if options.ranks == 2 else contenders.one_cpu_rank(sockets)
     rounds: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in pair}
     for _ in range(options.rounds):
         for contender in pair:
@@ -54,20 +56,6 @@ def main() -> None:
     console = Console(record=True, width=100)
     console.print(table(rounds))
     options.out.with_suffix(".txt").write_text(console.export_text())
-
-
-def engines(ranks: int) -> list[contenders.Contender]:
-    """Ours and stock vLLM's, with so many ranks."""
-    if ranks == 2:
-        return contenders.cpu_only(floor.sockets())[:2]
-    # One core for the rank, others for the driver.
-    config = {"cpu": {"ranks_per_socket": 2 // floor.sockets()}}
-    engine = {"tensor_parallel_size": 1, "distributed_executor_backend": "mp"}
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    return [
-        contenders.hetero("ray_hetero", ["cpu"], config=config, engine={}, reads="socket"),
-        contenders.stock_engine("mp", engine, "socket", "--backend", "mp", environment=environment),
-    ]
 
 
 def one_round(contender: contenders.Contender, options: argparse.Namespace) -> dict[str, float]:

@@ -8,39 +8,22 @@
 // bytes, in turns; medians.  GB/s are of weights and of keys and values really read.
 
 #include "decoder_layers.h"
+#include "measuring.h"
 
 #include <sys/mman.h>
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 
 namespace {
 
+using namespace measuring;
 using namespace ray_hetero;
-using Bf16 = std::uint16_t;
 
 constexpr long kHidden = 4096, kWide = 14336, kHeads = 32, kKvHeads = 8, kSize = 128;
 constexpr long kStacked = (kHeads + 2 * kKvHeads) * kSize;
 constexpr long kBlockTokens = 128, kPositions = 16384;
 constexpr int kRounds = 15;
-
-double now() {
-  using Clock = std::chrono::steady_clock;
-  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-}
-
-template <typename T>
-T* allocate(std::size_t count) {
-  void* memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) {
-    std::perror("mmap");
-    std::exit(1);
-  }
-  return static_cast<T*>(memory);
-}
 
 // bf16 between -2^-7 and 2^-7, of few exponents.
 void fill(Bf16* values, long count) {
@@ -59,25 +42,6 @@ Weight made(long n, long k) {
   auto* compact = new Compact(packed, n, k, rows);
   munmap(packed, static_cast<std::size_t>(n * k) * sizeof(Bf16));
   return {rows, n, k, compact};
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-double read_once(const std::vector<Weight>& weights) {
-  const double start = now();
-  std::uint64_t sum = 0;
-#pragma omp parallel reduction(^ : sum)
-  for (const Weight& weight : weights) {
-    const auto* words = reinterpret_cast<const std::uint64_t*>(weight.data);
-#pragma omp for nowait
-    for (long i = 0; i < weight.n * weight.k * 3 / 16; ++i) sum ^= words[i];
-  }
-  volatile std::uint64_t sink = sum;
-  static_cast<void>(sink);
-  return now() - start;
 }
 
 }  // namespace

@@ -8,11 +8,9 @@
 // median of several rounds over all layers, packed and compact, with AVX-512 and AMX, beside plain
 // reads of the packed weights.  GB/s are of bytes really read.
 
+#include "measuring.h"
 #include "streaming_linear.h"
 
-#include <sys/mman.h>
-
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -24,7 +22,7 @@
 namespace {
 
 using ray_hetero::Task;
-using Bf16 = std::uint16_t;
+using namespace measuring;
 
 constexpr int kRounds = 7;
 constexpr long kMostTokens = 1024;
@@ -47,11 +45,6 @@ struct Way {
 
   double bytes(double elements) const { return elements * (is_compact ? 1.5 : 2.0); }
 };
-
-double now() {
-  using Clock = std::chrono::steady_clock;
-  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-}
 
 float to_float(Bf16 value) {
   const std::uint32_t bits = std::uint32_t(value) << 16;
@@ -76,17 +69,6 @@ Bf16 weight(std::uint64_t at) {
   float sum = 0;
   for (int i = 0; i < 4; ++i, at += 0x9e3779b9u) sum += to_float(number(at * at >> 3, 0.01f));
   return to_bf16(sum);
-}
-
-template <typename T>
-T* allocate(std::size_t count) {
-  void* memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) {
-    std::perror("mmap");
-    std::exit(1);
-  }
-  return static_cast<T*>(memory);
 }
 
 std::vector<Layer> make_layers(int layers) {
@@ -139,25 +121,6 @@ bool is_right(const Layer& layer, const Bf16* x, Bf16* y, long tokens, const Way
   return false;
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-double read_once(const std::vector<Layer>& layers) {
-  const double start = now();
-  std::uint64_t sum = 0;
-#pragma omp parallel reduction(^ : sum)
-  for (const Layer& layer : layers) {
-    const auto* words = reinterpret_cast<const std::uint64_t*>(layer.packed);
-#pragma omp for nowait
-    for (long i = 0; i < layer.n * layer.k / 4; ++i) sum ^= words[i];
-  }
-  volatile std::uint64_t sink = sum;
-  static_cast<void>(sink);
-  return now() - start;
-}
-
 void show(const std::string& what, double bytes, std::vector<double> seconds) {
   const double typical = median(std::move(seconds));
   std::printf("%-30s %8.2f ms %7.1f GB/s\n", what.c_str(), typical * 1e3, bytes / typical / 1e9);
@@ -177,7 +140,11 @@ int main(int count, char** words) {
   }
   const std::vector<Layer> layers = make_layers(std::atoi(words[1]));
   double elements = 0;
-  for (const Layer& layer : layers) elements += double(layer.n) * double(layer.k);
+  std::vector<ray_hetero::Weight> packed;
+  for (const Layer& layer : layers) {
+    elements += double(layer.n) * double(layer.k);
+    packed.push_back(layer.weight(false));
+  }
   auto* x = allocate<Bf16>(kMostTokens * 14336);
   auto* y = allocate<Bf16>(kMostTokens * 28672);
   for (long i = 0; i < kMostTokens * 14336; ++i) x[i] = number(static_cast<std::uint64_t>(i), 1);
@@ -198,7 +165,7 @@ int main(int count, char** words) {
     std::vector<std::vector<double>> runs(ways.size());
     // In turns; the first round warms up.
     for (int round = 0; round <= kRounds; ++round) {
-      const double read = read_once(layers);
+      const double read = read_once(packed);
       if (round > 0) reads.push_back(read);
       for (std::size_t way = 0; way < ways.size(); ++way) {
         const double start = now();

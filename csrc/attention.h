@@ -53,102 +53,71 @@ struct Requests {
 
 #if defined(__x86_64__)
 
-// Scores of 32 tokens: [kHeads][kChunk] += q [kHeads][size] · keys.
+// sums += values · by(head) for each head, in float.
+template <int kHeads, typename By>
+RAY_HETERO_BF16 RAY_HETERO_INLINE void add_scaled(const std::uint16_t* values, By by,
+                                                  Sums<kHeads>& sums) {
+  const __m512 left = load_bf16(values), right = load_bf16(values + kTile);
+  for (int head = 0; head < kHeads; ++head) {
+    const __m512 one = _mm512_set1_ps(by(head));
+    sums.left[head] = _mm512_fmadd_ps(left, one, sums.left[head]);
+    sums.right[head] = _mm512_fmadd_ps(right, one, sums.right[head]);
+  }
+}
+
+// Scores of 32 tokens: [kHeads][kChunk] = q [kHeads][size] · keys.
 template <int kHeads>
 RAY_HETERO_BF16 void score_tiles(const std::uint16_t* q, std::int64_t size,
                                  const std::uint16_t* keys, std::int64_t, float* scores) {
-  __m512 left[kHeads], right[kHeads];
-  for (int head = 0; head < kHeads; ++head) left[head] = right[head] = _mm512_setzero_ps();
+  Sums<kHeads> sums;
+  sums.clear();
   const std::uint16_t* next = keys + kTile * size;
   for (std::int64_t at = 0; at < size; at += 2, keys += 2 * kTile, next += 2 * kTile) {
-    const auto first = (__m512bh)_mm512_loadu_si512(keys);
-    const auto second = (__m512bh)_mm512_loadu_si512(next);
-    for (int head = 0; head < kHeads; ++head) {
-      std::int32_t pair;
-      std::memcpy(&pair, q + head * size + at, sizeof(pair));
-      const auto both = (__m512bh)_mm512_set1_epi32(pair);
-      left[head] = _mm512_dpbf16_ps(left[head], first, both);
-      right[head] = _mm512_dpbf16_ps(right[head], second, both);
-    }
+    add_row(q + at, size, _mm512_loadu_si512(keys), _mm512_loadu_si512(next), sums);
   }
-  for (int head = 0; head < kHeads; ++head) {
-    _mm512_storeu_ps(scores + head * kChunk, left[head]);
-    _mm512_storeu_ps(scores + head * kChunk + kTile, right[head]);
-  }
+  sums.store(scores, kChunk);
 }
 
 template <int kHeads>
 RAY_HETERO_BF16 void score_rows(const std::uint16_t* q, std::int64_t size,
                                 const std::uint16_t* keys, std::int64_t block, float* scores) {
-  __m512 left[kHeads], right[kHeads];
-  for (int head = 0; head < kHeads; ++head) left[head] = right[head] = _mm512_setzero_ps();
+  Sums<kHeads> sums;
+  sums.clear();
   for (std::int64_t at = 0; at < size; ++at, keys += block) {
-    const __m512 first = load_bf16(keys), second = load_bf16(keys + kTile);
-    for (int head = 0; head < kHeads; ++head) {
-      const __m512 one = _mm512_set1_ps(as_float(q[head * size + at]));
-      left[head] = _mm512_fmadd_ps(first, one, left[head]);
-      right[head] = _mm512_fmadd_ps(second, one, right[head]);
-    }
+    add_scaled(keys, [&](int head) { return as_float(q[head * size + at]); }, sums);
   }
-  for (int head = 0; head < kHeads; ++head) {
-    _mm512_storeu_ps(scores + head * kChunk, left[head]);
-    _mm512_storeu_ps(scores + head * kChunk + kTile, right[head]);
-  }
+  sums.store(scores, kChunk);
 }
 
 // Sums of 32 elements of values: [kHeads][stride] += shares of up to 32 tokens · values.
 template <int kHeads>
 RAY_HETERO_BF16 void add_tiles_of_values(const float* shares, const std::uint16_t* values,
-                                         std::int64_t block, std::int64_t stride, float* sums) {
-  __m512 left[kHeads], right[kHeads];
-  for (int head = 0; head < kHeads; ++head) {
-    left[head] = _mm512_loadu_ps(sums + head * stride);
-    right[head] = _mm512_loadu_ps(sums + head * stride + kTile);
-  }
+                                         std::int64_t block, std::int64_t stride, float* to) {
   // As vLLM's kernel multiplies them, in bf16.
   std::uint16_t rounded_shares[kHeads][kSpan];
   for (int head = 0; head < kHeads; ++head) {
     store_bf16(rounded_shares[head], _mm512_loadu_ps(shares + head * kChunk));
     store_bf16(rounded_shares[head] + kTile, _mm512_loadu_ps(shares + head * kChunk + kTile));
   }
+  Sums<kHeads> sums;
+  sums.load(to, stride);
   const std::uint16_t* next = values + kTile * block;
   for (std::int64_t at = 0; at < kSpan; at += 2, values += 2 * kTile, next += 2 * kTile) {
-    const auto first = (__m512bh)_mm512_loadu_si512(values);
-    const auto second = (__m512bh)_mm512_loadu_si512(next);
-    for (int head = 0; head < kHeads; ++head) {
-      std::int32_t pair;
-      std::memcpy(&pair, rounded_shares[head] + at, sizeof(pair));
-      const auto both = (__m512bh)_mm512_set1_epi32(pair);
-      left[head] = _mm512_dpbf16_ps(left[head], first, both);
-      right[head] = _mm512_dpbf16_ps(right[head], second, both);
-    }
+    add_row(rounded_shares[0] + at, kSpan, _mm512_loadu_si512(values), _mm512_loadu_si512(next),
+            sums);
   }
-  for (int head = 0; head < kHeads; ++head) {
-    _mm512_storeu_ps(sums + head * stride, left[head]);
-    _mm512_storeu_ps(sums + head * stride + kTile, right[head]);
-  }
+  sums.store(to, stride);
 }
 
 template <int kHeads>
 RAY_HETERO_BF16 void add_rows_of_values(const float* shares, const std::uint16_t* values,
-                                        std::int64_t, std::int64_t stride, float* sums) {
-  __m512 left[kHeads], right[kHeads];
-  for (int head = 0; head < kHeads; ++head) {
-    left[head] = _mm512_loadu_ps(sums + head * stride);
-    right[head] = _mm512_loadu_ps(sums + head * stride + kTile);
-  }
+                                        std::int64_t, std::int64_t stride, float* to) {
+  Sums<kHeads> sums;
+  sums.load(to, stride);
   for (std::int64_t at = 0; at < kSpan; ++at, values += stride) {
-    const __m512 first = load_bf16(values), second = load_bf16(values + kTile);
-    for (int head = 0; head < kHeads; ++head) {
-      const __m512 share = _mm512_set1_ps(shares[head * kChunk + at]);
-      left[head] = _mm512_fmadd_ps(first, share, left[head]);
-      right[head] = _mm512_fmadd_ps(second, share, right[head]);
-    }
+    add_scaled(values, [&](int head) { return shares[head * kChunk + at]; }, sums);
   }
-  for (int head = 0; head < kHeads; ++head) {
-    _mm512_storeu_ps(sums + head * stride, left[head]);
-    _mm512_storeu_ps(sums + head * stride + kTile, right[head]);
-  }
+  sums.store(to, stride);
 }
 
 using Score = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
@@ -327,8 +296,8 @@ class Attention {
         stacked_ + span.request * stride() + (span.head * each_ + query) * size;
     for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
       const std::int64_t place = span.begin + token, at = place % block;
-      prefetch(span.request, span.head, place);
       const std::uint16_t* keys = keys_of_token(span.request, span.head, place);
+      prefetch(keys, at);
       kScore[tiles ? 0 : 1][heads](q, size, keys + (tiles ? at * size : at), block,
                                    scores + token);
     }
@@ -355,10 +324,9 @@ class Attention {
     }
   }
 
-  // The values of 32 tokens, and where tiles are, the keys of the next.
-  void prefetch(std::int64_t request, std::int64_t head, std::int64_t token) const {
-    const std::int64_t size = rotation_.size, block = requests_.block, at = token % block;
-    const std::uint16_t* keys = keys_of_token(request, head, token);
+  // The values of 32 tokens of a block, and where tiles are, the keys of the next.
+  void prefetch(const std::uint16_t* keys, std::int64_t at) const {
+    const std::int64_t size = rotation_.size, block = requests_.block;
     const std::uint16_t* values = keys + block * size;
     if (requests_.layout == Layout::kRows) {
       prefetch_elements<_MM_HINT_T1>(values + at * size, kSpan * size);

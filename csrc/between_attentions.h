@@ -114,6 +114,21 @@ RAY_HETERO_BF16 inline void gate(const std::uint16_t* gate, const std::uint16_t*
   store_bf16(y, _mm512_mul_ps(silu, load_bf16(up)));
 }
 
+// A thread's share of the tokens of x, residual (or nullptr), sum and y, all [m][n].
+inline void add_and_norm_some(int thread, int threads, std::int64_t m, const std::uint16_t* x,
+                              const std::uint16_t* residual, const Norm& norm, std::int64_t n,
+                              std::uint16_t* sum, std::uint16_t* y) {
+  for (std::int64_t token = thread; token < m; token += threads) {
+    const std::int64_t at = token * n;
+    add_and_norm(x + at, residual == nullptr ? nullptr : residual + at, norm, n, sum + at, y + at);
+  }
+}
+
+inline Task task_of(const Linear& linear, const std::uint16_t* from, std::uint16_t* to,
+                    std::int64_t m, bool use_amx) {
+  return {from, linear.w, linear.bias, to, m, linear.w.k, use_amx};
+}
+
 class BetweenAttentions {
  public:
   // attended [m][output.w.k], residual [m][hidden] → sum [m][hidden], y [m][outputs()], all bf16;
@@ -126,12 +141,12 @@ class BetweenAttentions {
         normed_(projected_ + hidden_ * m), gate_up_(normed_ + hidden_ * m),
         gated_(gate_up_ + 2 * wide_ * m),
         between_(layer.next ? gated_ + wide_ * m : sum),
-        output_task_(task(layer.output, attended, projected_, m, use_amx)),
-        up_task_(task(layer.gate_up, normed_, gate_up_, m, use_amx)),
-        down_task_(task(layer.down, gated_, layer.next ? projected_ : y, m, use_amx)),
+        output_task_(task_of(layer.output, attended, projected_, m, use_amx)),
+        up_task_(task_of(layer.gate_up, normed_, gate_up_, m, use_amx)),
+        down_task_(task_of(layer.down, gated_, layer.next ? projected_ : y, m, use_amx)),
         output_(output_task_), up_(up_task_), down_(down_task_) {
     if (layer.next) {
-      next_task_ = task(layer.next->stacked, normed_, y, m, use_amx);
+      next_task_ = task_of(layer.next->stacked, normed_, y, m, use_amx);
       next_.emplace(next_task_);
     }
   }
@@ -176,18 +191,9 @@ class BetweenAttentions {
     return (3 * layer.output.w.n + 3 * layer.down.w.k) * m;
   }
 
-  static Task task(const Linear& linear, const std::uint16_t* from, std::uint16_t* to,
-                   std::int64_t m, bool use_amx) {
-    return {from, linear.w, linear.bias, to, m, linear.w.k, use_amx};
-  }
-
-  // Every thread takes some of the tokens.
   void norm(int thread, int threads, const std::uint16_t* residual, const Norm& norm,
             std::uint16_t* sum) const {
-    for (std::int64_t token = thread; token < m_; token += threads) {
-      const std::int64_t at = token * hidden_;
-      add_and_norm(projected_ + at, residual + at, norm, hidden_, sum + at, normed_ + at);
-    }
+    add_and_norm_some(thread, threads, m_, projected_, residual, norm, hidden_, sum, normed_);
   }
 
   void gates(int thread, int threads) const {

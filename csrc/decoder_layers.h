@@ -49,8 +49,7 @@ class DecodeStep {
     normed_ = scratch_bf16((hidden_ + stacked + queries) * m, kLayers);
     std::uint16_t* stacked_at = normed_ + hidden_ * m;
     std::uint16_t* attended = stacked_at + stacked * m;
-    const Linear& linear = layers.first.stacked;
-    first_task_ = {normed_, linear.w, linear.bias, stacked_at, m, hidden_, step.use_amx};
+    first_task_ = task_of(layers.first.stacked, normed_, stacked_at, m, step.use_amx);
     first_.emplace(first_task_);
     for (std::size_t i = 0; i < layers.layers.size(); ++i) {
       const DecoderLayer& layer = layers.layers[i];
@@ -77,12 +76,8 @@ class DecodeStep {
 
   void work(int thread, int threads, Barrier& barrier) {
     Ahead first = first_->ahead(thread);
-    for (std::int64_t token = thread; token < requests_.m; token += threads) {
-      const std::int64_t at = token * hidden_;
-      const std::uint16_t* residual = step_.residual ? step_.residual + at : nullptr;
-      add_and_norm(step_.hidden + at, residual, layers_.first.norm, hidden_, step_.sum + at,
-                   normed_ + at);
-    }
+    add_and_norm_some(thread, threads, requests_.m, step_.hidden, step_.residual,
+                      layers_.first.norm, hidden_, step_.sum, normed_);
     barrier.wait(first);
     first_->work(thread);
     for (std::size_t i = 0; i < attentions_.size(); ++i) {

@@ -1,5 +1,5 @@
 // Python's face of the headers here; the typed ones are ray_hetero/packed_weights.py,
-// streaming_linear.py, between_attentions.py and decoder_layers.py.
+// streaming_linear.py, between_attentions.py, decoder_layers.py and decode_step.py.
 
 #include "between_attentions.h"
 #include "decoder_layers.h"
@@ -93,8 +93,10 @@ void run_between(const ray_hetero::Between& layer, std::uintptr_t attended, std:
 ray_hetero::DecoderLayers decoder_layers(
     const std::tuple<AsNorm, AsLinear>& first,
     const std::vector<std::tuple<ray_hetero::Rotation, float, ray_hetero::Between>>& layers) {
+  if (layers.empty()) throw py::value_error("expected at least one layer");
   ray_hetero::DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))}, {}};
   const std::int64_t hidden = made.first.stacked.w.k;
+  const ray_hetero::Rotation& like = std::get<0>(layers.front());
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const auto& [rotation, scale, between] = layers[i];
     const std::int64_t queries = rotation.heads * rotation.size;
@@ -105,7 +107,6 @@ ray_hetero::DecoderLayers decoder_layers(
         (between.next && between.next->stacked.w.n != stacked)) {
       throw py::value_error("expected layers of one shape, each but the last with the next one");
     }
-    const ray_hetero::Rotation& like = std::get<0>(layers.front());
     if (rotation.kv_heads <= 0 || rotation.heads % rotation.kv_heads != 0 ||
         rotation.size % ray_hetero::kSpan != 0 || rotation.kv_heads != like.kv_heads ||
         rotation.size != like.size) {
@@ -114,7 +115,6 @@ ray_hetero::DecoderLayers decoder_layers(
     }
     made.layers.push_back({rotation, scale, between});
   }
-  if (made.layers.empty()) throw py::value_error("expected at least one layer");
   return made;
 }
 

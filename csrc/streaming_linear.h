@@ -206,6 +206,22 @@ constexpr int kGroup = 8;
 template <int M>
 struct Sums {
   __m512 left[M], right[M];
+
+  RAY_HETERO_BF16 RAY_HETERO_INLINE void clear() {
+    for (int i = 0; i < M; ++i) left[i] = right[i] = _mm512_setzero_ps();
+  }
+  RAY_HETERO_BF16 RAY_HETERO_INLINE void load(const float* from, std::int64_t stride) {
+    for (int i = 0; i < M; ++i) {
+      left[i] = _mm512_loadu_ps(from + i * stride);
+      right[i] = _mm512_loadu_ps(from + i * stride + kTile);
+    }
+  }
+  RAY_HETERO_BF16 RAY_HETERO_INLINE void store(float* to, std::int64_t stride) const {
+    for (int i = 0; i < M; ++i) {
+      _mm512_storeu_ps(to + i * stride, left[i]);
+      _mm512_storeu_ps(to + i * stride + kTile, right[i]);
+    }
+  }
 };
 
 template <int M>
@@ -225,7 +241,7 @@ template <int M, bool kCompact>
 RAY_HETERO_BF16 void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint8_t* w,
                               const Compact* compact, std::int64_t rows, float* to) {
   Sums<M> sums;
-  for (int i = 0; i < M; ++i) sums.left[i] = sums.right[i] = _mm512_setzero_ps();
+  sums.clear();
   constexpr std::int64_t kBytes = kCompact ? kCompactPair : 2 * kRowBytes;
   __m512i book = _mm512_setzero_si512();
   if constexpr (kCompact) book = load_book(*compact);
@@ -241,10 +257,7 @@ RAY_HETERO_BF16 void add_rows(const std::uint16_t* x, std::int64_t stride, const
       add_row<M>(x + 2, stride, _mm512_loadu_si512(next), _mm512_loadu_si512(next + kRow), sums);
     }
   }
-  for (int i = 0; i < M; ++i) {
-    _mm512_storeu_ps(to + i * kBlock, sums.left[i]);
-    _mm512_storeu_ps(to + i * kBlock + kTile, sums.right[i]);
-  }
+  sums.store(to, kBlock);
 }
 
 using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint8_t*, const Compact*,

@@ -96,6 +96,10 @@ class CpuConfig(_Section):
     env: Environment = {}
     """Added to the environment of CPU ranks."""
 
+    def holds_compact(self, *, has_amx: bool) -> bool:
+        """Whether linear layers that stream are to hold compact weights."""
+        return has_amx if self.compact_weights == "auto" else self.compact_weights
+
 
 class PlacementConfig(_Section):
     """Discovery and reservation."""

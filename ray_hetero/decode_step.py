@@ -70,7 +70,7 @@ class DecodeStep:
         if (
             metadata is None
             or slots is None
-            or not _is_decode(metadata, tokens)
+            or not _is_decode(metadata, slots, tokens)
             or not _is_known(cache, first.isa)
             or any(one is not metadata or other.stride() != cache.stride()
                    for one, _, other, _ in contexts)
@@ -124,9 +124,9 @@ def known_scale(attention: Any) -> float | None:
     return float(impl.scale) if is_known else None
 
 
-def _is_decode(metadata: Any, tokens: int) -> bool:
+def _is_decode(metadata: Any, slots: torch.Tensor, tokens: int) -> bool:
     """One token of each request, as vLLM's CPU backend describes it."""
-    lengths, blocks, slots = metadata.seq_lens, metadata.block_table, metadata.slot_mapping
+    lengths, blocks = metadata.seq_lens, metadata.block_table
     return (
         metadata.max_query_len == 1
         and metadata.num_actual_tokens == tokens == len(lengths) == len(blocks)

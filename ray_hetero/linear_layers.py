@@ -70,8 +70,7 @@ class LinearLayers:
         assert self._kernel is not None
         weight = PackedWeight(packed)
         # Without AMX vLLM's kernel computes prompts, from packed weights.
-        asked = self._config.compact_weights
-        if asked is True or (asked == "auto" and self._kernel.has_amx):
+        if self._config.holds_compact(has_amx=self._kernel.has_amx):
             weight = made_compact(packed, self._kernel.native)
             self._kernel.add(weight)
         self._bytes += weight.data.nbytes

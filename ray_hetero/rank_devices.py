@@ -151,9 +151,7 @@ def _socket_in_stage(
     streams = is_bf16 and _streams(config, host)
     is_fused = streams and can_fuse and config.fuse_layers and len(stage) == 1
     latency = FUSED if is_fused else LATENCIES["cpu", is_eager]
-    is_compact = streams and (
-        config.compact_weights is True or (config.compact_weights == "auto" and _has_amx(host))
-    )
+    is_compact = streams and config.holds_compact(has_amx=_has_amx(host))
     figures = _with_latency(device.figures, latency)
     return replace(device, figures=replace(figures, read_share=COMPACT_SHARE if is_compact else 1))
 

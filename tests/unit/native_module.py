@@ -1,6 +1,10 @@
-"""The native module of this machine, and which of its tests can run here."""
+"""The native module of this machine, programs of its headers, and which tests can run here."""
 
 from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,3 +14,18 @@ native = streaming_linear._native
 needs_bf16 = pytest.mark.skipif(
     native is None or not native.has_bf16(), reason="needs the native module and AVX-512-BF16"
 )
+COMPILER = shutil.which("c++") or shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+def run_program(source: Path, folder: Path, *options: str, arguments: list[str]) -> str:
+    """Build a program in a folder and run it; what it printed."""
+    program = folder / source.stem
+    made = subprocess.run(
+        [str(COMPILER), "-std=c++17", "-fopenmp", *options, str(source), "-o", str(program)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    ran = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from native_module import needs_bf16
+from native_module import needs_bf16, needs_compiler, run_program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -200,7 +199,7 @@ def test_stages_are_fitted_by_what_a_layer_and_a_step_cost() -> None:
 
 
 @needs_bf16
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(
     ("program", "arguments", "lines"),
     [
@@ -211,11 +210,9 @@ def test_stages_are_fitted_by_what_a_layer_and_a_step_cost() -> None:
 def test_programs_without_python_can_be_built_and_run(
     program: str, arguments: list[str], lines: list[str], tmp_path: Path
 ) -> None:
-    source, built = BENCHMARKS / f"{program}.cpp", tmp_path / program
-    options = ["-O3", "-march=native", "-fopenmp", "-std=c++17", f"-I{BENCHMARKS.parent / 'csrc'}"]
-    subprocess.run(["g++", *options, "-o", str(built), str(source)], check=True)
-    ran = subprocess.run([str(built), *arguments], capture_output=True, text=True, check=True)
-    assert all(line in ran.stdout for line in lines), ran.stdout
+    options = ("-O3", "-march=native", f"-I{BENCHMARKS.parent / 'csrc'}")
+    printed = run_program(BENCHMARKS / f"{program}.cpp", tmp_path, *options, arguments=arguments)
+    assert all(line in printed for line in lines), printed
 
 
 def test_a_stage_is_as_busy_as_its_busiest_rank() -> None:

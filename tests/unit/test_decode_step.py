@@ -33,13 +33,12 @@ class Requests:
     Args:
         lengths: tokens of each request, with the one that comes.
         block: tokens of a block.
-        isa: how vLLM lays out keys and values.
 
     """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, lengths: list[int], *, block: int = 32,
-        isa: str = "vec", heads: int = 6, kv_heads: int = 2, attends: str = "LlamaAttention",
+        heads: int = 6, kv_heads: int = 2, attends: str = "LlamaAttention",
         impl: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         torch.manual_seed(sum(lengths) + block)
@@ -56,19 +55,19 @@ class Requests:
         # Some tokens count for much: a part that is lost, or weighted wrongly, would show.
         self.keys *= 2
         self.decoder = model(LAYERS, heads=heads, kv_heads=kv_heads, attends=attends)
+        # Filled when a step begins.
         self.contexts: dict[str, Any] = {}
         given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
         given |= impl or {}
         config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
         monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
-        for number, layer in enumerate(self.layers):
+        for layer in self.layers:
             layer.self_attn.attn.impl = cpu_attn.CPUAttentionBackendImpl(
                 heads, HEAD, 0.2, kv_heads, **given
             )
-            self.contexts[f"layers.{number}"] = None
         monkeypatch.setattr(decoder_layers, "get_attention_context", self.contexts.__getitem__)
         monkeypatch.setattr(decode_step, "get_attention_context", self.contexts.__getitem__)
-        self.heads, self.kv_heads, self.isa = heads, kv_heads, isa
+        self.heads, self.kv_heads = heads, kv_heads
 
     @property
     def layers(self) -> list[Any]:
@@ -106,12 +105,10 @@ class Requests:
         } | metadata  # fmt: skip
         made = cpu_attn.CPUAttentionMetadata(**described)
         caches = [self.cache(number, isa) for number in range(LAYERS)]
-        for (name, cache), layer in zip(
-            dict(zip(self.contexts, caches, strict=True)).items(), self.layers, strict=True
-        ):
+        for cache, layer in zip(caches, self.layers, strict=True):
             attention = layer.self_attn.attn
             attention.isa, attention._k_scale_float, attention._v_scale_float = isa, 1.0, 1.0
-            self.contexts[name] = made, attention, cache, self.slots
+            self.contexts[attention.layer_name] = made, attention, cache, self.slots
         return caches
 
     def inputs(self, *, is_first: bool) -> tuple[Any, Any]:
