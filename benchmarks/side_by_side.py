@@ -49,6 +49,7 @@ def parse_options() -> argparse.Namespace:
                         help="of all requests of a point; larger points are left out")  # fmt: skip
     parser.add_argument("--output-tokens", type=int, help="of each request")
     parser.add_argument("--gpu-budget-gib", type=float, default=24)
+    parser.add_argument("--prefetch-step", type=int, help="layers that vllm prefetch copies ahead")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
     parser.add_argument("--timeout", type=float, default=400, help="of one contender")
@@ -104,12 +105,14 @@ def all_contenders(
         return contenders.in_flight(split, 32, 128)
     if options.case == "half":
         engine = {"max_num_batched_tokens": 8192}
-        return contenders.with_gpu(split, share=None, engine=engine, prefetch_step=2)
+        ahead = options.prefetch_step or 2
+        return contenders.with_gpu(split, share=None, engine=engine, prefetch_step=ahead)
     share = options.gpu_budget_gib * GIB / gpu["memory_bytes"]
     # One step holds the prompts of all eight requests; a second buffer for prefetching does not
-    # fit beside half of the layers.
+    # fit beside half of the layers of the 20B shape.
     engine = {"max_num_batched_tokens": 1024}
-    return contenders.with_gpu(split, share=round(share, 4), engine=engine, prefetch_step=1)
+    ahead = options.prefetch_step or 1
+    return contenders.with_gpu(split, share=round(share, 4), engine=engine, prefetch_step=ahead)
 
 
 def chosen(there: list[Contender], names: str | None) -> list[Contender]:

@@ -174,14 +174,17 @@ class Parts {
   std::vector<std::int64_t> tokens_;    // of a part of each request
 };
 
-// A layer's: `stacked` [m][queries, keys, values] → `attended` [m][queries], both bf16.
+// A layer's: `stacked` [m][queries, keys, values] → `attended` [m][queries], both bf16; the latter
+// is as `places` says.
 class Attention {
  public:
   Attention(const Rotation& rotation, float scale, const Cache& cache, const Requests& requests,
-            const Parts& parts, std::uint16_t* stacked, std::uint16_t* attended)
+            const Parts& parts, std::uint16_t* stacked, std::uint16_t* attended,
+            const Places& places)
       : rotation_(rotation), scale_(scale * kLog2E), cache_(cache), requests_(requests),
         parts_(parts), each_(rotation.heads / rotation.kv_heads),
         kept_(each_ * (rotation.size + 2)), stacked_(stacked), attended_(attended),
+        places_(places),
         runs_(parts.units(), omp_get_max_threads()),
         missing_(new std::atomic<int>[requests.m * rotation.kv_heads]),
         partial_(scratch(partial(rotation, parts), kPartial)) {
@@ -397,9 +400,10 @@ class Attention {
         }
       }
       const __m512 share = _mm512_set1_ps(1.0f / sum);
-      std::uint16_t* to = attended_ + (request * rotation_.heads + head * each_ + query) * size;
+      const std::int64_t first = (head * each_ + query) * size;
       for (std::int64_t i = 0; i < size; i += kTile) {
-        store_bf16(to + i, _mm512_mul_ps(_mm512_loadu_ps(whole + i), share));
+        store_bf16(attended_ + places_.at(request, first + i),
+                   _mm512_mul_ps(_mm512_loadu_ps(whole + i), share));
       }
     }
   }
@@ -413,6 +417,7 @@ class Attention {
   const std::int64_t kept_;  // floats of a unit: sums of heads, their largest scores, their shares
   std::uint16_t* stacked_;
   std::uint16_t* attended_;
+  const Places places_;
   Runs runs_;
   std::unique_ptr<std::atomic<int>[]> missing_;  // parts of each head that are not done
   float* partial_;                               // [units][kept_]

@@ -75,10 +75,16 @@ RAY_HETERO_BF16 inline __m512 added(const std::uint16_t* x, const std::uint16_t*
   return residual == nullptr ? value : _mm512_add_ps(value, load_bf16(residual + i));
 }
 
-// sum ← x + residual, y ← norm(x + residual), for one token; n is a multiple of 16.
-RAY_HETERO_BF16 inline void add_and_norm(const std::uint16_t* x, const std::uint16_t* residual,
-                                         const Norm& norm, std::int64_t n, std::uint16_t* sum,
-                                         std::uint16_t* y) {
+// sum ← x + residual, y ← norm(x + residual), of one token.  x, residual (or nullptr) and sum are
+// [m][n], y is as `places` says; n is a multiple of 16.
+RAY_HETERO_BF16 inline void add_and_norm(std::int64_t token, const std::uint16_t* x,
+                                         const std::uint16_t* residual, const Norm& norm,
+                                         std::uint16_t* sum, std::uint16_t* y,
+                                         const Places& places) {
+  const std::int64_t n = places.stride;
+  x += token * n;
+  residual = residual == nullptr ? nullptr : residual + token * n;
+  sum += token * n;
   __m512 squares = _mm512_setzero_ps();
   for (std::int64_t i = 0; i < n; i += kTile) {
     const __m512 both = added(x, residual, i);
@@ -88,7 +94,7 @@ RAY_HETERO_BF16 inline void add_and_norm(const std::uint16_t* x, const std::uint
   for (std::int64_t i = 0; i < n; i += kTile) {
     const __m512 both = added(x, residual, i);
     store_bf16(sum + i, both);
-    store_normed(y + i, both, scale, norm.weight + i);
+    store_normed(y + places.at(token, i), both, scale, norm.weight + i);
   }
 }
 
@@ -114,39 +120,42 @@ RAY_HETERO_BF16 inline void gate(const std::uint16_t* gate, const std::uint16_t*
   store_bf16(y, _mm512_mul_ps(silu, load_bf16(up)));
 }
 
-// A thread's share of the tokens of x, residual (or nullptr), sum and y, all [m][n].
-inline void add_and_norm_some(int thread, int threads, std::int64_t m, const std::uint16_t* x,
-                              const std::uint16_t* residual, const Norm& norm, std::int64_t n,
-                              std::uint16_t* sum, std::uint16_t* y) {
-  for (std::int64_t token = thread; token < m; token += threads) {
-    const std::int64_t at = token * n;
-    add_and_norm(x + at, residual == nullptr ? nullptr : residual + at, norm, n, sum + at, y + at);
+// A thread's share of the tokens.
+inline void add_and_norm_some(int thread, int threads, const std::uint16_t* x,
+                              const std::uint16_t* residual, const Norm& norm, std::uint16_t* sum,
+                              std::uint16_t* y, const Places& places) {
+  for (std::int64_t token = thread; token < places.m; token += threads) {
+    add_and_norm(token, x, residual, norm, sum, y, places);
   }
 }
 
-inline Task task_of(const Linear& linear, const std::uint16_t* from, std::uint16_t* to,
-                    std::int64_t m, bool use_amx) {
-  return {from, linear.w, linear.bias, to, m, linear.w.k, use_amx};
+inline Task task_of(const Linear& linear, const std::uint16_t* from, const Places& places,
+                    std::uint16_t* to, bool use_amx) {
+  return {from, linear.w, linear.bias, to, places.m, linear.w.k, use_amx, places.are_tiles};
 }
 
 class BetweenAttentions {
  public:
-  // attended [m][output.w.k], residual [m][hidden] → sum [m][hidden], y [m][outputs()], all bf16;
-  // sum may be the residual.  reserve() must have been called for all that work at the same time.
-  BetweenAttentions(const Between& layer, const std::uint16_t* attended,
-                    const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
-                    std::uint16_t* y, bool use_amx)
-      : layer_(layer), residual_(residual), m_(m), hidden_(layer.output.w.n),
-        wide_(layer.down.w.k), sum_(sum), projected_(scratch_bf16(elements(layer, m), kBetween)),
-        normed_(projected_ + hidden_ * m), gate_up_(normed_ + hidden_ * m),
-        gated_(gate_up_ + 2 * wide_ * m),
-        between_(layer.next ? gated_ + wide_ * m : sum),
-        output_task_(task_of(layer.output, attended, projected_, m, use_amx)),
-        up_task_(task_of(layer.gate_up, normed_, gate_up_, m, use_amx)),
-        down_task_(task_of(layer.down, gated_, layer.next ? projected_ : y, m, use_amx)),
+  // attended [m][output.w.k] at `places`, residual [m][hidden] → sum [m][hidden],
+  // y [m][outputs()], all bf16; sum may be the residual.  reserve() must have been called for all
+  // that work at the same time.
+  BetweenAttentions(const Between& layer, const std::uint16_t* attended, const Places& places,
+                    const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y,
+                    bool use_amx)
+      : layer_(layer), residual_(residual), normed_places_{places.m, layer.output.w.n, use_amx},
+        gated_places_{places.m, layer.down.w.k, use_amx}, sum_(sum),
+        projected_(scratch_bf16(elements(layer, places.m), kBetween)),
+        normed_(projected_ + normed_places_.elements()),
+        gate_up_(normed_ + normed_places_.elements()),
+        gated_(gate_up_ + 2 * gated_places_.elements()),
+        between_(layer.next ? gated_ + gated_places_.elements() : sum),
+        output_task_(task_of(layer.output, attended, places, projected_, use_amx)),
+        up_task_(task_of(layer.gate_up, normed_, normed_places_, gate_up_, use_amx)),
+        down_task_(task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
+                           use_amx)),
         output_(output_task_), up_(up_task_), down_(down_task_) {
     if (layer.next) {
-      next_task_ = task_of(layer.next->stacked, normed_, y, m, use_amx);
+      next_task_ = task_of(layer.next->stacked, normed_, normed_places_, y, use_amx);
       next_.emplace(next_task_);
     }
   }
@@ -193,21 +202,22 @@ class BetweenAttentions {
 
   void norm(int thread, int threads, const std::uint16_t* residual, const Norm& norm,
             std::uint16_t* sum) const {
-    add_and_norm_some(thread, threads, m_, projected_, residual, norm, hidden_, sum, normed_);
+    add_and_norm_some(thread, threads, projected_, residual, norm, sum, normed_, normed_places_);
   }
 
   void gates(int thread, int threads) const {
-    const std::int64_t parts = wide_ / kTile, all = m_ * parts;
+    const std::int64_t wide = gated_places_.stride, parts = wide / kTile;
+    const std::int64_t all = gated_places_.m * parts;
     for (std::int64_t i = all * thread / threads; i < all * (thread + 1) / threads; ++i) {
       const std::int64_t token = i / parts, at = i % parts * kTile;
-      const std::uint16_t* from = gate_up_ + token * 2 * wide_ + at;
-      gate(from, from + wide_, gated_ + token * wide_ + at);
+      const std::uint16_t* from = gate_up_ + token * 2 * wide + at;
+      gate(from, from + wide, gated_ + gated_places_.at(token, at));
     }
   }
 
   const Between& layer_;
   const std::uint16_t* residual_;
-  const std::int64_t m_, hidden_, wide_;
+  const Places normed_places_, gated_places_;
   std::uint16_t* sum_;
   std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *between_;
   Task output_task_, up_task_, down_task_, next_task_{};
@@ -221,7 +231,8 @@ inline void run(const Between& layer, const std::uint16_t* attended, const std::
   for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {
     const std::int64_t tokens = std::min(left, kFewTokens);
     BetweenAttentions::reserve(layer, tokens);
-    BetweenAttentions between(layer, attended, residual, tokens, sum, y, use_amx);
+    const Places places{tokens, layer.output.w.k, false};
+    BetweenAttentions between(layer, attended, places, residual, sum, y, use_amx);
     together([&](int thread, int threads, Barrier& barrier) {
       between.work(thread, threads, barrier);
     });

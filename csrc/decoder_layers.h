@@ -41,22 +41,25 @@ class DecodeStep {
  public:
   DecodeStep(const DecoderLayers& layers, const std::vector<Cache>& caches,
              const Requests& requests, const Step& step)
-      : layers_(layers), requests_(requests), step_(step), hidden_(layers.first.stacked.w.k),
+      : layers_(layers), requests_(requests), step_(step),
+        normed_places_{requests.m, layers.first.stacked.w.k, step.use_amx},
         parts_(requests, layers.layers.front().rotation.kv_heads) {
     const std::int64_t m = requests.m, stacked = layers.first.stacked.w.n;
-    const std::int64_t queries = layers.layers.front().between.output.w.k;
+    const Places places{m, layers.layers.front().between.output.w.k, step.use_amx};
     reserve();
-    normed_ = scratch_bf16((hidden_ + stacked + queries) * m, kLayers);
-    std::uint16_t* stacked_at = normed_ + hidden_ * m;
+    normed_ = scratch_bf16(normed_places_.elements() + stacked * m + places.elements(), kLayers);
+    std::uint16_t* stacked_at = normed_ + normed_places_.elements();
     std::uint16_t* attended = stacked_at + stacked * m;
-    first_task_ = task_of(layers.first.stacked, normed_, stacked_at, m, step.use_amx);
+    first_task_ =
+        task_of(layers.first.stacked, normed_, normed_places_, stacked_at, step.use_amx);
     first_.emplace(first_task_);
     for (std::size_t i = 0; i < layers.layers.size(); ++i) {
       const DecoderLayer& layer = layers.layers[i];
       std::uint16_t* y = layer.between.next ? stacked_at : step.y;
       attentions_.emplace_back(layer.rotation, layer.scale, caches[i], requests_, parts_,
-                               stacked_at, attended);
-      betweens_.emplace_back(layer.between, attended, step.sum, m, step.sum, y, step.use_amx);
+                               stacked_at, attended, places);
+      betweens_.emplace_back(layer.between, attended, places, step.sum, step.sum, y,
+                             step.use_amx);
     }
   }
 
@@ -76,8 +79,8 @@ class DecodeStep {
 
   void work(int thread, int threads, Barrier& barrier) {
     Ahead first = first_->ahead(thread);
-    add_and_norm_some(thread, threads, requests_.m, step_.hidden, step_.residual,
-                      layers_.first.norm, hidden_, step_.sum, normed_);
+    add_and_norm_some(thread, threads, step_.hidden, step_.residual, layers_.first.norm,
+                      step_.sum, normed_, normed_places_);
     barrier.wait(first);
     first_->work(thread);
     for (std::size_t i = 0; i < attentions_.size(); ++i) {
@@ -94,7 +97,7 @@ class DecodeStep {
   const DecoderLayers& layers_;
   const Requests requests_;
   const Step& step_;
-  const std::int64_t hidden_;
+  const Places normed_places_;
   const Parts parts_;
   std::uint16_t* normed_ = nullptr;
   Task first_task_{};

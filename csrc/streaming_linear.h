@@ -50,13 +50,30 @@ constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
 constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them
 constexpr std::int64_t kLineBytes = 64;     // of a cache line
 
+// Where bf16 of tokens are: row by row [m][stride], or as tiles [stride / 32][m][32], which AMX
+// loads as they lie.
+struct Places {
+  std::int64_t m, stride;
+  bool are_tiles;
+
+  std::int64_t elements() const { return m * stride; }
+  // Of a token's element i; the others of the same 32 are beside it.
+  std::int64_t at(std::int64_t token, std::int64_t i) const {
+    if (!are_tiles) return token * stride + i;
+    return (i / (2 * kTile) * m + token) * 2 * kTile + i % (2 * kTile);
+  }
+};
+
 struct Task {
-  const std::uint16_t* x;  // [m][stride] bf16
+  const std::uint16_t* x;  // bf16, see places()
   Weight w;
   const float* bias;  // [n], or nullptr
   std::uint16_t* y;   // [m][n] bf16
   std::int64_t m, stride;
   bool use_amx;
+  bool x_is_tiles = false;  // for AMX, and few tokens
+
+  Places places() const { return {m, stride, x_is_tiles}; }
 };
 
 #if defined(__x86_64__)
@@ -293,9 +310,9 @@ inline void add_exceptions(const Task& task, std::int64_t block, std::int64_t be
   const Exception* end = task.w.compact->end(block);
   for (const Exception* one = task.w.compact->begin(block); one != end; ++one) {
     const float value = as_float(one->value);
-    const std::uint16_t* x = task.x + begin * task.stride + one->k;
     for (std::int64_t token = 0; token < tokens; ++token) {
-      sums[token * kBlock + one->output] += value * as_float(x[token * task.stride]);
+      const float x = as_float(task.x[task.places().at(begin + token, one->k)]);
+      sums[token * kBlock + one->output] += value * x;
     }
   }
 }
@@ -521,10 +538,7 @@ class FewTokens {
   void work(int thread) {
     const std::uint16_t* packed = nullptr;
     if (task_.use_amx) {
-      // Each thread its own copy: lines that another core has written would come one by one.
-      std::uint16_t* mine = scratch_bf16(task_.m * task_.w.k, kOwnTokens);
-      pack_tokens(task_, 0, task_.w.pairs() / kTile, mine);
-      packed = mine;
+      packed = task_.x_is_tiles ? task_.x : own_tiles();
       configure_tiles(task_.m);
     }
     for (Units units; (units = runs_.next(thread, parts_)).count > 0;) {
@@ -538,6 +552,13 @@ class FewTokens {
   }
 
  private:
+  // A copy for each thread: a shared one would have all of them wait until it is there.
+  const std::uint16_t* own_tiles() const {
+    std::uint16_t* tiles = scratch_bf16(task_.m * task_.w.k, kOwnTokens);
+    pack_tokens(task_, 0, task_.w.pairs() / kTile, tiles);
+    return tiles;
+  }
+
   // All parts of a block, whose sums stay with this thread.
   void whole_block(std::int64_t block, const std::uint16_t* packed) {
     const std::int64_t floats = task_.m * kBlock;

@@ -5,30 +5,17 @@
 #include "software_tiles.h"
 
 #include "../../csrc/between_attentions.h"
+#include "values.h"
 
 #include <cmath>
 #include <cstdio>
-#include <random>
 #include <vector>
 
 namespace {
 
+using namespace values;
 using ray_hetero::Compact;
 using ray_hetero::Task;
-
-std::uint16_t narrowed(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-std::vector<std::uint16_t> random(std::size_t count, float scale, unsigned seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal(0, scale);
-  std::vector<std::uint16_t> made(count);
-  for (auto& value : made) value = narrowed(normal(generator));
-  return made;
-}
 
 // Where weight (output, input) is in packed rows.
 std::int64_t place(std::int64_t output, std::int64_t input, std::int64_t k) {
