@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 
 import torch
 from accelerate import dispatch_model
@@ -45,14 +46,14 @@ def main() -> None:
     model = dispatched(options.shape, options.outside)
     startup = {"startup_s": round(time.perf_counter() - begin, 1)}
     for text in options.points.split(","):
-        point = Point.parse(text)
-        generate(model, point, 2)
+        point = Point.parse(text, options.output_tokens)
+        generate(model, replace(point, output=2))
         started, rounds = time.monotonic(), []
         for _ in range(options.repeats):
-            rounds.append(generate(model, point, options.output_tokens))
+            rounds.append(generate(model, point))
             if time.monotonic() - started > options.point_seconds:
                 break
-        result = startup | figures(point, options.output_tokens, rounds)
+        result = startup | figures(point, rounds)
         print("RESULT " + json.dumps(result), flush=True)
     print("MEMORY " + json.dumps(memory_since(before)), flush=True)
 
@@ -69,7 +70,7 @@ def dispatched(shape: str, outside: int) -> torch.nn.Module:
     return dispatch_model(model, places | dict.fromkeys(others, 0), main_device=0)
 
 
-def generate(model: torch.nn.Module, point: Point, tokens: int) -> Timeline:
+def generate(model: torch.nn.Module, point: Point) -> Timeline:
     """One batch from start to end."""
     ids = torch.randint(3, 500, (point.batch, point.prompt), device="cuda")
     times = TokenTimes()
@@ -78,14 +79,15 @@ def generate(model: torch.nn.Module, point: Point, tokens: int) -> Timeline:
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
+        max_new_tokens=point.output,
+        min_new_tokens=point.output,
         do_sample=False,
         logits_processor=LogitsProcessorList([times]),
     )
     torch.cuda.synchronize()
     first, last = times.seconds[0] - start, times.seconds[-1] - start
-    return Timeline(first, last, point.batch * (tokens - 1), time.perf_counter() - start)
+    tokens = point.batch * (point.output - 1)
+    return Timeline(first, last, tokens, time.perf_counter() - start)
 
 
 if __name__ == "__main__":

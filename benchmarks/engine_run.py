@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memory import memory_since, used_bytes
@@ -34,15 +34,19 @@ class Point:
 
     batch: int
     prompt: int
+    output: int
+    """Tokens that each request is answered with."""
 
     @classmethod
-    def parse(cls, text: str) -> Point:
-        """Read `8x128`."""
-        batch, prompt = text.split("x")
-        return cls(int(batch), int(prompt))
+    def parse(cls, text: str, output: int) -> Point:
+        """Read `8x128`, or `8x128x256` with an output of its own."""
+        batch, prompt, *own = text.split("x")
+        return cls(int(batch), int(prompt), int(own[0]) if own else output)
 
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.prompt}"
+    @property
+    def tokens(self) -> int:
+        """Of a request at its end."""
+        return self.prompt + self.output
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layout", default='[["cpu"],["gpu"]]')
     parser.add_argument("--config", default="{}", help="more of the ray_hetero configuration")
     parser.add_argument("--engine", default="{}", help="more arguments of LLM(), as JSON")
-    parser.add_argument("--points", default="1x128,8x128", help="batch x prompt, with commas")
-    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--points", default="1x128,8x128",
+                        help="batch x prompt, or batch x prompt x output, with commas")  # fmt: skip
+    parser.add_argument("--output-tokens", type=int, default=32, help="where a point has none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
     parser.add_argument("--eager", action="store_true")
@@ -82,7 +87,7 @@ def arguments() -> argparse.Namespace:
 
 def points_of(options: argparse.Namespace) -> list[Point]:
     """The points that were asked for."""
-    return [Point.parse(text) for text in options.points.split(",")]
+    return [Point.parse(text, options.output_tokens) for text in options.points.split(",")]
 
 
 def engine(options: argparse.Namespace) -> Any:
@@ -90,9 +95,9 @@ def engine(options: argparse.Namespace) -> Any:
     from vllm import LLM
 
     points = points_of(options)
-    longest = max(point.prompt for point in points) + options.output_tokens + 8
+    longest = max(point.tokens for point in points) + 8
     block = BLOCKS.get(options.backend, CPU_BLOCK)
-    blocks = max(p.batch * -(-(p.prompt + options.output_tokens) // block) for p in points)
+    blocks = max(point.batch * -(-point.tokens // block) for point in points)
     settings: dict[str, Any] = {
         "model": str(write_shape(options.shape)),
         "load_format": "dummy",
@@ -127,14 +132,14 @@ def has_gpu(options: argparse.Namespace) -> bool:
     return options.backend == "uni" or "gpu" in options.layout
 
 
-def run_requests(llm: Any, point: Point, output_tokens: int, salt: int) -> Timeline:
+def run_requests(llm: Any, point: Point, salt: int) -> Timeline:
     """Hand in a batch of requests and take the time of every token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
         temperature=0,
-        max_tokens=output_tokens,
+        max_tokens=point.output,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -162,18 +167,18 @@ def run_requests(llm: Any, point: Point, output_tokens: int, salt: int) -> Timel
 def measure(llm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any]:
     """Medians over the repeats of one point, and all of them."""
     # A short round first: what a size needs once is not part of a step.
-    run_requests(llm, point, 2, 0)
+    run_requests(llm, replace(point, output=2), 0)
     is_ours = options.backend == "ray_hetero"
     before = llm.collective_rpc("step_totals") if is_ours else []
     begin, rounds = time.monotonic(), []
     for repeat in range(1, options.repeats + 1):
-        rounds.append(run_requests(llm, point, options.output_tokens, 1000 * repeat))
+        rounds.append(run_requests(llm, point, 1000 * repeat))
         if time.monotonic() - begin > options.point_seconds:
             break
     seconds = time.monotonic() - begin
     after = llm.collective_rpc("step_totals") if is_ours else []
     ranks = [rank_shares(*both, seconds) for both in zip(before, after, strict=True)]
-    return figures(point, options.output_tokens, rounds) | ({"ranks": ranks} if ranks else {})
+    return figures(point, rounds) | ({"ranks": ranks} if ranks else {})
 
 
 def rank_shares(
@@ -189,14 +194,14 @@ def rank_shares(
     }
 
 
-def figures(point: Point, output_tokens: int, rounds: list[Timeline]) -> dict[str, Any]:
+def figures(point: Point, rounds: list[Timeline]) -> dict[str, Any]:
     """One point's results from its rounds."""
     steps = [ms for r in rounds if (ms := r.decode_ms(point.batch)) is not None]
-    rates = [point.batch * output_tokens / r.ended for r in rounds]
+    rates = [point.batch * point.output / r.ended for r in rounds]
     return {
         "batch": point.batch,
         "prompt": point.prompt,
-        "output": output_tokens,
+        "output": point.output,
         "prefill_s": round(statistics.median(r.all_started for r in rounds), 4),
         "decode_ms": round(statistics.median(steps), 3) if steps else None,
         "tokens_per_s": round(statistics.median(rates), 2),

@@ -40,7 +40,7 @@ from ray_hetero.engine_facts import EngineFacts
 from ray_hetero.layer_plan import LayerPlan, Threads, plan_layers
 from ray_hetero.socket_bandwidth import reading_together
 
-ONE = Point(1, 1)
+ONE = Point(batch=1, prompt=1, output=4)
 """With a prompt of one token every step is a decode step, so the clocks count nothing else."""
 MAX_MODEL_LEN = 512
 """Also the context that the plans are priced at; its keys and values are 0.5 % of what is read."""
@@ -200,11 +200,12 @@ def run_layers(worker: Any, first: int, second: int) -> None:
 def measure(llm: Any, first: int, layers: int, options: argparse.Namespace) -> Measured:
     """Decode steps of one split, one sequence."""
     llm.collective_rpc(run_layers, args=(first, layers - first))
-    run_requests(llm, ONE, 4, 0)
+    run_requests(llm, ONE, 0)
+    point = replace(ONE, output=options.output_tokens)
     steps, stages = [], []
     for repeat in range(1, options.repeats + 1):
         before = llm.collective_rpc("step_totals")
-        timeline = run_requests(llm, ONE, options.output_tokens, 1000 * first + repeat)
+        timeline = run_requests(llm, point, 1000 * first + repeat)
         steps.append(timeline.decode_ms(1))
         after = llm.collective_rpc("step_totals")
         stages.append([per_step(*both) for both in zip(before, after, strict=True)])

@@ -44,11 +44,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--outside", type=int, help="layers outside the GPU; half by default")
     parser.add_argument("--contenders", help="names with commas; else all but the eager ones")
     parser.add_argument("--list", action="store_true", help="name the contenders and stop")
-    parser.add_argument("--points", help="batch x prompt with commas, such as 1x128,8x128")
+    parser.add_argument("--points", help="batch x prompt, or batch x prompt x output, with commas")
     parser.add_argument("--most-prompt-tokens", type=int, default=16384,
                         help="of all requests of a point; larger points are left out")  # fmt: skip
-    parser.add_argument("--output-tokens", type=int, help="of each request")
-    parser.add_argument("--gpu-budget-gib", type=float, default=24)
+    parser.add_argument("--output-tokens", type=int, help="of each request; 32, budget: 256")
+    parser.add_argument("--gpu-budget-gib", type=float, help="that may be used; budget: 24")
     parser.add_argument("--prefetch-step", type=int, help="layers that vllm prefetch copies ahead")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
@@ -103,16 +103,14 @@ def all_contenders(
         return contenders.cpu_only(floor.sockets())
     if options.case == "in-flight":
         return contenders.in_flight(split, 32, 128)
-    if options.case == "half":
-        engine = {"max_num_batched_tokens": 8192}
-        ahead = options.prefetch_step or 2
-        return contenders.with_gpu(split, share=None, engine=engine, prefetch_step=ahead)
-    share = options.gpu_budget_gib * GIB / gpu["memory_bytes"]
-    # One step holds the prompts of all eight requests; a second buffer for prefetching does not
-    # fit beside half of the layers of the 20B shape.
-    engine = {"max_num_batched_tokens": 1024}
-    ahead = options.prefetch_step or 1
-    return contenders.with_gpu(split, share=round(share, 4), engine=engine, prefetch_step=ahead)
+    # In the budget case one step holds the prompts of all eight requests, and a second buffer for
+    # prefetching does not fit beside half of the layers.
+    is_half = options.case == "half"
+    engine = {"max_num_batched_tokens": 8192 if is_half else 1024}
+    ahead = options.prefetch_step or (2 if is_half else 1)
+    budget = options.gpu_budget_gib or (None if is_half else 24)
+    share = None if budget is None else round(budget * GIB / gpu["memory_bytes"], 4)
+    return contenders.with_gpu(split, share=share, engine=engine, prefetch_step=ahead)
 
 
 def chosen(there: list[Contender], names: str | None) -> list[Contender]:

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 GB, GIB = 1e9, 1 << 30
-COLUMNS = ("contender", "batch", "prompt", "decode, ms", "floor, ms", "÷ floor", "prefill, s",
-           "tokens/s", "GPU, GiB", "host, GiB")  # fmt: skip
+COLUMNS = ("contender", "batch", "prompt", "output", "decode, ms", "floor, ms", "÷ floor",
+           "prefill, s", "tokens/s", "GPU, GiB", "host, GiB")  # fmt: skip
 ONE_STEP = 8192
 """Prompt tokens, all requests together, that are read in one step."""
 
@@ -86,6 +86,7 @@ def cells(point: dict[str, Any], floor: float | None, memory: dict[str, Any] | N
     return [
         str(point["batch"]),
         str(point["prompt"]),
+        str(point["output"]),
         f"{decode:.1f}" if decode else "–",
         f"{floor:.1f}" if floor else "–",
         f"{decode / floor:.2f}" if decode and floor else "–",

@@ -42,14 +42,20 @@ def test_a_decode_step_is_the_time_of_one_token_of_each_request() -> None:
     # Eight requests get 31 more tokens each in 3.1 s.
     line = Timeline(all_started=1.0, first_ended=4.1, full_tokens=8 * 31, ended=4.1)
     assert line.decode_ms(8) == pytest.approx(100)
-    result = figures(Point(8, 128), 32, [line])
+    result = figures(Point(8, 128, 32), [line])
     assert (result["prefill_s"], result["decode_ms"]) == (1.0, 100.0)
     assert result["tokens_per_s"] == pytest.approx(8 * 32 / 4.1, abs=0.01)
 
 
 def test_without_a_moment_of_a_full_batch_there_is_no_decode_step() -> None:
     line = Timeline(all_started=4.0, first_ended=4.0, full_tokens=0, ended=5.0)
-    assert figures(Point(2, 128), 2, [line])["decode_ms"] is None
+    assert figures(Point(2, 128, 2), [line])["decode_ms"] is None
+
+
+def test_a_point_may_have_an_output_of_its_own() -> None:
+    assert Point.parse("8x128", 32) == Point(batch=8, prompt=128, output=32)
+    assert Point.parse("8x128x256", 32) == Point(batch=8, prompt=128, output=256)
+    assert Point.parse("8x128x256", 32).tokens == 384
 
 
 def run_of(**contenders: dict[str, Any]) -> dict[str, Any]:
