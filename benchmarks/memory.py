@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ class Used:
 
     host: int
     gpu: int | None
-    """None where there is no GPU."""
+    """Of the first visible GPU; None where there is none."""
 
 
 def used_bytes() -> Used:
@@ -25,7 +26,9 @@ def used_bytes() -> Used:
 
 
 def _gpu_used_bytes() -> int | None:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    command += ["-i", first]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
