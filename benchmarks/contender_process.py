@@ -1,4 +1,4 @@
-"""One contender in a process of its own: its lines of JSON, or the end of what it said."""
+"""Contenders in processes of their own: their lines of JSON, or the end of what they said."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,22 +50,88 @@ def run(
         timeout_s: after so many seconds it is stopped, with all that it has started.
 
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
+    process = _started(command, environment, log)
+    try:
+        status: int | str = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        status = f"not done in {timeout_s:g} s"
+        _stop(process)
+    seconds = round(time.monotonic() - start, 1)
+    return Outcome(status, seconds, log.read_text(errors="replace"))
+
+
+class Turns:
+    """A command that measures once for each line that it is given, and says DONE after each."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
+        self._process = process
+        self._log = log
+        self._timeout_s = timeout_s
+        self._turns = 0
+        self._said = 0
+
+    def next(self) -> Outcome:
+        """Have it measure once more; what it said meanwhile."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+        return self.wait()
+
+    def wait(self) -> Outcome:
+        """What it says until it is done with a turn, or ready for the first.
+
+        Raises:
+            SystemExit: it has ended, or is late.
+
+        """
+        self._turns += 1
+        start = time.monotonic()
+        while (said := self._log.read_text(errors="replace")).count("\nDONE ") < self._turns:
+            if self._process.poll() is not None or time.monotonic() - start > self._timeout_s:
+                raise SystemExit(f"no turn of {self._log.stem}: {said[-2000:]}")
+            time.sleep(0.2)
+        new, self._said = said[self._said :], len(said)
+        return Outcome(0, round(time.monotonic() - start, 1), new)
+
+
+@contextmanager
+def in_turns(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, timeout_s: float
+) -> Iterator[Turns]:
+    """Run a command that measures when it is told; it is stopped at the end.
+
+    Args:
+        command: the program and its arguments.
+        environment: added to this process's own.
+        log: the file for what it says.
+        timeout_s: of its start, and of each turn.
+
+    Raises:
+        SystemExit: it does not start.
+
+    """
+    process = _started(command, environment, log, stdin=subprocess.PIPE)
+    try:
+        turns = Turns(process, log, timeout_s)
+        turns.wait()
+        yield turns
+    finally:
+        _stop(process)
+
+
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, stdin: int | None = None
+) -> subprocess.Popen[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stream:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
+            stdin=stdin,
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=os.environ | dict(environment),
         )
-        try:
-            status: int | str = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = f"not done in {timeout_s:g} s"
-            _stop(process)
-    seconds = round(time.monotonic() - start, 1)
-    return Outcome(status, seconds, log.read_text(errors="replace"))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,8 @@ the engine step by step and takes the time at every step that brings tokens:
     decode    from then until the first request ends: the batch is full all that time
     whole     from the first request to the last token
 
-Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}` at the end.
+Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}` at the end.  With
+`--turns` it measures once for each line that it reads, and prints `DONE {}` after each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--calls", type=int, default=0, help="empty calls of all ranks to time")
+    parser.add_argument("--turns", action="store_true", help="measure for each line of input")
     return parser.parse_args()
 
 
@@ -229,10 +232,15 @@ def main() -> None:
     start = time.perf_counter()
     llm = engine(options)
     startup = {"startup_s": round(time.perf_counter() - start, 1)}
-    for point in points_of(options):
-        print("RESULT " + json.dumps(startup | measure(llm, point, options)), flush=True)
-    if options.calls:
-        print("CALLS " + json.dumps({"call_us": call_us(llm, options.calls)}), flush=True)
+    if options.turns:
+        print("DONE {}", flush=True)
+    for _ in sys.stdin if options.turns else ["once"]:
+        for point in points_of(options):
+            print("RESULT " + json.dumps(startup | measure(llm, point, options)), flush=True)
+        if options.calls:
+            print("CALLS " + json.dumps({"call_us": call_us(llm, options.calls)}), flush=True)
+        if options.turns:
+            print("DONE {}", flush=True)
     print("MEMORY " + json.dumps(memory_since(before)), flush=True)
 
 

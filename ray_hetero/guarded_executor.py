@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import ray
@@ -34,20 +34,28 @@ STEP_METHODS = frozenset(
 """Calls of which vLLM's engine cannot go on without an answer."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
-    """One call of all ranks."""
+    """One call of all ranks; what a message would say of it is put together only for one."""
 
-    what: str
-    """For messages."""
+    method: str | Callable[..., Any]
+    args: Sequence[Any]
+    step: int | None
+    """Number of the step it belongs to; None for what is no step."""
     limit_s: float
     """Longest wait for all answers."""
     key: str
     """Name of the setting that holds the limit; empty where the caller gave it."""
-    is_step: bool
 
     def __str__(self) -> str:
-        return self.what
+        name = self.method
+        if not isinstance(name, str):
+            name = getattr(name, "__name__", "a function")
+        if self.step is None:
+            return name
+        if name == "execute_model":
+            name = f"{name} of {self.args[0].total_num_scheduled_tokens} tokens"
+        return f"step {self.step} ({name})"
 
 
 class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
@@ -100,55 +108,66 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         if not self._is_set_up:
             self._setup.append(partial(self.collective_rpc, method, timeout, args, kwargs))
         self._failure.check()
-        ask = partial(
-            super().collective_rpc,
-            method,
-            call.limit_s,
-            args,
-            kwargs,
-            True,
-            unique_reply_rank,
-            kv_output_aggregator,
-            ec_output_aggregator,
-        )
-        future = self._guarded(call, ask)
-        future.get_response = partial(self._guarded, call, future.get_response)
+        try:
+            future = super().collective_rpc(
+                method,
+                call.limit_s,
+                args,
+                kwargs,
+                True,
+                unique_reply_rank,
+                kv_output_aggregator,
+                ec_output_aggregator,
+            )
+        except (TimeoutError, RuntimeError) as error:
+            raise self._meaning(call, error) from None
+        get_response = future.get_response
+
+        def answered() -> Any:
+            try:
+                return get_response()
+            except (TimeoutError, RuntimeError) as error:
+                raise self._meaning(call, error) from None
+
+        future.get_response = answered
         return future if non_block else future.result()
 
     def _call_of(
         self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any]
     ) -> Call:
-        name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
-        if name not in STEP_METHODS:
-            if timeout is not None:
-                return Call(name, timeout, "", is_step=False)
-            return Call(name, self._config.warmup.step_timeout_s, "warmup.step_timeout_s", False)
-        what = name
-        if name == "execute_model":
-            self._steps += 1
-            what = f"{name} of {args[0].total_num_scheduled_tokens} tokens"
-        return Call(f"step {self._steps} ({what})", *self._step_limit(), is_step=True)
+        if method in STEP_METHODS:
+            if method == "execute_model":
+                self._steps += 1
+            return Call(method, args, self._steps, *self._step_limit)
+        if timeout is not None:
+            return Call(method, args, None, timeout, "")
+        limit_s = self._config.warmup.step_timeout_s
+        return Call(method, args, None, limit_s, "warmup.step_timeout_s")
 
+    @cached_property
     def _step_limit(self) -> tuple[float, str]:
         own = self._config.serving.step_timeout_s
         if own is not None:
             return own, "serving.step_timeout_s"
         return envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
 
-    def _guarded(self, call: Call, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except TimeoutError:
+    def _meaning(self, call: Call, error: Exception) -> Exception:
+        """What to raise for an error that ended a wait; the ranks are stopped where they must be.
+
+        Args:
+            call: the call that was waited for.
+            error: TimeoutError, or RuntimeError for a rank's own error, as vLLM tells it.
+
+        """
+        if isinstance(error, TimeoutError):
             if not call.key:
-                raise
-            report = f"{call} was not done in {call.limit_s:g} s ({call.key}): {self._look()}"
-            raise self._fail(report) from None
-        except RuntimeError as error:
-            # A rank's own error, as vLLM tells it; in other calls than steps it is the caller's.
-            if not call.is_step:
-                raise
-            report = self.verdict() or f"{call} failed: {error}"
-            raise self._fail(report) from None
+                return error
+            late = f"{call} was not done in {call.limit_s:g} s ({call.key})"
+            return self._fail(f"{late}: {self._look()}")
+        # In other calls than steps a rank's own error is the caller's.
+        if call.step is None:
+            return error
+        return self._fail(self.verdict() or f"{call} failed: {error}")
 
     def _look(self) -> str:
         if self._whereabouts is None:

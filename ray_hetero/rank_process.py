@@ -274,6 +274,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         vLLM's own goes on, and tells of errors only where the rank that gives the answers fails:
         behind a stage that has failed, all others would wait.
         """
+        vllm_private.answer_untraced(self)
         first = self.rpc_broadcast_mq.dequeue(indefinite=True)
         # The driver sends once all ranks serve, and these have connected to their groups' queues.
         for queue in (self.worker_response_mq, get_tp_group().mq_broadcaster):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -32,15 +34,16 @@ def _in_slices(wait: Callable[[float], T], failure: Failure, limit_s: float | No
         TimeoutError: the limit is over.
 
     """
-    deadline = None if limit_s is None else time.monotonic() + limit_s
+    left = math.inf if limit_s is None else limit_s
+    deadline = time.monotonic() + left
     while True:
         failure.check()
-        left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
         try:
             return wait(max(0.0, min(POLL_SECONDS, left)))
         except TimeoutError:
-            if left <= POLL_SECONDS and deadline is not None:
+            if left <= POLL_SECONDS:
                 raise
+        left = deadline - time.monotonic()
 
 
 class RequestQueue(MessageQueue):  # type: ignore[misc]
@@ -57,8 +60,7 @@ class RequestQueue(MessageQueue):  # type: ignore[misc]
 
         """
         limit_s = self.limit_s if timeout is None else timeout
-        put = super().enqueue
-        _in_slices(lambda slice_s: put(obj, slice_s), self.failure, limit_s)
+        _in_slices(partial(super().enqueue, obj), self.failure, limit_s)
 
 
 class AnswerQueue:

@@ -238,6 +238,23 @@ def limit_batches_in_flight(vllm_config: VllmConfig, batches: int) -> None:
     setattr(vllm_config, BATCHES_ATTRIBUTE, batches)
 
 
+def answer_untraced(process: Any) -> None:
+    """In a rank's process: call what each answer passes through without Ray's wrapping.
+
+    Why: Ray wraps every method of an actor's class, inherited ones too, to resume traces of remote
+    calls; these are called here, three for each call of the driver, and mp has no such wrapping.
+    Can go when: Ray wraps only what is called from outside.
+
+    Args:
+        process: an actor of a class below WorkerProc.
+
+    """
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    for name in ("_execute_worker_rpc", "handle_output", "enqueue_output"):
+        setattr(process, name, functools.partial(original(WorkerProc, name), process))
+
+
 def unlink_once_attached(queue: Any) -> None:
     """Remove a message queue's name from /dev/shm once every reader has mapped it.
 

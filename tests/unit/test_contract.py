@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.util.tracing.tracing_helper import _inject_tracing_into_class
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
@@ -27,7 +28,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
-from vllm.v1.executor.multiproc_executor import FutureWrapper
+from vllm.v1.executor.multiproc_executor import FutureWrapper, WorkerProc
+from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -216,6 +218,28 @@ def test_the_creator_of_a_ring_buffer_unlinks_it_once() -> None:
     # The second call, and the collection of the queue, find nothing to do and say nothing.
     queue.buffer.is_creator = False
     queue.shutdown()
+
+
+def test_answers_do_not_pass_through_rays_tracing() -> None:
+    class Actor(RayWorkerProc):  # type: ignore[misc]
+        pass
+
+    _inject_tracing_into_class(Actor)
+    process, frames = Actor.__new__(Actor), []
+
+    def enqueue(answer: Any) -> None:
+        assert answer == (WorkerProc.ResponseStatus.SUCCESS, "well")
+        frames.append([frame.function for frame in inspect.stack()])
+
+    process.rank, process.use_async_scheduling = 0, False
+    process.worker = SimpleNamespace(check_health=lambda: "well")
+    process.worker_response_mq = SimpleNamespace(enqueue=enqueue)
+    process._execute_worker_rpc(("check_health", (), {}, None))
+    vllm_private.answer_untraced(process)
+    process._execute_worker_rpc(("check_health", (), {}, None))
+    traced, untraced = frames
+    assert traced.count("_resume_span") == 3
+    assert "_resume_span" not in untraced
 
 
 def test_a_name_that_upstream_renamed_is_told() -> None:
