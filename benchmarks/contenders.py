@@ -11,10 +11,11 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine_run import Point
 from shapes import SHAPES, layer_bytes
 
 HERE = Path(__file__).parent
@@ -99,32 +100,34 @@ def with_gpu(
     ]  # fmt: skip
 
 
-def in_flight(split: Split, batch: int, prompt: int) -> list[Contender]:
-    """The same split with one batch in the pipeline and with two, one a stage.
+def in_flight(split: Split, point: Point, sockets: int | None) -> list[Contender]:
+    """The same split with two batches in the pipeline, one a stage, and with one.
 
     Args:
         split: layers of the CPU stage; the GPU stage, behind it, holds the rest.
-        batch: requests in flight.
-        prompt: tokens of each.
+        point: requests in flight; half of them are measured as one batch too.
+        sockets: of a host without a GPU, where two CPU ranks hold half of the layers each.
 
     """
-    half = batch // 2
-    layers = [split.outside, split.layers - split.outside]
-    # Prompts of half of the requests fill a step, so that two groups of requests form.
-    engine = {"max_num_batched_tokens": half * prompt}
+    kinds, layers = ("cpu", "gpu"), [split.outside, split.layers - split.outside]
+    cpu: dict[str, Any] = {}
+    if sockets is not None:
+        kinds, layers = ("cpu", "cpu"), [split.layers // 2, split.layers - split.layers // 2]
+        cpu = {"ranks_per_socket": ranks_per_socket(sockets)}
+    # Eight steps for all prompts, so that there are some to work on at the same time.
+    tokens = max(point.prompt, min(point.batch * point.prompt // 8, 8192))
 
-    def with_batches(number: int, points: Sequence[int]) -> Contender:
+    def with_batches(number: int, batches: Sequence[int]) -> Contender:
         return hetero(
             f"{number} in flight",
-            ["cpu"],
-            ["gpu"],
-            engine=engine,
-            config={"layers": layers, "pipeline": {"batches_in_flight": number}},
-            reads="socket",
-            points=",".join(f"{size}x{prompt}" for size in points),
+            *([kind] for kind in kinds),
+            engine={"max_num_batched_tokens": tokens},
+            config={"cpu": cpu, "layers": layers, "pipeline": {"batches_in_flight": number}},
+            reads="socket" if sockets is None else "in turn",
+            points=",".join(str(replace(point, batch=batch)) for batch in batches),
         )
 
-    return [with_batches(2, [batch]), with_batches(1, [half, batch])]
+    return [with_batches(2, [point.batch]), with_batches(1, [point.batch // 2, point.batch])]
 
 
 def ranks_per_socket(sockets: int) -> int:

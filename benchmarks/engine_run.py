@@ -45,6 +45,9 @@ class Point:
         batch, prompt, *own = text.split("x")
         return cls(int(batch), int(prompt), int(own[0]) if own else output)
 
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.prompt}x{self.output}"
+
     @property
     def tokens(self) -> int:
         """Of a request at its end."""

@@ -26,11 +26,13 @@ import contender_process
 import contenders
 import floor
 from contenders import GIB, Contender, Split
+from engine_run import Point
 from shapes import SHAPES, head_bytes, layer_bytes
 from side_by_side_report import table
 
 CASES = {"half": "8b", "budget": "20b", "in-flight": "8b"}
-"""Shape of each case where there is a GPU; without one the case is `half`, of a smaller shape."""
+"""Shape of each case where there is a GPU; without one it is a smaller one."""
+IN_FLIGHT = "32x128"
 BATCHES = (1, 8, 32, 128)
 PROMPTS = (128, 1024, 8192)
 
@@ -99,10 +101,11 @@ def all_contenders(
     options: argparse.Namespace, split: Split, gpu: dict[str, Any] | None
 ) -> list[Contender]:
     """The contenders of a case."""
+    if options.case == "in-flight":
+        point = Point.parse(options.points or IN_FLIGHT, options.output_tokens or 32)
+        return contenders.in_flight(split, point, None if gpu else floor.sockets())
     if gpu is None:
         return contenders.cpu_only(floor.sockets())
-    if options.case == "in-flight":
-        return contenders.in_flight(split, 32, 128)
     # In the budget case one step holds the prompts of all eight requests, and a second buffer for
     # prefetching does not fit beside half of the layers.
     is_half = options.case == "half"
