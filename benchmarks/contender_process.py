@@ -62,7 +62,9 @@ def run(
 
 
 class Turns:
-    """A command that measures once for each line that it is given, and says DONE after each."""
+    """A command that measures once for each line that it is given, and says so after each."""
+
+    DONE = "DONE {}\n"
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
         self._process = process
@@ -87,7 +89,7 @@ class Turns:
         """
         self._turns += 1
         start = time.monotonic()
-        while (said := self._log.read_text(errors="replace")).count("\nDONE ") < self._turns:
+        while (said := self._log.read_text(errors="replace")).count(self.DONE) < self._turns:
             if self._process.poll() is not None or time.monotonic() - start > self._timeout_s:
                 raise SystemExit(f"no turn of {self._log.stem}: {said[-2000:]}")
             time.sleep(0.2)
@@ -135,6 +137,8 @@ def _started(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
     itself = psutil.Process(process.pid)
     family = [*itself.children(recursive=True), itself]
     for member in family:

@@ -162,8 +162,8 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         if isinstance(error, TimeoutError):
             if not call.key:
                 return error
-            late = f"{call} was not done in {call.limit_s:g} s ({call.key})"
-            return self._fail(f"{late}: {self._look()}")
+            where = self._look()
+            return self._fail(f"{call} was not done in {call.limit_s:g} s ({call.key}): {where}")
         # In other calls than steps a rank's own error is the caller's.
         if call.step is None:
             return error

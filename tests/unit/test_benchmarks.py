@@ -15,8 +15,8 @@ from native_module import needs_bf16, needs_compiler, run_program
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from contender_process import run  # noqa: E402
-from contenders import Split, with_gpu  # noqa: E402
+from contender_process import in_turns, run  # noqa: E402
+from contenders import Contender, Split, in_flight, with_gpu  # noqa: E402
 from engine_run import Point, Timeline, figures  # noqa: E402
 from planner_check import Planner, fits, verdict  # noqa: E402
 from shapes import SHAPES, head_bytes, layer_bytes, write_shape  # noqa: E402
@@ -158,6 +158,41 @@ def test_a_contender_that_is_late_is_stopped_with_what_it_has_started(tmp_path: 
         ["ps", "-o", "stat=", "-p", str(answer["pid"])], capture_output=True, text=True, check=False
     ).stdout.strip()
     assert state in ("", "Z") or state.startswith("Z")
+
+
+def test_a_contender_measures_when_it_is_told(tmp_path: Path) -> None:
+    code = (
+        "import sys; print('ready'); print('DONE {}', flush=True)\n"
+        "for n, line in enumerate(sys.stdin): "
+        "print('RESULT {\"n\": %d}' % n); print('DONE {}', flush=True)"
+    )
+    with in_turns([sys.executable, "-c", code], {}, tmp_path / "log", timeout_s=20) as turns:
+        assert turns.next().answers("RESULT ") == [{"n": 0}]
+        assert turns.next().answers("RESULT ") == [{"n": 1}]
+
+
+def test_a_contender_that_ends_before_its_turn_is_told_with_what_it_said(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('no room')"]
+    with (
+        pytest.raises(SystemExit, match="no room"),
+        in_turns(command, {}, tmp_path / "log", timeout_s=20),
+    ):
+        pass
+
+
+def test_batches_in_flight_are_measured_with_the_same_split() -> None:
+    def layout_and_points(contender: Contender) -> tuple[Any, Any, str | None]:
+        command = list(contender.command)
+        config = json.loads(command[command.index("--config") + 1])
+        layout = json.loads(command[command.index("--layout") + 1])
+        return layout, config["layers"], contender.points
+
+    point = Point(32, 1024, 16)
+    two, one = in_flight(Split("8b", 2), point, sockets=None)
+    assert layout_and_points(two) == ([["cpu"], ["gpu"]], [2, 30], "32x1024x16")
+    assert layout_and_points(one) == ([["cpu"], ["gpu"]], [2, 30], "16x1024x16,32x1024x16")
+    two, one = in_flight(Split("1b", 22), point, sockets=1)
+    assert layout_and_points(two)[:2] == layout_and_points(one)[:2] == ([["cpu"]] * 2, [11, 11])
 
 
 def split(layers: list[int], measured: float, stages: list[float]) -> dict[str, Any]:
