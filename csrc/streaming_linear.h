@@ -421,11 +421,11 @@ RAY_HETERO_AMX void sum_tiles(const std::uint16_t* x, std::int64_t step, const s
 // x [m][stride] as tiles [k / 32][m][32], so that the rows of a tile are neighbours.
 RAY_HETERO_BF16 inline void pack_tokens(const Task& task, std::int64_t begin, std::int64_t end,
                                         std::uint16_t* packed) {
+  const Places rows = task.places(), tiles{task.m, task.w.k, true};
   for (std::int64_t token = 0; token < task.m; ++token) {
-    const std::uint16_t* from = task.x + token * task.stride;
-    for (std::int64_t tile = begin; tile < end; ++tile) {
-      _mm512_storeu_si512(packed + (tile * task.m + token) * 2 * kTile,
-                          _mm512_loadu_si512(from + tile * 2 * kTile));
+    for (std::int64_t at = begin * 2 * kTile; at < end * 2 * kTile; at += 2 * kTile) {
+      _mm512_storeu_si512(packed + tiles.at(token, at),
+                          _mm512_loadu_si512(task.x + rows.at(token, at)));
     }
   }
 }
