@@ -4,6 +4,9 @@
 
 Prints, for each number of tokens, half of the way there and back, and what the boundary itself
 says that an exchange takes.  Contents are compared once for each number of tokens.
+
+With `--reading-mib` a CPU stage reads so much memory with all its threads before each message, as
+it does in a decode step: what a message needs is then in no cache, and the receiver has slept.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,32,128,1024,8192")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--gloo", action="store_true", help="as between two hosts")
+    parser.add_argument("--reading-mib", type=int, default=0, help="before each message; 0: none")
+    parser.add_argument("--reserved-cores", type=int, default=0, help="that CPU ranks leave free")
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -57,9 +63,9 @@ def stage(rank: int, options: argparse.Namespace, store: str, answers: Any) -> N
     """One process: a boundary in each direction."""
     kind = options.kinds.split(",")[rank]
     if kind == "cpu":
-        ranks = floor.compute_cpus(0, 2)
-        os.sched_setaffinity(0, ranks[rank])
-        torch.set_num_threads(len(ranks[rank]))
+        cpus = cores_of(options)[rank]
+        os.sched_setaffinity(0, cpus)
+        torch.set_num_threads(len(cpus))
     device = torch.device("cuda:0" if kind == "gpu" else "cpu")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -68,14 +74,21 @@ def stage(rank: int, options: argparse.Namespace, store: str, answers: Any) -> N
         name: torch.zeros(1, options.hidden, dtype=torch.bfloat16, device=device)
         for name in ("hidden_states", "residual")
     }
-    there = StageBoundary(dist.new_group([0, 1]), [0, 1], rank, device)
-    back = StageBoundary(dist.new_group([0, 1]), [1, 0], 1 - rank, device)
+    may_share = not options.gloo
+    there = StageBoundary(dist.new_group([0, 1]), [0, 1], rank, device, may_share=may_share)
+    back = StageBoundary(dist.new_group([0, 1]), [1, 0], 1 - rank, device, may_share=may_share)
     for boundary in (there, back):
         boundary.agree(template, max(tokens))
     found = [measure(rank, there, back, device, number, options) for number in tokens]
     if rank == 0:
         answers.put(found)
     dist.barrier()
+
+
+def cores_of(options: argparse.Namespace) -> dict[int, tuple[int, ...]]:
+    """Logical CPUs of each stage that computes on the CPU."""
+    stages = [stage for stage, kind in enumerate(options.kinds.split(",")) if kind == "cpu"]
+    return dict(zip(stages, floor.compute_cpus(options.reserved_cores, len(stages)), strict=True))
 
 
 def measure(
@@ -92,16 +105,19 @@ def measure(
         for name, value in (("hidden_states", 1.5), ("residual", -2.0))
     }
     rounds = max(20, options.rounds * 128 // max(128, tokens))
+    weights = torch.ones(options.reading_mib << 18) if device.type == "cpu" else torch.ones(0)
     times, exchanges = [], []
     for number in range(rounds):
-        start = time.perf_counter()
         for boundary in (there, back):
             boundary.begin_step(tokens)
+        weights.sum()
+        start = time.perf_counter()
         if rank == 0:
             there.isend(sent)
             received = receive(back, device)
         else:
             received = receive(there, device)
+            weights.sum()
             back.isend(received)
         times.append(time.perf_counter() - start)
         exchanges.append(there.take().exchange_s + back.take().exchange_s)

@@ -100,34 +100,45 @@ def with_gpu(
     ]  # fmt: skip
 
 
-def in_flight(split: Split, point: Point, sockets: int | None) -> list[Contender]:
+def in_flight(
+    split: Split, points: Sequence[Point], *, sockets: int | None, step_tokens: int | None = None
+) -> list[Contender]:
     """The same split with two batches in the pipeline, one a stage, and with one.
 
     Args:
         split: layers of the CPU stage; the GPU stage, behind it, holds the rest.
-        point: requests in flight; half of them are measured as one batch too.
+        points: requests in flight; half of them are measured as one batch too.
         sockets: of a host without a GPU, where two CPU ranks hold half of the layers each.
+        step_tokens: most tokens of a step; None is an eighth of the largest point's prompts, so
+            that there are some to work on at the same time.
 
     """
-    kinds, layers = ("cpu", "gpu"), [split.outside, split.layers - split.outside]
-    cpu: dict[str, Any] = {}
-    if sockets is not None:
+    engine: dict[str, Any] = {"max_num_batched_tokens": step_tokens or _eighth_of_prompts(points)}
+    halves = [replace(point, batch=point.batch // 2) for point in points]
+    if sockets is None:
+        kinds, layers, cpu = ("cpu", "gpu"), [split.outside, split.layers - split.outside], {}
+        sizes = sorted({point.batch for point in [*halves, *points]})
+        engine["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    else:
         kinds, layers = ("cpu", "cpu"), [split.layers // 2, split.layers - split.layers // 2]
         cpu = {"ranks_per_socket": ranks_per_socket(sockets)}
-    # Eight steps for all prompts, so that there are some to work on at the same time.
-    tokens = max(point.prompt, min(point.batch * point.prompt // 8, 8192))
 
-    def with_batches(number: int, batches: Sequence[int]) -> Contender:
+    def with_batches(number: int, points: Sequence[Point]) -> Contender:
         return hetero(
             f"{number} in flight",
             *([kind] for kind in kinds),
-            engine={"max_num_batched_tokens": tokens},
+            engine=engine,
             config={"cpu": cpu, "layers": layers, "pipeline": {"batches_in_flight": number}},
             reads="socket" if sockets is None else "in turn",
-            points=",".join(str(replace(point, batch=batch)) for batch in batches),
+            points=",".join(map(str, points)),
         )
 
-    return [with_batches(2, [point.batch]), with_batches(1, [point.batch // 2, point.batch])]
+    return [with_batches(2, points), with_batches(1, [*halves, *points])]
+
+
+def _eighth_of_prompts(points: Sequence[Point]) -> int:
+    most = max(points, key=lambda point: point.batch * point.prompt)
+    return max(most.prompt, min(most.batch * most.prompt // 8, 8192))
 
 
 def ranks_per_socket(sockets: int) -> int:

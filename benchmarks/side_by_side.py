@@ -50,6 +50,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--most-prompt-tokens", type=int, default=16384,
                         help="of all requests of a point; larger points are left out")  # fmt: skip
     parser.add_argument("--output-tokens", type=int, help="of each request; 32, budget: 256")
+    parser.add_argument("--step-tokens", type=int, help="most tokens of a step, for in-flight")
     parser.add_argument("--gpu-budget-gib", type=float, help="that may be used; budget: 24")
     parser.add_argument("--prefetch-step", type=int, help="layers that vllm prefetch copies ahead")
     parser.add_argument("--repeats", type=int, default=5)
@@ -102,8 +103,10 @@ def all_contenders(
 ) -> list[Contender]:
     """The contenders of a case."""
     if options.case == "in-flight":
-        point = Point.parse(options.points or IN_FLIGHT, options.output_tokens or 32)
-        return contenders.in_flight(split, point, None if gpu else floor.sockets())
+        texts = (options.points or IN_FLIGHT).split(",")
+        points = [Point.parse(text, options.output_tokens or 32) for text in texts]
+        sockets = None if gpu else floor.sockets()
+        return contenders.in_flight(split, points, sockets=sockets, step_tokens=options.step_tokens)
     if gpu is None:
         return contenders.cpu_only(floor.sockets())
     # In the budget case one step holds the prompts of all eight requests, and a second buffer for

@@ -22,6 +22,7 @@ import torch
 
 from placement.devices import GIB
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.locked_pages import lock_pages
 from ray_hetero.packed_weights import BLOCK, PAIR_PARTS, ROW, PackedWeight
 
 if TYPE_CHECKING:
@@ -159,13 +160,10 @@ class BorrowedGpu:
     def _lock_pages(self) -> None:
         if self._device.type != "cuda":
             return
-        # Streams, events and locked memory belong to the current one.
+        # Streams and events, too, belong to the current one.
         torch.cuda.set_device(self._device)
-        runtime = torch.cuda.cudart()
         for weight in self._weights.values():
-            data = weight.data
-            status = runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
-            torch.cuda.check_error(int(status))
+            lock_pages(weight.data, self._device)
 
     def _allocate(self, outputs: int, inputs: int) -> None:
         device = self._device

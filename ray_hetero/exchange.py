@@ -1,13 +1,10 @@
-"""Tensor exchange between pipeline stages, over Gloo through host memory.
+"""Tensor exchange between pipeline stages, through host memory.
 
 Both sides of a stage boundary know the number of tokens of a step from the scheduler's output, so
-nothing but one message of the step's rows crosses it:
-
-    header │ row 0: hidden states, residual │ row 1: … │ …
-
-The memory of messages is allocated once.  Gloo sends and receives host memory only, so a GPU rank
-packs the rows on its device and copies them from, or to, pinned memory in one piece; a CPU rank
-reads its tensors where they have arrived.
+nothing but one message of the step's rows crosses it.  Stages of one host share the memory of
+messages (`shared_memory_link.py`); others send them over Gloo (`gloo_link.py`).  It is allocated
+once.  A GPU rank packs the rows on its device and copies them from, or to, pinned memory in one
+piece; a CPU rank reads its tensors where they have arrived.
 """
 
 from __future__ import annotations
@@ -17,21 +14,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from ray_hetero import shared_memory_link
 from ray_hetero.errors import AgreementError
+from ray_hetero.gloo_link import GlooReceiver, GlooSender, Neighbour
+from ray_hetero.locked_pages import lock_pages
+from ray_hetero.messages import Message, OnItsWay, Packing, Tensors
+from ray_hetero.progress import logger
+from ray_hetero.shared_memory_link import (
+    Arrival,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SharedMessages,
+)
 from ray_hetero.step_clock import Exchanged
 
-Tensors = dict[str, torch.Tensor]
-
-HEADER_BYTES = 64
-ALIGNMENT = 64
-"""Bytes to whose multiple each tensor's part of a row is filled up."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -41,12 +42,14 @@ class Signature:
 
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
     """Name, shape of one token's row and dtype of each tensor, in the order they are packed."""
+    capacity: int
+    """Most tokens of a step."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Signature:
+    def of(cls, tensors: Mapping[str, torch.Tensor], capacity: int) -> Signature:
         """Read the signature off tensors of shape [tokens, …]."""
         rows = ((name, tuple(t.shape[1:]), str(t.dtype)) for name, t in tensors.items())
-        return cls(tuple(sorted(rows)))
+        return cls(tuple(sorted(rows)), capacity)
 
 
 @dataclass(frozen=True)
@@ -56,35 +59,8 @@ class Introduction:
     signature: Signature
     boot_id: str
     """Of its host: ranks with the same one read the same clock."""
-
-
-class Packing:
-    """How the tensors of a token lie in a row, one behind the other."""
-
-    def __init__(self, template: Mapping[str, torch.Tensor]) -> None:
-        self._parts: dict[str, tuple[int, int, tuple[int, ...], torch.dtype]] = {}
-        end = 0
-        for name in sorted(template):
-            shape, dtype = tuple(template[name].shape[1:]), template[name].dtype
-            nbytes = prod(shape) * dtype.itemsize
-            self._parts[name] = (end, end + nbytes, shape, dtype)
-            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self.row_bytes = end
-
-    def views(self, rows: torch.Tensor) -> Tensors:
-        """The tensors inside a block of rows.
-
-        Args:
-            rows: uint8, [tokens, row_bytes].
-
-        Returns:
-            Views of shape [tokens, …], by name.
-
-        """
-        return {
-            name: rows[:, begin:end].view(dtype).unflatten(1, shape)
-            for name, (begin, end, shape, dtype) in self._parts.items()
-        }
+    address: bytes | None
+    """Where it hands shared memory over; None where it has none."""
 
 
 class Sent:
@@ -110,51 +86,6 @@ class Sent:
             raise self._error
 
 
-class Message:
-    """Host memory of one step's message, for up to `capacity` tokens.
-
-    Args:
-        packing: how the tensors lie in a row.
-        capacity: most tokens.
-        is_pinned: whether a GPU copies from or to it.
-
-    """
-
-    def __init__(self, packing: Packing, capacity: int, *, is_pinned: bool) -> None:
-        # Pages of ordinary memory are there once a step has used them.
-        self._bytes = torch.empty(
-            HEADER_BYTES + capacity * packing.row_bytes,
-            dtype=torch.uint8,
-            device="cpu",
-            pin_memory=is_pinned,
-        )
-        self._row_bytes = packing.row_bytes
-        # Written by threads that are not in inference mode, hence not through torch.
-        self._stamp = self._bytes[:8].numpy().view(np.float64)
-        self.rows = self._bytes[HEADER_BYTES:].view(capacity, packing.row_bytes)
-        self.tensors = packing.views(self.rows)
-        self.sent: Sent | dist.Work | None = None
-
-    @property
-    def computed_at(self) -> float:
-        """When the sender had the tensors, in seconds of its clock."""
-        return float(self._stamp[0])
-
-    @computed_at.setter
-    def computed_at(self, seconds: float) -> None:
-        self._stamp[0] = seconds
-
-    def of(self, tokens: int) -> torch.Tensor:
-        """The part of it that a step of so many tokens needs."""
-        return self._bytes[: HEADER_BYTES + tokens * self._row_bytes]
-
-    def wait_until_sent(self) -> None:
-        """Wait until the memory may be written again."""
-        if self.sent is not None:
-            self.sent.wait()
-            self.sent = None
-
-
 class Staging:
     """The device's side of a GPU rank's messages in one direction, for up to `capacity` tokens."""
 
@@ -166,15 +97,15 @@ class Staging:
 class Receiving:
     """A message on its way here; vLLM waits for it where it first needs the tensors."""
 
-    def __init__(self, boundary: StageBoundary, work: dist.Work, message: Message) -> None:
+    def __init__(self, boundary: StageBoundary, way: Arrival | dist.Work, message: Message) -> None:
         self._boundary = boundary
-        self._work = work
+        self._way = way
         self._message = message
 
     def wait(self) -> None:
         """Wait for the message; the boundary adds the time up."""
         start = time.perf_counter()
-        self._work.wait()
+        self._way.wait()
         self._boundary.arrived(self._message, start, time.perf_counter())
 
 
@@ -186,92 +117,152 @@ class StageBoundary:
         ranks: their global ranks, by stage.
         rank_in_group: this rank's stage.
         device: where this rank computes.
+        may_share: share memory with stages of the same host; False is for comparisons.
 
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: list[int], rank_in_group: int, device: torch.device
+        self,
+        group: dist.ProcessGroup,
+        ranks: list[int],
+        rank_in_group: int,
+        device: torch.device,
+        *,
+        may_share: bool = True,
     ) -> None:
-        self._group = group
-        self._previous = ranks[rank_in_group - 1] if rank_in_group > 0 else None
-        self._next = ranks[rank_in_group + 1] if rank_in_group + 1 < len(ranks) else None
+        has_previous, has_next = rank_in_group > 0, rank_in_group + 1 < len(ranks)
+        self._previous = Neighbour(ranks[rank_in_group - 1], group) if has_previous else None
+        self._next = Neighbour(ranks[rank_in_group + 1], group) if has_next else None
         self._device = device
+        self._may_share = may_share
         # One message more than batches in flight (one a stage), so that packing need not wait.
         self._depth = len(ranks) + 1
         self._rows = 0
-        self._steps = 0
         self._exchanged = Exchanged()
         self._is_clock_shared = False
         self._computed_at = 0.0
-        self._incoming: list[Message] = []
-        self._outgoing: list[Message] = []
+        self._sender: GlooSender | SharedMemorySender
+        self._receiver: GlooReceiver | SharedMemoryReceiver
         self._copied: dict[int, torch.cuda.Event] = {}
         self._staging_in: Staging | None = None
         self._staging_out: Staging | None = None
         self._work: queue.SimpleQueue[Callable[[], None]] | None = None
 
-    def agree(self, template: Mapping[str, torch.Tensor], capacity: int) -> None:
+    def agree(
+        self, template: Mapping[str, torch.Tensor], capacity: int, timeout_s: float = 600
+    ) -> None:
         """Agree with the neighbours on what crosses, and allocate all memory.
 
         Args:
             template: the model's intermediate tensors, [tokens, …] each.
             capacity: most tokens of one step.
+            timeout_s: longest wait for a stage of the same host, now and in each step.
 
         Raises:
             AgreementError: the previous stage sends other tensors than this one takes.
+            RuntimeError: a neighbour is late, or has ended.
 
         """
-        self._introduce(Signature.of(template))
-        packing, is_gpu = Packing(template), self._is_gpu
-        if self._previous is not None:
-            self._incoming = self._messages(packing, capacity)
-            self._staging_in = Staging(packing, capacity, self._device) if is_gpu else None
+        signature, packing = Signature.of(template, capacity), Packing(template)
         if self._next is not None:
-            self._outgoing = self._messages(packing, capacity)
-            if is_gpu:
+            self._sender = self._link_to(self._next, signature, packing, timeout_s)
+            if self._is_gpu:
                 self._staging_out = Staging(packing, capacity, self._device)
                 self._start_sender()
+        if self._previous is not None:
+            self._receiver = self._link_from(self._previous, signature, packing, timeout_s)
+            self._staging_in = Staging(packing, capacity, self._device) if self._is_gpu else None
 
     @property
     def _is_gpu(self) -> bool:
         return bool(self._device.type != "cpu")
 
-    def _messages(self, packing: Packing, capacity: int) -> list[Message]:
-        messages = [Message(packing, capacity, is_pinned=self._is_gpu) for _ in range(self._depth)]
+    def _link_to(
+        self, neighbour: Neighbour, signature: Signature, packing: Packing, timeout_s: float
+    ) -> GlooSender | SharedMemorySender:
+        offer = self._offer(packing, signature.capacity, timeout_s) if self._may_share else None
+        address = None if offer is None else offer.address
+        neighbour.tell(Introduction(signature, BOOT_ID.read_text().strip(), address))
+        is_wanted = neighbour.hear()
+        if offer is not None and is_wanted:
+            logger.info("ray_hetero: shares the memory of messages to rank %d", neighbour.rank)
+            return SharedMemorySender(self._mapped(offer.shared), offer.accept())
+        if offer is not None:
+            offer.withdraw()
+        logger.info("ray_hetero: sends messages to rank %d over Gloo", neighbour.rank)
+        return GlooSender(self._own_messages(packing, signature.capacity), neighbour)
+
+    def _offer(
+        self, packing: Packing, capacity: int, timeout_s: float
+    ) -> shared_memory_link.Offer | None:
+        # One message more than over Gloo: the receiver gives the oldest back with its next step.
+        number = self._depth + 1
+        try:
+            return shared_memory_link.Offer(packing, capacity, number, timeout_s)
+        except OSError as error:
+            logger.warning("ray_hetero: no memory is shared with the next stage: %s", error)
+            return None
+
+    def _link_from(
+        self, neighbour: Neighbour, signature: Signature, packing: Packing, timeout_s: float
+    ) -> GlooReceiver | SharedMemoryReceiver:
+        heard: Introduction = neighbour.hear()
+        self._is_clock_shared = heard.boot_id == BOOT_ID.read_text().strip()
+        is_agreed = heard.signature == signature
+        connection = None
+        is_near = self._may_share and self._is_clock_shared
+        if is_agreed and is_near and heard.address is not None:
+            connection = shared_memory_link.connected(heard.address, timeout_s)
+        neighbour.tell(connection is not None)
+        if not is_agreed:
+            raise AgreementError(
+                f"intermediate tensors: rank {neighbour.rank} sends {heard.signature}, "
+                f"rank {dist.get_rank()} takes {signature}"
+            )
+        if connection is None:
+            messages = self._own_messages(packing, signature.capacity)
+            return GlooReceiver(messages, neighbour, self._wait_until_read)
+        number = self._depth + 1
+        shared = shared_memory_link.take(connection, packing, signature.capacity, number)
+        return SharedMemoryReceiver(self._mapped(shared), connection, self._wait_until_read)
+
+    def _own_messages(self, packing: Packing, capacity: int) -> list[Message]:
+        # Pages of ordinary memory are there once a step has used them.
+        memory = torch.empty(
+            (self._depth, packing.message_bytes(capacity)),
+            dtype=torch.uint8,
+            device="cpu",
+            pin_memory=self._is_gpu,
+        )
+        return self._prepared([Message(packing, part) for part in memory])
+
+    def _mapped(self, shared: SharedMessages) -> list[Message]:
+        if self._is_gpu:
+            lock_pages(shared.memory, self._device)
+        return self._prepared(shared.messages)
+
+    def _prepared(self, messages: list[Message]) -> list[Message]:
         if self._is_gpu:
             self._copied |= {id(message): torch.cuda.Event() for message in messages}
         return messages
 
-    def _introduce(self, mine: Signature) -> None:
-        here = BOOT_ID.read_text().strip()
-        if self._next is not None:
-            told = [Introduction(mine, here)]
-            dist.send_object_list(told, dst=self._next, group=self._group)
-        if self._previous is not None:
-            heard: list[Introduction | None] = [None]
-            dist.recv_object_list(heard, src=self._previous, group=self._group)
-            assert heard[0] is not None
-            self._is_clock_shared = heard[0].boot_id == here
-            if heard[0].signature != mine:
-                raise AgreementError(
-                    f"intermediate tensors: rank {self._previous} sends {heard[0].signature}, "
-                    f"rank {dist.get_rank()} takes {mine}"
-                )
+    def _wait_until_read(self, message: Message) -> None:
+        """Until a GPU has copied what came; a CPU has computed with it before its next step."""
+        if self._is_gpu:
+            self._copied[id(message)].synchronize()
 
     def begin_step(self, tokens: int) -> None:
         """Tell how many tokens the next step has: the rows that cross this boundary."""
         self._rows = tokens
-        self._steps += 1
 
-    def isend(self, tensors: Mapping[str, torch.Tensor]) -> Sent | dist.Work:
+    def isend(self, tensors: Mapping[str, torch.Tensor]) -> OnItsWay:
         """Start sending this step's rows to the next stage; tensors are [at least rows, …].
 
         The caller may drop or overwrite the tensors at once: on a CPU they have been copied, on a
         GPU later kernels run behind the copy on the same stream.
         """
         start = time.perf_counter()
-        message = self._outgoing[self._steps % self._depth]
-        message.wait_until_sent()
+        message = self._sender.next_message()
         send = self._send_staged if self._is_gpu else self._send_here
         message.sent = send(message, tensors, start)
         self._exchanged.sent_bytes += message.of(self._rows).nbytes
@@ -280,15 +271,15 @@ class StageBoundary:
 
     def _send_here(
         self, message: Message, tensors: Mapping[str, torch.Tensor], start: float
-    ) -> dist.Work:
+    ) -> OnItsWay:
         for name, place in message.tensors.items():
             place[: self._rows].copy_(tensors[name][: self._rows])
         message.computed_at = start
-        return dist.isend(message.of(self._rows), dst=self._next, group=self._group)
+        return self._sender.send(message, self._rows)
 
     def _send_staged(
         self, message: Message, tensors: Mapping[str, torch.Tensor], start: float
-    ) -> Sent:
+    ) -> OnItsWay:
         assert self._staging_out is not None
         assert self._work is not None
         rows = self._rows
@@ -315,7 +306,7 @@ class StageBoundary:
         try:
             self._copied[id(message)].synchronize()
             message.computed_at = self._computed_at = time.perf_counter()
-            dist.isend(message.of(rows), dst=self._next, group=self._group).wait()
+            self._sender.send(message, rows).wait()
         except RuntimeError as error:
             sent.finish(error)
         else:
@@ -329,14 +320,9 @@ class StageBoundary:
             once the handle has been waited for and then the callback has been called.
 
         """
-        assert self._previous is not None
-        message = self._incoming[self._steps % self._depth]
-        if self._is_gpu:
-            self._copied[id(message)].synchronize()
-        whole = message.of(self._rows)
-        self._exchanged.received_bytes += whole.nbytes
-        work = dist.irecv(whole, src=self._previous, group=self._group)
-        receiving = [Receiving(self, work, message)]
+        message, way = self._receiver.receive(self._rows)
+        self._exchanged.received_bytes += message.of(self._rows).nbytes
+        receiving = [Receiving(self, way, message)]
         if self._staging_in is None:
             return message.tensors, receiving, []
         rows = self._rows

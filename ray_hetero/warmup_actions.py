@@ -153,7 +153,8 @@ def _boundary(worker: Any, context: RankContext, step: Step) -> None:
     template = runner.model.make_empty_intermediate_tensors(
         batch_size=1, dtype=runner.model_config.dtype, device=runner.device
     )
-    boundary.agree(template.tensors, runner.max_num_tokens)
+    timeout_s = worker.parallel_config.cpu_distributed_timeout_seconds
+    boundary.agree(template.tensors, runner.max_num_tokens, timeout_s)
 
 
 def _finish(worker: Any, context: RankContext, step: Step) -> None:

@@ -188,11 +188,29 @@ def test_batches_in_flight_are_measured_with_the_same_split() -> None:
         return layout, config["layers"], contender.points
 
     point = Point(32, 1024, 16)
-    two, one = in_flight(Split("8b", 2), point, sockets=None)
+    two, one = in_flight(Split("8b", 2), [point], sockets=None)
     assert layout_and_points(two) == ([["cpu"], ["gpu"]], [2, 30], "32x1024x16")
     assert layout_and_points(one) == ([["cpu"], ["gpu"]], [2, 30], "16x1024x16,32x1024x16")
-    two, one = in_flight(Split("1b", 22), point, sockets=1)
+    two, one = in_flight(Split("1b", 22), [point], sockets=1)
     assert layout_and_points(two)[:2] == layout_and_points(one)[:2] == ([["cpu"]] * 2, [11, 11])
+
+
+def test_batches_in_flight_have_steps_of_the_same_size() -> None:
+    def engine(contender: Contender) -> dict[str, Any]:
+        command = list(contender.command)
+        return json.loads(command[command.index("--engine") + 1])
+
+    points = [Point(2, 128, 64), Point(32, 1024, 16)]
+    two, one = in_flight(Split("8b", 2), points, sockets=None)
+    assert (two.points, one.points) == (
+        "2x128x64,32x1024x16", "1x128x64,16x1024x16,2x128x64,32x1024x16"
+    )  # fmt: skip
+    assert engine(two) == engine(one) == {
+        "max_num_batched_tokens": 4096,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 16, 32]},
+    }  # fmt: skip
+    two, one = in_flight(Split("1b", 22), points, sockets=1, step_tokens=512)
+    assert engine(two) == engine(one) == {"max_num_batched_tokens": 512}
 
 
 def split(layers: list[int], measured: float, stages: list[float]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The stage boundary between real processes over Gloo, and how its time is told apart."""
+"""The stage boundary between real processes, and how its time is told apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ray_hetero.errors import AgreementError
-from ray_hetero.exchange import ALIGNMENT, HEADER_BYTES, Message, Packing, StageBoundary
+from ray_hetero.exchange import StageBoundary
+from ray_hetero.messages import ALIGNMENT, HEADER_BYTES, Message, Packing
 
 CPU = torch.device("cpu")
 CAPACITY = 16
@@ -36,17 +37,27 @@ def tensors_of(step: int, tokens: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def boundary_of(rank: int, ranks: int, store: Path) -> Iterator[StageBoundary]:
+def boundary_of(
+    rank: int, ranks: int, store: Path, *, may_share: bool = True
+) -> Iterator[StageBoundary]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    yield StageBoundary(dist.group.WORLD, list(range(ranks)), rank, CPU)
+    yield StageBoundary(dist.group.WORLD, list(range(ranks)), rank, CPU, may_share=may_share)
     dist.destroy_process_group()
 
 
-def passes_all_steps_on(rank: int, ranks: int, store: Path, answers: Any) -> None:
+def boundary_links(boundary: StageBoundary) -> tuple[str, ...]:
+    """How a stage exchanges, to the next one and from the previous one."""
+    ends = (getattr(boundary, name, None) for name in ("_sender", "_receiver"))
+    return tuple(type(end).__name__ for end in ends if end is not None)
+
+
+def passes_all_steps_on(
+    rank: int, ranks: int, store: Path, answers: Any, sharing: tuple[bool, ...]
+) -> None:
     """Stage 0 sends, the others check and pass on what they have received."""
-    with boundary_of(rank, ranks, store) as boundary:
+    with boundary_of(rank, ranks, store, may_share=sharing[rank]) as boundary:
         boundary.agree(TEMPLATE, CAPACITY)
-        is_right = True
+        links, is_right = boundary_links(boundary), True
         for step, tokens in enumerate(STEPS):
             boundary.begin_step(tokens)
             expected = tensors_of(step, tokens)
@@ -65,7 +76,7 @@ def passes_all_steps_on(rank: int, ranks: int, store: Path, answers: Any) -> Non
                     tensor.zero_()
         dist.barrier()
         exchanged = boundary.take()
-        answers.put((rank, is_right, exchanged.received_bytes, exchanged.sent_bytes))
+        answers.put((rank, is_right, exchanged.received_bytes, exchanged.sent_bytes, links))
 
 
 def refuses_other_tensors(rank: int, ranks: int, store: Path, answers: Any) -> None:
@@ -81,12 +92,16 @@ def refuses_other_tensors(rank: int, ranks: int, store: Path, answers: Any) -> N
         dist.barrier()
 
 
-def run(task: Callable[..., None], ranks: int, tmp_path: Path) -> list[Any]:
+def memory_of(packing: Packing, capacity: int) -> torch.Tensor:
+    return torch.empty(packing.message_bytes(capacity), dtype=torch.uint8)
+
+
+def run(task: Callable[..., None], ranks: int, tmp_path: Path, *more: Any) -> list[Any]:
     """The answers of a task in so many processes, by rank."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [
-        context.Process(target=task, args=(rank, ranks, tmp_path / "store", answers))
+        context.Process(target=task, args=(rank, ranks, tmp_path / "store", answers, *more))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -97,12 +112,28 @@ def run(task: Callable[..., None], ranks: int, tmp_path: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_stage_gets_the_rows_of_each_step(ranks: int, tmp_path: Path) -> None:
-    found = run(passes_all_steps_on, ranks, tmp_path)
+OVER_GLOO, SHARED = ("GlooSender", "GlooReceiver"), ("SharedMemorySender", "SharedMemoryReceiver")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "links"),
+    [
+        ((True, True), [SHARED[:1], SHARED[1:]]),
+        ((False, True), [OVER_GLOO[:1], OVER_GLOO[1:]]),
+        # What the first stage offers, the second cannot reach.
+        ((True, False), [OVER_GLOO[:1], OVER_GLOO[1:]]),
+        ((True, True, True), [SHARED[:1], SHARED, SHARED[1:]]),
+        ((True, True, False), [SHARED[:1], ("GlooSender", "SharedMemoryReceiver"), OVER_GLOO[1:]]),
+    ],
+)
+def test_every_stage_gets_the_rows_of_each_step(
+    sharing: tuple[bool, ...], links: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    ranks = len(sharing)
+    found = run(passes_all_steps_on, ranks, tmp_path, sharing)
     nbytes = sum(HEADER_BYTES + tokens * Packing(TEMPLATE).row_bytes for tokens in STEPS)
     assert found == [
-        (rank, True, nbytes if rank > 0 else 0, nbytes if rank + 1 < ranks else 0)
+        (rank, True, nbytes if rank > 0 else 0, nbytes if rank + 1 < ranks else 0, links[rank])
         for rank in range(ranks)
     ]
 
@@ -117,7 +148,7 @@ def test_other_tensors_are_refused_where_they_arrive(tmp_path: Path) -> None:
 
 def test_tensors_of_a_row_lie_behind_each_other() -> None:
     packing = Packing(TEMPLATE)
-    message = Message(packing, CAPACITY, is_pinned=False)
+    message = Message(packing, memory_of(packing, CAPACITY))
     assert {name: tuple(t.shape) for name, t in message.tensors.items()} == {
         name: (CAPACITY, *t.shape[1:]) for name, t in TEMPLATE.items()
     }
@@ -146,7 +177,8 @@ def test_waiting_ends_where_the_previous_stage_had_computed(
 ) -> None:
     boundary = StageBoundary(None, [0, 1], 1, CPU)
     boundary._is_clock_shared = is_shared
-    message = Message(Packing(TEMPLATE), 1, is_pinned=False)
+    packing = Packing(TEMPLATE)
+    message = Message(packing, memory_of(packing, 1))
     message.computed_at = computed_at
     boundary.arrived(message, 10.0, 13.0)
     taken = boundary.take()

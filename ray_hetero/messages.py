@@ -1,0 +1,108 @@
+"""The memory of one step's message between two stages.
+
+    header │ row 0: hidden states, residual │ row 1: … │ …
+
+Both stages know the number of tokens of a step from the scheduler's output, so nothing is said
+about the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+HEADER_BYTES = 64
+ALIGNMENT = 64
+"""Bytes to whose multiple each tensor's part of a row is filled up."""
+
+
+class OnItsWay(Protocol):
+    """What is being sent or received."""
+
+    def is_completed(self) -> bool:
+        """Whether it is there."""
+
+    def wait(self) -> object:
+        """Wait until it is there.
+
+        Raises:
+            RuntimeError: the other stage is late, or has ended.
+
+        """
+
+
+class Packing:
+    """How the tensors of a token lie in a row, one behind the other."""
+
+    def __init__(self, template: Mapping[str, torch.Tensor]) -> None:
+        self._parts: dict[str, tuple[int, int, tuple[int, ...], torch.dtype]] = {}
+        end = 0
+        for name in sorted(template):
+            shape, dtype = tuple(template[name].shape[1:]), template[name].dtype
+            nbytes = prod(shape) * dtype.itemsize
+            self._parts[name] = (end, end + nbytes, shape, dtype)
+            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.row_bytes = end
+
+    def message_bytes(self, capacity: int) -> int:
+        """Of the memory of a message for so many tokens."""
+        return HEADER_BYTES + capacity * self.row_bytes
+
+    def views(self, rows: torch.Tensor) -> Tensors:
+        """The tensors inside a block of rows.
+
+        Args:
+            rows: uint8, [tokens, row_bytes].
+
+        Returns:
+            Views of shape [tokens, …], by name.
+
+        """
+        return {
+            name: rows[:, begin:end].view(dtype).unflatten(1, shape)
+            for name, (begin, end, shape, dtype) in self._parts.items()
+        }
+
+
+class Message:
+    """One step's message, for as many tokens as there is memory.
+
+    Args:
+        packing: how the tensors lie in a row.
+        memory: of the host, uint8, [packing.message_bytes(capacity)].
+
+    """
+
+    def __init__(self, packing: Packing, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._row_bytes = packing.row_bytes
+        # Written by threads that are not in inference mode, hence not through torch.
+        self._stamp = memory[:8].numpy().view(np.float64)
+        self.rows = memory[HEADER_BYTES:].view(-1, packing.row_bytes)
+        self.tensors = packing.views(self.rows)
+        self.sent: OnItsWay | None = None
+
+    @property
+    def computed_at(self) -> float:
+        """When the sender had the tensors, in seconds of its clock."""
+        return float(self._stamp[0])
+
+    @computed_at.setter
+    def computed_at(self, seconds: float) -> None:
+        self._stamp[0] = seconds
+
+    def of(self, tokens: int) -> torch.Tensor:
+        """The part of it that a step of so many tokens needs."""
+        return self._memory[: HEADER_BYTES + tokens * self._row_bytes]
+
+    def wait_until_sent(self) -> None:
+        """Wait until what it last held has been sent."""
+        if self.sent is not None:
+            self.sent.wait()
+            self.sent = None
