@@ -146,13 +146,21 @@ def ranks_per_socket(sockets: int) -> int:
     return -(-2 // sockets)
 
 
-def one_cpu_rank(sockets: int) -> list[Contender]:
-    """A CPU rank beside vLLM's own `mp`; on one socket it leaves cores for the driver."""
-    config = {"cpu": {"ranks_per_socket": ranks_per_socket(sockets)}}
-    engine = {"tensor_parallel_size": 1, "distributed_executor_backend": "mp"}
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+def cpu_ranks(number: int, sockets: int) -> list[Contender]:
+    """CPU ranks in tensor parallel beside vLLM's own `mp`, both with vLLM's kernels.
+
+    One rank leaves cores for the driver on one socket.
+    """
+    shares = ranks_per_socket(sockets)
+    config = {"cpu": {"ranks_per_socket": shares, "linear_kernel": "vllm"}}
+    engine = {"tensor_parallel_size": number, "distributed_executor_backend": "mp"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+    if number == 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0"
+    elif shares > 1:
+        environment["VLLM_CPU_SIM_MULTI_NUMA"] = "1"
     return [
-        hetero("ray_hetero", ["cpu"], config=config, engine={}, reads="socket"),
+        hetero("ray_hetero", ["cpu"] * number, config=config, engine={}, reads="socket"),
         stock_engine("mp", engine, "socket", "--backend", "mp", environment=environment),
     ]
 

@@ -1,10 +1,10 @@
 """What a step costs when there is nothing to compute: driver to ranks and back, beside stock `mp`.
 
-CPU ranks in tensor parallel, a model of two layers that are 64 wide, eager.  The driver is the
-process that asks, so that nothing but it and the ranks takes part, and there should be a core for
-each of them: on two cores, `--ranks 1`.  Both engines are there all the time and measure in turns,
-because a host's cores are at times twice as slow as at others.  The table has medians over all
-rounds and, what disturbs being only ever added, the least of them.
+CPU ranks in tensor parallel, a model of two layers that are 64 wide, eager, with vLLM's kernels in
+both.  The driver is the process that asks, so that nothing but it and the ranks takes part, and
+there should be a core for each of them: on two cores, `--ranks 1`.  Both engines are there all the
+time and measure in turns, because a host's cores are at times twice as slow as at others.  The
+table has medians over all rounds and, what disturbs being only ever added, the least of them.
 
     python benchmarks/control_plane.py --out control-plane
 """
@@ -45,9 +45,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=200)
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
-    sockets = floor.sockets()
-    both = contenders.cpu_only(sockets)[:2]
-    pair = both if options.ranks == 2 else contenders.one_cpu_rank(sockets)
+    pair = contenders.cpu_ranks(options.ranks, floor.sockets())
     rounds: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in pair}
     with ExitStack() as stack:
         turns = [stack.enter_context(started(contender, options)) for contender in pair]

@@ -8,15 +8,17 @@ every wait, stops the other ranks and is the last line of the log.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import cloudpickle
 import ray
 import vllm.envs as envs
-from vllm.v1.executor.multiproc_executor import FutureWrapper
+from vllm.v1.executor.multiproc_executor import FutureWrapper, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from ray_hetero import last_words
@@ -25,7 +27,7 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import RankError
 from ray_hetero.failure import Failure
 from ray_hetero.progress import logger
-from ray_hetero.rank_queues import VERDICT_SECONDS
+from ray_hetero.rank_queues import VERDICT_SECONDS, AnswerQueue, RequestQueue
 from ray_hetero.whereabouts import Whereabouts
 
 STEP_METHODS = frozenset(
@@ -61,6 +63,8 @@ class Call:
 class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
     """What an executor does about ranks that die, fail or hang."""
 
+    rpc_broadcast_mq: RequestQueue | None
+    response_mqs: Sequence[AnswerQueue]
     _config: HeteroConfig
     _whereabouts: Whereabouts | None
     """None before the ranks have told."""
@@ -97,7 +101,7 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         kv_output_aggregator: Any = None,
         ec_output_aggregator: Any = None,
     ) -> Any:
-        """Call a method on all ranks; see vLLM's own.
+        """Call a method on all ranks; see `MultiprocExecutor.collective_rpc`.
 
         Raises:
             RankError: a rank died, failed in a step of the engine, or is late; also from a future.
@@ -107,30 +111,51 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         call = self._call_of(method, timeout, args)
         if not self._is_set_up:
             self._setup.append(partial(self.collective_rpc, method, timeout, args, kwargs))
+        aggregators = [one for one in (kv_output_aggregator, ec_output_aggregator) if one]
+        # Whoever puts answers together needs those of all ranks.
+        answering = None if aggregators else unique_reply_rank
         self._failure.check()
+        self._send(call, kwargs or {}, answering)
+        deadline = time.monotonic() + call.limit_s
+
+        def answer() -> Any:
+            answers = self._answers(call, answering, deadline)
+            if answering is not None:
+                return answers[0]
+            together = answers
+            for aggregator in aggregators:
+                together = aggregator.aggregate(answers, output_rank=unique_reply_rank or 0)
+            return together
+
+        # A future costs more than all the rest of a call.
+        if not non_block and not self.futures_queue:
+            return answer()
+        future = FutureWrapper(self.futures_queue, answer)
+        return future if non_block else future.result()
+
+    def _send(self, call: Call, kwargs: dict[str, Any], answering: int | None) -> None:
+        """Send a call to all ranks, of which one answers, or None for all."""
+        assert self.rpc_broadcast_mq is not None
+        method = call.method
+        sent = method if isinstance(method, str) else cloudpickle.dumps(method)
         try:
-            future = super().collective_rpc(
-                method,
-                call.limit_s,
-                args,
-                kwargs,
-                True,
-                unique_reply_rank,
-                kv_output_aggregator,
-                ec_output_aggregator,
-            )
+            self.rpc_broadcast_mq.enqueue((sent, call.args, kwargs, answering))
         except (TimeoutError, RuntimeError) as error:
             raise self._meaning(call, error) from None
-        get_response = future.get_response
 
-        def answered() -> Any:
+    def _answers(self, call: Call, answering: int | None, deadline: float) -> list[Any]:
+        """The answers of one rank, or None for all, until a moment of the monotonic clock."""
+        queues = self.response_mqs
+        answers = []
+        for queue in queues if answering is None else (queues[answering],):
             try:
-                return get_response()
+                status, answer = queue.dequeue(max(0.0, deadline - time.monotonic()))
             except (TimeoutError, RuntimeError) as error:
                 raise self._meaning(call, error) from None
-
-        future.get_response = answered
-        return future if non_block else future.result()
+            if status != WorkerProc.ResponseStatus.SUCCESS:
+                raise self._meaning(call, RuntimeError(f"a rank failed with: {answer}"))
+            answers.append(answer)
+        return answers
 
     def _call_of(
         self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any]
@@ -156,12 +181,12 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
 
         Args:
             call: the call that was waited for.
-            error: TimeoutError, or RuntimeError for a rank's own error, as vLLM tells it.
+            error: TimeoutError, or RuntimeError for a rank's own error.
 
         """
         if isinstance(error, TimeoutError):
             if not call.key:
-                return error
+                return TimeoutError(f"{call} was not done in {call.limit_s:g} s")
             where = self._look()
             return self._fail(f"{call} was not done in {call.limit_s:g} s ({call.key}): {where}")
         # In other calls than steps a rank's own error is the caller's.

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from ray_hetero.errors import UnsupportedError
@@ -252,7 +253,7 @@ def answer_untraced(process: Any) -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     for name in ("_execute_worker_rpc", "handle_output", "enqueue_output"):
-        setattr(process, name, functools.partial(original(WorkerProc, name), process))
+        setattr(process, name, MethodType(original(WorkerProc, name), process))
 
 
 def unlink_once_attached(queue: Any) -> None:

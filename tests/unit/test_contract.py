@@ -28,7 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
-from vllm.v1.executor.multiproc_executor import FutureWrapper, WorkerProc
+from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -172,7 +172,6 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("recovery", EngineCoreProc, "self.output_queue = "),
     ("recovery", EngineCoreProc, "self.addresses = "),
     ("recovery", EngineCore, "self.batch_queue = "),
-    ("guarded_executor", FutureWrapper, "self.get_response = "),
 ]
 
 
@@ -188,6 +187,20 @@ def test_private_attributes_are_assigned(where: str, owner: type, text: str) -> 
         )
     }  # fmt: skip
     assert named in assigned, f"{where}.py reads it"
+
+
+def test_a_call_of_the_ranks_says_the_same_as_vllms() -> None:
+    asked = inspect.getsource(MultiprocExecutor.collective_rpc)
+    assert "rpc_broadcast_mq.enqueue((send_method, args, kwargs, output_rank))" in asked
+    assert "status, result = mq.dequeue(" in asked
+    assert "aggregate(outputs, output_rank=rank)" in asked
+    assert list(inspect.signature(FutureWrapper).parameters)[:2] == [
+        "futures_queue",
+        "get_response",
+    ]
+    taken = inspect.getsource(WorkerProc._execute_worker_rpc)
+    assert "method, args, kwargs, output_rank = rpc_request" in taken
+    assert "cloudpickle.loads(method)" in taken
 
 
 def test_a_seed_takes_the_number_of_the_engine() -> None:
