@@ -12,55 +12,17 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ray_hetero import shared_memory_link
-from ray_hetero.errors import AgreementError
 from ray_hetero.gloo_link import GlooReceiver, GlooSender, Neighbour
-from ray_hetero.locked_pages import lock_pages
+from ray_hetero.linking import Linking, Signature
 from ray_hetero.messages import Message, OnItsWay, Packing, Tensors
-from ray_hetero.progress import logger
-from ray_hetero.shared_memory_link import (
-    Arrival,
-    SharedMemoryReceiver,
-    SharedMemorySender,
-    SharedMessages,
-)
+from ray_hetero.shared_memory_link import Arrival, SharedMemoryReceiver, SharedMemorySender
 from ray_hetero.step_clock import Exchanged
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What crosses a stage boundary for each token; both sides must agree on it."""
-
-    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
-    """Name, shape of one token's row and dtype of each tensor, in the order they are packed."""
-    capacity: int
-    """Most tokens of a step."""
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], capacity: int) -> Signature:
-        """Read the signature off tensors of shape [tokens, …]."""
-        rows = ((name, tuple(t.shape[1:]), str(t.dtype)) for name, t in tensors.items())
-        return cls(tuple(sorted(rows)), capacity)
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What a stage tells the next one once."""
-
-    signature: Signature
-    boot_id: str
-    """Of its host: ranks with the same one read the same clock."""
-    address: bytes | None
-    """Where it hands shared memory over; None where it has none."""
 
 
 class Sent:
@@ -80,7 +42,7 @@ class Sent:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until it has been sent; raises what Gloo raised."""
+        """Wait until it has been sent; raises what sending it raised."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -135,15 +97,14 @@ class StageBoundary:
         self._next = Neighbour(ranks[rank_in_group + 1], group) if has_next else None
         self._device = device
         self._may_share = may_share
-        # One message more than batches in flight (one a stage), so that packing need not wait.
-        self._depth = len(ranks) + 1
+        self._stages = len(ranks)
         self._rows = 0
         self._exchanged = Exchanged()
         self._is_clock_shared = False
         self._computed_at = 0.0
         self._sender: GlooSender | SharedMemorySender
         self._receiver: GlooReceiver | SharedMemoryReceiver
-        self._copied: dict[int, torch.cuda.Event] = {}
+        self._copied = defaultdict[int, torch.cuda.Event](torch.cuda.Event)
         self._staging_in: Staging | None = None
         self._staging_out: Staging | None = None
         self._work: queue.SimpleQueue[Callable[[], None]] | None = None
@@ -163,88 +124,25 @@ class StageBoundary:
             RuntimeError: a neighbour is late, or has ended.
 
         """
-        signature, packing = Signature.of(template, capacity), Packing(template)
+        packing = Packing(template)
+        linking = Linking(
+            Signature.of(template, capacity), packing, self._device, self._stages,
+            may_share=self._may_share, timeout_s=timeout_s,
+        )  # fmt: skip
         if self._next is not None:
-            self._sender = self._link_to(self._next, signature, packing, timeout_s)
+            self._sender = linking.to_next(self._next)
             if self._is_gpu:
                 self._staging_out = Staging(packing, capacity, self._device)
                 self._start_sender()
         if self._previous is not None:
-            self._receiver = self._link_from(self._previous, signature, packing, timeout_s)
+            self._receiver, self._is_clock_shared = linking.to_previous(
+                self._previous, self._wait_until_read
+            )
             self._staging_in = Staging(packing, capacity, self._device) if self._is_gpu else None
 
     @property
     def _is_gpu(self) -> bool:
         return bool(self._device.type != "cpu")
-
-    def _link_to(
-        self, neighbour: Neighbour, signature: Signature, packing: Packing, timeout_s: float
-    ) -> GlooSender | SharedMemorySender:
-        offer = self._offer(packing, signature.capacity, timeout_s) if self._may_share else None
-        address = None if offer is None else offer.address
-        neighbour.tell(Introduction(signature, BOOT_ID.read_text().strip(), address))
-        is_wanted = neighbour.hear()
-        if offer is not None and is_wanted:
-            logger.info("ray_hetero: shares the memory of messages to rank %d", neighbour.rank)
-            return SharedMemorySender(self._mapped(offer.shared), offer.accept())
-        if offer is not None:
-            offer.withdraw()
-        logger.info("ray_hetero: sends messages to rank %d over Gloo", neighbour.rank)
-        return GlooSender(self._own_messages(packing, signature.capacity), neighbour)
-
-    def _offer(
-        self, packing: Packing, capacity: int, timeout_s: float
-    ) -> shared_memory_link.Offer | None:
-        # One message more than over Gloo: the receiver gives the oldest back with its next step.
-        number = self._depth + 1
-        try:
-            return shared_memory_link.Offer(packing, capacity, number, timeout_s)
-        except OSError as error:
-            logger.warning("ray_hetero: no memory is shared with the next stage: %s", error)
-            return None
-
-    def _link_from(
-        self, neighbour: Neighbour, signature: Signature, packing: Packing, timeout_s: float
-    ) -> GlooReceiver | SharedMemoryReceiver:
-        heard: Introduction = neighbour.hear()
-        self._is_clock_shared = heard.boot_id == BOOT_ID.read_text().strip()
-        is_agreed = heard.signature == signature
-        connection = None
-        is_near = self._may_share and self._is_clock_shared
-        if is_agreed and is_near and heard.address is not None:
-            connection = shared_memory_link.connected(heard.address, timeout_s)
-        neighbour.tell(connection is not None)
-        if not is_agreed:
-            raise AgreementError(
-                f"intermediate tensors: rank {neighbour.rank} sends {heard.signature}, "
-                f"rank {dist.get_rank()} takes {signature}"
-            )
-        if connection is None:
-            messages = self._own_messages(packing, signature.capacity)
-            return GlooReceiver(messages, neighbour, self._wait_until_read)
-        number = self._depth + 1
-        shared = shared_memory_link.take(connection, packing, signature.capacity, number)
-        return SharedMemoryReceiver(self._mapped(shared), connection, self._wait_until_read)
-
-    def _own_messages(self, packing: Packing, capacity: int) -> list[Message]:
-        # Pages of ordinary memory are there once a step has used them.
-        memory = torch.empty(
-            (self._depth, packing.message_bytes(capacity)),
-            dtype=torch.uint8,
-            device="cpu",
-            pin_memory=self._is_gpu,
-        )
-        return self._prepared([Message(packing, part) for part in memory])
-
-    def _mapped(self, shared: SharedMessages) -> list[Message]:
-        if self._is_gpu:
-            lock_pages(shared.memory, self._device)
-        return self._prepared(shared.messages)
-
-    def _prepared(self, messages: list[Message]) -> list[Message]:
-        if self._is_gpu:
-            self._copied |= {id(message): torch.cuda.Event() for message in messages}
-        return messages
 
     def _wait_until_read(self, message: Message) -> None:
         """Until a GPU has copied what came; a CPU has computed with it before its next step."""

@@ -249,5 +249,4 @@ def _hear(connection: socket.socket) -> None:
 def _failed(error: OSError | None) -> RuntimeError:
     if isinstance(error, TimeoutError):
         return RuntimeError("the stage at the other end is late (exchange.timeout_s)")
-    # As Gloo tells it, without the address.
     return RuntimeError(f"the stage at the other end has closed the connection ({error or 'end'})")

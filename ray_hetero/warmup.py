@@ -86,7 +86,7 @@ def schedule(
         layout: kinds of all ranks.
         sizes: token counts.
         phase: before or after the KV cache exists.
-        has_boundary: whether stages exchange tensors over Gloo.
+        has_boundary: whether stages exchange tensors at the stage boundary.
 
     """
     last = len(layout.stages) - 1

@@ -80,7 +80,7 @@ class World:
 
     @property
     def has_boundary(self) -> bool:
-        """Whether some pipeline's stages exchange their tensors over Gloo: all but GPUs alone."""
+        """Whether some pipeline's stages meet at the stage boundary: all but GPUs alone."""
         return self.has_cpu and len(self.layout.stages) > 1
 
     @property
