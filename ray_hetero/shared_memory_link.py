@@ -14,6 +14,7 @@ import mmap
 import os
 import socket
 import struct
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -71,8 +72,9 @@ class Offer:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.enter_context(self._listener)
             self._listener.settimeout(timeout_s)
-            # The kernel finds a free abstract address, which ends with the socket.
-            self._listener.bind("")
+            # Abstract, so it ends with the socket; of another network namespace, where the stage
+            # is looked for in vain, no other socket has it.
+            self._listener.bind(f"\0ray_hetero-{uuid.uuid4()}")
             self._listener.listen()
             self._open = stack.pop_all()
 

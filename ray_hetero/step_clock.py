@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ray_hetero.exchange import StageBoundary
+from typing import Protocol
 
 REPORT_SECONDS = 30.0
 
@@ -25,6 +22,17 @@ class Exchanged:
     waiting."""
     received_bytes: int = 0
     sent_bytes: int = 0
+
+
+class Boundary(Protocol):
+    """What a rank exchanges tensors with other stages through."""
+
+    def take(self) -> Exchanged:
+        """What has been exchanged since the last call."""
+
+    @property
+    def computed_at(self) -> float:
+        """When a GPU had computed what was last sent, on this rank's clock; 0 on a CPU rank."""
 
 
 @dataclass
@@ -126,7 +134,7 @@ class StepClock:
         began = self._began
         return 0.0 if began is None else time.perf_counter() - began
 
-    def add(self, seconds: float, tokens: int, boundary: StageBoundary | None) -> None:
+    def add(self, seconds: float, tokens: int, boundary: Boundary | None) -> None:
         """Count one call of the worker, now ended; a step is counted by its tokens."""
         self._began = None
         exchanged = boundary.take() if boundary is not None else Exchanged()
@@ -150,7 +158,7 @@ class StepClock:
         if time.monotonic() - self._last > self._interval_s:
             self._report_new_steps()
 
-    def _add_late(self, seconds: float, boundary: StageBoundary | None) -> None:
+    def _add_late(self, seconds: float, boundary: Boundary | None) -> None:
         """Count what a GPU went on computing, to send it, after the last call had returned."""
         if boundary is None:
             return
