@@ -7,6 +7,7 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -56,6 +57,29 @@ def test_an_answer_comes_back_and_a_step_is_waited_for_within_its_limit() -> Non
     assert executor.asked == [("execute_model", (STEP,), {}, 1)]
     assert last.waits == [pytest.approx(3, abs=1)]
     assert not executor.is_failed
+
+
+def test_answers_are_taken_in_the_order_of_the_calls() -> None:
+    executor = Guarded(Rank((DONE, "first"), (DONE, "second"), (DONE, "third")))
+    first = executor.collective_rpc("a", non_block=True)
+    assert executor.collective_rpc("b") == ["second"]
+    assert first.result() == ["first"]
+    assert executor.collective_rpc("c") == ["third"]
+
+
+def test_an_aggregator_gets_the_outputs_of_all_ranks() -> None:
+    executor = Guarded(Rank((DONE, 1)), Rank((DONE, 2)))
+    adding = SimpleNamespace(aggregate=lambda outputs, output_rank: (sum(outputs), output_rank))
+    found = executor.collective_rpc("a", unique_reply_rank=1, ec_output_aggregator=adding)
+    assert found == (3, 1)
+    assert executor.asked == [("a", (), {}, None)]
+
+
+def test_a_function_is_sent_to_the_ranks() -> None:
+    executor = Guarded(Rank((DONE, "rank 0")))
+    assert executor.collective_rpc(lambda worker, more: worker + more, args=(2,)) == ["rank 0"]
+    ((sent, args, _, _),) = executor.asked
+    assert cloudpickle.loads(sent)(1, *args) == 3
 
 
 def test_vllms_own_limit_holds_where_ours_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
