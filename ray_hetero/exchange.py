@@ -110,7 +110,11 @@ class StageBoundary:
         self._work: queue.SimpleQueue[Callable[[], None]] | None = None
 
     def agree(
-        self, template: Mapping[str, torch.Tensor], capacity: int, timeout_s: float = 600
+        self,
+        template: Mapping[str, torch.Tensor],
+        capacity: int,
+        timeout_s: float = 600,
+        numa_nodes: tuple[int, ...] = (),
     ) -> None:
         """Agree with the neighbours on what crosses, and allocate all memory.
 
@@ -118,6 +122,7 @@ class StageBoundary:
             template: the model's intermediate tensors, [tokens, …] each.
             capacity: most tokens of one step.
             timeout_s: longest wait for a stage of the same host, now and in each step.
+            numa_nodes: of a CPU rank.
 
         Raises:
             AgreementError: the previous stage sends other tensors than this one takes.
@@ -127,7 +132,7 @@ class StageBoundary:
         packing = Packing(template)
         linking = Linking(
             Signature.of(template, capacity), packing, self._device, self._stages,
-            may_share=self._may_share, timeout_s=timeout_s,
+            may_share=self._may_share, timeout_s=timeout_s, numa_nodes=numa_nodes,
         )  # fmt: skip
         if self._next is not None:
             self._sender = linking.to_next(self._next)

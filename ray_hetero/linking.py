@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from placement import native
+from placement.errors import NativeError
 from ray_hetero import shared_memory_link
 from ray_hetero.errors import AgreementError
 from ray_hetero.gloo_link import GlooReceiver, GlooSender, Neighbour
@@ -65,6 +67,8 @@ class Linking:
     may_share: bool
     timeout_s: float
     """Longest wait for a stage of the same host, now and in each step."""
+    numa_nodes: tuple[int, ...] = ()
+    """Of a CPU stage, which computes in the memory that it has received into."""
 
     @property
     def _depth(self) -> int:
@@ -89,8 +93,10 @@ class Linking:
         is_taken = neighbour.hear()
         if offer is not None and is_taken:
             logger.info("stage boundary to rank %d: shared memory", neighbour.rank)
+            sender = SharedMemorySender(offer.shared.messages, offer.accept())
+            sender.begin()
             self._lock(offer.shared)
-            return SharedMemorySender(offer.shared.messages, offer.accept())
+            return sender
         if offer is not None:
             offer.withdraw()
         logger.info("stage boundary to rank %d: Gloo", neighbour.rank)
@@ -134,8 +140,20 @@ class Linking:
             return GlooReceiver(self._own_messages(), neighbour, wait_until_read), is_near
         capacity = self.signature.capacity
         shared = shared_memory_link.take(connection, self.packing, capacity, self._shared_depth)
+        self._bind(shared)
         self._lock(shared)
-        return SharedMemoryReceiver(shared.messages, connection, wait_until_read), is_near
+        receiver = SharedMemoryReceiver(shared.messages, connection, wait_until_read)
+        receiver.begin()
+        return receiver, is_near
+
+    def _bind(self, shared: SharedMessages) -> None:
+        # Before the sender touches a page, which would then lie on its own node.
+        if self.numa_nodes:
+            memory = shared.memory
+            try:
+                native.bind_range(memory.data_ptr(), memory.nbytes, self.numa_nodes, move=False)
+            except NativeError as error:
+                logger.warning("stage boundary: messages may lie on another NUMA node: %s", error)
 
     def _lock(self, shared: SharedMessages) -> None:
         if self.device.type != "cpu":

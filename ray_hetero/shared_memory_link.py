@@ -157,6 +157,15 @@ class SharedMemorySender:
         self._connection = connection
         self._begun = 0
 
+    def begin(self) -> None:
+        """Wait until the receiver has taken the memory.
+
+        Raises:
+            RuntimeError: it is late, or has ended.
+
+        """
+        _hear(self._connection)
+
     def next_message(self) -> Message:
         """The next message to fill, once the receiver does not need it any more."""
         message = self._messages[self._begun % len(self._messages)]
@@ -203,6 +212,10 @@ class SharedMemoryReceiver:
         self._connection = connection
         self._wait_until_read = wait_until_read
         self._begun = 0
+
+    def begin(self) -> None:
+        """Tell the sender that the memory may be used."""
+        _tell(self._connection)
 
     def receive(self, tokens: int) -> tuple[Message, Arrival]:
         """Begin to receive a message; it is there once the arrival has been waited for."""

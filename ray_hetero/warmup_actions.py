@@ -154,7 +154,7 @@ def _boundary(worker: Any, context: RankContext, step: Step) -> None:
         batch_size=1, dtype=runner.model_config.dtype, device=runner.device
     )
     timeout_s = worker.parallel_config.cpu_distributed_timeout_seconds
-    boundary.agree(template.tensors, runner.max_num_tokens, timeout_s)
+    boundary.agree(template.tensors, runner.max_num_tokens, timeout_s, context.numa_nodes)
 
 
 def _finish(worker: Any, context: RankContext, step: Step) -> None:

@@ -17,6 +17,7 @@ from ray_hetero.exchange import StageBoundary
 from ray_hetero.messages import ALIGNMENT, HEADER_BYTES, Message, Packing
 
 CPU = torch.device("cpu")
+NUMA_MAPS = Path("/proc/self/numa_maps")
 CAPACITY = 16
 TEMPLATE = {
     "residual": torch.zeros(1, 24, dtype=torch.float32),
@@ -79,6 +80,22 @@ def passes_all_steps_on(
         answers.put((rank, is_right, exchanged.received_bytes, exchanged.sent_bytes, links))
 
 
+def tells_policy_of_messages(rank: int, ranks: int, store: Path, answers: Any) -> None:
+    """Stage 1 computes on node 0; stage 0 is the first to touch what it sends."""
+    nodes = (0,) if rank == 1 else ()
+    with boundary_of(rank, ranks, store) as boundary:
+        boundary.agree(TEMPLATE, CAPACITY, numa_nodes=nodes)
+        boundary.begin_step(1)
+        if rank == 0:
+            boundary.isend(tensors_of(0, 1))
+        else:
+            boundary.irecv()[1][0].wait()
+        dist.barrier()
+        lines = NUMA_MAPS.read_text().splitlines()
+        answers.put((rank, [line.split()[1] for line in lines if "ray_hetero-messages" in line]))
+        dist.barrier()
+
+
 def refuses_other_tensors(rank: int, ranks: int, store: Path, answers: Any) -> None:
     """Stage 1 takes wider hidden states than stage 0 sends."""
     template = {"hidden_states": torch.zeros(1, 24 + 8 * rank, dtype=torch.bfloat16)}
@@ -136,6 +153,11 @@ def test_every_stage_gets_the_rows_of_each_step(
         (rank, True, nbytes if rank > 0 else 0, nbytes if rank + 1 < ranks else 0, links[rank])
         for rank in range(ranks)
     ]
+
+
+@pytest.mark.skipif(not NUMA_MAPS.exists(), reason="this kernel has no NUMA support")
+def test_messages_lie_where_a_cpu_rank_computes_with_them(tmp_path: Path) -> None:
+    assert run(tells_policy_of_messages, 2, tmp_path) == [(0, ["bind:0"]), (1, ["bind:0"])]
 
 
 def test_other_tensors_are_refused_where_they_arrive(tmp_path: Path) -> None:

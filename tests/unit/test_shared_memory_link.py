@@ -35,6 +35,8 @@ class Link:
         taken = take(reached, PACKING, CAPACITY, NUMBER)
         self.sender = SharedMemorySender(offer.shared.messages, self.ends[0])
         self.receiver = SharedMemoryReceiver(taken.messages, reached, self.read.append)
+        self.receiver.begin()
+        self.sender.begin()
 
     def send(self, value: float) -> None:
         message = self.sender.next_message()
