@@ -153,15 +153,9 @@ def cpu_ranks(number: int, sockets: int) -> list[Contender]:
     """
     shares = ranks_per_socket(sockets)
     config = {"cpu": {"ranks_per_socket": shares, "linear_kernel": "vllm"}}
-    engine = {"tensor_parallel_size": number, "distributed_executor_backend": "mp"}
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2"}
-    if number == 1:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0"
-    elif shares > 1:
-        environment["VLLM_CPU_SIM_MULTI_NUMA"] = "1"
     return [
         hetero("ray_hetero", ["cpu"] * number, config=config, engine={}, reads="socket"),
-        stock_engine("mp", engine, "socket", "--backend", "mp", environment=environment),
+        mp("mp", {"tensor_parallel_size": number}, "socket", shares),
     ]
 
 
@@ -169,21 +163,24 @@ def cpu_only(sockets: int) -> list[Contender]:
     """Contenders on a host without a GPU: two CPU ranks, beside vLLM's own `mp`."""
     shares = ranks_per_socket(sockets)
     config = {"cpu": {"ranks_per_socket": shares}}
-    # Stock vLLM takes one NUMA node for one rank unless it is told to pretend.
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2"}
-    if shares > 1:
-        environment["VLLM_CPU_SIM_MULTI_NUMA"] = "1"
-
-    def mp(name: str, size: str, reads: str) -> Contender:
-        engine = {size: 2, "distributed_executor_backend": "mp"}
-        return stock_engine(name, engine, reads, "--backend", "mp", environment=environment)
-
     return [
         hetero("ray_hetero tp2", ["cpu", "cpu"], config=config, engine={}, reads="together"),
-        mp("mp tp2", "tensor_parallel_size", "together"),
+        mp("mp tp2", {"tensor_parallel_size": 2}, "together", shares),
         hetero("ray_hetero pp2", ["cpu"], ["cpu"], config=config, engine={}, reads="in turn"),
-        mp("mp pp2", "pipeline_parallel_size", "in turn"),
+        mp("mp pp2", {"pipeline_parallel_size": 2}, "in turn", shares),
     ]
+
+
+def mp(name: str, sizes: Mapping[str, int], reads: str, shares: int) -> Contender:
+    """vLLM's own CPU ranks, in groups of these sizes, so many of them a socket."""
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+    if math.prod(sizes.values()) == 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0"
+    elif shares > 1:
+        # Stock vLLM takes one NUMA node for one rank unless it is told to pretend.
+        environment["VLLM_CPU_SIM_MULTI_NUMA"] = "1"
+    engine = {**sizes, "distributed_executor_backend": "mp"}
+    return stock_engine(name, engine, reads, "--backend", "mp", environment=environment)
 
 
 def hetero(

@@ -23,13 +23,12 @@ from placement.external_group import Bundle, Offer, bundles_of, chosen_bundles, 
 from placement.lockfiles import DIRECTORY_VARIABLE
 from placement.shortage import NodeResources, impossible, missing
 from placement.sockets import sockets_of
-from placement.sysfs import read_host
+from placement.sysfs import machine_id, read_host
 from placement.topology import Host, Socket, SocketUnit
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,7 @@ class _Description:
 
 
 def _describe(claims: Path | None) -> _Description:
-    machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    return _Description(read_host(), held(claims or default_directory()), machine)
+    return _Description(read_host(), held(claims or default_directory()), machine_id())
 
 
 def discover(

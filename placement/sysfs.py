@@ -28,6 +28,11 @@ GIVEN_BACK = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 KIBIBYTE = 1024
 
 
+def machine_id(root: Path = Path("/")) -> str:
+    """The same for all processes of a running machine, in containers too; empty if unknown."""
+    return (Tree(root).find_text("proc/sys/kernel/random/boot_id") or "").strip()
+
+
 def read_host(root: Path = Path("/"), *, gpus: bool = True) -> Host:
     """The host as this process may use it.
 

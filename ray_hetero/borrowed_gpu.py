@@ -160,10 +160,10 @@ class BorrowedGpu:
     def _lock_pages(self) -> None:
         if self._device.type != "cuda":
             return
-        # Streams and events, too, belong to the current one.
+        # Streams, events and locked memory belong to the current one.
         torch.cuda.set_device(self._device)
         for weight in self._weights.values():
-            lock_pages(weight.data, self._device)
+            lock_pages(weight.data)
 
     def _allocate(self, outputs: int, inputs: int) -> None:
         device = self._device

@@ -166,6 +166,7 @@ class StageBoundary:
         """
         start = time.perf_counter()
         message = self._sender.next_message()
+        message.wait_until_sent()
         send = self._send_staged if self._is_gpu else self._send_here
         message.sent = send(message, tensors, start)
         self._exchanged.sent_bytes += message.of(self._rows).nbytes

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from placement import native
 from placement.errors import NativeError
+from placement.sysfs import machine_id
 from ray_hetero import shared_memory_link
 from ray_hetero.errors import AgreementError
 from ray_hetero.gloo_link import GlooReceiver, GlooSender, Neighbour
@@ -23,8 +23,6 @@ from ray_hetero.shared_memory_link import (
     SharedMemorySender,
     SharedMessages,
 )
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ class Introduction:
     """What a stage tells the next one once."""
 
     signature: Signature
-    boot_id: str
-    """Of its host: ranks with the same one read the same clock."""
+    machine: str
+    """Ranks with the same one read the same clock; empty if unknown."""
     address: bytes | None
     """Where it hands shared memory over; None where it has none."""
 
@@ -89,7 +87,7 @@ class Linking:
         """
         offer = self._offer() if self.may_share else None
         address = None if offer is None else offer.address
-        neighbour.tell(Introduction(self.signature, _boot_id(), address))
+        neighbour.tell(Introduction(self.signature, machine_id(), address))
         is_taken = neighbour.hear()
         if offer is not None and is_taken:
             logger.info("stage boundary to rank %d: shared memory", neighbour.rank)
@@ -125,7 +123,7 @@ class Linking:
 
         """
         heard: Introduction = neighbour.hear()
-        is_near = heard.boot_id == _boot_id()
+        is_near = heard.machine == machine_id() != ""
         is_agreed = heard.signature == self.signature
         connection = None
         if is_agreed and is_near and self.may_share and heard.address is not None:
@@ -157,7 +155,7 @@ class Linking:
 
     def _lock(self, shared: SharedMessages) -> None:
         if self.device.type != "cpu":
-            lock_pages(shared.memory, self.device)
+            lock_pages(shared.memory)
 
     def _own_messages(self) -> list[Message]:
         # Pages of ordinary memory are there once a step has used them.
@@ -168,7 +166,3 @@ class Linking:
             pin_memory=self.device.type != "cpu",
         )
         return [Message(self.packing, part) for part in memory]
-
-
-def _boot_id() -> str:
-    return BOOT_ID.read_text().strip()
