@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 
 from ray_hetero import _streaming_linear
-from ray_hetero.packed_weights import PackedWeight, made_compact
+from ray_hetero.packed_weights import PackedWeight, made_compact, pack
 
 KERNELS = ("onednn", "sgl", "streaming-avx512", "streaming-amx", "compact-avx512", "compact-amx")
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -31,7 +31,7 @@ def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Te
     made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     handler = ops.create_onednn_mm(weight.t(), 32)
     made["onednn"] = lambda x: ops.onednn_mm(handler, x, None)
-    packed = torch.ops._C.convert_weight_packed(weight)
+    packed = pack(weight)
     made["sgl"] = lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None)
     made["torch"] = lambda x: torch.nn.functional.linear(x, weight)
     plain, compact = PackedWeight(packed), made_compact(packed, _streaming_linear)

@@ -28,8 +28,7 @@ class PackedWeight:
     """W [N, K] of a linear layer."""
 
     data: torch.Tensor
-    """[N, K], bf16, as `torch.ops._C.convert_weight_packed` packs it; compact: [N, 3 · K / 2], of
-    bytes."""
+    """[N, K], bf16, as `pack` packs it; compact: [N, 3 · K / 2], of bytes."""
     compact: Any = None
     """What belongs to a compact one beside its rows: `Compact` of the native module."""
 
@@ -46,6 +45,24 @@ class PackedWeight:
         packed = torch.empty(self.shape, dtype=torch.bfloat16)
         self.compact.expand(self.data.data_ptr(), packed.data_ptr())
         return packed
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in the layout [N / 32][K / 2][32][2] that CPU kernels multiply with.
+
+    That is the layout of vLLM's `torch.ops._C.convert_weight_packed`, which only builds for AVX-512
+    have.
+
+    Args:
+        weight: [N, K], bf16, N a multiple of 32, K of 2.
+
+    Returns:
+        [N, K], bf16, with memory of its own.
+
+    """
+    outputs, inputs = weight.shape
+    blocks = weight.reshape(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
+    return blocks.clone(memory_format=torch.contiguous_format).view(outputs, inputs)
 
 
 def made_compact(packed: torch.Tensor, native: ModuleType) -> PackedWeight:

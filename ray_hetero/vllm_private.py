@@ -394,14 +394,15 @@ def use_linear(
     import torch
     from vllm.model_executor.layers import utils
 
+    from ray_hetero.packed_weights import pack
+
     choose = original(utils, "dispatch_cpu_unquantized_gemm")
-    pack = original(torch.ops._C, "convert_weight_packed")
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         if not suits(layer.weight):
             choose(layer, remove_weight)
             return
-        packed = pack(layer.weight)
+        packed = pack(layer.weight.data)
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.to(torch.float32)
         packed = packed_layer(layer, packed)

@@ -10,7 +10,7 @@ from native_module import native
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ray_hetero.between_attentions import Linear
-from ray_hetero.packed_weights import PackedWeight, made_compact
+from ray_hetero.packed_weights import PackedWeight, made_compact, pack
 
 HEADS, KV_HEADS, HEAD = 6, 2, 64
 HIDDEN, WIDE = 256, 416
@@ -141,7 +141,7 @@ def model(
 
 def linears(model: Any) -> dict[Any, Linear]:
     def held(matrix: Any) -> Linear:
-        packed = torch.ops._C.convert_weight_packed(matrix)
+        packed = pack(matrix)
         return Linear(made_compact(packed, native) if len(matrix) == HIDDEN
                       else PackedWeight(packed), None)  # fmt: skip
 

@@ -21,7 +21,7 @@ from ray_hetero.between_attentions import (  # noqa: E402
     Parts,
 )
 from ray_hetero.borrowed_gpu import BorrowedGpu  # noqa: E402
-from ray_hetero.packed_weights import PackedWeight, made_compact  # noqa: E402
+from ray_hetero.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
 from ray_hetero.streaming_linear import Prompts, StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
@@ -45,7 +45,7 @@ def linear(
 ) -> tuple[Linear, torch.Tensor]:
     weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
     bias = torch.randn(outputs).bfloat16().float() if has_bias else None
-    held = PackedWeight(torch.ops._C.convert_weight_packed(weight))
+    held = PackedWeight(pack(weight))
     return Linear(made_compact(held.data, native) if is_compact else held, bias), weight.float()
 
 

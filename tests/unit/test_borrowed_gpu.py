@@ -23,7 +23,7 @@ from ray_hetero.borrowed_gpu import SLOTS, BorrowedGpu, gpu_bytes  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.packed_weights import PackedWeight, made_compact  # noqa: E402
+from ray_hetero.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
 
 current_platform.import_kernels()
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def borrowed(
     plain: list[torch.Tensor], tokens: int = 64, *, is_compact: bool = False
 ) -> tuple[BorrowedGpu, list[torch.Tensor]]:
     gpu = BorrowedGpu(CPU, tokens)
-    packed = [PackedWeight(torch.ops._C.convert_weight_packed(weight)) for weight in plain]
+    packed = [PackedWeight(pack(weight)) for weight in plain]
     if is_compact:
         packed = [made_compact(weight.data, native) for weight in packed]
     for weight in packed:
@@ -143,7 +143,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, _ = borrowed([])
-    gpu.add(PackedWeight(torch.ops._C.convert_weight_packed(weights()[0])))
+    gpu.add(PackedWeight(pack(weights()[0])))
 
     def no_memory(self: BorrowedGpu, outputs: int, inputs: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
@@ -200,7 +200,7 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
-    weight = torch.ops._C.convert_weight_packed(layer.weight.data)
+    weight = pack(layer.weight.data)
     unasked = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
     held = unasked._packed(layer, weight)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from native_module import native, needs_bf16  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.packed_weights import PackedWeight, made_compact  # noqa: E402
+from ray_hetero.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_bf16
@@ -44,7 +44,7 @@ WEIGHTS = {
 def test_expanded_they_are_what_they_were(made: object) -> None:
     assert callable(made)
     torch.manual_seed(5)
-    packed = torch.ops._C.convert_weight_packed(made().bfloat16())
+    packed = pack(made().bfloat16())
     rows = torch.empty((N, 3 * K // 2), dtype=torch.uint8)
     weight = PackedWeight(rows, native.Compact(packed.data_ptr(), N, K, rows.data_ptr()))
     assert weight.shape == (N, K)
@@ -63,7 +63,7 @@ def test_every_bf16_there_is() -> None:
 
 def test_only_what_suits_becomes_compact() -> None:
     torch.manual_seed(5)
-    usual = torch.ops._C.convert_weight_packed(torch.randn(512, 256).mul_(0.02).bfloat16())
+    usual = pack(torch.randn(512, 256).mul_(0.02).bfloat16())
     made = made_compact(usual, native)
     assert made.compact is not None
     # Normal values are below 2^-14 of the largest once in ten thousand.
@@ -78,7 +78,7 @@ def test_exceptions_by_place() -> None:
     # 15 more frequent ones that fill the book.
     for exponent in range(15):
         weight[8, 4 * exponent : 4 * exponent + 4] = 2.0 ** (4 * exponent - 30)
-    packed = torch.ops._C.convert_weight_packed(weight)
+    packed = pack(weight)
     made = made_compact(packed, native)
     places, values = made.compact.exceptions(1, 2)
     found = {
@@ -93,7 +93,7 @@ def test_exceptions_by_place() -> None:
 
 
 def test_rows_of_another_shape_are_refused() -> None:
-    packed = torch.ops._C.convert_weight_packed(torch.randn(64, 64).bfloat16())
+    packed = pack(torch.randn(64, 64).bfloat16())
     made = made_compact(packed, native)
     x = torch.zeros(1, 64).bfloat16()
     with pytest.raises(ValueError, match="shape that was made compact"):

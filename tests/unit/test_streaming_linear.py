@@ -15,7 +15,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero import streaming_linear, vllm_private  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.packed_weights import PackedWeight, made_compact  # noqa: E402
+from ray_hetero.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
 
 current_platform.import_kernels()
 KERNELS = [False] + ([True] if native is not None and native.has_amx() else [])
@@ -26,7 +26,7 @@ def packed(outputs: int, inputs: int, is_compact: bool) -> tuple[torch.Tensor, P
     # Some that are rare, so that a compact one has exceptions: large, tiny, none at all.
     for share, value in ((499, 30.0), (503, -(2.0**-40)), (509, 0.0)):
         weight.view(-1)[::share] = value
-    held = PackedWeight(torch.ops._C.convert_weight_packed(weight))
+    held = PackedWeight(pack(weight))
     if is_compact:
         held = made_compact(held.data, native)
         assert held.compact is not None
