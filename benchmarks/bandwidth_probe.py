@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from placement import native
-from placement.cpulist import format_cpulist, parse_cpulist
-from placement.sysfs import read_host
+from placement.host import native
+from placement.host.cpulist import format_cpulist, parse_cpulist
+from placement.host.sysfs import read_host
 
 PROBE = "native probe"
 ROW = 4096

@@ -20,10 +20,10 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 from shapes import SHAPES, layer_bytes
 
-from ray_hetero import streaming_linear
-from ray_hetero.between_attentions import Beginning, BetweenAttentions, Linear, Norm, Parts
-from ray_hetero.packed_weights import PackedWeight, pack
-from ray_hetero.streaming_linear import StreamingLinear
+from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels.packed_weights import PackedWeight, pack
+from ray_hetero.kernels.post_attention import Beginning, BetweenAttentions, Linear, Norm, Parts
+from ray_hetero.kernels.streaming_linear import StreamingLinear
 
 Ways = dict[str, Callable[[torch.Tensor, torch.Tensor], None]]
 

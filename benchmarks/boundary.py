@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from ray_hetero.exchange import StageBoundary
+from ray_hetero.distributed.stage_boundary import StageBoundary
 
 
 def main() -> None:

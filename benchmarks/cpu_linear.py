@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 
 from ray_hetero import _streaming_linear
-from ray_hetero.packed_weights import PackedWeight, made_compact, pack
+from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack
 
 KERNELS = ("onednn", "sgl", "streaming-avx512", "streaming-amx", "compact-avx512", "compact-amx")
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from placement import native
-from placement.sockets import sockets_of
-from placement.sysfs import read_host
+from placement.host import native
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
 
 GPU_BYTES = 4 << 30
 LINK_BYTES = 1 << 30

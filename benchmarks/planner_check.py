@@ -29,16 +29,16 @@ from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, write_shape
 
-from placement.assignment import Node, Seat
-from placement.bandwidth_cache import cached_bandwidth
-from placement.model_shape import shape_of
-from placement.sockets import sockets_of
-from placement.stage_plan import Split
-from placement.sysfs import read_host
+from placement.cluster.assignment import Node, Seat
+from placement.host.bandwidth_cache import cached_bandwidth
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
+from placement.model.reading import shape_of
+from placement.plan.stage_plan import Split
 from ray_hetero.config import HeteroConfig
-from ray_hetero.engine_facts import EngineFacts
-from ray_hetero.layer_plan import LayerPlan, Threads, plan_layers
-from ray_hetero.socket_bandwidth import reading_together
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.layer_plan import LayerPlan, Threads, plan_layers
+from ray_hetero.planning.socket_bandwidth import reading_together
 
 ONE = Point(batch=1, prompt=1, output=4)
 """With a prompt of one token every step is a decode step, so the clocks count nothing else."""

@@ -33,7 +33,7 @@ import openai
 import psutil
 from soak_report import summary
 
-from ray_hetero.demo_model import write_demo_model
+from ray_hetero.cli.demo.model import write_demo_model
 
 NAME = "soak"
 STARTED = re.compile(r"started rank (\d+) \(.*\), pid (\d+)$", re.M)

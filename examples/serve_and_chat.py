@@ -22,8 +22,8 @@ from pathlib import Path
 
 from openai import OpenAI
 
-from placement.sockets import sockets_of
-from placement.sysfs import read_host
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
 
 RANKS = 2
 STOP_TIMEOUT_S = 60

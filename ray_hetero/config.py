@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from placement.given import key_of, listed, shown
-from placement.stage_plan import Objective
+from placement.plan.stage_plan import Objective
 from placement.yaml_file import YamlError, read_yaml
 from ray_hetero.errors import ConfigError
 

@@ -38,7 +38,7 @@ def register() -> None:
             SUPPORTED_VLLM, installed, SUPPORTED_VLLM, SUPPORTED_VLLM,
         )  # fmt: skip
         return
-    from ray_hetero import vllm_private
+    from ray_hetero.compat import vllm_private
 
     vllm_private.teach_backend_name(is_ours, prepare)
 
@@ -52,6 +52,6 @@ def is_ours(backend: object) -> bool:
 
 def prepare(engine_args: EngineArgs) -> Launch:
     """Check the request; `launching.prepare`, which is only imported when it is needed."""
-    from ray_hetero import launching
+    from ray_hetero.launch import prepare
 
-    return launching.prepare(engine_args)
+    return prepare.prepare(engine_args)

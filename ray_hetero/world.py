@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from placement.assignment import Seat
-from placement.layout import Layout
+from placement.cluster.assignment import Seat
+from placement.cluster.layout import Layout
 from ray_hetero.config import HeteroConfig
 
 if TYPE_CHECKING:

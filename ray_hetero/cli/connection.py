@@ -21,7 +21,7 @@ def cluster() -> Iterator[None]:
 
     import ray
 
-    from ray_hetero.ray_address import connect
+    from ray_hetero.runtime.ray_address import connect
 
     address = os.environ.get("RAY_ADDRESS") or "auto"
     connect(address, log_to_driver=False, logging_level=logging.ERROR)

@@ -32,7 +32,7 @@ def demo_model(
         )
     from transformers.utils import logging
 
-    from ray_hetero.demo_model import DemoShape, write_demo_model
+    from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 
     logging.disable_progress_bar()
     shape = DemoShape(layers=layers, hidden=hidden, heads=heads)

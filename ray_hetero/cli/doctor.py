@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ray_hetero.checks import Check
+    from ray_hetero.preflight.checks import Check
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -19,7 +19,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what is wrong on this host and what to type; exit status 1 if something cannot work."""
-    from ray_hetero.host_checks import run_checks
+    from ray_hetero.preflight.host_checks import run_checks
 
     found = run_checks()
     if as_json:

@@ -21,8 +21,8 @@ def install_cpu_kernels(
     """Fetch the CPU kernels of the installed vLLM, for CPU ranks beside a CUDA install."""
     from packaging.version import Version
 
-    from ray_hetero.cpu_site import SITE_VARIABLE, installed_version, site_directory
-    from ray_hetero.cpu_site_install import install_site
+    from ray_hetero.compat.cpu_site import SITE_VARIABLE, installed_version, site_directory
+    from ray_hetero.compat.cpu_site_install import install_site
     from ray_hetero.errors import CpuSiteError
 
     installed = installed_version("vllm")

@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from placement.described import read_described
 from placement.errors import LayoutError, PlacementError
 from placement.given import shown
-from placement.model_shape import shape_of
-from placement.picture import plan_svg
-from placement.plan import Plan, plan_model
-from placement.plan_table import plan_table
+from placement.model.reading import shape_of
+from placement.plan.described import read_described
+from placement.plan.picture import plan_svg
+from placement.plan.plan import Plan, plan_model
+from placement.plan.table import plan_table
 
 WIDTH_WITHOUT_TERMINAL = 160
 MOST_TOKENS = 1_000_000_000

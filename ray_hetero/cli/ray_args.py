@@ -12,8 +12,8 @@ def ray_args() -> None:
 
     The options go to standard output; what is still to be exported before, to standard error.
     """
-    from placement.sysfs import read_host
-    from ray_hetero.ray_arguments import ray_arguments
+    from placement.host.sysfs import read_host
+    from ray_hetero.runtime.ray_arguments import ray_arguments
 
     arguments = ray_arguments(read_host())
     for name, value in arguments.environment.items():

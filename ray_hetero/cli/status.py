@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ray_hetero.status import EngineStatus
+    from ray_hetero.observability.status import EngineStatus
 
 WIDTH_WITHOUT_TERMINAL = 160
 
@@ -24,7 +24,7 @@ def status(
     from ray_hetero.cli.connection import cluster
 
     with cluster():
-        from ray_hetero.status import running_engines
+        from ray_hetero.observability.status import running_engines
 
         engines = running_engines()
     if as_json:

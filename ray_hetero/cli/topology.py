@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from placement.topology import Host
+    from placement.host.topology import Host
 
 CLUSTER_TIMEOUT_S = 60.0
 
@@ -21,8 +21,8 @@ def topology(
     ] = False,
 ) -> None:
     """Show NUMA nodes, cores, memory and GPUs of this host or of the whole cluster."""
-    from placement.describe import to_dict
-    from placement.sysfs import read_host
+    from placement.host.describe import to_dict
+    from placement.host.sysfs import read_host
 
     hosts = _cluster_hosts() if cluster else [read_host()]
     if as_json:
@@ -35,7 +35,7 @@ def topology(
 def _show(hosts: Sequence[Host]) -> None:
     from rich.console import Console
 
-    from placement.describe import host_table
+    from placement.host.describe import host_table
 
     console = Console(highlight=False)
     for host in hosts:
@@ -46,7 +46,7 @@ def _cluster_hosts() -> list[Host]:
     from ray_hetero.cli.connection import cluster
 
     with cluster():
-        from placement.cluster import discover
+        from placement.cluster.ray_cluster import discover
 
         nodes = discover(unit="package", shares=1, timeout_s=CLUSTER_TIMEOUT_S)
         return [node.host for node in nodes]

@@ -14,7 +14,7 @@ from engines import IN_THIS_PROCESS, Json, Model, Stock, batch, engine, prompts,
 from filelock import FileLock
 from leftovers import Scene, clean_scene
 
-from ray_hetero.demo_model import write_demo_model
+from ray_hetero.cli.demo.model import write_demo_model
 
 pytest.register_assert_rewrite("server_checks")
 

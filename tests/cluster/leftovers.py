@@ -104,7 +104,7 @@ class Scene:
         return found + [f"claim {holder}" for holder in self._holders()]
 
     def _holders(self) -> list[str]:
-        from placement.claims import held
+        from placement.cluster.claims import held
 
         return [str(holder) for holder in held(self.claims)]
 

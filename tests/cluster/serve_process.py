@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.util import placement_group_table
 
-from ray_hetero.status import running_engines
+from ray_hetero.observability.status import running_engines
 
 QUESTION = {"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": "Where?"}]}
 

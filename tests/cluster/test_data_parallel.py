@@ -19,7 +19,7 @@ from engines import (
 )
 from leftovers import Scene
 
-from placement.claims import held
+from placement.cluster.claims import held
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 

@@ -15,7 +15,7 @@ import pytest
 from engines import Json, Model, batch, engine, hetero, prompts, run_engines, tokens
 from leftovers import Scene
 
-from ray_hetero.demo_model import DemoShape, write_demo_model
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 

@@ -42,7 +42,7 @@ NAME = "model"
 TOKENS = 64
 STRANGER = """
 import sys
-from ray_hetero.local_ray import RayConnection
+from ray_hetero.runtime.ray_connection import RayConnection
 RayConnection(sys.argv[1])
 """
 

@@ -36,7 +36,7 @@ torch.Generator = Generator
 """
 """Start-up code of a pretended GPU's process: its random numbers are not those of a CPU."""
 NO_SHARING = """
-from ray_hetero import vllm_private
+from ray_hetero.compat import vllm_private
 
 vllm_private.share_samples = lambda model_runner: None
 """

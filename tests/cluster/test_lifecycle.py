@@ -93,7 +93,7 @@ def test_a_failed_start_leaves_nothing_and_the_next_engine_starts(
 
 ABRUPT_END = """
 import psutil, ray
-from ray_hetero.local_ray import RayConnection
+from ray_hetero.runtime.ray_connection import RayConnection
 
 connection = RayConnection(None)
 (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")

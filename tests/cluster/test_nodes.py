@@ -99,10 +99,10 @@ ENDLESS = {"model": NAME, "prompt": prompts()[1], "max_tokens": 1500, "stream": 
 
 INSTALL = """
 import json, ray
-from placement import cluster
-from placement.assignment import assign
-from placement.layout import Layout
-from ray_hetero.cluster_software import software_of
+from placement.cluster import ray_cluster
+from placement.cluster.assignment import assign
+from placement.cluster.layout import Layout
+from ray_hetero.preflight.cluster_software import software_of
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import CpuSiteError
 from ray_hetero.world import World

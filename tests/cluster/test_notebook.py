@@ -53,7 +53,7 @@ def test_the_start_is_shown_below_its_cell(cells: Cells) -> None:
 
 
 def test_the_engine_shows_itself_as_a_table_and_a_picture(cells: Cells) -> None:
-    page = _shown(cells["from ray_hetero.status import running_engines"])["text/html"]
+    page = _shown(cells["from ray_hetero.observability.status import running_engines"])["text/html"]
     assert "serving demo-model" in page
     assert "<svg" in page
     assert "one decode step" in page.lower()

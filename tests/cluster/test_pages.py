@@ -33,8 +33,8 @@ from leftovers import MARKER, Scene, clean_scene, marked_processes, wait_until
 from network import Place, two_places
 from server_checks import STEPS
 
-from placement.sockets import sockets_of
-from placement.sysfs import read_host
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 

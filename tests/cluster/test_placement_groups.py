@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 SHORT = """
 import json, logging, ray
 from dataclasses import replace
-from placement import cluster
-from placement.assignment import assign
+from placement.cluster import ray_cluster
+from placement.cluster.assignment import assign
 from placement.errors import ReservationError
-from placement.layout import Layout
+from placement.cluster.layout import Layout
 
 def error_of(seats):
     try:

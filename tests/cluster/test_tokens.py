@@ -24,7 +24,7 @@ from engines import (
 )
 from leftovers import Scene
 
-from ray_hetero import streaming_linear
+from ray_hetero.kernels import streaming_linear
 
 pytestmark = pytest.mark.timeout(900)
 

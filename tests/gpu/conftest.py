@@ -14,7 +14,7 @@ pytest.register_assert_rewrite("server_checks", "token_checks")
 from gpu_host import Checkpoint  # noqa: E402
 from leftovers import Scene, clean_scene  # noqa: E402
 
-from ray_hetero.demo_model import DemoShape, write_demo_model  # noqa: E402
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.gpus import read_gpus
+from placement.host.gpus import read_gpus
 
 IS_PRETENDED = os.environ.get("RAY_HETERO_PRETEND_GPU") == "1"
 CORES = sorted(os.sched_getaffinity(0))

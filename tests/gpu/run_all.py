@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "cluster")]
 
 from leftovers import marked_processes  # noqa: E402
 
-from placement.gpus import read_gpus  # noqa: E402
+from placement.host.gpus import read_gpus  # noqa: E402
 
 IS_PRETENDED = os.environ.get("RAY_HETERO_PRETEND_GPU") == "1"
 MARK = "RAY_HETERO_GPU_PART"

@@ -11,8 +11,8 @@ from gpu_host import IS_PRETENDED, Checkpoint, needs_gpus
 from leftovers import Scene
 from token_checks import Answer, Case, asked_for, check, run_cases, write_report
 
-from ray_hetero.borrowed_gpu import BorrowedGpu
-from ray_hetero.packed_weights import BLOCK, PackedWeight, made_compact
+from ray_hetero.kernels.gpu_prefill import BorrowedGpu
+from ray_hetero.kernels.packed_weights import BLOCK, PackedWeight, made_compact
 
 streaming_linear = pytest.importorskip("ray_hetero._streaming_linear")
 

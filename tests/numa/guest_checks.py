@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from placement import claims, libnuma, native, numa_maps, syscalls
+from placement.cluster import claims
 from placement.errors import ClaimError, NativeError
-from placement.sockets import sockets_of
-from placement.sysfs import read_host
+from placement.host import libnuma, native, numa_maps, syscalls
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
 
 MIB = 1 << 20
 SIZE = 8 * MIB
@@ -195,9 +196,9 @@ def probe_memory() -> str:
 
 HOLD = """
 import sys, time
-from placement.claims import claim_socket
-from placement.sockets import sockets_of
-from placement.sysfs import read_host
+from placement.cluster.claims import claim_socket
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
 keep = claim_socket(sockets_of(read_host())[int(sys.argv[1])], "engine-a")
 print("held", flush=True)
 time.sleep(600)
@@ -225,9 +226,9 @@ def claims_of_processes() -> str:
 
 
 LIMITED = """
-from placement import libnuma
-from placement.sockets import sockets_of
-from placement.sysfs import read_host
+from placement.host import libnuma
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
 host = read_host()
 print([[core.cpus for core in node.cores] for node in host.numa_nodes],
       [bool(node.memory_bytes) for node in host.numa_nodes],

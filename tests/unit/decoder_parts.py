@@ -9,8 +9,8 @@ import torch
 from native_module import native
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from ray_hetero.between_attentions import Linear
-from ray_hetero.packed_weights import PackedWeight, made_compact, pack
+from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack
+from ray_hetero.kernels.post_attention import Linear
 
 HEADS, KV_HEADS, HEAD = 6, 2, 64
 HIDDEN, WIDE = 256, 416

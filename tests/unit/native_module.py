@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_hetero import streaming_linear
+from ray_hetero.kernels import streaming_linear
 
 native = streaming_linear._native
 needs_bf16 = pytest.mark.skipif(

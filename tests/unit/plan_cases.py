@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement.devices import RankDevice, StageDevices, known_part
-from placement.model import ModelShape
-from placement.model_shape import shape_from_config
+from placement.model.reading import shape_from_config
+from placement.model.shape import ModelShape
+from placement.plan.devices import RankDevice, StageDevices, known_part
 
 
 def config_of(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import layout, node, world
 
-from placement.assignment import NODE_SLIVER, Node, Turn, assign, bundle_of
+from placement.cluster.assignment import NODE_SLIVER, Node, Turn, assign, bundle_of
 from placement.errors import LayoutError
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import node
 
-from placement.assignment import Node, assign
+from placement.cluster.assignment import Node, assign
+from placement.cluster.layout import Kind, Layout
 from placement.errors import LayoutError
-from placement.layout import Kind, Layout
-from placement.sockets import sockets_of
-from placement.topology import Core, Host, NumaNode
+from placement.host.sockets import sockets_of
+from placement.host.topology import Core, Host, NumaNode
 from ray_hetero.config import HeteroConfig
-from ray_hetero.planning import compute_threads, plan_world, spare_cpus
+from ray_hetero.planning.world_plan import compute_threads, plan_world, spare_cpus
 
 KINDS: list[Kind] = ["cpu", "gpu"]
 

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 from worlds import layout, node
 
-from placement import bandwidth_cache, cluster
-from placement.assignment import Node, Seat, assign
-from placement.bandwidth_cache import KEPT_SECONDS, cached_bandwidth
+from placement.cluster import ray_cluster
+from placement.cluster.assignment import Node, Seat, assign
 from placement.errors import NativeError
-from placement.part_names import part_called
-from placement.sockets import sockets_of
-from placement.topology import Core, Host, NumaNode
-from ray_hetero import socket_bandwidth
-from ray_hetero.socket_bandwidth import Readers, measure_bandwidth, reading_together
+from placement.host import bandwidth_cache
+from placement.host.bandwidth_cache import KEPT_SECONDS, cached_bandwidth
+from placement.host.sockets import sockets_of
+from placement.host.topology import Core, Host, NumaNode
+from placement.plan.part_names import part_called
+from ray_hetero.planning import socket_bandwidth
+from ray_hetero.planning.socket_bandwidth import Readers, measure_bandwidth, reading_together
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def measured(
             raise NativeError("no compiler")
         return 10e9 * len(cpus)
 
-    monkeypatch.setattr(cluster, "on_nodes", on_nodes)
+    monkeypatch.setattr(ray_cluster, "on_nodes", on_nodes)
     monkeypatch.setattr(socket_bandwidth, "cached_bandwidth", cached)
     models = {"id-a": "X", "id-b": None, "id-c": "without compiler"}
     return measure_bandwidth(seats, threads, models, 1)

@@ -24,7 +24,7 @@ from side_by_side import merged  # noqa: E402
 from side_by_side_report import crossing_of, floor_ms, table  # noqa: E402
 from utilisation import shares_between  # noqa: E402
 
-from placement.model_shape import shape_of  # noqa: E402
+from placement.model.reading import shape_of  # noqa: E402
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -12,17 +12,17 @@ pytest.importorskip("vllm")
 from native_module import native, needs_bf16  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero import borrowed_gpu, streaming_linear  # noqa: E402
-from ray_hetero.between_attentions import (  # noqa: E402
+from ray_hetero.kernels import gpu_prefill, streaming_linear  # noqa: E402
+from ray_hetero.kernels.gpu_prefill import BorrowedGpu  # noqa: E402
+from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
+from ray_hetero.kernels.post_attention import (  # noqa: E402
     Beginning,
     BetweenAttentions,
     Linear,
     Norm,
     Parts,
 )
-from ray_hetero.borrowed_gpu import BorrowedGpu  # noqa: E402
-from ray_hetero.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
-from ray_hetero.streaming_linear import Prompts, StreamingLinear  # noqa: E402
+from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_bf16
@@ -145,10 +145,10 @@ def test_threads_do_not_change_the_result(threads: int) -> None:
 def test_many_tokens_are_one_piece_of_work_for_a_gpu(
     is_last: bool, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(borrowed_gpu, "PIECE_BYTES", 256 << 10)
-    monkeypatch.setattr(borrowed_gpu, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gpu_prefill, "PIECE_BYTES", 256 << 10)
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     # The last chunk is shorter.
-    monkeypatch.setattr(borrowed_gpu, "CHUNK_TOKENS", 24)
+    monkeypatch.setattr(gpu_prefill, "CHUNK_TOKENS", 24)
     layer = Layer(is_last=is_last, is_compact=is_compact)
     gpu = BorrowedGpu(torch.device("cpu"), 64)
     for one in layer.parts.linears:

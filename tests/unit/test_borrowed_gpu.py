@@ -18,12 +18,12 @@ from native_module import native, needs_bf16  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero import borrowed_gpu, streaming_linear  # noqa: E402
-from ray_hetero.borrowed_gpu import SLOTS, BorrowedGpu, gpu_bytes  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
+from ray_hetero.kernels import gpu_prefill, streaming_linear  # noqa: E402
+from ray_hetero.kernels.gpu_prefill import SLOTS, BorrowedGpu, gpu_bytes  # noqa: E402
+from ray_hetero.kernels.linear_layers import LinearLayers  # noqa: E402
+from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
 
 current_platform.import_kernels()
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ SHAPES = [(1536, 512), (544, 1024), (4128, 160)]
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     # Eight blocks of the first shape, four of the second, all 129 of the third in four pieces.
-    monkeypatch.setattr(borrowed_gpu, "PIECE_BYTES", 256 << 10)
+    monkeypatch.setattr(gpu_prefill, "PIECE_BYTES", 256 << 10)
 
 
 def weights(seed: int = 0) -> list[torch.Tensor]:
@@ -67,7 +67,7 @@ def check(gpu: BorrowedGpu, plain: torch.Tensor, packed: torch.Tensor, tokens: i
 
 @pytest.mark.parametrize("is_compact", [False, pytest.param(True, marks=needs_bf16)])
 def test_it_computes_what_torch_computes(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrowed_gpu, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     plain = weights()
     gpu, packed = borrowed(plain, is_compact=is_compact)
     for tokens in (64, 1, 33):
@@ -89,7 +89,7 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     fetched: list[tuple[int, int]] = []
     fetch = BorrowedGpu._fetch
 
-    def fetch_and_count(self: BorrowedGpu, piece: borrowed_gpu._Piece) -> None:
+    def fetch_and_count(self: BorrowedGpu, piece: gpu_prefill._Piece) -> None:
         fetched.append((piece.weight.data_ptr(), piece.begin))
         fetch(self, piece)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from placement.devices import GIB
 from placement.errors import TopologyError
-from placement.tree import Tree
-from ray_hetero import checks
-from ray_hetero.checks import MIB, Check
-from ray_hetero.cpu_site import CpuSite
+from placement.host.tree import Tree
+from placement.plan.devices import GIB
+from ray_hetero.compat.cpu_site import CpuSite
 from ray_hetero.errors import CpuSiteError
-from ray_hetero.host_checks import check_cpu_site, read_meminfo, run_checks, running_ray
+from ray_hetero.preflight import checks
+from ray_hetero.preflight.checks import MIB, Check
+from ray_hetero.preflight.host_checks import check_cpu_site, read_meminfo, run_checks, running_ray
 
 UNLIMITED = -1
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from placement import claims, lockfiles
-from placement.claims import claim, claim_socket, default_directory, held, key_of
+from placement.cluster import claims, lockfiles
+from placement.cluster.claims import claim, claim_socket, default_directory, held, key_of
 from placement.errors import ClaimError
-from placement.topology import Core, Socket
+from placement.host.topology import Core, Socket
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from placement.claims import claim
+from placement.cluster.claims import claim
 keep = claim(Path(sys.argv[1]), sys.argv[2], sys.argv[3], map(int, sys.argv[4:]))
 {then}
 print("held", flush=True)
@@ -192,7 +192,7 @@ def test_read_only_directory_says_what_to_set() -> None:
     # Root may write anywhere, so the child gives that up; not below tmp_path, which is root's own.
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from placement.claims import claim; from placement.errors import ClaimError\n"
+        "from placement.cluster.claims import claim; from placement.errors import ClaimError\n"
         "os.getuid() or (os.chown(sys.argv[1], 4321, -1), os.setuid(4321))\n"
         "try: claim(Path(sys.argv[1]), 'socket-0', 'engine-a')\n"
         "except ClaimError as error: print(error)\n"

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from placement.describe import to_dict
-from placement.sysfs import read_host
-from placement.topology import Core, Gpu, Host, NumaNode
-from ray_hetero import cpu_site, cpu_site_install
-from ray_hetero.checks import Check
+from placement.host.describe import to_dict
+from placement.host.sysfs import read_host
+from placement.host.topology import Core, Gpu, Host, NumaNode
 from ray_hetero.cli import doctor as doctor_command
 from ray_hetero.cli.main import commands
-from ray_hetero.cpu_site import CpuSite
-from ray_hetero.ray_arguments import RAY_SETTINGS, ray_arguments
+from ray_hetero.compat import cpu_site, cpu_site_install
+from ray_hetero.compat.cpu_site import CpuSite
+from ray_hetero.preflight.checks import Check
+from ray_hetero.runtime.ray_arguments import RAY_SETTINGS, ray_arguments
 
 GIB = 1 << 30
 
@@ -126,7 +126,7 @@ def test_ray_counts_physical_cores_and_keeps_the_object_store_small() -> None:
 
 
 def fake_checks(monkeypatch: pytest.MonkeyPatch, *found: Check) -> None:
-    from ray_hetero import host_checks
+    from ray_hetero.preflight import host_checks
 
     monkeypatch.setattr(host_checks, "run_checks", lambda: list(found))
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from worlds import layout, node
 
-from placement import cluster
-from placement.assignment import assign
-from ray_hetero import checks, cluster_software
-from ray_hetero.cluster_software import software_of
+from placement.cluster import ray_cluster
+from placement.cluster.assignment import assign
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import CpuSiteError, StartupError
-from ray_hetero.node_software import NodeSoftware, install_cpu_site, read_node_software
-from ray_hetero.rank_environment import PreloadLibraries
+from ray_hetero.preflight import checks, cluster_software
+from ray_hetero.preflight.cluster_software import software_of
+from ray_hetero.preflight.node_software import NodeSoftware, install_cpu_site, read_node_software
+from ray_hetero.worker.rank_environment import PreloadLibraries
 from ray_hetero.world import World
 
 RELEASE = "0.32.0"
@@ -64,7 +64,7 @@ Cluster = Callable[..., Nodes]
 def there(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     def make(**software: NodeSoftware) -> Nodes:
         nodes = Nodes(**software)
-        monkeypatch.setattr(cluster, "on_nodes", nodes.on_nodes)
+        monkeypatch.setattr(ray_cluster, "on_nodes", nodes.on_nodes)
         monkeypatch.setattr(cluster_software, "vllm_release", lambda: RELEASE)
         return nodes
 

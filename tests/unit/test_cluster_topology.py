@@ -11,7 +11,7 @@ import ray
 from typer.testing import CliRunner
 from worlds import node
 
-from placement import cluster
+from placement.cluster import ray_cluster
 from ray_hetero.cli.main import commands
 from ray_hetero.errors import StartupError
 
@@ -28,7 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
     monkeypatch.setattr(ray, "init", lambda **options: made.append(("init", options["address"])))
     monkeypatch.setattr(ray, "shutdown", lambda: made.append(("shutdown", None)))
-    monkeypatch.setattr(cluster, "discover", discover)
+    monkeypatch.setattr(ray_cluster, "discover", discover)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return made
 

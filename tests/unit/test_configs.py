@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from plan_cases import LLAMA_70B, LLAMA_405B
 
-from placement.assignment import NODE_SLIVER, bundle_of
-from placement.described import read_described
-from placement.model import ModelShape
+from placement.cluster.assignment import NODE_SLIVER, bundle_of
+from placement.model.shape import ModelShape
+from placement.plan.described import read_described
 from ray_hetero.config import HeteroConfig, load_config
-from ray_hetero.engine_facts import EngineFacts
-from ray_hetero.layer_plan import plan_layers
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.layer_plan import plan_layers
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 DATA = Path(__file__).parent / "data"

@@ -35,16 +35,22 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ray_hetero import plugin, vllm_private
-from ray_hetero.demo_model import DemoShape, write_demo_model
+from ray_hetero import plugin
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
+from ray_hetero.compat import vllm_private
+from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.executor import HeteroExecutor
-from ray_hetero.groups import HeteroGroup, HostCommunicator
-from ray_hetero.guarded_executor import GuardedExecutor
-from ray_hetero.rank_config import SHARED_FIELDS, build_rank_config, fingerprint, shared_settings
-from ray_hetero.rank_process import RankProcess
-from ray_hetero.rank_queues import RequestQueue
-from ray_hetero.recovery import RankRecovery
+from ray_hetero.executor.hetero_executor import HeteroExecutor
+from ray_hetero.executor.rank_queues import RequestQueue
+from ray_hetero.executor.recovery import RankRecovery
+from ray_hetero.executor.rpc import GuardedExecutor
+from ray_hetero.worker.rank_actor import RankProcess
+from ray_hetero.worker.rank_config import (
+    SHARED_FIELDS,
+    build_rank_config,
+    fingerprint,
+    shared_settings,
+)
 from ray_hetero.world import SharedSettings
 
 PACKAGE = Path(vllm_private.__file__).parent

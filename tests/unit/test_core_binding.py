@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two logical CPUs")
 
 THREADS = """
 import os, threading, subprocess, sys
-from ray_hetero import core_binding
+from ray_hetero.runtime import core_binding
 
 quit = threading.Event()
 

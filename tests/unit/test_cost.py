@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from plan_cases import LLAMA_8B, device, stage
 
-from placement.cost import PICO, decode_pass, layer_step
-from placement.devices import DeviceFigures, Links, StageDevices
-from placement.split import choose_split
+from placement.plan.cost import PICO, decode_pass, layer_step
+from placement.plan.devices import DeviceFigures, Links, StageDevices
+from placement.plan.split import choose_split
 
 LAYER_BYTES = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
 DECODE = decode_pass(1, 1)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ray_hetero.cpu_kernels import refuse_checkpoint, without_kernel
-from ray_hetero.demo_int8 import scheme
+from ray_hetero.cli.demo.int8 import scheme
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.preflight.unsupported_checkpoints import refuse_checkpoint, without_kernel
 
 COMPRESSED = "compressed-tensors"
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_hetero import cpu_site_install
-from ray_hetero.cpu_site import (
+from ray_hetero.compat import cpu_site_install
+from ray_hetero.compat.cpu_site import (
     cpu_site_needed,
     find_cpu_site,
     installed_version,
@@ -19,7 +19,7 @@ from ray_hetero.cpu_site import (
     require_cpu_site,
     site_directory,
 )
-from ray_hetero.cpu_site_install import install_site, pip_download
+from ray_hetero.compat.cpu_site_install import install_site, pip_download
 from ray_hetero.errors import CpuSiteError
 
 TORCH = 'Requires-Dist: torch==2.13.0+cpu; platform_system != "Darwin"'

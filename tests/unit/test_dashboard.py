@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ray_hetero.metrics import FIGURES, LABELS, PREFIX
+from ray_hetero.observability.metrics import FIGURES, LABELS, PREFIX
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "ray_hetero.json"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ray_hetero import data_parallel
-from ray_hetero.data_parallel import engines_together, ray_for_all, refuse_shared_experts
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.launch import data_parallel
+from ray_hetero.launch.data_parallel import engines_together, ray_for_all, refuse_shared_experts
 
 STARTED = "10.0.0.1:6379"
 

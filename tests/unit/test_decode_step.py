@@ -16,9 +16,9 @@ from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
-from ray_hetero import decode_step, decoder_layers  # noqa: E402
-from ray_hetero.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels import decode_step, decoder_layers  # noqa: E402
+from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_bf16

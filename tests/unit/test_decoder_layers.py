@@ -23,10 +23,10 @@ from native_module import native, needs_bf16  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero import decoder_layers  # noqa: E402
-from ray_hetero.between_attentions import Linear  # noqa: E402
-from ray_hetero.decoder_layers import Attention  # noqa: E402
-from ray_hetero.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels import decoder_layers  # noqa: E402
+from ray_hetero.kernels.decoder_layers import Attention  # noqa: E402
+from ray_hetero.kernels.post_attention import Linear  # noqa: E402
+from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from placement.model_shape import shape_of
-from ray_hetero.demo_model import DemoShape, write_demo_model
+from placement.model.reading import shape_of
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.errors import ConfigError
 
 SMALL = DemoShape(layers=2, hidden=64, heads=2)

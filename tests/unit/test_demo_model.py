@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ray_hetero.demo_model import ARCHITECTURES, DemoShape, write_demo_model
-from ray_hetero.demo_tokenizer import BEGIN, TEXT, text_tokens, train_tokenizer
+from ray_hetero.cli.demo.model import ARCHITECTURES, DemoShape, write_demo_model
+from ray_hetero.cli.demo.tokenizer import BEGIN, TEXT, text_tokens, train_tokenizer
 from ray_hetero.errors import ConfigError
 
 SMALL = DemoShape(layers=2, hidden=64, heads=2)
@@ -34,7 +34,7 @@ def digest(directory: Path) -> dict[str, str]:
 def test_same_arguments_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     # All of them in one process: most of its time is importing torch.
     script = (
-        "from ray_hetero.demo_model import DemoShape, write_demo_model\n"
+        "from ray_hetero.cli.demo.model import DemoShape, write_demo_model\n"
         f"for name in {list(ARCHITECTURES)}:\n"
         f"    write_demo_model({str(tmp_path)!r} + '/there/' + name, name, "
         "shape=DemoShape(layers=2, hidden=64, heads=2), seed=7)"

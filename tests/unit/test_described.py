@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from placement.described import described, read_described
-from placement.devices import GIB
 from placement.errors import TopologyError
+from placement.plan.described import described, read_described
+from placement.plan.devices import GIB
 
 DATA = Path(__file__).parent / "data"
 SOCKET = {"part": "Xeon 8480+"}

@@ -10,11 +10,11 @@ import pytest
 import ray
 from worlds import node
 
-from placement import cluster
-from placement.assignment import Node
-from placement.claims import Holder
+from placement.cluster import ray_cluster
+from placement.cluster.assignment import Node
+from placement.cluster.claims import Holder
 from placement.errors import TopologyError
-from placement.topology import Host
+from placement.host.topology import Host
 
 Answers = dict[str, tuple[Host, tuple[Holder, ...], str]]
 Discover = Callable[..., tuple[Node, ...]]
@@ -36,10 +36,10 @@ def discovered(monkeypatch: pytest.MonkeyPatch) -> Discover:
         context = SimpleNamespace(get_node_id=lambda: "a")
         monkeypatch.setattr(ray, "nodes", lambda: there)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-        monkeypatch.setattr(cluster, "placement_group_table", lambda: groups or {})
-        found = {name: cluster._Description(*answer) for name, answer in answers.items()}
-        monkeypatch.setattr(cluster, "on_nodes", lambda *_, **__: found)
-        return cluster.discover(unit="package", shares=1, timeout_s=1)
+        monkeypatch.setattr(ray_cluster, "placement_group_table", lambda: groups or {})
+        found = {name: ray_cluster._Description(*answer) for name, answer in answers.items()}
+        monkeypatch.setattr(ray_cluster, "on_nodes", lambda *_, **__: found)
+        return ray_cluster.discover(unit="package", shares=1, timeout_s=1)
 
     return run
 

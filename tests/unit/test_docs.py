@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from placement.described import read_described
-from ray_hetero import vllm_private
+from placement.plan.described import read_described
 from ray_hetero.cli.main import commands
+from ray_hetero.compat import vllm_private
 from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, HeteroConfig, load_config
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ray_hetero.config import HeteroConfig
-from ray_hetero.early_layout import known_gpus, settle, visible_gpus
+from ray_hetero.launch.early_layout import known_gpus, settle, visible_gpus
 
 
 @pytest.mark.parametrize(

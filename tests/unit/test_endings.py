@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from placement.errors import ClaimError
-from ray_hetero.endings import Ending, Severity, causes, ending, plain
+from ray_hetero.executor.endings import Ending, Severity, causes, ending, plain
 
 GONE = """The actor died unexpectedly before finishing this task.
 \tclass_name: RankProcess

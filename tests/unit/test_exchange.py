@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ray_hetero.distributed.messages import ALIGNMENT, HEADER_BYTES, Message, Packing
+from ray_hetero.distributed.stage_boundary import StageBoundary
 from ray_hetero.errors import AgreementError
-from ray_hetero.exchange import StageBoundary
-from ray_hetero.messages import ALIGNMENT, HEADER_BYTES, Message, Packing
 
 CPU = torch.device("cpu")
 NUMA_MAPS = Path("/proc/self/numa_maps")

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import layout, node
 
-from placement.assignment import assign
-from placement.errors import LayoutError
-from placement.external_group import (
+from placement.cluster.assignment import assign
+from placement.cluster.external_group import (
     Bundle,
     bundles_of,
     chosen_bundles,
@@ -19,6 +18,7 @@ from placement.external_group import (
     nodes_within,
     offers_of,
 )
+from placement.errors import LayoutError
 
 A, B = node("a", sockets=2, gpus=2, is_driver=True), node("b", sockets=1, cores=8)
 

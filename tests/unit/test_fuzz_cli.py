@@ -18,9 +18,9 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from placement.devices import known_parts
 from placement.errors import PlacementError
-from placement.model_config import DTYPE_BYTES
+from placement.model.config import DTYPE_BYTES
+from placement.plan.devices import known_parts
 from ray_hetero.cli.main import commands
 from ray_hetero.errors import RayHeteroError
 

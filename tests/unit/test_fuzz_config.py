@@ -22,7 +22,7 @@ from worlds import node
 from placement.errors import PlacementError
 from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, HeteroConfig, load_config
 from ray_hetero.errors import ConfigError, RayHeteroError
-from ray_hetero.planning import compute_threads, plan_world, spare_cpus, split_layers
+from ray_hetero.planning.world_plan import compute_threads, plan_world, spare_cpus, split_layers
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 TEXTS = st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=8)

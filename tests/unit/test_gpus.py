@@ -8,10 +8,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from placement import gpus
 from placement.errors import TopologyError
-from placement.gpus import read_gpus
-from placement.topology import Gpu
+from placement.host import gpus
+from placement.host.gpus import read_gpus
+from placement.host.topology import Gpu
 
 
 class FakeNvml(ModuleType):

@@ -13,7 +13,7 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import RankError
-from ray_hetero.guarded_executor import GuardedExecutor
+from ray_hetero.executor.rpc import GuardedExecutor
 
 DONE, FAILED = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
 STEP = SimpleNamespace(total_num_scheduled_tokens=5)

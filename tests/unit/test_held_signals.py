@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ray_hetero.held_signals import sigterm_held
+from ray_hetero.runtime.held_signals import sigterm_held
 
 
 @pytest.fixture

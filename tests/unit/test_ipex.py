@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 
 from packaging.version import Version
 
-from ray_hetero.checks import IPEX_PACKAGE
-from ray_hetero.ipex import MODULE, use_ipex
+from ray_hetero.kernels.ipex import MODULE, use_ipex
+from ray_hetero.preflight.checks import IPEX_PACKAGE
 
 
 def install(folder: Path, number: str) -> None:

@@ -18,7 +18,7 @@ from plan_cases import (
     stage,
 )
 
-from placement.split import choose_split
+from placement.plan.split import choose_split
 
 RUNTIME = 2**30
 H100 = 76_343_043_686

@@ -12,7 +12,7 @@ COMMAND = """
 import sys
 sys.argv[0] = "/usr/bin/{name}"
 import atexit
-from ray_hetero import last_words
+from ray_hetero.runtime import exit_reason
 from ray_hetero.errors import RankError
 last_words.catch()
 atexit.register(lambda: print("noise", file=sys.stderr))

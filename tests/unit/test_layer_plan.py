@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import LLAMA_8B, LLAMA_70B, config_of
 
-from placement.assignment import Node, Seat
-from placement.described import described
-from placement.devices import GB, GIB
+from placement.cluster.assignment import Node, Seat
 from placement.errors import DoesNotFitError
-from placement.topology import Gpu
-from ray_hetero.borrowed_gpu import gpu_bytes
+from placement.host.topology import Gpu
+from placement.plan.described import described
+from placement.plan.devices import GB, GIB
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import CpuConfig, HeteroConfig
-from ray_hetero.demo_model import DemoShape, write_demo_model
-from ray_hetero.engine_facts import EngineFacts, facts_of
-from ray_hetero.layer_plan import LayerPlan, describe_split, plan_layers
-from ray_hetero.rank_devices import FUSED_MODEL_TYPES
+from ray_hetero.kernels.gpu_prefill import gpu_bytes
+from ray_hetero.planning.engine_facts import EngineFacts, facts_of
+from ray_hetero.planning.layer_plan import LayerPlan, describe_split, plan_layers
+from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES
 
 AUTO = HeteroConfig()
 FACTS = EngineFacts(LLAMA_70B, "", 80, 8192, 256, 2048, 0.9)

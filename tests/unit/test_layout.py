@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import layout
 
+from placement.cluster.layout import auto_layout, given_layout
 from placement.errors import LayoutError
-from placement.layout import auto_layout, given_layout
 
 STAGES, RANKS, DEVICES = st.integers(1, 8), st.integers(1, 8), st.integers(0, 20)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ray_hetero import local_ray
+from ray_hetero.runtime import ray_connection
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,6 @@ def vllms(*_: Any) -> None:
 )
 def test_a_handler_that_was_there_stays(before: Any, after: Any) -> None:
     signal.signal(signal.SIGTERM, before)
-    with local_ray._own_handler_kept():
+    with ray_connection._own_handler_kept():
         signal.signal(signal.SIGTERM, rays)
     assert signal.getsignal(signal.SIGTERM) is after

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from ray_hetero.engine_card import RankCard
-from ray_hetero.metrics import FIGURES, PREFIX, FiguresWriter, RankCollector
-from ray_hetero.step_clock import StepTotals
+from ray_hetero.observability.engine_info import RankCard
+from ray_hetero.observability.metrics import FIGURES, PREFIX, FiguresWriter, RankCollector
+from ray_hetero.observability.step_clock import StepTotals
 
 TOTALS = StepTotals(steps=7, tokens=56, busy_s=1.5, waiting_s=0.25, exchange_s=0.125,
                     received_bytes=2048, sent_bytes=1024)  # fmt: skip
@@ -79,7 +79,7 @@ def test_another_process_can_write() -> None:
     collector = RankCollector()
     code = (
         "import sys; from test_metrics import TOTALS, card; "
-        "from ray_hetero.metrics import FiguresWriter; "
+        "from ray_hetero.observability.metrics import FiguresWriter; "
         "FiguresWriter(sys.argv[1], 'one').write([(card(0), TOTALS)])"
     )
     run_beside([sys.executable, "-c", code, collector.add_engine()])

@@ -15,9 +15,10 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode  # noq
 from vllm.config.vllm import OptimizationLevel  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
-from ray_hetero import groups, mixed_groups  # noqa: E402
-from ray_hetero.groups import HostCommunicator  # noqa: E402
-from ray_hetero.mixed_groups import before_configuring, split_at_collectives  # noqa: E402
+from ray_hetero.distributed import groups  # noqa: E402
+from ray_hetero.distributed.groups import HostCommunicator  # noqa: E402
+from ray_hetero.worker import mixed_groups  # noqa: E402
+from ray_hetero.worker.mixed_groups import before_configuring, split_at_collectives  # noqa: E402
 
 
 def arguments(**given: Any) -> EngineArgs:

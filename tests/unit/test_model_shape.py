@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from plan_cases import config_of
 
-from placement.model import ModelShape
-from placement.model_config import UnknownModelError
-from placement.model_shape import shape_from_config, shape_from_safetensors, shape_of
+from placement.model.config import UnknownModelError
+from placement.model.reading import shape_from_config, shape_from_safetensors, shape_of
+from placement.model.shape import ModelShape
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -16,9 +16,9 @@ from types import ModuleType
 
 import pytest
 
-from placement import libnuma, native, numa_maps, syscalls
 from placement.errors import NativeError
-from placement.sysfs import read_host
+from placement.host import libnuma, native, numa_maps, syscalls
+from placement.host.sysfs import read_host
 
 PAGE = mmap.PAGESIZE
 PAGES = 64

@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 from typer.testing import CliRunner
 
-from ray_hetero.checks import OLDEST_RAY
 from ray_hetero.cli.main import commands
+from ray_hetero.preflight.checks import OLDEST_RAY
 from ray_hetero.supported import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from native_module import native, needs_bf16  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
+from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_bf16

@@ -15,7 +15,7 @@ FAMILY = """
 import multiprocessing, os, signal, sys, time
 
 def child(said):
-    from ray_hetero import parent_watch
+    from ray_hetero.runtime import parent_watch
     parent_watch.END_SECONDS = 1.0
     if "deaf" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

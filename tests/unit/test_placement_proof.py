@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from placement import native, numa_maps
 from placement.errors import NativeError, TopologyError
-from ray_hetero import placement_proof
+from placement.host import native, numa_maps
 from ray_hetero.errors import RankError
-from ray_hetero.placement_proof import PlacementProof, check, flat, prove
+from ray_hetero.worker import placement_proof
+from ray_hetero.worker.placement_proof import PlacementProof, check, flat, prove
 
 MIB = 256
 """Pages of one MiB."""

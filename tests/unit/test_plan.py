@@ -16,12 +16,12 @@ from plan_cases import LLAMA_8B, LLAMA_70B, config_of
 from rich.console import Console
 from typer.testing import CliRunner
 
-from placement.described import described, read_described
 from placement.errors import DoesNotFitError, LayoutError
-from placement.picture import plan_svg
-from placement.plan import Plan, plan_model
-from placement.plan_table import plan_table
-from placement.svg import fitted, width
+from placement.plan.described import described, read_described
+from placement.plan.picture import plan_svg
+from placement.plan.plan import Plan, plan_model
+from placement.plan.svg import fitted, width
+from placement.plan.table import plan_table
 from ray_hetero.cli.plan import plan as plan_command
 
 DATA = Path(__file__).parent / "data"

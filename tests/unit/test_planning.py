@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import layout, node, socket, world
 
-from placement.assignment import Seat, Turn, assign
+from placement.cluster.assignment import Seat, Turn, assign
 from placement.errors import LayoutError
-from placement.topology import Gpu, Host
+from placement.host.topology import Gpu, Host
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
-from ray_hetero.planning import (
+from ray_hetero.planning.world_plan import (
     compute_threads,
     cpus_near_gpus,
     gpus_beside,

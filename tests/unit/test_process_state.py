@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ray_hetero.process_state import Doing, ProcessId, ProcessState, states
+from ray_hetero.runtime.process_state import Doing, ProcessId, ProcessState, states
 
 SLEEP = "import sys, time; print(flush=True); time.sleep(60)"
 SPIN = "print(flush=True)\nwhile True: pass"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ray_hetero.progress import StartupProgress
+from ray_hetero.observability.progress import StartupProgress
 
 
 def warm_up(progress: StartupProgress) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ray_hetero.errors import ConfigError
-from ray_hetero.rank_environment import (
+from ray_hetero.worker.rank_environment import (
     PER_RANK,
     PreloadLibraries,
     cpu_rank_environment,

@@ -11,8 +11,8 @@ import torch  # noqa: F401  (the ring buffer maps its memory as a tensor)
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 from ray_hetero.errors import RankError, StartupError
-from ray_hetero.failure import Failure
-from ray_hetero.rank_queues import AnswerQueue, RequestQueue, wait_until_ready
+from ray_hetero.executor.failure import Failure
+from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue, wait_until_ready
 
 CHUNKS = 10
 """Messages that vLLM's ring buffer holds."""

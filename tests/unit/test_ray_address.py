@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from ray_hetero.errors import StartupError
-from ray_hetero.ray_address import connect
+from ray_hetero.runtime.ray_address import connect
 
 
 @pytest.fixture

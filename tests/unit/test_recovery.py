@@ -12,9 +12,10 @@ from vllm.v1.engine import FT_STATUS_CALL_ID, EngineCoreRequestType
 from vllm.v1.fault_tolerance import fault_tolerant_wrapper
 from vllm.v1.request import RequestStatus
 
-from ray_hetero import recovery, vllm_private
+from ray_hetero.compat import vllm_private
 from ray_hetero.errors import StartupError
-from ray_hetero.recovery import RankRecovery
+from ray_hetero.executor import recovery
+from ray_hetero.executor.recovery import RankRecovery
 
 ERROR = RuntimeError("Executor failed.")
 REPORT = "rank 1 died"

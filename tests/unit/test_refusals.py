@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.refusals import ALWAYS, WITH_CPU_RANKS, refuse_unsupported
+from ray_hetero.preflight.refusals import ALWAYS, WITH_CPU_RANKS, refuse_unsupported
 
 IN_EVERY_WORLD: dict[str, dict[str, Any]] = {
     "--nnodes": {"nnodes": 2},

@@ -9,12 +9,12 @@ import pytest
 from plan_cases import LLAMA_8B
 from worlds import world
 
-from placement import cluster
-from placement.described import described
-from placement.shortage import NodeResources
+from placement.cluster import ray_cluster
+from placement.cluster.shortage import NodeResources
+from placement.plan.described import described
 from ray_hetero.config import CpuConfig, HeteroConfig
-from ray_hetero.engine_facts import EngineFacts
-from ray_hetero.layer_plan import LayerPlan, plan_layers
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.layer_plan import LayerPlan, plan_layers
 
 GIB = 1 << 30
 FACTS = EngineFacts(LLAMA_8B, "", 32, 8192, 256, 2048, 0.9)
@@ -68,8 +68,8 @@ def ray_has(monkeypatch: pytest.MonkeyPatch) -> NodeResources:
     """The one node of these ranks: 10 GiB, of which another group holds 2."""
     there = NodeResources("a (10.0.0.1)", {"CPU": 8.0, "memory": 10.0 * GIB})
     there.hold("other", {"memory": 2.0 * GIB})
-    monkeypatch.setattr(cluster, "_alive", dict)
-    monkeypatch.setattr(cluster, "_resources", lambda nodes: {SEATS[0].node_id: there})
+    monkeypatch.setattr(ray_cluster, "_alive", dict)
+    monkeypatch.setattr(ray_cluster, "_resources", lambda nodes: {SEATS[0].node_id: there})
     return there
 
 
@@ -86,7 +86,7 @@ def test_memory_is_reserved_where_ray_has_it_for_all_ranks_of_the_node(
 ) -> None:
     needed = {rank: size * GIB for rank, size in enumerate(gib)}
     with caplog.at_level(logging.WARNING):
-        assert cluster.reservable_memory(needed, SEATS, engines) == (needed if reserved else {})
+        assert ray_cluster.reservable_memory(needed, SEATS, engines) == (needed if reserved else {})
     told = [record.getMessage() for record in caplog.records]
     if reserved:
         assert told == []

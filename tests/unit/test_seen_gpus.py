@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ray_hetero.seen_gpus import HIDING, VARIABLE
+from ray_hetero.worker.cuda_init import HIDING, VARIABLE
 
 ASK = f"""
 import os
-from ray_hetero import seen_gpus
+from ray_hetero.worker import cuda_init
 print(os.environ["{HIDING}"], seen_gpus.PROBLEM, sep="|")
 """
 DRIVER = f"""

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_hetero.messages import Message, Packing
-from ray_hetero.shared_memory_link import (
+from ray_hetero.distributed.messages import Message, Packing
+from ray_hetero.distributed.shared_memory_link import (
     Offer,
     SharedMemoryReceiver,
     SharedMemorySender,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from placement.shortage import NodeResources, impossible, missing
+from placement.cluster.shortage import NodeResources, impossible, missing
 
 GIB = 1 << 30
 

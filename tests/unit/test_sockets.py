@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import NAMES, load, write_tree
 
-from placement.assignment import Node, assign, bundle_of
-from placement.cpulist import format_cpulist
+from placement.cluster.assignment import Node, assign, bundle_of
+from placement.cluster.layout import Layout
 from placement.errors import LayoutError
-from placement.layout import Layout
-from placement.sockets import sockets_of
-from placement.sysfs import read_host
-from placement.topology import Core, Host, NumaNode, SocketUnit
+from placement.host.cpulist import format_cpulist
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
+from placement.host.topology import Core, Host, NumaNode, SocketUnit
 
 
 @pytest.mark.parametrize("unit", ["package", "numa"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm import platforms
 
-from ray_hetero import stand_in
+from ray_hetero.compat import stand_in
 from ray_hetero.errors import UnsupportedError
 
 

@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 from worlds import node
 
-from placement.assignment import assign
-from placement.layout import Layout
-from ray_hetero import status_board
-from ray_hetero.engine_card import EngineCard, card_of
-from ray_hetero.engine_name import actor_name, board_name, is_board
-from ray_hetero.layer_plan import LayerPlan
-from ray_hetero.status import EngineStatus
-from ray_hetero.status_board import RankReport, StatusBoard
-from ray_hetero.step_clock import StepTotals
+from placement.cluster.assignment import assign
+from placement.cluster.layout import Layout
+from ray_hetero.names import actor_name, board_name, is_board
+from ray_hetero.observability import status_board
+from ray_hetero.observability.engine_info import EngineCard, card_of
+from ray_hetero.observability.status import EngineStatus
+from ray_hetero.observability.status_board import RankReport, StatusBoard
+from ray_hetero.observability.step_clock import StepTotals
+from ray_hetero.planning.layer_plan import LayerPlan
 from ray_hetero.world import World
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ray_hetero.step_clock import Exchanged, PredictedStep, StepClock
+from ray_hetero.observability.step_clock import Exchanged, PredictedStep, StepClock
 
 PREDICTED = PredictedStep(ms=10.0, tokens=1, context=4096)
 

@@ -13,9 +13,10 @@ from native_module import native, needs_bf16  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero import streaming_linear, vllm_private  # noqa: E402
+from ray_hetero.compat import vllm_private  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
+from ray_hetero.kernels import streaming_linear  # noqa: E402
+from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
 
 current_platform.import_kernels()
 KERNELS = [False] + ([True] if native is not None and native.has_amx() else [])

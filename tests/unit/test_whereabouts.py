@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ray_hetero.whereabouts import LOG_TAIL_BYTES, Place, crash_in, oom_kills
+from ray_hetero.executor.rank_processes import LOG_TAIL_BYTES, Place, crash_in, oom_kills
 
 CRASH = """
 import faulthandler, os, signal, sys
@@ -34,7 +34,7 @@ def test_a_log_that_ends_in_peace_or_is_not_there_names_nothing(tmp_path: Path) 
 
 def test_a_process_tells_where_it_is(tmp_path: Path) -> None:
     log = tmp_path / "rank.err"
-    program = "from ray_hetero.whereabouts import Place; print(Place.here().log)"
+    program = "from ray_hetero.executor.rank_processes import Place; print(Place.here().log)"
     with log.open("wb") as file:
         ran = subprocess.run(
             [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=file, text=True

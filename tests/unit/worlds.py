@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from placement.assignment import Node, assign
-from placement.layout import Kind, Layout
-from placement.topology import Core, Host, NumaNode, Socket
+from placement.cluster.assignment import Node, assign
+from placement.cluster.layout import Kind, Layout
+from placement.host.topology import Core, Host, NumaNode, Socket
 from ray_hetero.world import World
 
 

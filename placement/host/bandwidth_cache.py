@@ -1,0 +1,95 @@
+"""A socket's measured read bandwidth, kept in a file so that the next start does not measure again.
+
+One file a host, in the user's cache directory: homes are often shared between the nodes of a
+cluster.  A figure is used again for a week: a measurement that something else disturbed is not
+kept for ever, and a machine may get other memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from placement.host.cpulist import format_cpulist
+from placement.host.native import read_bandwidth
+
+KEPT_SECONDS = 7 * 24 * 3600.0
+PROBE_SECONDS = 0.2
+
+
+def cache_directory() -> Path:
+    """Where the files are: $XDG_CACHE_HOME/ray_hetero, else ~/.cache/ray_hetero."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    base = Path(given) if given else Path.home() / ".cache"
+    return base / "ray_hetero"
+
+
+def _probe(cpus: Sequence[int]) -> float:
+    return read_bandwidth(cpus, seconds=PROBE_SECONDS)
+
+
+def cached_bandwidth(
+    cpus: Sequence[int],
+    cpu_model: str | None,
+    *,
+    directory: Path | None = None,
+    probe: Callable[[Sequence[int]], float] = _probe,
+) -> float:
+    """Bytes per second that these CPUs read together; measured where no fresh figure is kept.
+
+    Args:
+        cpus: logical CPUs, one per core.
+        cpu_model: the processor's name; another one makes the figure void.
+        directory: where the files are; None is `cache_directory()`.
+        probe: measures.
+
+    Raises:
+        NativeError: it cannot be measured here.
+
+    """
+    host = socket.gethostname()
+    path = (directory or cache_directory()) / f"bandwidth-{host}.json"
+    key = f"{cpu_model or 'unknown CPU'}, CPUs {format_cpulist(cpus)}"
+    kept = _read(path)
+    if (rate := _fresh(kept.get(key))) is not None:
+        return rate
+    rate = probe(cpus)
+    kept[key] = {"bytes_per_s": rate, "measured_at": time.time()}
+    _write(path, kept)
+    return rate
+
+
+def _fresh(entry: Any) -> float | None:
+    """The kept figure; None where there is none, it is no figure, or it is too old."""
+    if not isinstance(entry, dict):
+        return None
+    rate, measured = entry.get("bytes_per_s"), entry.get("measured_at")
+    if not isinstance(rate, int | float) or not isinstance(measured, int | float) or rate <= 0:
+        return None
+    return float(rate) if 0 <= time.time() - measured < KEPT_SECONDS else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file in one step; without a place to write there is nothing to keep."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        Path(name).replace(path)
+    except OSError:
+        return

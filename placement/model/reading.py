@@ -1,0 +1,260 @@
+"""The sizes of a model: bytes of every layer's weights and of a token's KV cache.
+
+From its Hugging Face config (`shape_from_config`), or exactly, for any architecture, from the
+headers of a local checkpoint (`shape_from_safetensors`).  No weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from placement.given import shown
+from placement.model.architectures import ARCHITECTURES, Architecture, Experts, Vector, window_of
+from placement.model.checkpoint import read_headers, sort_tensors
+from placement.model.config import (
+    EXPERT_KEYS,
+    Config,
+    UnknownModelError,
+    dtype_bytes,
+    json_object,
+    kv_bytes,
+)
+from placement.model.quantisation import (
+    Quantised,
+    Stored,
+    config_groups,
+    packed_bits,
+    quantised_from,
+    store,
+    weights_of,
+)
+from placement.model.shape import Mla, ModelShape
+from placement.model.tensors import KvCache, Layer, Tensor, is_multiplied, role_of, shards_of
+from placement.model.vocabulary import vocabulary_of
+
+__all__ = [
+    "Mla",
+    "ModelShape",
+    "UnknownModelError",
+    "shape_from_config",
+    "shape_from_safetensors",
+    "shape_of",
+]
+
+
+def shape_of(
+    model: str | Path | Mapping[str, Any], dtype: str | None = None, kv_dtype: str | None = None
+) -> ModelShape:
+    """Sizes of a model by the best source there is.
+
+    Args:
+        model: a checkpoint directory, a config.json, a directory that holds one, or its content.
+        dtype: vLLM's `--dtype`; None or auto takes the config's.
+        kv_dtype: vLLM's `--kv-cache-dtype`; None or auto takes the model's.
+
+    Raises:
+        UnknownModelError: no config there, or its architecture cannot be told from it.
+
+    """
+    if isinstance(model, Mapping):
+        return shape_from_config(model, dtype, kv_dtype)
+    path = Path(model)
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        return shape_from_safetensors(path, dtype, kv_dtype)
+    return shape_from_config(read_config(path), dtype, kv_dtype)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Content of a config.json, given by its path or its directory.
+
+    Raises:
+        UnknownModelError: there is none, or it is not a JSON object.
+
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UnknownModelError(f"{file}: expected a model's config.json: {error}") from None
+    return json_object(text, file)
+
+
+def shape_from_config(
+    config: Mapping[str, Any], dtype: str | None = None, kv_dtype: str | None = None
+) -> ModelShape:
+    """Sizes of a model of a known architecture, from its config alone.
+
+    Raises:
+        UnknownModelError: the model_type, the quantisation or a needed key is not known.
+
+    """
+    reader = Config(config)
+    architecture = ARCHITECTURES.get(reader.model_type)
+    if architecture is None:
+        raise UnknownModelError(
+            f"model_type {shown(reader.model_type)} is not known from its config alone (known: "
+            f"{', '.join(sorted(ARCHITECTURES))}). Plan from a local checkpoint instead: give its "
+            "directory, the headers of its safetensors files say everything."
+        )
+    width = dtype_bytes(dtype, config)
+    quantised = quantised_from(reader, width)
+    layers = tuple(
+        Layer(
+            index,
+            tuple(_layer_tensors(architecture, reader, index, width, quantised)),
+            _kv(reader, index, kv_bytes(kv_dtype, width)),
+        )
+        for index in range(reader.layers)
+    )
+    tied = reader.flag("tie_word_embeddings", architecture.tied)
+    around = vocabulary_of(reader, width, tied=tied)
+    rest = tuple(
+        tuple(_tensor(part, reader) for part in parts)
+        for parts in (around.embedding, around.final_norm, around.output_head, ())
+    )
+    return _shape(reader, "config", layers, rest, width)
+
+
+def shape_from_safetensors(
+    path: str | Path, dtype: str | None = None, kv_dtype: str | None = None
+) -> ModelShape:
+    """Sizes of a local checkpoint of any architecture; its config.json gives heads and windows.
+
+    Raises:
+        UnknownModelError: files are missing or damaged, or the config lacks a needed key.
+
+    """
+    directory = Path(path)
+    config = read_config(directory)
+    # A model with a vision or audio tower describes its decoder in a section of its own.
+    decoder = Config(config).section("text_config")
+    reader = Config({**config, **decoder.values} if decoder else config)
+    settings = Config(config).section("quantization_config")
+    width = dtype_bytes(dtype, reader.values)
+    found = sort_tensors(
+        read_headers(directory),
+        reader.layers,
+        float_bytes=width if dtype not in (None, "auto") else None,
+        bits=_packed_bits(settings) if settings else 4,
+    )
+    layers = tuple(
+        Layer(
+            index,
+            tuple(_tensor(part, reader, count) for part, count in tensors.values()),
+            _kv(reader, index, kv_bytes(kv_dtype, width)),
+        )
+        for index, tensors in found.layers.items()
+    )
+    rest = tuple(
+        tuple(_tensor(part, reader) for part in parts)
+        for parts in (found.embedding, found.final_norm, found.output_head, found.extra)
+    )
+    return _shape(reader, "safetensors", layers, rest, width)
+
+
+def _packed_bits(settings: Config) -> int:
+    groups = config_groups(settings)
+    if groups:
+        return packed_bits(weights_of(groups[0]), "num_bits")
+    return packed_bits(settings, "bits", "w_bit", default=4)
+
+
+def _shape(
+    config: Config,
+    source: Literal["config", "safetensors"],
+    layers: tuple[Layer, ...],
+    rest: tuple[tuple[Tensor, ...], ...],
+    width: int,
+) -> ModelShape:
+    architecture = ARCHITECTURES.get(config.model_type)
+    embedding, final_norm, head, extra = rest
+    experts = config.experts
+    if not experts and any(tensor.role == "expert" for x in layers for tensor in x.tensors):
+        raise UnknownModelError(
+            f"config of model_type {shown(config.model_type)}: its layers have experts, expected "
+            f"how many in {' or '.join(EXPERT_KEYS)}"
+        )
+    return ModelShape(
+        model_type=config.model_type,
+        source=source,
+        layers=layers,
+        embedding=embedding,
+        final_norm=final_norm,
+        output_head=head,
+        extra=extra,
+        tied=not head,
+        vocabulary_everywhere=architecture is not None and architecture.vocabulary_everywhere,
+        hidden_size=config.hidden,
+        vocab_size=config.number("vocab_size"),
+        intermediate_size=_intermediate(config),
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype_bytes=width,
+        experts=experts,
+        active_experts=min(experts, config.number("num_experts_per_tok")) if experts else 0,
+        mla=_mla(config),
+    )
+
+
+def _intermediate(config: Config) -> int:
+    keys = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    # Where a config leaves the width out it is four times the hidden size (GPT-2, BLOOM, Falcon).
+    dense = config.number(*keys) if any(map(config.has, keys)) else 4 * config.hidden
+    if not config.experts:
+        return dense
+    width = config.number("moe_intermediate_size", "intermediate_size")
+    shared = config.number_or(0, "n_shared_experts", least=0)
+    return max(dense, width * (config.number("num_experts_per_tok") + shared))
+
+
+def _mla(config: Config) -> Mla | None:
+    if not config.has("kv_lora_rank"):
+        return None
+    return Mla(
+        config.number("kv_lora_rank"),
+        config.number("qk_rope_head_dim"),
+        config.number("qk_nope_head_dim"),
+        config.number("v_head_dim"),
+    )
+
+
+def _kv(config: Config, index: int, kv_bytes: int) -> KvCache:
+    mla, window = _mla(config), window_of(config, index)
+    if mla is not None:
+        latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+        flops = 2 * config.heads * (latent + mla.kv_lora_rank)
+        return KvCache(latent * kv_bytes, 1, window, flops)
+    heads, size = config.kv_heads, config.head_dim
+    return KvCache(2 * heads * size * kv_bytes, heads, window, 4 * config.heads * size)
+
+
+def _layer_tensors(
+    architecture: Architecture, config: Config, index: int, width: int, quantised: Quantised
+) -> Iterator[Tensor]:
+    prefix = f"{architecture.prefix}{index}."
+    for part in architecture.layer(config, index):
+        if isinstance(part, Vector):
+            stored = Stored(part.name, part.elements, part.dtype_bytes or width, values=0)
+            yield _tensor(stored, config)
+        elif isinstance(part, Experts):
+            for linear in part.linears:
+                for stored in store(linear, prefix, width, quantised):
+                    yield _tensor(stored, config, part.count)
+        else:
+            for stored in store(part, prefix, width, quantised):
+                yield _tensor(stored, config)
+
+
+def _tensor(stored: Stored, config: Config, count: int = 1) -> Tensor:
+    return Tensor(
+        name=stored.name,
+        elements=stored.elements,
+        dtype_bytes=stored.dtype_bytes,
+        count=count,
+        role=role_of(stored.name),
+        shards=shards_of(stored.name, config.kv_heads),
+        values=stored.values if is_multiplied(stored.name) else 0,
+    )

@@ -1,0 +1,92 @@
+"""The sizes of a model as values; reading them is `model_shape`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from placement.model.tensors import Layer, Tensor
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention: one latent per token instead of keys and values per head."""
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything about a model that placing it needs."""
+
+    model_type: str
+    source: Literal["config", "safetensors"]
+    layers: tuple[Layer, ...]
+    embedding: tuple[Tensor, ...]
+    final_norm: tuple[Tensor, ...]
+    output_head: tuple[Tensor, ...]
+    """Empty where the embedding serves as output matrix."""
+    extra: tuple[Tensor, ...]
+    """Vision and audio towers; the first stage holds them."""
+    tied: bool
+    vocabulary_everywhere: bool
+    """vLLM gives each pipeline stage of this architecture its embedding, norm and output head."""
+    hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    """Widest MLP a token passes, all its active experts together."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    """Width of activations."""
+    experts: int = 0
+    active_experts: int = 0
+    mla: Mla | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, each counted once."""
+        rest = self.embedding + self.final_norm + self.output_head + self.extra
+        return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in rest)
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Weight bytes of attention, MLP, experts, norms, embedding, output head, …."""
+        sums: dict[str, int] = {}
+        named: list[tuple[str, Tensor]] = [
+            *((tensor.role, tensor) for layer in self.layers for tensor in layer.tensors),
+            *(("embedding", tensor) for tensor in self.embedding),
+            *(("norm", tensor) for tensor in self.final_norm),
+            *(("output head", tensor) for tensor in self.output_head),
+            *(("other", tensor) for tensor in self.extra),
+        ]
+        for role, tensor in named:
+            sums[role] = sums.get(role, 0) + tensor.nbytes
+        return sums
+
+    def kv_bytes_per_token(self) -> int:
+        """KV bytes of one token over all layers."""
+        return sum(layer.kv.bytes_per_token for layer in self.layers if layer.kv is not None)
+
+    def around(self, *, first: bool, last: bool) -> tuple[Tensor, ...]:
+        """Tensors outside the layers that a stage holds, as vLLM 0.32 places them."""
+        everywhere = self.vocabulary_everywhere
+        tensors: tuple[Tensor, ...] = ()
+        if first or everywhere or (last and self.tied):
+            tensors += self.embedding
+        if first:
+            tensors += self.extra
+        if last or everywhere:
+            tensors += self.final_norm + self.output_head
+        return tensors
+
+    @property
+    def output_matrix(self) -> tuple[Tensor, ...]:
+        """What a decode step reads after the last layer."""
+        if not self.tied:
+            return self.output_head + self.final_norm
+        matrix = max(self.embedding, key=lambda tensor: tensor.nbytes, default=None)
+        return ((matrix,) if matrix is not None else ()) + self.final_norm

@@ -1,0 +1,272 @@
+"""What a step costs on a stage, in picoseconds, and what a stage's ranks hold, in bytes.
+
+Decode reads every weight that a token of the batch needs and the KV cache of the batch's
+contexts, so a layer costs bytes ÷ bandwidth, or its operations ÷ compute where these take longer.
+Times are whole picoseconds: sums over layers are then exact, and equal splits really tie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from placement.model.shape import ModelShape
+from placement.model.tensors import KvCache, Layer, Tensor
+from placement.plan.devices import DeviceFigures, Link, Links, StageDevices, group_link
+
+PICO = 10**12
+REDUCTIONS_PER_LAYER = 2
+"""All-reduces of a tensor-parallel group per layer: after attention and after the MLP."""
+TENSORS_PER_BOUNDARY = 2
+"""Hidden states and residual."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the engine is asked to hold and to be fast at."""
+
+    batch: int
+    """Sequences in one decode step."""
+    context: int
+    """Tokens that each of them has when the step is priced."""
+    max_sequences: int
+    """Sequences of `max_model_len` tokens that the KV cache must hold at the same time."""
+    max_model_len: int
+    max_batched_tokens: int = 2048
+    """Prompt tokens in one step: sets the activations."""
+    kv_block: int = 16
+    """Tokens in one KV block."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Time of one step on one stage by its parts, in picoseconds."""
+
+    weights: int = 0
+    kv: int = 0
+    compute: int = 0
+    """What operations take beyond the time of the reads."""
+    output: int = 0
+    """Output matrix on the last stage."""
+    reduce: int = 0
+    """All-reduces inside the tensor-parallel group."""
+    fixed: int = 0
+    """Launches and barriers."""
+    send: int = 0
+    """Activations to the next stage."""
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def seconds(self) -> float:
+        """All parts, in seconds."""
+        return self.total / PICO
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, in the order they are declared."""
+        return {part.name: getattr(self, part.name) / PICO for part in fields(self)}
+
+    def __add__(self, other: Step) -> Step:
+        return Step(*(getattr(self, p.name) + getattr(other, p.name) for p in fields(self)))
+
+
+def total_step(steps: Iterable[Step]) -> Step:
+    """Sum of steps, part by part."""
+    return sum(steps, Step())
+
+
+def distinct_experts(experts: int, active: int, tokens: int) -> float:
+    """How many experts of a layer a batch of tokens wakes on average, chosen evenly."""
+    return experts * (1 - (1 - active / experts) ** tokens)
+
+
+def _pico(seconds: float) -> int:
+    return math.ceil(seconds * PICO)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass."""
+
+    tokens: int
+    """Tokens that pass, all sequences together."""
+    sequences: int
+    context: int
+    """Tokens that a query looks at."""
+
+    def pairs(self, kv: KvCache) -> int:
+        """(query, key) pairs of attention."""
+        return self.tokens * kv.seen(self.context)
+
+    def kv_tokens(self, kv: KvCache) -> int:
+        """Tokens whose keys and values are read."""
+        return self.sequences * kv.seen(self.context)
+
+
+def decode_pass(batch: int, context: int) -> Pass:
+    """One token for each of `batch` sequences of `context` tokens."""
+    return Pass(batch, batch, context)
+
+
+def prefill_pass(tokens: int) -> Pass:
+    """One prompt in one pass; a token of it looks at half of them on average."""
+    return Pass(tokens, 1, max(1, tokens // 2))
+
+
+def layer_step(
+    shape: ModelShape, layer: Layer, stage: StageDevices, run: Pass, links: Links
+) -> Step:
+    """Time of one layer on a stage: its slowest rank and the all-reduces."""
+    slowest = max(
+        (_layer_on_rank(shape, layer, rank.figures, stage.size, run) for rank in stage.ranks),
+        key=lambda step: step.total,
+    )
+    return slowest + Step(reduce=_reduce(shape, stage, run, links))
+
+
+def _layer_on_rank(
+    shape: ModelShape, layer: Layer, figures: DeviceFigures, size: int, run: Pass
+) -> Step:
+    weights = _read(shape, layer.tensors, size, run, figures) / figures.read_bandwidth
+    flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(size) for t in layer.tensors)
+    kv = 0.0
+    if layer.kv is not None:
+        kv = run.kv_tokens(layer.kv) * layer.kv.rank_bytes(size) / figures.read_bandwidth
+        flops += run.pairs(layer.kv) * layer.kv.flops_per_pair / size
+    compute = max(0.0, flops / figures.compute - weights - kv)
+    fixed = figures.layer_latency_s
+    if figures.is_launching:
+        fixed = max(0.0, fixed - weights - kv - compute)
+    return Step(_pico(weights), _pico(kv), _pico(compute), fixed=_pico(fixed))
+
+
+def _read(
+    shape: ModelShape, tensors: tuple[Tensor, ...], size: int, run: Pass, figures: DeviceFigures
+) -> float:
+    awake = 1.0
+    if shape.experts:
+        distinct = distinct_experts(shape.experts, shape.active_experts, run.tokens)
+        awake = distinct / shape.experts
+
+    def share(tensor: Tensor) -> float:
+        if tensor.is_16_bit_matrix:
+            return figures.read_share
+        return awake if tensor.role == "expert" else 1
+
+    return sum(tensor.rank_bytes(size) * share(tensor) for tensor in tensors)
+
+
+def _used(shape: ModelShape, tensor: Tensor) -> float:
+    return shape.active_experts / shape.experts if tensor.role == "expert" else 1
+
+
+def _reduce(shape: ModelShape, stage: StageDevices, run: Pass, links: Links) -> int:
+    if stage.size == 1:
+        return 0
+    link = group_link(stage, links)
+    payload = run.tokens * shape.hidden_size * shape.dtype_bytes
+    moved = 2 * (stage.size - 1) / stage.size * payload
+    return REDUCTIONS_PER_LAYER * _pico(link.latency_s + moved / link.bandwidth)
+
+
+def fixed_step(stage: StageDevices) -> Step:
+    """What a step costs on a stage beside its layers, output and exchange: its slowest rank."""
+    return Step(fixed=max(_pico(rank.figures.step_latency_s) for rank in stage.ranks))
+
+
+def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
+    """Time of the last norm and the output matrix on the last stage."""
+    size = stage.size
+    flops = 2 * run.sequences * sum(tensor.rank_weights(size) for tensor in shape.output_matrix)
+    return Step(
+        output=max(
+            _pico(
+                max(
+                    _read(shape, shape.output_matrix, size, run, rank.figures)
+                    / rank.figures.read_bandwidth,
+                    flops / rank.figures.compute,
+                )
+            )
+            for rank in stage.ranks
+        )
+    )
+
+
+def send_step(
+    shape: ModelShape, sender: StageDevices, receiver: StageDevices, link: Link, run: Pass
+) -> Step:
+    """Time of handing activations from one stage to the next, copies to and from GPUs included."""
+    payload = run.tokens * shape.hidden_size * shape.dtype_bytes * TENSORS_PER_BOUNDARY
+    seconds = link.latency_s + payload / link.bandwidth
+    if link.name != "NCCL":
+        for stage in (sender, receiver):
+            links = [rank.figures.host_link for rank in stage.ranks if rank.figures.host_link]
+            seconds += payload / stage.size / min(links) if links else 0.0
+    return Step(send=_pico(seconds))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds."""
+
+    weights: int
+    kv: int
+    activations: int
+    runtime: int = 0
+
+    @property
+    def beside_kv(self) -> int:
+        """All but the KV cache."""
+        return self.weights + self.activations + self.runtime
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.beside_kv + self.kv
+
+
+def kv_bytes(layer: Layer, size: int, tokens: int, sequences: int, chunk: int) -> int:
+    """KV bytes that a rank keeps of one layer for some sequences of `tokens` tokens each."""
+    if layer.kv is None:
+        return 0
+    return layer.kv.rank_bytes(size) * sequences * layer.kv.kept(tokens, chunk)
+
+
+def layer_weights(layer: Layer, size: int) -> int:
+    """Weight bytes that a rank keeps of one layer."""
+    return sum(tensor.rank_bytes(size) for tensor in layer.tensors)
+
+
+def around_weights(shape: ModelShape, size: int, *, first: bool, last: bool) -> int:
+    """Weight bytes that a rank keeps outside the layers."""
+    return sum(tensor.rank_bytes(size) for tensor in shape.around(first=first, last=last))
+
+
+def activation_bytes(shape: ModelShape, size: int, work: Workload, *, last: bool) -> int:
+    """Peak of what a forward pass of `max_batched_tokens` tokens needs beside weights and KV.
+
+    Hidden states, residual and one work copy; the widest of MLP (gate, up and their product) and
+    attention (queries, keys, values, output); on the last stage float32 logits of the batch and
+    one copy of them for the sampler.
+    """
+    attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    widest = max(3 * shape.intermediate_size, attention) // size
+    passing = work.max_batched_tokens * shape.dtype_bytes * (4 * shape.hidden_size + widest)
+    logits = 2 * 4 * max(work.batch, work.max_sequences) * shape.vocab_size
+    return max(passing, logits) if last else passing
+
+
+def asked_tokens(work: Workload) -> int:
+    """Tokens of one sequence that the KV cache must have room for."""
+    longest = max(work.max_model_len, work.context)
+    return -(-longest // work.kv_block) * work.kv_block
+
+
+def asked_sequences(work: Workload) -> int:
+    """Sequences of `asked_tokens` tokens that must have room, enough for the priced batch too."""
+    priced = -(-work.batch * work.context // asked_tokens(work))
+    return max(work.max_sequences, priced)

@@ -1,0 +1,112 @@
+"""The keys of a cluster description.
+
+    links:                        # optional; what is not given is assumed
+      network: {bandwidth_gb_s: 12.5, latency_us: 50}
+    nodes:
+      - name: a
+        count: 1                  # so many alike
+        gpus: {part: H100 SXM, count: 1}
+        sockets: {part: Xeon 8480+, count: 2, cores: 56, memory_gib: 512}
+
+A `part` is a name of the table of known parts; every figure given beside it wins over the table's,
+and without a part all figures must be given.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from placement.plan.devices import known_part, known_parts
+
+Positive = Annotated[float, Field(ge=1e-6, le=1e9)]
+Count = Annotated[int, Field(ge=1, le=4096)]
+Name = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[^\p{C}]*$")]
+"""Text on one line, for tables and pictures."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+class LinkSection(_Section):
+    """One way between ranks."""
+
+    bandwidth_gb_s: Positive
+    """10^9 bytes per second."""
+    latency_us: Positive
+
+
+class LinksSection(_Section):
+    """Ways between ranks that are known; the others keep assumed values."""
+
+    nccl: LinkSection | None = None
+    shm: LinkSection | None = None
+    gloo: LinkSection | None = None
+    network: LinkSection | None = None
+
+
+class DevicesSection(_Section):
+    """Devices of one kind on a node, all alike."""
+
+    part: str | None = None
+    """A name of the table of known parts."""
+    name: Name | None = None
+    """What to call it; the part's name otherwise."""
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    memory_gib: Positive | None = None
+    """Memory of one device."""
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of that memory for the engine."""
+    read_gb_s: Positive | None = None
+    """Bandwidth of reading its own memory, 10^9 bytes per second."""
+    bf16_tflop_s: Positive | None = None
+    """Dense bf16 compute, 10^12 FLOP per second."""
+    layer_latency_us: Annotated[float, Field(ge=0, le=1e9)] = 0
+    """What a layer costs beside its bytes: kernel launches, thread barriers."""
+    runtime_gib: Positive = 1
+    """Memory of process, libraries, CUDA context and graphs."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> DevicesSection:
+        if self.part is not None and known_part(self.part) is None:
+            raise ValueError(f"part {self.part!r} is unknown; known: {', '.join(known_parts())}")
+        needed = (self.memory_gib, self.read_gb_s, self.bf16_tflop_s)
+        if self.part is None and None in needed:
+            raise ValueError("without a part, memory_gib, read_gb_s and bf16_tflop_s are needed")
+        return self
+
+
+class GpusSection(DevicesSection):
+    """GPUs of a node."""
+
+    host_link_gb_s: Positive | None = None
+    """Between GPU and host memory; 25 where neither this nor the part says."""
+
+
+class SocketsSection(DevicesSection):
+    """CPU sockets of a node."""
+
+    cores: Count = 1
+    """Physical cores of one socket."""
+    kv_cache_gib: Positive | None = None
+    """Largest KV cache of one CPU rank."""
+
+
+class NodeSection(_Section):
+    """One node, or several alike."""
+
+    name: Name
+    count: Count = 1
+    gpus: GpusSection | None = None
+    sockets: SocketsSection | None = None
+
+
+class ClusterSection(_Section):
+    """The whole file."""
+
+    nodes: Annotated[list[NodeSection], Field(min_length=1)]
+    links: LinksSection = LinksSection()

@@ -1,0 +1,248 @@
+"""The search behind `choose_split`: prices every stage at every place, then cuts the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import permutations
+from typing import Literal
+
+from placement.model.shape import ModelShape
+from placement.plan import cost
+from placement.plan.cost import Memory, Step, Workload
+from placement.plan.devices import Links, RankDevice, StageDevices, boundary_link
+from placement.plan.partition import StageCosts, fits, reach_of, shortest_sum, smallest_peak
+from placement.plan.stage_plan import (
+    Objective,
+    RankPlan,
+    Split,
+    StagePlan,
+    kv_room,
+    objective_value,
+)
+
+Order = Literal["auto", "fixed"]
+
+ALL_ORDERS = 4
+"""With more stages than this only orders that keep each kind together are tried."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """One question: this model on these stages for this work."""
+
+    shape: ModelShape
+    stages: tuple[StageDevices, ...]
+    work: Workload
+    objective: Objective
+    links: Links
+
+    def best(self, order: Order) -> Split | None:
+        """The best split over all orders; None where none fits.
+
+        Of equal splits the one whose order comes first in `orders` is taken.
+        """
+        cut = shortest_sum if self.objective == "latency" else smallest_peak
+        best: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None = None
+        for places in self.orders(order):
+            costs = self.costs(places)
+            layers = cut(costs)
+            if layers is None:
+                continue
+            value = objective_value(_totals(costs, layers), self.objective)
+            if best is None or value < best[0]:
+                best = (value, places, layers)
+        return None if best is None else self.build(best[1], best[2])
+
+    def fits(self, order: Order) -> bool:
+        """Whether any split in any order fits."""
+        return any(fits(self.costs(places)) for places in self.orders(order))
+
+    def orders(self, order: Order) -> Iterator[tuple[int, ...]]:
+        """Orders of the stages worth a look, the given one first, no two alike."""
+        given = tuple(range(len(self.stages)))
+        if order == "fixed":
+            yield given
+            return
+        cpu_first = tuple(sorted(given, key=lambda place: not self.stages[place].has_cpu))
+        gpu_first = tuple(sorted(given, key=lambda place: self.stages[place].has_cpu))
+        few = (given, cpu_first, gpu_first)
+        seen: set[tuple[StageDevices, ...]] = set()
+        for places in permutations(given) if len(given) <= ALL_ORDERS else few:
+            alike = tuple(_unnamed(self.stages[place]) for place in places)
+            if alike not in seen:
+                seen.add(alike)
+                yield places
+
+    def costs(self, places: Sequence[int]) -> tuple[StageCosts, ...]:
+        """Costs of the layers at each place of the pipeline, for stages in that order."""
+        row = [self.stages[place] for place in places]
+        return tuple(
+            StageCosts(
+                self._layer_times[_anywhere(stage)],
+                self._beside_layers(row, place).total,
+                self._reach(stage, place),
+            )
+            for place, stage in enumerate(row)
+        )
+
+    def build(self, places: Sequence[int], layers: Sequence[int]) -> Split:
+        """Price a split and give every rank its budget, whether it fits or not."""
+        row = [self.stages[place] for place in places]
+        stages, first = [], 0
+        for place, (stage, count) in enumerate(zip(row, layers, strict=True)):
+            memory = self._memory(place, first, count)
+            stages.append(
+                StagePlan(
+                    given=places[place],
+                    devices=stage,
+                    first_layer=first,
+                    layers=count,
+                    decode=self._time(row, place, first, count, self._decode),
+                    prefill=self._time(row, place, first, count, self._prefill),
+                    ranks=tuple(
+                        RankPlan(
+                            place * stage.size + i,
+                            device,
+                            replace(memory, runtime=device.runtime_bytes),
+                            0,
+                        )
+                        for i, device in enumerate(stage.ranks)
+                    ),
+                )
+            )
+            first += count
+        return self._budgeted(tuple(stages))
+
+    def _budgeted(self, stages: tuple[StagePlan, ...]) -> Split:
+        ranks = [rank for stage in stages for rank in stage.ranks]
+        asked = cost.asked_tokens(self.work) * cost.asked_sequences(self.work)
+        block = self.work.kv_block
+        tokens = min(
+            (max(0, rank.kv_room) * asked // rank.memory.kv for rank in ranks if rank.memory.kv),
+            default=asked,
+        )
+        tokens = tokens // block * block
+        stages = tuple(
+            replace(
+                stage,
+                ranks=tuple(
+                    replace(rank, kv_bytes=-(-rank.memory.kv * tokens // asked))
+                    for rank in stage.ranks
+                ),
+            )
+            for stage in stages
+        )
+        return Split(stages, self.objective, self.work, tokens)
+
+    @property
+    def _decode(self) -> cost.Pass:
+        return cost.decode_pass(self.work.batch, self.work.context)
+
+    @property
+    def _prefill(self) -> cost.Pass:
+        return cost.prefill_pass(self.work.context)
+
+    @property
+    def _size(self) -> int:
+        return self.stages[0].size
+
+    @cached_property
+    def _layer_times(self) -> dict[StageDevices, tuple[int, ...]]:
+        return {stage: self._times_on(stage) for stage in set(map(_anywhere, self.stages))}
+
+    def _times_on(self, stage: StageDevices) -> tuple[int, ...]:
+        times = {
+            first: cost.layer_step(
+                self.shape, self.shape.layers[first], stage, self._decode, self.links
+            ).total
+            for first in set(self._first_alike)
+        }
+        return tuple(times[first] for first in self._first_alike)
+
+    @cached_property
+    def _first_alike(self) -> tuple[int, ...]:
+        """For each layer the first one that is like it; most models have one or two kinds."""
+        first: dict[tuple[object, ...], int] = {}
+        return tuple(
+            first.setdefault((layer.tensors, layer.kv), index)
+            for index, layer in enumerate(self.shape.layers)
+        )
+
+    @cached_property
+    def _layer_weights(self) -> tuple[int, ...]:
+        return tuple(cost.layer_weights(layer, self._size) for layer in self.shape.layers)
+
+    @cached_property
+    def _layer_kv(self) -> tuple[int, ...]:
+        tokens, sequences = cost.asked_tokens(self.work), cost.asked_sequences(self.work)
+        chunk = self.work.max_batched_tokens
+        return tuple(
+            cost.kv_bytes(layer, self._size, tokens, sequences, chunk)
+            for layer in self.shape.layers
+        )
+
+    def _beside_layers(
+        self, row: Sequence[StageDevices], place: int, run: cost.Pass | None = None
+    ) -> Step:
+        run = run or self._decode
+        fixed = cost.fixed_step(row[place])
+        if place == len(row) - 1:
+            return fixed + cost.output_step(self.shape, row[place], run)
+        only_gpus = not any(stage.has_cpu for stage in row)
+        link = boundary_link(row[place], row[place + 1], self.links, only_gpus=only_gpus)
+        return fixed + cost.send_step(self.shape, row[place], row[place + 1], link, run)
+
+    def _time(
+        self, row: Sequence[StageDevices], place: int, first: int, count: int, run: cost.Pass
+    ) -> Step:
+        layers = self.shape.layers[first : first + count]
+        inside = (cost.layer_step(self.shape, x, row[place], run, self.links) for x in layers)
+        return cost.total_step(inside) + self._beside_layers(row, place, run)
+
+    def _reach(self, stage: StageDevices, place: int) -> tuple[int, ...]:
+        beside = self._memory(place, 0, 0)
+        room = min(
+            kv_room(replace(rank, kv_limit_bytes=None), replace(beside, runtime=rank.runtime_bytes))
+            for rank in stage.ranks
+        )
+        needs = [w + kv for w, kv in zip(self._layer_weights, self._layer_kv, strict=True)]
+        reach = reach_of(needs, room)
+        limits = [r.kv_limit_bytes for r in stage.ranks if r.kv_limit_bytes is not None]
+        if not limits:
+            return reach
+        return tuple(map(min, reach, reach_of(self._layer_kv, min(limits))))
+
+    def _memory(self, place: int, first: int, count: int) -> Memory:
+        is_first, is_last = place == 0, place == len(self.stages) - 1
+        around = cost.around_weights(self.shape, self._size, first=is_first, last=is_last)
+        end = first + count
+        return Memory(
+            weights=around + sum(self._layer_weights[first:end]),
+            kv=sum(self._layer_kv[first:end]),
+            activations=cost.activation_bytes(self.shape, self._size, self.work, last=is_last),
+        )
+
+
+def _totals(costs: Sequence[StageCosts], layers: Sequence[int]) -> list[int]:
+    totals, first = [], 0
+    for stage, count in zip(costs, layers, strict=True):
+        totals.append(stage.fixed + sum(stage.layers[first : first + count]))
+        first += count
+    return totals
+
+
+def _unnamed(stage: StageDevices) -> StageDevices:
+    def unnamed(rank: RankDevice) -> RankDevice:
+        return replace(rank, label="")
+
+    return StageDevices(tuple(map(unnamed, stage.ranks)))
+
+
+def _anywhere(stage: StageDevices) -> StageDevices:
+    """The stage with its nodes numbered: a layer costs the same wherever they are."""
+    nodes = {name: str(number) for number, name in enumerate(sorted(stage.nodes))}
+    return StageDevices(
+        tuple(replace(rank, label="", node=nodes[rank.node]) for rank in stage.ranks)
+    )

@@ -1,0 +1,118 @@
+"""Which stage holds which layers: the split that fits and makes the step shortest.
+
+    split = choose_split(shape, stages, batch=1, context=4096, max_sequences=4)
+    split.order, split.layers, split.step_s, [rank.kv_bytes for rank in split.ranks]
+
+Exact for any number of layers: sums over stages are cut by dynamic programming, and every order
+of up to four stages is tried.  The same question always has the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from placement.errors import DoesNotFitError, LayoutError
+from placement.model.shape import ModelShape
+from placement.plan.cost import Workload
+from placement.plan.devices import Links, StageDevices
+from placement.plan.does_not_fit import explain, explain_given
+from placement.plan.planner import Order, Planner
+from placement.plan.stage_plan import Objective, RankPlan, Split, StagePlan
+
+__all__ = ["Objective", "Order", "RankPlan", "Split", "StagePlan", "choose_split"]
+
+
+def choose_split(
+    shape: ModelShape,
+    stages: Sequence[StageDevices],
+    *,
+    batch: int,
+    context: int,
+    max_sequences: int,
+    objective: Objective = "latency",
+    layers: Sequence[int] | None = None,
+    order: Order = "auto",
+    max_model_len: int | None = None,
+    max_batched_tokens: int = 2048,
+    links: Links | None = None,
+    explained: bool = True,
+) -> Split:
+    """Choose stage order, layers per stage and budgets per rank.
+
+    Args:
+        shape: the model.
+        stages: devices of each stage.
+        batch: sequences in the decode step that is priced.
+        context: tokens that each of them has.
+        max_sequences: sequences of `max_model_len` tokens that the KV cache must hold.
+        objective: shortest step of one batch, or shortest slowest stage (stages overlap).
+        layers: the user's layers per stage, in the order of `stages`; wins over the choice.
+        order: auto may reorder the stages, fixed takes them as given.
+        max_model_len: longest sequence; None is `context`.
+        max_batched_tokens: prompt tokens in one step.
+        links: the ways between ranks.
+        explained: whether the error says by how much it does not fit, which takes longer than the
+            choice itself.
+
+    Raises:
+        LayoutError: `layers` does not match the stages or the model, or there are too many stages.
+        DoesNotFitError: no split fits; says by how much and what would fit.
+
+    """
+    work = Workload(batch, context, max_sequences, max_model_len or context, max_batched_tokens)
+    _check_counts(shape, stages, work)
+    planner = Planner(shape, tuple(stages), work, objective, links or Links())
+    if layers is not None:
+        return _given(planner, _checked_layers(shape, stages, layers))
+    split = planner.best(order)
+    if split is None:
+        raise DoesNotFitError(explain(planner, order) if explained else "no split fits")
+    return replace(split, gpu_only=_gpu_only(planner, split, order))
+
+
+def _check_counts(shape: ModelShape, stages: Sequence[StageDevices], work: Workload) -> None:
+    names = ("batch", "context", "max_sequences", "max_model_len", "max_batched_tokens")
+    for name in names:
+        if getattr(work, name) < 1:
+            raise LayoutError(f"{name} must be 1 or more, got {getattr(work, name)}")
+    if not 1 <= len(stages) <= len(shape.layers):
+        raise LayoutError(
+            f"{len(stages)} pipeline stages for {len(shape.layers)} layers: expected 1 to "
+            f"{len(shape.layers)} stages, each holds at least one layer"
+        )
+    sizes = [stage.size for stage in stages]
+    if len(set(sizes)) > 1 or 0 in sizes:
+        raise LayoutError(f"stages have {sizes} ranks; each needs the same number, at least one")
+
+
+def _checked_layers(
+    shape: ModelShape, stages: Sequence[StageDevices], layers: Sequence[int]
+) -> tuple[int, ...]:
+    if len(layers) != len(stages):
+        raise LayoutError(
+            f"layers {list(layers)} has {len(layers)} numbers, the pipeline has {len(stages)} "
+            "stages: give one number per stage"
+        )
+    if sum(layers) != len(shape.layers) or min(layers) < 1:
+        arithmetic = " + ".join(map(str, layers))
+        raise LayoutError(
+            f"layers {arithmetic} = {sum(layers)}, but the model has {len(shape.layers)} layers: "
+            "the numbers must add up to that, and each stage needs at least one"
+        )
+    return tuple(layers)
+
+
+def _given(planner: Planner, layers: tuple[int, ...]) -> Split:
+    split = planner.build(range(len(layers)), layers)
+    if any(rank.kv_room < rank.memory.kv for rank in split.ranks):
+        raise DoesNotFitError(explain_given(planner, split))
+    return split
+
+
+def _gpu_only(planner: Planner, split: Split, order: Order) -> Split | None:
+    gpus = tuple(stage for stage in planner.stages if not stage.has_cpu)
+    if not gpus or len(gpus) == len(planner.stages):
+        return None
+    alone = replace(planner, stages=gpus).best(order)
+    return alone if alone is not None and alone.value <= split.value else None

@@ -1,0 +1,114 @@
+"""Run the warm-up schedule on all ranks and watch every step of it.
+
+Each stage runs its own list of steps without waiting for the other stages.  A rank that is late,
+or acknowledges another step than it was sent, is named together with the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray_hetero.errors import RankError
+from ray_hetero.worker.warmup import Step
+from ray_hetero.world import World
+
+POLL_SECONDS = 0.05
+
+
+class Ranks(Protocol):
+    """How the driver talks to the ranks."""
+
+    def send(self, per_stage: Sequence[Sequence[Step]]) -> None:
+        """Send every stage its steps, in order."""
+
+    def answer(self, rank: int, timeout_s: float) -> Any:
+        """The rank's next answer; TimeoutError when there is none in time."""
+
+
+@dataclass
+class _Progress:
+    done: int
+    since: float
+
+
+def run_schedule(
+    ranks: Ranks,
+    world: World,
+    steps: Sequence[Sequence[Step]],
+    *,
+    step_timeout_s: float,
+    on_step: Callable[[int, Step], None] = lambda rank, step: None,
+    look: Callable[[], str] = lambda: "",
+) -> dict[int, dict[int, Any]]:
+    """Run all steps and collect their values.
+
+    Args:
+        ranks: the connection to the ranks.
+        world: who is on which stage.
+        steps: the schedule, by stage.
+        step_timeout_s: longest wait for one step on one rank.
+        on_step: called with rank and step as each is done.
+        look: what the ranks are doing, for the message about a late one.
+
+    Returns:
+        Values by rank and step number.
+
+    Raises:
+        RankError: a rank is late, on another step, or answered with an error.
+
+    """
+    ranks.send(steps)
+    values: dict[int, dict[int, Any]] = {seat.rank: {} for seat in world.seats}
+    progress = {seat.rank: _Progress(0, time.monotonic()) for seat in world.seats}
+    while pending := [s for s in world.seats if progress[s.rank].done < len(steps[s.stage])]:
+        for seat in pending:
+            state = progress[seat.rank]
+            step = steps[seat.stage][state.done]
+            try:
+                answer = ranks.answer(seat.rank, POLL_SECONDS)
+            except TimeoutError:
+                _check_late(world, progress, seat.rank, step, step_timeout_s, look)
+                continue
+            _check_same(world, seat.rank, step, answer.step)
+            values[seat.rank][step.number] = answer.value
+            progress[seat.rank] = _Progress(state.done + 1, time.monotonic())
+            on_step(seat.rank, step)
+    return values
+
+
+def _check_same(world: World, rank: int, expected: Step, acknowledged: int) -> None:
+    if acknowledged != expected.number:
+        raise RankError(
+            f"warm-up: {describe(world, rank)} acknowledged step {acknowledged}, "
+            f"expected {expected}. The ranks run different schedules."
+        )
+
+
+def _check_late(
+    world: World,
+    progress: dict[int, _Progress],
+    rank: int,
+    step: Step,
+    timeout_s: float,
+    look: Callable[[], str],
+) -> None:
+    waited = time.monotonic() - progress[rank].since
+    if waited <= timeout_s:
+        return
+    others = ", ".join(
+        f"rank {other}: {state.done} steps done" for other, state in sorted(progress.items())
+    )
+    raise RankError(
+        f"warm-up: {describe(world, rank)} did not finish {step} in {waited:.0f} s "
+        f"(warmup.step_timeout_s = {timeout_s:g}). {others}. Look at that rank's log, or raise "
+        f"the limit. {look()}"
+    )
+
+
+def describe(world: World, rank: int) -> str:
+    """Name a rank for people: its device and its node."""
+    seat = world.seats[rank]
+    return f"rank {rank} ({seat.kind}, {seat.device}, node {seat.node_name})"

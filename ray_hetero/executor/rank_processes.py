@@ -1,0 +1,178 @@
+"""Where the ranks' processes are, and what can be learned about them on their nodes.
+
+A rank that hangs or has died cannot be asked.  Its node can: by one short task there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import ray
+
+from placement.cluster import ray_cluster
+from ray_hetero.executor.lockstep import describe
+from ray_hetero.runtime.process_state import ProcessId, ProcessState, states
+from ray_hetero.world import World
+
+ANSWER_SECONDS = 5.0
+"""Longest wait for a node; one that is gone must not delay the end of an engine."""
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a rank write the stacks of all its threads into its log."""
+GONE_SECONDS = 4.0
+"""Longest wait for a killed process to be gone."""
+POLL_SECONDS = 0.05
+LOG_TAIL_BYTES = 1 << 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's process on its node, as the rank itself tells when it starts."""
+
+    process: ProcessId
+    log: str
+    """File that its standard error goes to; empty where that is none."""
+    oom_kills: int
+    """Processes that the kernel of the node had killed for lack of memory until then."""
+
+    @classmethod
+    def here(cls) -> Place:
+        """Of the calling process."""
+        error = os.readlink("/proc/self/fd/2")
+        return cls(ProcessId.of(os.getpid()), error if error.startswith("/") else "", oom_kills())
+
+
+class Whereabouts:
+    """The processes of all ranks.
+
+    Args:
+        world: who is on which node.
+        places: by rank.
+
+    """
+
+    def __init__(self, world: World, places: Sequence[Place]) -> None:
+        self._world = world
+        self._places = places
+        self._by_node: dict[str, dict[int, Place]] = {}
+        for seat, place in zip(world.seats, places, strict=True):
+            self._by_node.setdefault(seat.node_id, {})[seat.rank] = place
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The ranks' processes, each numbered by its own node."""
+        return frozenset(place.process.pid for place in self._places)
+
+    def describe(self, rank: int) -> str:
+        """Name a rank for people: device, node and process."""
+        return f"{describe(self._world, rank)}, {self._places[rank].process}"
+
+    def look(self) -> str:
+        """What every rank is doing, the likeliest culprit of a hang first.
+
+        The ranks also write the stacks of their threads into their logs.
+        """
+        found: dict[int, ProcessState] = {}
+        for answer in self._on_nodes(_look_here).values():
+            found |= answer
+        known = sorted(found, key=lambda rank: (found[rank].doing, rank))
+        said = [f"{self.describe(rank)}, is {found[rank]}" for rank in known]
+        silent = [seat for seat in self._world.seats if seat.rank not in found]
+        said += [f"{self.describe(seat.rank)}: its node does not answer" for seat in silent]
+        return "; ".join(said)
+
+    def logs(self) -> str:
+        """Where the ranks' logs are."""
+        return ", ".join(
+            f"{place.log} (rank {rank}, node {self._world.seats[rank].node_name})"
+            for rank, place in enumerate(self._places)
+            if place.log
+        )
+
+    def traces(self, rank: int) -> str:
+        """What a dead rank has left behind on its node, in words."""
+        node = self._world.seats[rank].node_id
+        answers = self._on_nodes(lambda places: _traces_of(places[rank]), {node})
+        return answers.get(node, "its node does not answer")
+
+    def kill(self) -> None:
+        """Kill what is left of the ranks, and wait until it is gone.
+
+        Ray asks a process to end before it kills it, which a stopped one does not hear.  Once it
+        is gone its socket's claim and its GPU's memory are free.
+        """
+        self._on_nodes(_kill_here)
+
+    def _on_nodes(
+        self,
+        function: Callable[[Mapping[int, Place]], T],
+        nodes: frozenset[str] | set[str] | None = None,
+    ) -> dict[str, T]:
+        by_node = self._by_node
+
+        def here() -> T:
+            return function(by_node[ray.get_runtime_context().get_node_id()])
+
+        return ray_cluster.on_nodes(here, nodes or self._world.node_ids, ANSWER_SECONDS)
+
+
+def _look_here(places: Mapping[int, Place]) -> dict[int, ProcessState]:
+    found = states({rank: place.process for rank, place in places.items()})
+    _send(STACKS_SIGNAL, places)
+    return found
+
+
+def _kill_here(places: Mapping[int, Place]) -> None:
+    _send(signal.SIGKILL, places)
+    deadline = time.monotonic() + GONE_SECONDS
+    while any(place.process.is_there for place in places.values()):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _send(number: signal.Signals, places: Mapping[int, Place]) -> None:
+    for place in places.values():
+        if place.process.is_there:
+            # It may end at this very moment.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(place.process.pid, number)
+
+
+def _traces_of(place: Place) -> str:
+    if crash := crash_in(place.log):
+        return f"it crashed: {crash}"
+    if oom_kills() > place.oom_kills:
+        return "the kernel has killed processes there meanwhile, for lack of memory"
+    return "it left no word, as after SIGKILL (kill -9)"
+
+
+def crash_in(log: str) -> str:
+    """The line about a crash in native code at the end of a rank's log, if there is one."""
+    try:
+        with Path(log).open("rb") as file:
+            file.seek(-min(LOG_TAIL_BYTES, Path(log).stat().st_size), os.SEEK_END)
+            tail = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    found = re.findall(r"^(?:Fatal Python error: .*|\*\*\* SIG\w+ received.*)$", tail, re.M)
+    return found[-1].strip() if found else ""
+
+
+def oom_kills() -> int:
+    """Processes that the kernel of this host has killed for lack of memory since its boot."""
+    try:
+        text = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^oom_kill (\d+)$", text, re.M)
+    return int(found[1]) if found else 0

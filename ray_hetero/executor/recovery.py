@@ -1,0 +1,131 @@
+"""Start the ranks of a running engine again, inside its process.
+
+vLLM's engine loop asks a *sentinel* what to do when a step raises (vllm.v1.fault_tolerance).  This
+one starts the ranks again and lets the loop go on.  So everything that clients see lives on: the
+API server, its connection to the engine, the engine's scheduler and its settings; the only thing
+that is new is what was lost.  The other way, a new engine process under the API server that is
+there, has no place in vLLM: a client shakes hands with its engine once, when it is made.
+
+What was in the dead ranks' KV cache is gone:
+
+- every request that the engine knows of ends with an error, also those that wait, for they would
+  wait through the start; their clients may send them again (503);
+- batches on their way are dropped, so that no answer is taken for another batch's;
+- the prefix cache is emptied: the blocks that it names are blank on the new ranks.
+
+The new ranks sit in the same bundles, with the same layers, and are asked for everything that vLLM
+asked of the first ones on their way up, in the same order; so their KV caches have the sizes that
+the scheduler counts on.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine import (
+    FT_STATUS_CALL_ID,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    EngineStatusType,
+    UtilityOutput,
+)
+from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
+from vllm.v1.request import RequestStatus
+from vllm.v1.serial_utils import UtilityResult
+
+from placement.errors import PlacementError
+from ray_hetero.compat.vllm_private import launch_of
+from ray_hetero.errors import RayHeteroError
+from ray_hetero.observability.progress import logger
+from ray_hetero.runtime import exit_reason
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCoreProc
+
+
+class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
+    """Asked by the engine's loop when it has raised; returns when the loop may go on."""
+
+    engine: EngineCoreProc
+
+    def on_fault(self, exc: Exception) -> None:
+        """Start the ranks again.
+
+        Raises:
+            Exception: the loop's own error, if it is none of the ranks, or they do not come up.
+
+        """
+        executor: Any = self.engine.model_executor
+        report = executor.verdict()
+        if report is None:
+            raise exc
+        is_up = False
+        try:
+            while not is_up and executor.restarts_left:
+                self._turn_away(report)
+                try:
+                    executor.restart()
+                    is_up = True
+                except (RayHeteroError, PlacementError) as error:
+                    report = f"the ranks do not start again: {error}"
+                    logger.error("ray_hetero: %s", report)
+        finally:
+            if not is_up:
+                exit_reason.leave(report)
+        if not is_up:
+            raise exc
+        self._forget()
+        # The old queues' sockets and threads end when they are collected, and the error's frames
+        # hold them in cycles.
+        traceback.clear_frames(exc.__traceback__)
+        gc.collect()
+        self._tell(EngineStatusType.HEALTHY, {})
+        logger.info("ray_hetero: serving again; %d restarts left", executor.restarts_left)
+
+    def _turn_away(self, report: str) -> None:
+        """End all requests with an error, and let the API server refuse new ones."""
+        left = self.engine.model_executor.restarts_left
+        fault = f"{report}. The engine starts its ranks again, {left} tries left; please retry"
+        self._tell(EngineStatusType.UNHEALTHY, {"fault_info": fault})
+        ended = self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+        by_client = defaultdict(list)
+        for request in [*ended, *(added for added, _ in self._take(EngineCoreRequestType.ADD))]:
+            by_client[request.client_index].append(request.request_id)
+        for client, requests in by_client.items():
+            self.engine._send_error_outputs_to_client(requests, client)
+
+    def _take(self, wanted: EngineCoreRequestType) -> list[Any]:
+        """Take the contents of all messages of a kind out of the engine's queue."""
+        taken, others = [], []
+        while not self.engine.input_queue.empty():
+            kind, content = self.engine.input_queue.get_nowait()
+            if kind == wanted:
+                taken.append(content)
+            else:
+                others.append((kind, content))
+        for entry in others:
+            self.engine.input_queue.put_nowait(entry)
+        return taken
+
+    def _forget(self) -> None:
+        """Drop what was true of the old ranks only."""
+        self._take(EngineCoreRequestType.EXECUTOR_FAILED)
+        if self.engine.batch_queue is not None:
+            self.engine.batch_queue.clear()
+        was_emptied = self.engine.scheduler.reset_prefix_cache()
+        assert was_emptied, "a request still holds blocks of the old ranks' KV cache"
+        self.engine.scheduler.reset_encoder_cache()
+
+    def _tell(self, status: EngineStatusType, fault: dict[str, str]) -> None:
+        """Tell all API servers; the clients of offline engines understand no such message."""
+        if not isinstance(launch_of(self.engine.vllm_config).engine_args, AsyncEngineArgs):
+            return
+        content = {"id": self.engine_index, "status": status.name.lower(), **fault}
+        message = UtilityOutput(FT_STATUS_CALL_ID, result=UtilityResult(content))
+        for client in range(len(self.engine.addresses.outputs)):
+            outputs = EngineCoreOutputs(utility_output=message, engine_index=self.engine_index)
+            self.engine.output_queue.put_nowait((client, outputs))

@@ -1,0 +1,132 @@
+"""What a CPU rank computes its linear layers with.
+
+Chosen before the weights are loaded, complete once they are: few tokens a step are computed by the
+socket, many by a GPU of the node where the rank may borrow one.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from placement.plan.devices import GIB
+from ray_hetero.compat import vllm_private
+from ray_hetero.config import CpuConfig
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels.decoder_layers import fuse
+from ray_hetero.kernels.gpu_prefill import BorrowedGpu
+from ray_hetero.kernels.packed_weights import PackedWeight, made_compact
+from ray_hetero.kernels.post_attention import Linear
+from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.observability.progress import logger
+
+
+class LinearLayers:
+    """The linear layers of this process.
+
+    Args:
+        config: which kernels, and whether to borrow a GPU.
+        gpu: the one that could be borrowed, if any.
+        tokens: most tokens of a step.
+
+    Raises:
+        UnsupportedError: what was asked for cannot be had here.
+
+    """
+
+    def __init__(self, config: CpuConfig, gpu: torch.device | None, tokens: int) -> None:
+        self._config = config
+        self._gpu: BorrowedGpu | None = None
+        self._linears: dict[torch.nn.Module, Linear] = {}
+        self._bytes = self._bytes_before = 0
+        self._kernel = streaming_linear.choose(config.linear_kernel)
+        if config.borrow_gpu is True:
+            self._check_borrowing(gpu)
+        if self._kernel is None:
+            return
+        self._kernel.prompts = None
+        self._kernel.compact.clear()
+        if gpu is not None and config.borrow_gpu:
+            self._gpu = BorrowedGpu(gpu, tokens)
+        vllm_private.use_linear(
+            torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
+        )
+        logger.info("linear layers stream their weights (cpu.linear_kernel)")
+
+    def _check_borrowing(self, gpu: torch.device | None) -> None:
+        if gpu is None:
+            raise UnsupportedError(
+                "cpu.borrow_gpu is true, but no GPU rank of this engine is on the node of this "
+                "CPU rank. Leave the setting out, or give the layout a GPU there."
+            )
+        if self._kernel is None:
+            raise UnsupportedError(
+                "cpu.borrow_gpu is true, but linear layers are vLLM's own here: this processor has "
+                "no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
+            )
+
+    def _packed(self, layer: torch.nn.Module, packed: torch.Tensor) -> torch.Tensor:
+        """What the kernel reads in the place of a layer's weight, which was packed."""
+        assert self._kernel is not None
+        weight = PackedWeight(packed)
+        # Without AMX vLLM's kernel computes prompts, from packed weights.
+        if self._config.holds_compact(has_amx=self._kernel.has_amx):
+            weight = made_compact(packed, self._kernel.native)
+            self._kernel.add(weight)
+        self._bytes += weight.data.nbytes
+        self._bytes_before += packed.nbytes
+        bias = getattr(layer, "bias", None)
+        self._linears[layer] = Linear(weight, None if bias is None else bias.data)
+        # An output matrix multiplies one token a request, and its products would be the largest.
+        if self._gpu is not None and not isinstance(layer, VocabParallelEmbedding):
+            self._gpu.add(weight)
+        return weight.data
+
+    def loaded(self, model: torch.nn.Module) -> str:
+        """Fuse layers and take the GPU, now that all weights are there.
+
+        Returns:
+            What the model's code depends on besides its configuration.
+
+        Raises:
+            UnsupportedError: the GPU was asked for, and has no memory left or cannot read the
+                host's.
+
+        """
+        if self._kernel is None:
+            return "vllm"
+        if self._bytes < self._bytes_before:
+            logger.info(
+                "linear layers are held in %.1f GiB in place of %.1f, without loss "
+                "(cpu.compact_weights)",
+                self._bytes / GIB,
+                self._bytes_before / GIB,
+            )
+        self._take_gpu(self._kernel)
+        fused = 0
+        if self._config.fuse_layers:
+            fused = fuse(model, self._linears, self._kernel)
+            logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
+        self._linears.clear()
+        compact = len(self._kernel.compact)
+        return f"streaming, {fused} decoder_layers, {compact} compact"
+
+    def _take_gpu(self, kernel: StreamingLinear) -> None:
+        if self._gpu is None:
+            return
+        try:
+            taken = self._gpu.take()
+        except UnsupportedError as error:
+            if self._config.borrow_gpu is True:
+                raise
+            logger.warning("%s", error)
+            return
+        kernel.prompts = Prompts(self._gpu, self._config.borrow_gpu_tokens)
+        logger.info(
+            "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
+            "over its link, %.1f GiB of its memory are taken (cpu.borrow_gpu)",
+            self._config.borrow_gpu_tokens,
+            taken.weight_bytes / GIB,
+            taken.gpu_bytes / GIB,
+        )

@@ -1,0 +1,161 @@
+"""What a decoder layer of a CPU rank computes from one attention to the next.
+
+A decode step's time on a socket is that of reading the weights, and of what lies between the
+products: operators whose instructions the weights have driven out of the caches, each of which
+calls all threads together anew.  Here the products between two attentions, with their norms and
+the activation, are one call of csrc/between_attentions.h; a GPU that computes prompts
+(borrowed_gpu.py) gets them as one piece of work too, and sends back one result instead of four.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ray_hetero.kernels.packed_weights import PackedWeight
+from ray_hetero.kernels.streaming_linear import StreamingLinear
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A linear layer."""
+
+    weight: PackedWeight
+    """W [N, K]."""
+    bias: torch.Tensor | None
+    """[N], float32."""
+
+    @property
+    def native(self) -> tuple[int, int, int, int, Any]:
+        """What the native module takes: addresses, shape, what belongs to a compact weight."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return self.weight.data.data_ptr(), bias, *self.weight.shape, self.weight.compact
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A root-mean-square norm."""
+
+    weight: torch.Tensor
+    """[N], bf16."""
+    epsilon: float
+
+    @property
+    def native(self) -> tuple[int, float]:
+        """What the native module takes."""
+        return self.weight.data_ptr(), self.epsilon
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """How a layer begins."""
+
+    norm: Norm
+    stacked: Linear
+    """Queries, keys and values."""
+
+    @property
+    def native(self) -> tuple[Any, Any]:
+        """What the native module takes."""
+        return self.norm.native, self.stacked.native
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What is computed from one attention to the next, in this order."""
+
+    output: Linear
+    norm: Norm
+    gate_up: Linear
+    down: Linear
+    next: Beginning | None = None
+    """Of the layer that comes; None after the last."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All linear layers."""
+        own = (self.output, self.gate_up, self.down)
+        return own if self.next is None else (*own, self.next.stacked)
+
+    @property
+    def outputs(self) -> int:
+        """Size of the result."""
+        return self.linears[-1].weight.shape[0]
+
+
+class BetweenAttentions:
+    """Computes parts: few tokens in one native call, many on a borrowed GPU."""
+
+    def __init__(self, parts: Parts, kernel: StreamingLinear) -> None:
+        self.parts = parts
+        self._kernel = kernel
+        self.native = kernel.native.Between(
+            output=parts.output.native,
+            norm=parts.norm.native,
+            gate_up=parts.gate_up.native,
+            down=parts.down.native,
+            next=parts.next and parts.next.native,
+        )
+
+    def __call__(
+        self, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the output of one attention to the input of the next.
+
+        Args:
+            attended: [M, K], bf16.
+            residual: [M, N], bf16; left as it is.
+
+        Returns:
+            [M, outputs] and the new residual [M, N]; after the last layer what is to be added to
+            the residual, and it.
+
+        """
+        tokens = attended.shape[0]
+        many = self._kernel.prompts
+        if (
+            many is not None
+            and tokens >= many.from_tokens
+            and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
+        ):
+            return many.gpu.between(self.parts, attended, residual)
+        if tokens > self._kernel.few_tokens:
+            return self.one_by_one(attended, residual)
+        attended, residual = attended.contiguous(), residual.contiguous()
+        result = attended.new_empty((tokens, self.parts.outputs))
+        total = torch.empty_like(residual)
+        self.native.run(
+            attended.data_ptr(),
+            residual.data_ptr(),
+            tokens,
+            total.data_ptr(),
+            result.data_ptr(),
+            self._kernel.has_amx,
+        )
+        return result, total
+
+    def one_by_one(
+        self, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as a sequence of operators; arguments and result as of a call."""
+        parts, total = self.parts, residual.clone(memory_format=torch.contiguous_format)
+        hidden = self._linear(attended, parts.output)
+        add_and_norm(hidden, total, parts.norm)
+        gate_up = self._linear(hidden, parts.gate_up)
+        gated = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        torch.ops._C.silu_and_mul(gated, gate_up)
+        hidden = self._linear(gated, parts.down)
+        if parts.next is None:
+            return hidden, total
+        add_and_norm(hidden, total, parts.next.norm)
+        return self._linear(hidden, parts.next.stacked), total
+
+    def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        return self._kernel.compute(x, linear.weight, linear.bias)
+
+
+def add_and_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
+    """residual += x, x = norm(residual), in place."""
+    torch.ops._C.fused_add_rms_norm(x, residual, norm.weight, norm.epsilon)

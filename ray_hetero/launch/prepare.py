@@ -1,0 +1,89 @@
+"""What happens while vLLM builds its configuration: check what needs no cluster, name the executor.
+
+This runs in the process that the user started, before any other process of the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from placement.cluster import ray_cluster
+from ray_hetero.compat import vllm_private
+from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.launch.data_parallel import engines_together, ray_for_all
+from ray_hetero.launch.early_layout import known_gpus, settle
+from ray_hetero.observability import metrics
+from ray_hetero.preflight.refusals import refuse_unsupported
+from ray_hetero.runtime import exit_reason
+from ray_hetero.runtime.ray_connection import check_ray_version
+from ray_hetero.world import Launch
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+CHOSEN = "RAY_HETERO_CHOSE_RUNNER"
+"""Set beside it where this package, not the user, has chosen."""
+
+
+def prepare(engine_args: EngineArgs) -> Launch:
+    """Check the request and make vLLM's arguments name the executor class.
+
+    Raises:
+        ConfigError, UnsupportedError: what the user asked for cannot work.
+
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from ray_hetero.executor.hetero_executor import HeteroExecutor
+
+    exit_reason.catch()
+    vllm_private.end_engines_at_exit(exit_reason.engine_was_killed)
+    check_ray_version()
+    group = ray_cluster.current_group()
+    engines = engines_together(engine_args)
+    gpus = known_gpus() if group is None else None
+    config = settle(
+        load_config(engine_args.additional_config),
+        engine_args.pipeline_parallel_size,
+        engine_args.tensor_parallel_size,
+        gpus if gpus is None else gpus // engines,
+    )
+    refuse_unsupported(engine_args, config, has_cpu=_may_have_cpu_ranks(config))
+    launch = Launch(
+        copy.copy(engine_args),
+        config,
+        ray_for_all(engine_args),
+        placement_group=group,
+        engines=engines,
+        in_notebook="ipykernel" in sys.modules,
+        metrics_path=metrics.show_engine(),
+    )
+    engine_args.distributed_executor_backend = HeteroExecutor
+    if config.restart and isinstance(engine_args, AsyncEngineArgs):
+        vllm_private.turn_away_while_unhealthy()
+    if launch.ray_address is not None:
+        # A forked engine would take this process's connection to Ray for its own.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    _choose_runner(engine_args, has_cpu=_may_have_cpu_ranks(config))
+    return launch
+
+
+def _choose_runner(engine_args: EngineArgs, *, has_cpu: bool) -> None:
+    """Tell vLLM the model runner and the scheduling that CPU ranks have.
+
+    Every process of the engine must agree, and vLLM reads both while it builds the driver's
+    configuration.  Without CPU ranks the choice is vLLM's own, also after an engine with them.
+    """
+    if has_cpu:
+        os.environ |= {RUNNER: "0", CHOSEN: "1"}
+        engine_args.async_scheduling = False
+    elif os.environ.pop(CHOSEN, None):
+        del os.environ[RUNNER]
+
+
+def _may_have_cpu_ranks(config: HeteroConfig) -> bool:
+    return config.layout == "auto" or any("cpu" in stage for stage in config.layout)

@@ -1,0 +1,27 @@
+"""Names of an engine's actors, as `ray list actors` and the dashboard show them."""
+
+from __future__ import annotations
+
+from placement.cluster.assignment import Seat
+
+PREFIX = "ray_hetero-"
+BOARD = "-status"
+
+
+def actor_name(instance_id: str, seat: Seat) -> str:
+    """Name of a rank's actor: its engine, place in the world, kind and device."""
+    device = f"socket{seat.socket.id}" if seat.socket else f"gpu{seat.local_rank}"
+    return (
+        f"{PREFIX}{instance_id}-rank{seat.rank}-stage{seat.stage}"
+        f"-tp{seat.tensor_rank}-{seat.kind}-{device}"
+    )
+
+
+def board_name(instance_id: str) -> str:
+    """Name of the actor that knows how an engine's ranks are."""
+    return f"{PREFIX}{instance_id}{BOARD}"
+
+
+def is_board(name: str) -> bool:
+    """Whether an actor of this name knows how an engine's ranks are."""
+    return name.startswith(PREFIX) and name.endswith(BOARD)

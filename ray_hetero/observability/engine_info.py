@@ -1,0 +1,113 @@
+"""What an engine is: known when its devices are claimed, the same until it ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from placement.plan.picture import plan_svg
+from placement.plan.plan import Plan
+from ray_hetero.names import actor_name
+
+if TYPE_CHECKING:
+    from placement.model.shape import ModelShape
+    from ray_hetero.planning.layer_plan import LayerPlan
+
+
+@dataclass(frozen=True)
+class RankCard:
+    """Where a rank is and what it holds."""
+
+    rank: int
+    stage: int
+    tensor_rank: int
+    kind: str
+    node: str
+    device: str
+    threads: tuple[int, ...]
+    """Logical CPUs that a CPU rank computes on; none for a GPU rank."""
+    first_layer: int
+    layers: int
+    actor: str
+    """Its name in `ray list actors`."""
+    predicted_ms: float | None
+    """The decode step that the plan has priced, on this rank's stage."""
+
+
+@dataclass(frozen=True)
+class EngineCard:
+    """An engine and its ranks."""
+
+    engine: str
+    """vLLM's instance id, part of the names of its actors."""
+    model: str
+    pid: int
+    """Process of the driver: vLLM's engine core, or the user's own."""
+    started: float
+    """Seconds since the epoch."""
+    ranks: tuple[RankCard, ...]
+    picture: str
+    """The plan as SVG; empty where nothing is known to plan from."""
+    metrics_path: str = ""
+    """Where the server reads the figures of the ranks, on this host; empty for nowhere."""
+
+
+def card_of(
+    instance_id: str,
+    model: str,
+    plan: LayerPlan,
+    shape: ModelShape | None,
+    threads: Mapping[int, Sequence[int]],
+    metrics_path: str = "",
+) -> EngineCard:
+    """The card of the engine whose driver is this process.
+
+    Args:
+        instance_id: vLLM's.
+        model: path or name, as the user gave it.
+        plan: devices and layers of its ranks.
+        shape: sizes of the model; None where they are unknown.
+        threads: logical CPUs of each CPU rank's compute threads, by rank.
+        metrics_path: where the server reads the figures of the ranks.
+
+    """
+    world = plan.world
+    ranks = []
+    for seat in world.seats:
+        forecast = plan.forecast(seat.rank)
+        ranks.append(
+            RankCard(
+                rank=seat.rank,
+                stage=seat.stage,
+                tensor_rank=seat.tensor_rank,
+                kind=seat.kind,
+                node=seat.node_name,
+                device=seat.device,
+                threads=tuple(threads.get(seat.rank, ())) if seat.kind == "cpu" else (),
+                first_layer=sum(world.layers[: seat.stage]),
+                layers=world.layers[seat.stage],
+                actor=actor_name(instance_id, seat),
+                predicted_ms=None if forecast is None else 1000 * forecast.step_s,
+            )
+        )
+    return EngineCard(
+        engine=instance_id,
+        model=model,
+        pid=os.getpid(),
+        started=time.time(),
+        ranks=tuple(ranks),
+        picture=_picture(model, plan, shape),
+        metrics_path=metrics_path,
+    )
+
+
+def _picture(model: str, plan: LayerPlan, shape: ModelShape | None) -> str:
+    split = plan.split
+    if split is None or shape is None:
+        return ""
+    devices = tuple(rank.device for rank in split.ranks)
+    return plan_svg(Plan(Path(model).name, shape, split, devices))

@@ -1,0 +1,189 @@
+"""What every rank's step clock has added up, as metrics to scrape.
+
+- Each rank counts in Ray's metrics, which every node of a cluster exports.
+- `vllm serve` shows all ranks on its own `/metrics`: the engine's status board writes the ranks'
+  totals into a piece of memory that the server's process has made, and a collector there reads
+  them when it is scraped.
+
+Seconds are counters, so a rank's share of busy time is `rate(ray_hetero_rank_busy_seconds_total)`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import REGISTRY, CounterMetricFamily
+from prometheus_client.registry import Collector
+from ray.util.metrics import Counter
+
+if TYPE_CHECKING:
+    from ray_hetero.observability.engine_info import RankCard
+    from ray_hetero.observability.step_clock import StepTotals
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "ray_hetero_rank_"
+LABELS = ("engine", "rank", "stage", "kind", "node")
+READS = 3
+"""Times that the memory is read until no write falls into the reading."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One sum of a rank's step clock."""
+
+    field: str
+    """Of StepTotals."""
+    name: str
+    help: str
+
+
+FIGURES = (
+    Figure("steps", "steps", "Steps that the rank has run."),
+    Figure("tokens", "tokens", "Tokens in these steps."),
+    Figure("busy_s", "busy_seconds", "Time of computing."),
+    Figure("waiting_s", "waiting_seconds", "Time of waiting for the previous stage to compute."),
+    Figure("exchange_s", "exchange_seconds", "Time of sending and receiving between stages."),
+    Figure("received_bytes", "received_bytes", "Bytes received from the previous stage."),
+    Figure("sent_bytes", "sent_bytes", "Bytes sent to the next stage."),
+)
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """The sums of one rank."""
+
+    labels: Sequence[str]
+    """Values of `LABELS`."""
+    totals: Mapping[str, float]
+    """By `Figure.field`."""
+
+    @classmethod
+    def of(cls, engine: str, card: RankCard, totals: StepTotals) -> RankFigures:
+        """What is known of a rank of an engine."""
+        return cls(
+            (engine, str(card.rank), str(card.stage), card.kind, card.node),
+            {figure.field: getattr(totals, figure.field) for figure in FIGURES},
+        )
+
+
+class RayMetrics:
+    """Counts a rank's totals in Ray's metrics.
+
+    Args:
+        labels: values of `LABELS`.
+
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = dict(zip(LABELS, labels, strict=True))
+        self._told: dict[str, float] = {}
+        self._counters = {
+            figure.field: Counter(PREFIX + figure.name, figure.help, tag_keys=LABELS)
+            for figure in FIGURES
+        }
+
+    def tell(self, totals: StepTotals) -> None:
+        """Count what has come since the last call."""
+        for field, counter in self._counters.items():
+            value = getattr(totals, field)
+            if (new := value - self._told.get(field, 0)) > 0:
+                counter.inc(new, tags=self._labels)
+                self._told[field] = value
+
+
+class SharedFigures:
+    """A piece of memory without a name, which other processes of this user write into.
+
+    It goes away with the process that has made it, however that one ends.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("ray_hetero-metrics")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self) -> list[RankFigures]:
+        """What was last written; nothing before the first time."""
+        for _ in range(READS):
+            content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+            try:
+                return [RankFigures(**row) for row in json.loads(content or "[]")]
+            except ValueError:
+                # A write fell into the reading.
+                continue
+        return []
+
+
+class FiguresWriter:
+    """Writes the totals of an engine's ranks where its server reads them.
+
+    Args:
+        path: of the server's `SharedFigures`; where it cannot be opened nothing is written.
+        engine: vLLM's instance id.
+
+    """
+
+    def __init__(self, path: str, engine: str) -> None:
+        self._engine = engine
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY)
+        except OSError as error:
+            # As where Ray's processes are another user's, or in another container.
+            logger.warning("the server's /metrics will not show the ranks: %s", error)
+
+    def write(self, ranks: Iterable[tuple[RankCard, StepTotals]]) -> None:
+        """Replace what is there."""
+        if self._descriptor is None:
+            return
+        rows = [RankFigures.of(self._engine, card, totals) for card, totals in ranks]
+        content = json.dumps([asdict(row) for row in rows]).encode()
+        os.pwrite(self._descriptor, content, 0)
+        os.ftruncate(self._descriptor, len(content))
+
+
+class RankCollector(Collector):
+    """Shows the ranks of this process's engines to prometheus_client."""
+
+    def __init__(self) -> None:
+        self._shared: list[SharedFigures] = []
+
+    def add_engine(self) -> str:
+        """Make room for one more engine; answers the path for its `FiguresWriter`."""
+        self._shared.append(SharedFigures())
+        return self._shared[-1].path
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """One family a figure, one sample a rank."""
+        rows = [row for shared in self._shared for row in shared.read()]
+        for figure in FIGURES:
+            family = CounterMetricFamily(PREFIX + figure.name, figure.help, labels=LABELS)
+            for row in rows:
+                family.add_metric(row.labels, row.totals[figure.field])
+            yield family
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """Nothing: a registry would else read all figures when this is registered."""
+        return ()
+
+
+_collector: RankCollector | None = None
+
+
+def show_engine() -> str:
+    """Show one more engine on this process's metrics.
+
+    Returns:
+        The path for its `FiguresWriter`, which must be on this host.
+
+    """
+    global _collector
+    if _collector is None:
+        _collector = RankCollector()
+        REGISTRY.register(_collector)
+    return _collector.add_engine()

@@ -1,0 +1,191 @@
+"""How the engines on a Ray cluster are: ranks, devices, layers, memory, step times, health."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from rich.table import Table
+
+from placement.plan.devices import GIB
+from ray_hetero.names import is_board
+from ray_hetero.observability.engine_info import RankCard
+from ray_hetero.observability.status_board import BoardContent, RankNews
+from ray_hetero.observability.world_table import layer_span
+
+SILENT_SECONDS = 10.0
+"""A rank that serves reports every two seconds; without a word for so long it hangs or is gone."""
+LONG_STEP_SECONDS = 30.0
+"""No step takes as long; a rank that is in one waits for another rank."""
+ANSWER_SECONDS = 10.0
+"""Longest wait for one engine's answer."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank of a running engine."""
+
+    card: RankCard
+    news: RankNews | None
+    """None before its first report."""
+
+    @property
+    def health(self) -> str:
+        """`ok`, `starting`, or what is wrong."""
+        if self.news is None:
+            return "starting"
+        if self.news.age_s > SILENT_SECONDS:
+            return f"silent for {self.news.age_s:.0f} s"
+        if self.news.report.in_step_s > LONG_STEP_SECONDS:
+            return f"in one step for {self.news.report.in_step_s:.0f} s"
+        return "ok"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON: bytes, seconds, milliseconds where the name says so."""
+        card, news = self.card, self.news
+        found: dict[str, Any] = {
+            "rank": card.rank,
+            "stage": card.stage,
+            "tensor_rank": card.tensor_rank,
+            "kind": card.kind,
+            "node": card.node,
+            "device": card.device,
+            "threads": list(card.threads),
+            "first_layer": card.first_layer,
+            "layers": card.layers,
+            "actor": card.actor,
+            "predicted_step_ms": card.predicted_ms,
+            "health": self.health,
+        }
+        if news is None:
+            return found
+        report, recent = news.report, news.recent
+        return found | {
+            "pid": report.pid,
+            "reported_s_ago": news.age_s,
+            "resident_bytes": report.resident_bytes,
+            "gpu_bytes": report.gpu_bytes,
+            "steps": report.totals.steps,
+            "tokens": report.totals.tokens,
+            "busy_s": report.totals.busy_s,
+            "waiting_s": report.totals.waiting_s,
+            "recent_steps": recent.steps,
+            "recent_busy_ms": _per_step_ms(recent.busy_s, recent.steps),
+            "recent_waiting_ms": _per_step_ms(recent.waiting_s, recent.steps),
+        }
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """One running engine.  In a notebook it shows itself as a table and the plan's picture."""
+
+    content: BoardContent
+
+    @property
+    def ranks(self) -> tuple[RankStatus, ...]:
+        """All ranks, in vLLM's order."""
+        news = self.content.news
+        return tuple(RankStatus(card, news.get(card.rank)) for card in self.content.card.ranks)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing is wrong; an engine that starts is healthy."""
+        return all(rank.health in ("ok", "starting") for rank in self.ranks)
+
+    @property
+    def headline(self) -> str:
+        """The engine in one line."""
+        card = self.content.card
+        age = int(time.time() - card.started)
+        return f"engine {card.engine}: {self.content.state} {card.model}, started {age} s ago"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        card = self.content.card
+        return {
+            "engine": card.engine,
+            "model": card.model,
+            "state": self.content.state,
+            "driver_pid": card.pid,
+            "started": card.started,
+            "healthy": self.is_healthy,
+            "ranks": [rank.to_dict() for rank in self.ranks],
+        }
+
+    def table(self) -> Table:
+        """One row a rank, memory in GiB, times in milliseconds a step."""
+        table = Table(title=self.headline, title_justify="left")
+        for column in _LEFT + _RIGHT:
+            table.add_column(column, justify="right" if column in _RIGHT else "left", no_wrap=True)
+        for rank in self.ranks:
+            table.add_row(*_row(rank))
+        return table
+
+    def _repr_html_(self) -> str:
+        rows = "".join(_html_row("td", _row(rank)) for rank in self.ranks)
+        return (
+            f"<p>{html.escape(self.headline)}</p>"
+            f"<table>{_html_row('th', _LEFT + _RIGHT)}{rows}</table>{self.content.card.picture}"
+        )
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+_LEFT = ("rank", "stage", "kind", "node", "device", "layers", "health")
+_RIGHT = ("GiB", "steps", "ms busy", "ms waiting", "ms predicted")
+
+
+def _row(rank: RankStatus) -> tuple[str, ...]:
+    card, news = rank.card, rank.news
+    where = (str(card.rank), str(card.stage), card.kind, card.node, card.device)
+    predicted = "" if card.predicted_ms is None else f"{card.predicted_ms:.2f}"
+    span = layer_span(card.first_layer, card.layers)
+    if news is None:
+        return (*where, span, rank.health, "", "", "", "", predicted)
+    report, recent = news.report, news.recent
+    nbytes = report.gpu_bytes if card.kind == "gpu" else report.resident_bytes
+    return (
+        *where,
+        span,
+        rank.health,
+        f"{nbytes / GIB:.2f}",
+        str(report.totals.steps),
+        _shown(_per_step_ms(recent.busy_s, recent.steps)),
+        _shown(_per_step_ms(recent.waiting_s, recent.steps)),
+        predicted,
+    )
+
+
+def _per_step_ms(seconds: float, steps: int) -> float | None:
+    return 1000 * seconds / steps if steps else None
+
+
+def _shown(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else f"{milliseconds:.2f}"
+
+
+def running_engines() -> tuple[EngineStatus, ...]:
+    """Ask every engine on the Ray cluster that this process is connected to, the oldest first.
+
+    An engine that ends while it is asked is left out.
+    """
+    found = [EngineStatus(content) for content in _contents()]
+    return tuple(sorted(found, key=lambda engine: engine.content.card.started))
+
+
+def _contents() -> Iterator[BoardContent]:
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if not is_board(actor["name"]):
+            continue
+        try:
+            board = ray.get_actor(actor["name"], namespace=actor["namespace"])
+            yield ray.get(board.read.remote(), timeout=ANSWER_SECONDS)
+        except (ValueError, RayActorError, GetTimeoutError):
+            continue

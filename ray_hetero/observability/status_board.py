@@ -1,0 +1,187 @@
+"""Where the ranks of a running engine say how they are: one small Ray actor an engine.
+
+Ranks are busy in `run` and cannot be asked, so each tells the board every few seconds, and whoever
+wants to know asks the board.  It needs no CPU of the cluster and goes with the engine's driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_hetero.names import board_name
+from ray_hetero.observability.engine_info import EngineCard
+from ray_hetero.observability.metrics import FiguresWriter, RayMetrics
+from ray_hetero.observability.step_clock import StepTotals
+
+logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 2.0
+RECENT_SECONDS = 10.0
+"""Step times are averages over the last steps that were run within this time."""
+
+State = Literal["starting", "serving"]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """How a rank is, in its own words."""
+
+    rank: int
+    pid: int
+    resident_bytes: int
+    """Of its process, in the host's memory."""
+    gpu_bytes: int
+    """Of its GPU, in use by its process's allocator; 0 for a CPU rank."""
+    totals: StepTotals
+    """Since the rank serves."""
+    in_step_s: float
+    """How long the step that it is in has taken so far; 0 between steps."""
+
+
+@dataclass(frozen=True)
+class RankNews:
+    """The last report of a rank, and what became of its last steps."""
+
+    report: RankReport
+    age_s: float
+    recent: StepTotals
+    """Steps of the last seconds in which there were any."""
+
+
+@dataclass(frozen=True)
+class BoardContent:
+    """Everything on a board."""
+
+    card: EngineCard
+    state: State
+    news: dict[int, RankNews]
+    """By rank; ranks that have not reported yet are missing."""
+
+
+class _History:
+    """A rank's reports of the last seconds in which it ran steps."""
+
+    def __init__(self) -> None:
+        self._active: deque[tuple[float, StepTotals]] = deque()
+        self.report: RankReport
+        self.at = 0.0
+
+    def add(self, report: RankReport, now: float) -> None:
+        totals = report.totals
+        if not self._active or self._active[-1][1].steps != totals.steps:
+            self._active.append((now, totals))
+        while len(self._active) > 2 and now - self._active[1][0] > RECENT_SECONDS:
+            self._active.popleft()
+        self.report, self.at = report, now
+
+    def news(self, now: float) -> RankNews:
+        first, last = self._active[0][1], self._active[-1][1]
+        return RankNews(self.report, now - self.at, last - first)
+
+
+class StatusBoard:
+    """The actor class: keeps the last report of every rank."""
+
+    def __init__(self, card: EngineCard) -> None:
+        self.begin(card)
+
+    def begin(self, card: EngineCard) -> None:
+        """The engine's ranks start."""
+        self._card = card
+        self._state: State = "starting"
+        self._histories: dict[int, _History] = {}
+        self._figures = FiguresWriter(card.metrics_path, card.engine)
+
+    def serve(self) -> None:
+        """The engine serves from now on."""
+        self._state = "serving"
+
+    def report(self, report: RankReport) -> None:
+        """What a rank says of itself."""
+        self._histories.setdefault(report.rank, _History()).add(report, time.monotonic())
+        ranks = ((self._card.ranks[r], known.report) for r, known in self._histories.items())
+        self._figures.write((card, known.totals) for card, known in ranks)
+
+    def read(self) -> BoardContent:
+        """Everything that is known now."""
+        now = time.monotonic()
+        news = {rank: history.news(now) for rank, history in self._histories.items()}
+        return BoardContent(self._card, self._state, news)
+
+
+class EngineBoard:
+    """The driver's hold on its engine's board."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+
+    def starting(self, card: EngineCard) -> None:
+        """Put the board up, or tell the one that is up that other ranks start; returns at once."""
+        if self._actor is not None:
+            self._actor.begin.remote(card)
+            return
+        here = ray.get_runtime_context().get_node_id()
+        options = {
+            "name": board_name(card.engine),
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
+        }
+        self._actor = ray.remote(StatusBoard).options(**options).remote(card)
+
+    def serving(self) -> None:
+        """Warm-up is done."""
+        self._actor.serve.remote()
+
+    def take_down(self) -> None:
+        """Stop the board; nothing to do where Ray is gone already."""
+        if self._actor is not None and ray.is_initialized():
+            ray.kill(self._actor)
+        self._actor = None
+
+
+class RankReporter:
+    """A thread of a rank's process that tells the board how the rank is, while it serves.
+
+    Args:
+        engine: vLLM's instance id.
+        report: makes one report; called in the thread.
+        metrics: counts what is reported, too.
+
+    """
+
+    def __init__(self, engine: str, report: Callable[[], RankReport], metrics: RayMetrics) -> None:
+        self._engine = engine
+        self._report = report
+        self._metrics = metrics
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._tell, daemon=True, name="RankReporter")
+
+    def __enter__(self) -> RankReporter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+
+    def _tell(self) -> None:
+        try:
+            board = ray.get_actor(board_name(self._engine))
+        except ValueError:
+            logger.warning("no status of this rank for `ray-hetero status`: its board is gone")
+            return
+        while not self._stop.is_set():
+            # Not waited for: a board that is gone must not hold up the rank.
+            report = self._report()
+            board.report.remote(report)
+            self._metrics.tell(report.totals)
+            self._stop.wait(REPORT_SECONDS)

@@ -1,0 +1,280 @@
+"""Which stage holds which layers, from what the devices can do, and what to expect of a step.
+
+The user's own layers win.  Worlds of one kind get equal shares; worlds of both kinds get what
+`choose_split` finds best, unless model or devices are unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from placement.cluster.assignment import ALONE, Node, Seat, Turn
+from placement.cluster.layout import Layout
+from placement.errors import DoesNotFitError
+from placement.model.shape import ModelShape
+from placement.plan.devices import StageDevices, stages_of
+from placement.plan.split import RankPlan, Split, choose_split
+from ray_hetero.config import HeteroConfig
+from ray_hetero.kernels.gpu_prefill import gpu_bytes
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES, UnknownDeviceError, rank_devices
+from ray_hetero.planning.world_plan import (
+    KV_ROUNDS,
+    KV_SHARE_OF_FREE,
+    compute_threads,
+    plan_world,
+    split_layers,
+)
+from ray_hetero.worker.rank_config import CPU_BLOCK_SIZE
+from ray_hetero.world import Forecast, World
+
+PRICED_CONTEXT = 4096
+"""Tokens of each sequence in the decode step that is made short, where the model takes as many."""
+PRICED_BATCH = 8
+"""Sequences in that step for the objective `throughput`, where they fit; one for `latency`."""
+WANTED_KV_TOKENS = 32768
+"""Tokens that the KV cache has room for where they fit, in whole sequences; one sequence always."""
+
+Threads = Mapping[int, Sequence[int]]
+Measure = Callable[[Sequence[Seat], Threads], Mapping[int, float]]
+"""Bytes per second of each CPU rank that can be measured, by rank."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A world with its layers, and the split that they are priced as."""
+
+    world: World
+    split: Split | None
+    """None where model or devices are unknown, or the given layers do not fit."""
+    kv_tokens: int = 0
+    """Tokens that the KV cache will hold."""
+    warning: str = ""
+
+    def forecast(self, rank: int) -> Forecast | None:
+        """What the plan expects of one rank."""
+        if self.split is None:
+            return None
+        work = self.split.work
+        stage = self.split.stages[self.world.seats[rank].stage]
+        return Forecast(work.batch, work.context, stage.decode.seconds, self.kv_tokens)
+
+    def memory_bytes(self) -> dict[int, int]:
+        """Host memory that each CPU rank will take, by rank; none where nothing is known."""
+        if self.split is None:
+            return {}
+        share = Fraction(self.kv_tokens, max(1, self.split.kv_tokens))
+        return {
+            rank.rank: rank.memory.beside_kv + int(rank.kv_bytes * share)
+            for rank in self.split.ranks
+            if rank.device.kind == "cpu"
+        }
+
+
+def plan_layers(
+    config: HeteroConfig,
+    nodes: Sequence[Node],
+    facts: EngineFacts,
+    *,
+    pipeline_parallel_size: int,
+    tensor_parallel_size: int,
+    partition: str | None,
+    measure: Measure,
+    turn: Turn = ALONE,
+) -> LayerPlan:
+    """Decide devices, order of the stages and layers of each.
+
+    Args:
+        config: the user's configuration.
+        nodes: the cluster.
+        facts: the model and the engine.
+        pipeline_parallel_size: stages.
+        tensor_parallel_size: ranks of a stage.
+        partition: VLLM_PP_LAYER_PARTITION, if set.
+        measure: measures what neither the configuration nor the model of a device tells.
+        turn: the engine's place among those that start together.
+
+    Raises:
+        LayoutError: there are too few devices.
+        ConfigError: the layers given do not add up.
+        DoesNotFitError: no split fits.
+
+    """
+    world = plan_world(
+        config,
+        nodes,
+        pipeline_parallel_size=pipeline_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        layers=split_layers(config, facts.hidden_layers, pipeline_parallel_size, partition),
+        turn=turn,
+    )
+    is_given = config.layers != "auto" or bool(partition)
+    is_chosen = world.has_cpu and not world.is_cpu_only and not is_given
+    if facts.shape is None:
+        return LayerPlan(world, None, warning=_equal(facts.why_no_shape) if is_chosen else "")
+    try:
+        stages = _stages(config, world, nodes, facts, measure)
+    except UnknownDeviceError as error:
+        return LayerPlan(world, None, warning=_equal(str(error)) if is_chosen else "")
+    question = _Question(config, facts, facts.shape, stages)
+    if is_chosen:
+        return _planned(_ordered(world, question.best()), facts)
+    try:
+        split = question.priced(world.layers)
+    except DoesNotFitError as error:
+        return LayerPlan(world, None, warning=f"this may not fit: {error}")
+    return _planned((world, split), facts)
+
+
+def _equal(reason: str) -> str:
+    return f"layers: auto takes equal shares, because nothing better is known: {reason}"
+
+
+def _planned(found: tuple[World, Split], facts: EngineFacts) -> LayerPlan:
+    world, split = found
+    limits = [_kv_limit(rank, split, facts) for rank in split.ranks if rank.device.kind == "cpu"]
+    return LayerPlan(world, split, min([split.kv_tokens, *limits]))
+
+
+def _kv_limit(rank: RankPlan, split: Split, facts: EngineFacts) -> int:
+    """Tokens that a CPU rank's KV cache takes at most, however much memory is free."""
+    if rank.device.kv_limit_bytes is not None or not rank.kv_bytes:
+        return split.kv_tokens
+    blocks = -(-facts.max_model_len // CPU_BLOCK_SIZE)
+    useful = KV_ROUNDS * facts.max_num_seqs * blocks * CPU_BLOCK_SIZE
+    share = split.kv_tokens * int(KV_SHARE_OF_FREE * rank.kv_room) // rank.kv_bytes
+    return min(useful, max(share, facts.max_model_len))
+
+
+def _stages(
+    config: HeteroConfig,
+    world: World,
+    nodes: Sequence[Node],
+    facts: EngineFacts,
+    measure: Measure,
+) -> tuple[StageDevices, ...]:
+    threads = {
+        seat.rank: compute_threads(seat, config.cpu) for seat in world.seats if seat.kind == "cpu"
+    }
+    known = config.cpu.bandwidth_gb_s is not None or not threads
+    devices = rank_devices(
+        config,
+        world.seats,
+        nodes,
+        threads=threads,
+        bandwidth={} if known else measure(world.seats, threads),
+        gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
+        borrowed_bytes=_borrowed_bytes(facts, world),
+        is_eager=facts.is_eager,
+        is_bf16=facts.is_bf16,
+        can_fuse=_can_fuse(facts),
+    )
+    return tuple(stages_of(devices, world.layout.tensor_parallel_size))
+
+
+def _can_fuse(facts: EngineFacts) -> bool:
+    assert facts.shape is not None
+    tensors = [tensor for layer in facts.shape.layers for tensor in layer.tensors]
+    return facts.shape.model_type in FUSED_MODEL_TYPES and all(
+        tensor.role == "norm" or tensor.is_16_bit_matrix for tensor in tensors
+    )
+
+
+def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
+    """Memory of a GPU that a CPU rank takes which has it compute prompts."""
+    assert facts.shape is not None
+    hidden = facts.shape.hidden_size
+    # Gate and up are one matrix, of which a rank has its tensor-parallel share.
+    wide = facts.shape.intermediate_size // world.layout.tensor_parallel_size
+    return gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), facts.max_num_batched_tokens)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of the planner."""
+
+    config: HeteroConfig
+    facts: EngineFacts
+    shape: ModelShape
+    stages: tuple[StageDevices, ...]
+
+    def best(self) -> Split:
+        """The best split with room for what is wanted, else for one sequence.
+
+        Raises:
+            DoesNotFitError: not even one sequence fits.
+
+        """
+        facts = self.facts
+        many = self.config.objective == "throughput"
+        batch = min(PRICED_BATCH, facts.max_num_seqs) if many else 1
+        wanted = min(facts.max_num_seqs, WANTED_KV_TOKENS // facts.max_model_len)
+        try:
+            return self._choose(batch, max(1, wanted))
+        except DoesNotFitError:
+            return self._choose(1, 1)
+
+    def priced(self, layers: tuple[int, ...]) -> Split:
+        """The split with these layers."""
+        return self._choose(1, 1, layers)
+
+    def _choose(self, batch: int, sequences: int, layers: tuple[int, ...] | None = None) -> Split:
+        return choose_split(
+            self.shape,
+            self.stages,
+            batch=batch,
+            context=min(PRICED_CONTEXT, self.facts.max_model_len),
+            max_sequences=sequences,
+            objective=self.config.objective,
+            layers=layers,
+            # A user who wrote the layout wants its order.
+            order="auto" if self.config.layout == "auto" else "fixed",
+            max_model_len=self.facts.max_model_len,
+            max_batched_tokens=self.facts.max_num_batched_tokens,
+        )
+
+
+def _ordered(world: World, split: Split) -> tuple[World, Split]:
+    """The world with its stages in the split's order, every stage on the devices it had."""
+    layout = Layout(tuple(world.layout.stages[place] for place in split.order))
+    moved = [seat for place in split.order for seat in world.seats if seat.stage == place]
+    size = world.layout.tensor_parallel_size
+    used: dict[tuple[str, str], int] = {}
+    seats = []
+    for rank, seat in enumerate(moved):
+        key = (seat.node_id, seat.kind)
+        used[key] = used.get(key, 0) + 1
+        seats.append(replace(seat, rank=rank, stage=rank // size, local_rank=used[key] - 1))
+    return World(layout, tuple(seats), split.layers), split
+
+
+def describe_split(plan: LayerPlan) -> tuple[str, ...]:
+    """What the plan expects, in lines for the log; none where nothing is known."""
+    split = plan.split
+    if split is None:
+        return ()
+    work = split.work
+    stages = "; ".join(
+        f"stage {number}: {1e3 * stage.decode.seconds:.2f} ms"
+        + "".join(
+            f", {name} {1e3 * seconds:.2f}"
+            for name, seconds in stage.decode.parts().items()
+            if seconds >= 5e-6
+        )
+        for number, stage in enumerate(split.stages)
+    )
+    sources = sorted({f"{rank.device.kind} {rank.device.figures.source}" for rank in split.ranks})
+    lines = [
+        f"predicted decode step {1e3 * split.step_s:.2f} ms at batch {work.batch} and context "
+        f"{work.context} ({stages}); KV cache {plan.kv_tokens} tokens; bandwidths: "
+        f"{', '.join(sources)}"
+    ]
+    if split.gpu_only is not None:
+        alone = split.gpu_only
+        lines.append(
+            "the model fits on the GPUs alone: with --pipeline-parallel-size "
+            f"{len(alone.stages)} a decode step would take {1e3 * alone.step_s:.2f} ms"
+        )
+    return tuple(lines)

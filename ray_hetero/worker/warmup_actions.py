@@ -1,0 +1,190 @@
+"""The rank's side of the warm-up schedule: carry out one step and acknowledge it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from vllm.config import CompilationMode, CUDAGraphMode, set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import set_random_seed
+
+from ray_hetero.observability.progress import logger
+from ray_hetero.planning.world_plan import KV_ROUNDS, KV_SHARE_OF_FREE
+from ray_hetero.runtime.core_binding import lead_from_first_core
+from ray_hetero.worker import placement_proof
+from ray_hetero.worker.warmup import Action, Step
+
+PLANNED_SHARE_OF_FREE = 0.9
+"""Most of the free memory that a planned KV cache takes: the plan may have been wrong."""
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """A rank's answer to one step."""
+
+    rank: int
+    step: int
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank's steps need to know of it."""
+
+    rank: int
+    kind: str
+    kv_cache_bytes: int | None
+    """Size the user asked for; None sizes it from what is free."""
+    ranks_on_memory: int
+    """CPU ranks that draw on the same free memory."""
+    kv_tokens: int | None = None
+    """Tokens that the plan gives the KV cache; None where there is no plan of it."""
+    numa_nodes: tuple[int, ...] = ()
+    """Where a CPU rank's memory belongs; none for a GPU rank."""
+    threads: tuple[int, ...] = ()
+    """Logical CPUs that a CPU rank computes on."""
+    strict: float | None = None
+    """Largest share of its memory on other nodes."""
+
+
+def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
+    """Carry out one step on this rank's vLLM worker."""
+    with torch.inference_mode(), set_current_vllm_config(worker.vllm_config):
+        return Acknowledged(context.rank, step.number, _ACTIONS[step.action](worker, context, step))
+
+
+def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
+    if current_platform.is_cuda():
+        return int(worker.determine_available_memory())
+    if worker.vllm_config.compilation_config.mode == CompilationMode.NONE:
+        worker.model_runner.profile_run()
+    else:
+        worker.model_runner.warming_up_model()
+    return _kv_budget(worker, context, step)
+
+
+def _forward(worker: Any, context: RankContext, step: Step) -> None:
+    runner = worker.model_runner
+    if step.tokens == runner.max_num_tokens:
+        # Compiles too, unless eager.
+        runner.warming_up_model()
+    else:
+        runner._dummy_run(step.tokens, is_profile=True)
+
+
+def _kv_budget(worker: Any, context: RankContext, step: Step) -> int:
+    """Bytes for the KV cache: what was asked, else room for all sequences, if that much is free."""
+    if context.kv_cache_bytes is not None:
+        return context.kv_cache_bytes
+    model, scheduler = worker.vllm_config.model_config, worker.vllm_config.scheduler_config
+    specs: list[Any] = list(worker.get_kv_cache_spec().values())
+    # vLLM keeps one block for itself; without it the last sequence would wait for a whole round.
+    needed: int = sum(
+        spec.page_size_bytes * (cdiv(model.max_model_len, spec.block_size) * sequences + 1)
+        for spec in specs
+        for sequences in [scheduler.max_num_seqs * KV_ROUNDS]
+    )
+    available = psutil.virtual_memory().available
+    if context.kv_tokens is None:
+        return min(needed, int(available * KV_SHARE_OF_FREE / context.ranks_on_memory))
+    # The plan knows what every rank of the host takes.
+    planned: int = sum(
+        spec.page_size_bytes * (cdiv(context.kv_tokens, spec.block_size) + 1) for spec in specs
+    )
+    return min(needed, planned, int(available * PLANNED_SHARE_OF_FREE))
+
+
+def _sample(worker: Any, context: RankContext, step: Step) -> None:
+    runner = worker.model_runner
+    hidden, last_hidden = runner._dummy_run(
+        num_tokens=step.tokens, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+    )
+    if runner.is_pooling_model:
+        runner._dummy_pooler_run(hidden)
+    else:
+        runner._dummy_sampler_run(hidden_states=last_hidden)
+
+
+def _capture(worker: Any, context: RankContext, step: Step) -> None:
+    runner = worker.model_runner
+    if not current_platform.is_cuda():
+        # A GPU rank makes a pass in which its kernels are compiled before the one it captures.
+        for _ in range(2):
+            runner._dummy_run(step.tokens, skip_eplb=True)
+        return
+    (graph,) = (
+        graph
+        for mode, graphs in runner.cudagraph_dispatcher.get_capture_descs()
+        for graph in graphs
+        if mode is CUDAGraphMode.PIECEWISE and graph.num_tokens == step.tokens
+    )
+    stream, current = _capture_stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        runner._warmup_and_capture(
+            graph, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, num_warmups=1
+        )
+    current.wait_stream(stream)
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all graphs: they share memory, which is reused on the stream that has freed it."""
+    return torch.cuda.Stream()
+
+
+def _stock_warm_up(worker: Any, context: RankContext, step: Step) -> tuple[float, float]:
+    times = worker.compile_or_warm_up_model()
+    return times.language_model, times.encoder
+
+
+def _boundary(worker: Any, context: RankContext, step: Step) -> None:
+    boundary = getattr(get_pp_group(), "boundary", None)
+    if boundary is None:
+        return
+    runner = worker.model_runner
+    template = runner.model.make_empty_intermediate_tensors(
+        batch_size=1, dtype=runner.model_config.dtype, device=runner.device
+    )
+    timeout_s = worker.parallel_config.cpu_distributed_timeout_seconds
+    boundary.agree(template.tensors, runner.max_num_tokens, timeout_s, context.numa_nodes)
+
+
+def _finish(worker: Any, context: RankContext, step: Step) -> None:
+    lead_from_first_core(context.threads)
+    _prove_placement(worker, context)
+    set_random_seed(worker.model_config.seed, worker.parallel_config.data_parallel_index)
+
+
+def _prove_placement(worker: Any, context: RankContext) -> None:
+    if not context.numa_nodes:
+        return
+    runner = worker.model_runner
+    tensors = [*runner.model.parameters(), *placement_proof.flat(runner.kv_caches)]
+    proof = placement_proof.prove(tensors, context.numa_nodes, context.threads)
+    logger.info("%s rank %d: %s", context.kind, context.rank, proof)
+    placement_proof.check(proof, context.strict)
+
+
+def _idle(worker: Any, context: RankContext, step: Step) -> None:
+    return None
+
+
+_ACTIONS: dict[Action, Callable[[Any, RankContext, Step], Any]] = {
+    Action.MEASURE_MEMORY: _measure_memory,
+    Action.FORWARD: _forward,
+    Action.KV_BUDGET: _kv_budget,
+    Action.SAMPLE: _sample,
+    Action.CAPTURE: _capture,
+    Action.STOCK_WARM_UP: _stock_warm_up,
+    Action.BOUNDARY: _boundary,
+    Action.FINISH: _finish,
+    Action.IDLE: _idle,
+}
