@@ -1,9 +1,19 @@
-"""Names of an engine's actors, as `ray list actors` and the dashboard show them."""
+"""Names that others know this backend and its actors by.
+
+Actors are named as `ray list actors` and the dashboard show them.
+"""
 
 from __future__ import annotations
 
 from placement.cluster.assignment import Seat
 
+BACKEND = "ray_hetero"
+"""Value of --distributed-executor-backend."""
+EXECUTOR_PATH = "ray_hetero.executor.HeteroExecutor"
+"""Dotted path of the executor class, which vLLM takes for the same option."""
+INSTEAD_OF = "RAY_HETERO_INSTEAD_OF"
+"""Variable that names a backend of vLLM's for which this one stands in, where a launcher chooses it
+by itself."""
 PREFIX = "ray_hetero-"
 BOARD = "-status"
 

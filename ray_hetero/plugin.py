@@ -9,18 +9,13 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from ray_hetero.names import BACKEND, EXECUTOR_PATH, INSTEAD_OF
 from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from ray_hetero.world import Launch
-
-BACKEND = "ray_hetero"
-EXECUTOR_PATH = "ray_hetero.executor.HeteroExecutor"
-
-INSTEAD_OF = "RAY_HETERO_INSTEAD_OF"
-"""Names a backend of vLLM's that this one stands in for, where a launcher chooses it by itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +33,9 @@ def register() -> None:
             SUPPORTED_VLLM, installed, SUPPORTED_VLLM, SUPPORTED_VLLM,
         )  # fmt: skip
         return
-    from ray_hetero.compat import vllm_private
+    from ray_hetero.compat import engine_args
 
-    vllm_private.teach_backend_name(is_ours, prepare)
+    engine_args.teach_backend_name(is_ours, prepare)
 
 
 def is_ours(backend: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from placement.plan.devices import GIB
+from placement.units import GIB
 
 Asked = Sequence[tuple[str, Mapping[str, float]]]
 """(node, bundle) of each rank."""

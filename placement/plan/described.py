@@ -27,15 +27,8 @@ from placement.plan.description import (
     NodeSection,
     SocketsSection,
 )
-from placement.plan.devices import (
-    GB,
-    GIB,
-    DeviceFigures,
-    Link,
-    Links,
-    RankDevice,
-    known_part,
-)
+from placement.plan.devices import DeviceFigures, Link, Links, RankDevice, known_part
+from placement.units import GB, GIB
 from placement.yaml_file import YamlError, read_yaml
 
 ASSUMED_HOST_LINK = 25 * GB

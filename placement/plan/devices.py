@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from placement.cluster.layout import Kind
+from placement.units import GB, GIB
 
 Source = Literal["measured", "configured", "table"]
-
-GIB = 1024**3
-GB = 1_000_000_000
 
 
 @dataclass(frozen=True)

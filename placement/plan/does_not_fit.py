@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from placement.plan.cost import Workload, asked_sequences, asked_tokens
-from placement.plan.devices import GIB
 from placement.plan.planner import Order, Planner
 from placement.plan.stage_plan import RankPlan, Split
+from placement.units import GIB
 
 
 def explain(planner: Planner, order: Order) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from placement.plan import svg
-from placement.plan.devices import GB, GIB, RankDevice
+from placement.plan.devices import RankDevice
 from placement.plan.plan import Plan
 from placement.plan.stage_plan import RankPlan, StagePlan
 from placement.plan.svg import Svg
+from placement.units import GB, GIB
 
 WIDTH = 1120
 MARGIN = 32

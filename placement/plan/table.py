@@ -6,10 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from placement.plan.devices import GIB
 from placement.plan.picture import shown_parts
 from placement.plan.plan import Plan
 from placement.plan.stage_plan import RankPlan, StagePlan
+from placement.units import GIB
 
 COLUMNS = ("rank", "stage", "device", "layers", "weights", "KV", "other", "of", "step", "parts")
 NUMBERS = frozenset(("rank", "stage", "weights", "KV", "other", "of", "step"))

@@ -23,7 +23,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from ray_hetero.compat import vllm_private
+from ray_hetero.compat import message_queues
 from ray_hetero.distributed.stage_boundary import StageBoundary
 from ray_hetero.world import World
 
@@ -174,10 +174,10 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         )
         self.boundary: StageBoundary | None = None
         if self.mq_broadcaster is not None:
-            vllm_private.unlink_once_attached(self.mq_broadcaster)
+            message_queues.unlink_once_attached(self.mq_broadcaster)
         if is_stock or len(own) == 1:
             if self.device.type == "cpu" and self.device_communicator is not None:
-                vllm_private.unlink_cpu_shared_memory(self.device_communicator)
+                message_queues.unlink_cpu_shared_memory(self.device_communicator)
             return
         if group_name == "pp":
             # Stages meet at the boundary only; without a communicator in the group, vLLM may

@@ -21,7 +21,7 @@ from ray_hetero.distributed.shared_memory_link import (
     SharedMessages,
 )
 from ray_hetero.errors import AgreementError
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 from ray_hetero.runtime.locked_pages import lock_pages
 
 

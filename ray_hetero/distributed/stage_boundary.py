@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 from ray_hetero.distributed.gloo_link import GlooReceiver, GlooSender, Neighbour
 from ray_hetero.distributed.linking import Linking, Signature
-from ray_hetero.distributed.messages import Message, OnItsWay, Packing, Tensors
+from ray_hetero.distributed.messages import Exchanged, Message, OnItsWay, Packing, Tensors
 from ray_hetero.distributed.shared_memory_link import (
     Arrival,
     SharedMemoryReceiver,
     SharedMemorySender,
 )
-from ray_hetero.observability.step_clock import Exchanged
 
 
 class Sent:

@@ -16,8 +16,7 @@ from ray_hetero.errors import StartupError
 from ray_hetero.executor.endings import SETTLE_SECONDS, Ending, Severity, causes, ending_of
 from ray_hetero.executor.lockstep import describe
 from ray_hetero.executor.rank_processes import Whereabouts
-from ray_hetero.names import actor_name
-from ray_hetero.plugin import INSTEAD_OF
+from ray_hetero.names import INSTEAD_OF, actor_name
 from ray_hetero.preflight.node_software import NodeSoftware
 from ray_hetero.worker import cuda_init
 from ray_hetero.worker.rank_environment import (

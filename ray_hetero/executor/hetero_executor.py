@@ -22,8 +22,8 @@ from placement.cluster import ray_cluster
 from placement.cluster.assignment import Node, Turn
 from placement.cluster.external_group import describe_group, nodes_within
 from placement.errors import ClaimError, LayoutError, PlacementError
-from ray_hetero.compat import shared_batches, vllm_private
-from ray_hetero.compat.vllm_private import launch_of
+from ray_hetero.compat import engine_args, engine_core, message_queues, shared_batches
+from ray_hetero.compat.engine_args import launch_of
 from ray_hetero.errors import RankError, RayHeteroError
 from ray_hetero.executor import actors
 from ray_hetero.executor.failure import Failure
@@ -33,9 +33,9 @@ from ray_hetero.executor.rank_queues import AnswerQueue, RankQueues, RequestQueu
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
 from ray_hetero.executor.watch import RankWatch
-from ray_hetero.launch.data_parallel import refuse_shared_experts
+from ray_hetero.log import logger
 from ray_hetero.observability.engine_info import EngineCard, card_of
-from ray_hetero.observability.progress import StartupProgress, logger
+from ray_hetero.observability.progress import StartupProgress
 from ray_hetero.observability.status_board import EngineBoard
 from ray_hetero.observability.world_table import as_text, placement_table
 from ray_hetero.planning import layer_plan, world_plan
@@ -43,6 +43,7 @@ from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import LayerPlan
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
+from ray_hetero.preflight.refusals import refuse_shared_experts
 from ray_hetero.preflight.unsupported_checkpoints import refuse_checkpoint
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
@@ -123,7 +124,7 @@ class HeteroExecutor(GuardedExecutor):
         self._config = self._launch.config
         self._guard(self._config.restart)
         if self._config.restart:
-            vllm_private.ask_when_a_step_fails(self.vllm_config, RankRecovery)
+            engine_core.ask_when_a_step_fails(self.vllm_config, RankRecovery)
         self._turn = self._take_turn()
         self._get_parallel_sizes()
 
@@ -174,7 +175,7 @@ class HeteroExecutor(GuardedExecutor):
                 refuse_shared_experts(self.parallel_config)
             self._memory = plan.memory_bytes()
             self._ranks = self._rank_launches(plan, nodes)
-            vllm_private.limit_batches_in_flight(
+            engine_args.limit_batches_in_flight(
                 self.vllm_config, self._batches_in_flight(self.world)
             )
             self._share_batches()
@@ -389,7 +390,7 @@ class HeteroExecutor(GuardedExecutor):
                 self._config.startup.actor_timeout_s,
                 "startup.actor_timeout_s",
             )
-            vllm_private.unlink_once_attached(self.rpc_broadcast_mq)
+            message_queues.unlink_once_attached(self.rpc_broadcast_mq)
             self.output_rank = self._get_output_rank()
 
     def _ask(
@@ -474,7 +475,7 @@ class HeteroExecutor(GuardedExecutor):
                 )
             except RankError as error:
                 raise self._fail(str(error)) from None
-        vllm_private.unlink_sockets(self.rpc_broadcast_mq)
+        message_queues.unlink_sockets(self.rpc_broadcast_mq)
         return answers
 
     def _rank_queues(self) -> RankQueues:
@@ -515,7 +516,7 @@ class HeteroExecutor(GuardedExecutor):
         self.ray_worker_handles = []
         self._whereabouts = None
         if self.rpc_broadcast_mq is not None:
-            vllm_private.unlink_sockets(self.rpc_broadcast_mq)
+            message_queues.unlink_sockets(self.rpc_broadcast_mq)
             self.rpc_broadcast_mq.shutdown()
         for queue in self.response_mqs:
             queue.shutdown()

@@ -11,7 +11,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,36 +18,23 @@ import ray
 
 from placement.cluster import ray_cluster
 from ray_hetero.executor.lockstep import describe
-from ray_hetero.runtime.process_state import ProcessId, ProcessState, states
+from ray_hetero.runtime.process_state import (
+    STACKS_SIGNAL,
+    Place,
+    ProcessState,
+    oom_kills,
+    states,
+)
 from ray_hetero.world import World
 
 ANSWER_SECONDS = 5.0
 """Longest wait for a node; one that is gone must not delay the end of an engine."""
-STACKS_SIGNAL = signal.SIGUSR1
-"""Makes a rank write the stacks of all its threads into its log."""
 GONE_SECONDS = 4.0
 """Longest wait for a killed process to be gone."""
 POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 1 << 16
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's process on its node, as the rank itself tells when it starts."""
-
-    process: ProcessId
-    log: str
-    """File that its standard error goes to; empty where that is none."""
-    oom_kills: int
-    """Processes that the kernel of the node had killed for lack of memory until then."""
-
-    @classmethod
-    def here(cls) -> Place:
-        """Of the calling process."""
-        error = os.readlink("/proc/self/fd/2")
-        return cls(ProcessId.of(os.getpid()), error if error.startswith("/") else "", oom_kills())
 
 
 class Whereabouts:
@@ -166,13 +152,3 @@ def crash_in(log: str) -> str:
         return ""
     found = re.findall(r"^(?:Fatal Python error: .*|\*\*\* SIG\w+ received.*)$", tail, re.M)
     return found[-1].strip() if found else ""
-
-
-def oom_kills() -> int:
-    """Processes that the kernel of this host has killed for lack of memory since its boot."""
-    try:
-        text = Path("/proc/vmstat").read_text()
-    except OSError:
-        return 0
-    found = re.search(r"^oom_kill (\d+)$", text, re.M)
-    return int(found[1]) if found else 0

@@ -38,9 +38,9 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import UtilityResult
 
 from placement.errors import PlacementError
-from ray_hetero.compat.vllm_private import launch_of
+from ray_hetero.compat.engine_args import launch_of
 from ray_hetero.errors import RayHeteroError
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
 
 if TYPE_CHECKING:

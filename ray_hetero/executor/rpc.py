@@ -27,7 +27,7 @@ from ray_hetero.executor.actors import RankHandle
 from ray_hetero.executor.failure import Failure
 from ray_hetero.executor.rank_processes import Whereabouts
 from ray_hetero.executor.rank_queues import VERDICT_SECONDS, AnswerQueue, RequestQueue
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
 
 STEP_METHODS = frozenset(

@@ -20,31 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from placement.plan.devices import GIB
+from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.packed_weights import BLOCK, PAIR_PARTS, ROW, PackedWeight
+from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, gpu_bytes, piece_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.post_attention import Linear, Norm, Parts
 
-PIECE_BYTES = 64 << 20
-"""Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
-and a product costs."""
-SLOTS = 4
-"""Pieces on the GPU: one that is computed with, others on their way."""
-CUDA_BYTES = 620 << 20
-"""What CUDA takes of a GPU for a process, with the libraries of matrix products; measured on an
-H100."""
 LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
-BF16_BYTES = 2
 EXCEPTION_BYTES = 10
 """Of a weight that compact rows do not hold: its place and its value."""
 CHUNK_TOKENS = 1024
 """Whose norms and gates are computed together."""
-WORKING_BYTES = 192 << 20
-"""For what lies between in these: three times 4 bytes of 16384 values each."""
 
 
 @dataclass(eq=False)
@@ -175,7 +165,7 @@ class BorrowedGpu:
         def memory(elements: int) -> torch.Tensor:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
-        piece = _piece_bytes(inputs) // BF16_BYTES
+        piece = piece_bytes(inputs) // BF16_BYTES
         slots = [
             _Slot(memory(piece).view(torch.uint8), module.Event(), module.Event())
             for _ in range(SLOTS)
@@ -194,7 +184,7 @@ class BorrowedGpu:
 
     def _cut(self, weight: PackedWeight) -> Iterator[_Piece]:
         outputs, inputs = weight.shape
-        step = _piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
+        step = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
         native = weight.compact
         upper = None if native is None else _upper_bytes(native.book).to(self._device)
         for begin in range(0, outputs, step):
@@ -355,17 +345,6 @@ class BorrowedGpu:
 def _current(stream: Any) -> AbstractContextManager[object]:
     """Make a stream the current one, without torch.cuda.stream, which the worker replaces too."""
     return stream if isinstance(stream, torch.Stream) else nullcontext()
-
-
-def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
-    """Memory of the GPU that a rank with weights up to [outputs, inputs] takes."""
-    pieces = (SLOTS + 1) * _piece_bytes(inputs)
-    return CUDA_BYTES + WORKING_BYTES + pieces + BF16_BYTES * tokens * (outputs + 2 * inputs)
-
-
-def _piece_bytes(inputs: int) -> int:
-    # At least one block.
-    return max(PIECE_BYTES, BF16_BYTES * BLOCK * inputs)
 
 
 def _chunks(tokens: int) -> Iterator[slice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from ray_hetero.compat.cpu_site import installed_version
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 from ray_hetero.preflight.checks import IPEX_PACKAGE, ipex_matches
 
 MODULE = "intel_extension_for_pytorch"

@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from placement.plan.devices import GIB
-from ray_hetero.compat import vllm_private
+from placement.units import GIB
+from ray_hetero.compat import cpu_linear
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import streaming_linear
 from ray_hetero.kernels.decoder_layers import fuse
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.packed_weights import PackedWeight, made_compact
+from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack
 from ray_hetero.kernels.post_attention import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 
 
 class LinearLayers:
@@ -49,7 +49,7 @@ class LinearLayers:
         self._kernel.compact.clear()
         if gpu is not None and config.borrow_gpu:
             self._gpu = BorrowedGpu(gpu, tokens)
-        vllm_private.use_linear(
+        cpu_linear.use_linear(
             torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
         )
         logger.info("linear layers stream their weights (cpu.linear_kernel)")
@@ -66,9 +66,10 @@ class LinearLayers:
                 "no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
             )
 
-    def _packed(self, layer: torch.nn.Module, packed: torch.Tensor) -> torch.Tensor:
-        """What the kernel reads in the place of a layer's weight, which was packed."""
+    def _packed(self, layer: torch.nn.Module) -> torch.Tensor:
+        """What the kernel reads in the place of a layer's weight."""
         assert self._kernel is not None
+        packed = pack(layer.weight.data)
         weight = PackedWeight(packed)
         # Without AMX vLLM's kernel computes prompts, from packed weights.
         if self._config.holds_compact(has_amx=self._kernel.has_amx):

@@ -6,11 +6,9 @@ import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
-from ray_hetero.errors import UnsupportedError
 from ray_hetero.runtime.ray_connection import connected_address, start_shared
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
 
@@ -23,24 +21,6 @@ def engines_together(engine_args: EngineArgs) -> int:
         return int(engine_args.data_parallel_size_local)
     # A server that is told which one it is runs that one only.
     return 1 if engine_args.data_parallel_rank is not None else size
-
-
-def refuse_shared_experts(parallel: ParallelConfig) -> None:
-    """Refuse engines that would share the experts of a model, where there are CPU ranks.
-
-    Engines of a model without experts are independent, and vLLM has told each by now that it is
-    the only one.
-
-    Raises:
-        UnsupportedError: this engine is one of several that exchange tokens.
-
-    """
-    if parallel.data_parallel_size > 1:
-        raise UnsupportedError(
-            f"--data-parallel-size {parallel.data_parallel_size} does not work with ray_hetero for "
-            "a model with experts: its engines exchange tokens, which vLLM cannot between CPU "
-            "ranks. Leave it out, or start several servers."
-        )
 
 
 def ray_for_all(engine_args: EngineArgs) -> str | None:

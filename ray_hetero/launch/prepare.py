@@ -11,14 +11,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from placement.cluster import ray_cluster
-from ray_hetero.compat import vllm_private
+from ray_hetero.compat import api_server, engine_clients
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, settle
 from ray_hetero.observability import metrics
+from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason
-from ray_hetero.runtime.ray_connection import check_ray_version
 from ray_hetero.world import Launch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def prepare(engine_args: EngineArgs) -> Launch:
     from ray_hetero.executor.hetero_executor import HeteroExecutor
 
     exit_reason.catch()
-    vllm_private.end_engines_at_exit(exit_reason.engine_was_killed)
+    engine_clients.end_engines_at_exit(exit_reason.engine_was_killed)
     check_ray_version()
     group = ray_cluster.current_group()
     engines = engines_together(engine_args)
@@ -64,7 +64,7 @@ def prepare(engine_args: EngineArgs) -> Launch:
     )
     engine_args.distributed_executor_backend = HeteroExecutor
     if config.restart and isinstance(engine_args, AsyncEngineArgs):
-        vllm_private.turn_away_while_unhealthy()
+        api_server.turn_away_while_unhealthy()
     if launch.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -11,7 +11,6 @@ Seconds are counters, so a rank's share of busy time is `rate(ray_hetero_rank_bu
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,11 +20,12 @@ from prometheus_client.core import REGISTRY, CounterMetricFamily
 from prometheus_client.registry import Collector
 from ray.util.metrics import Counter
 
+from ray_hetero.log import logger
+
 if TYPE_CHECKING:
     from ray_hetero.observability.engine_info import RankCard
     from ray_hetero.observability.step_clock import StepTotals
 
-logger = logging.getLogger(__name__)
 
 PREFIX = "ray_hetero_rank_"
 LABELS = ("engine", "rank", "stage", "kind", "node")

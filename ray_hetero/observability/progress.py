@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +10,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tqdm import tqdm
-from vllm.logger import init_logger
 
-logger: logging.Logger = init_logger("vllm.ray_hetero")
-"""Below vLLM's own logger, so that its settings and format hold."""
+from ray_hetero.log import logger
 
 STEPS = ("discover", "plan", "reserve", "spawn", "connect", "warm up")
 

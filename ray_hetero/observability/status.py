@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from rich.table import Table
 
-from placement.plan.devices import GIB
+from placement.units import GIB
 from ray_hetero.names import is_board
 from ray_hetero.observability.engine_info import RankCard
 from ray_hetero.observability.status_board import BoardContent, RankNews

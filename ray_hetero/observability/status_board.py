@@ -6,7 +6,6 @@ wants to know asks the board.  It needs no CPU of the cluster and goes with the 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -17,12 +16,11 @@ from typing import Any, Literal
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_hetero.log import logger
 from ray_hetero.names import board_name
 from ray_hetero.observability.engine_info import EngineCard
 from ray_hetero.observability.metrics import FiguresWriter, RayMetrics
 from ray_hetero.observability.step_clock import StepTotals
-
-logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 2.0
 RECENT_SECONDS = 10.0

@@ -7,21 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
+from ray_hetero.distributed.messages import Exchanged
+
 REPORT_SECONDS = 30.0
-
-
-@dataclass
-class Exchanged:
-    """What a rank's exchanges have taken; seconds and bytes."""
-
-    waiting_s: float = 0.0
-    """Until the previous stage had computed what it sent."""
-    exchange_s: float = 0.0
-    """Packing and sending, and from the end of the previous stage's computing to the arrival of
-    what it sent.  Where the stages are on two hosts, whose clocks differ, arrivals count as
-    waiting."""
-    received_bytes: int = 0
-    sent_bytes: int = 0
 
 
 class Boundary(Protocol):

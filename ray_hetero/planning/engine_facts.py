@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
+CPU_BLOCK_SIZE = 128
+"""Tokens of a KV block on CPU ranks; vLLM's own default there, and every GPU backend takes it."""
+
+
 @dataclass(frozen=True)
 class EngineFacts:
     """One engine as the planner sees it."""

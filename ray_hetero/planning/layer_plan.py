@@ -17,8 +17,8 @@ from placement.model.shape import ModelShape
 from placement.plan.devices import StageDevices, stages_of
 from placement.plan.split import RankPlan, Split, choose_split
 from ray_hetero.config import HeteroConfig
-from ray_hetero.kernels.gpu_prefill import gpu_bytes
-from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
+from ray_hetero.planning.prefill_memory import gpu_bytes
 from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES, UnknownDeviceError, rank_devices
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
@@ -27,7 +27,6 @@ from ray_hetero.planning.world_plan import (
     plan_world,
     split_layers,
 )
-from ray_hetero.worker.rank_config import CPU_BLOCK_SIZE
 from ray_hetero.world import Forecast, World
 
 PRICED_CONTEXT = 4096

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from placement.cluster.assignment import Node, Seat
 from placement.cluster.layout import Kind
 from placement.host.topology import Host, Socket
-from placement.plan.devices import GB, GIB, DeviceFigures, RankDevice
+from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.part_names import part_called
+from placement.units import GB, GIB
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import RayHeteroError
 

@@ -11,7 +11,7 @@ from placement.cluster import ray_cluster
 from placement.cluster.assignment import Node, Seat
 from placement.errors import NativeError
 from placement.host.bandwidth_cache import cached_bandwidth
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 
 Threads = Mapping[int, Sequence[int]]
 

@@ -13,7 +13,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from placement.plan.devices import GIB
+from placement.units import GIB
 from ray_hetero.supported import SUPPORTED_VLLM, is_supported
 
 Status = Literal["ok", "warn", "fail"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from placement.cluster import ray_cluster
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import CpuSiteError, StartupError
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 from ray_hetero.preflight.node_software import (
     NodeSoftware,
     install_cpu_site,

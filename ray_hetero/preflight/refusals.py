@@ -16,6 +16,7 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
 
@@ -180,3 +181,21 @@ def _check_layers(config: HeteroConfig, stages: int) -> None:
             raise ConfigError(
                 f"layers {given} contradicts VLLM_PP_LAYER_PARTITION={partition}; keep one of them"
             )
+
+
+def refuse_shared_experts(parallel: ParallelConfig) -> None:
+    """Refuse engines that would share the experts of a model, where there are CPU ranks.
+
+    Engines of a model without experts are independent, and vLLM has told each by now that it is
+    the only one.
+
+    Raises:
+        UnsupportedError: this engine is one of several that exchange tokens.
+
+    """
+    if parallel.data_parallel_size > 1:
+        raise UnsupportedError(
+            f"--data-parallel-size {parallel.data_parallel_size} does not work with ray_hetero for "
+            "a model with experts: its engines exchange tokens, which vLLM cannot between CPU "
+            "ranks. Leave it out, or start several servers."
+        )

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import wait
 
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
 
 ENGINE_PROCESS = "EngineCore"

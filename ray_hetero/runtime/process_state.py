@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a rank write the stacks of all its threads into its log."""
 SAMPLE_SECONDS = 0.5
 BUSY_SHARE = 0.2
 """Of one core's time; above it a process computes, below it waits."""
@@ -35,6 +39,23 @@ class ProcessId:
 
     def __str__(self) -> str:
         return f"pid {self.pid}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's process on its node, as the rank itself tells when it starts."""
+
+    process: ProcessId
+    log: str
+    """File that its standard error goes to; empty where that is none."""
+    oom_kills: int
+    """Processes that the kernel of the node had killed for lack of memory until then."""
+
+    @classmethod
+    def here(cls) -> Place:
+        """Of the calling process."""
+        error = os.readlink("/proc/self/fd/2")
+        return cls(ProcessId.of(os.getpid()), error if error.startswith("/") else "", oom_kills())
 
 
 class Doing(IntEnum):
@@ -109,3 +130,13 @@ def _doing(process: ProcessId, share: float) -> Doing:
     if share > BUSY_SHARE:
         return Doing.COMPUTING
     return Doing.BLOCKED if letter == "D" else Doing.WAITING
+
+
+def oom_kills() -> int:
+    """Processes that the kernel of this host has killed for lack of memory since its boot."""
+    try:
+        text = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^oom_kill (\d+)$", text, re.M)
+    return int(found[1]) if found else 0

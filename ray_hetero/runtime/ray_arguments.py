@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placement.host.topology import Host
-from placement.plan.devices import GIB
+from placement.units import GIB
 
 OBJECT_STORE_BYTES = GIB
 """Nothing large goes through the object store; Ray's default takes 30 % of the memory."""

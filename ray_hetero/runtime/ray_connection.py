@@ -8,18 +8,14 @@ import os
 import signal
 import threading
 from collections.abc import Collection, Iterator
-from importlib.metadata import version
 
 import psutil
 import ray
 
-from ray_hetero.errors import UnsupportedError
-from ray_hetero.preflight.checks import check_ray
+from ray_hetero.log import logger
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.ray_address import connect
 from ray_hetero.runtime.ray_arguments import RAY_SETTINGS
-
-logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20
 """Nothing large goes through the object store; Ray's default would take 30 % of the memory."""
@@ -27,18 +23,6 @@ OWN_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 """Ray's processes wait a minute for a head that is gone to come back; this one's does not."""
 LINGER_SECONDS = 2.0
 """What Ray's processes get to end by themselves when it has been stopped."""
-
-
-def check_ray_version(installed: str | None = None) -> None:
-    """Refuse a Ray that this backend does not work with.
-
-    Raises:
-        UnsupportedError: Ray is too old.
-
-    """
-    check = check_ray(installed or version("ray"))
-    if check.status == "fail":
-        raise UnsupportedError(f"ray_hetero and Ray: {check.found}. Type: {check.remedy}")
 
 
 def connected_address() -> str | None:
@@ -86,7 +70,6 @@ class RayConnection:
             StartupError: the address does not answer, or wants another token.
 
         """
-        check_ray_version()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.is_own_connection = not ray.is_initialized()
         self.is_local = False

@@ -25,18 +25,18 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.cluster.claims import claim_socket
-from placement.plan.devices import GIB
-from ray_hetero.compat import vllm_private
+from placement.units import GIB
+from ray_hetero.compat import cpu_linear, cpu_worker, message_queues, model_runner, parallel_state
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.executor.rank_processes import STACKS_SIGNAL
 from ray_hetero.kernels.ipex import use_ipex
 from ray_hetero.kernels.linear_layers import LinearLayers
+from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
-from ray_hetero.observability.progress import logger
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.runtime.core_binding import move_process, take_cores
+from ray_hetero.runtime.process_state import STACKS_SIGNAL
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
@@ -187,15 +187,15 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         seat, world = self._rank.seat, self._rank.world
         device_backend = current_platform.dist_backend
         if world.has_cpu:
-            device_backend = vllm_private.use_gloo_world()
+            device_backend = parallel_state.use_gloo_world()
         set_world(world, device_backend)
-        vllm_private.use_groups(HeteroGroup)
+        parallel_state.use_groups(HeteroGroup)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
             if seat.kind == "gpu":
                 self._move_near_gpu(physical_gpus[seat.local_rank])
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
-            vllm_private.bind_memory_to(seat.socket.numa_nodes)
+            cpu_worker.bind_memory_to(seat.socket.numa_nodes)
         linear_layers = None
         if seat.kind == "cpu":
             use_ipex()
@@ -207,7 +207,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             text = self._vllm_config.model_config.hf_text_config
             is_tied = getattr(text, "tie_word_embeddings", True)
             is_last = seat.stage == len(world.layout.stages) - 1
-            vllm_private.keep_embeddings_once(has_tied_output=is_tied and is_last)
+            cpu_linear.keep_embeddings_once(has_tied_output=is_tied and is_last)
         os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
         WorkerProc.__init__(
             self,
@@ -224,8 +224,8 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             # Compiled code is kept by what the configuration says.
             self._vllm_config.additional_config |= {"ray_hetero_layers": layers}
         if world.layout.is_mixed(seat.stage):
-            vllm_private.share_samples(self.worker.model_runner)
-            vllm_private.leave_graphs_out_of_profile(self.worker.model_runner)
+            model_runner.share_samples(self.worker.model_runner)
+            model_runner.leave_graphs_out_of_profile(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
         return dict(self.wait_for_init())
 
@@ -261,7 +261,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         """Serve until killed; the driver has mapped the answer queue when this goes on."""
         self.rpc_broadcast_mq.wait_until_ready()
         self.worker_response_mq.wait_until_ready()
-        vllm_private.unlink_once_attached(self.worker_response_mq)
+        message_queues.unlink_once_attached(self.worker_response_mq)
         # No tidy end: to leave its groups a rank would wait for peers that may be gone.
         engine, seat = self._rank.shared.instance_id, self._rank.seat
         labels = (engine, str(seat.rank), str(seat.stage), seat.kind, seat.node_name)
@@ -274,12 +274,12 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         vLLM's own goes on, and tells of errors only where the rank that gives the answers fails:
         behind a stage that has failed, all others would wait.
         """
-        vllm_private.answer_untraced(self)
+        message_queues.answer_untraced(self)
         first = self.rpc_broadcast_mq.dequeue(indefinite=True)
         # The driver sends once all ranks serve, and these have connected to their groups' queues.
         for queue in (self.worker_response_mq, get_tp_group().mq_broadcaster):
             if queue is not None:
-                vllm_private.unlink_sockets(queue)
+                message_queues.unlink_sockets(queue)
         self._execute_worker_rpc(first)
         while self.worker.failure is None:
             self._execute_worker_rpc(self.rpc_broadcast_mq.dequeue(indefinite=True))

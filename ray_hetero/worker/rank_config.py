@@ -10,16 +10,14 @@ from dataclasses import field as dataclass_field
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from placement.plan.devices import GIB
+from placement.units import GIB
 from ray_hetero.errors import AgreementError
-from ray_hetero.executor.rank_processes import Place
+from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE
+from ray_hetero.runtime.process_state import Place
 from ray_hetero.world import RankLaunch, SharedSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-CPU_BLOCK_SIZE = 128
-"""Tokens of a KV block on CPU ranks; vLLM's own default there, and every GPU backend takes it."""
 
 DATA_PARALLEL_FIELDS = (
     "data_parallel_size",

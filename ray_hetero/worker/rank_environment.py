@@ -6,15 +6,11 @@ runtime environment; set from Python they do nothing.
 
 from __future__ import annotations
 
-import ctypes.util
-import importlib.util
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ray_hetero.errors import ConfigError
+from ray_hetero.runtime.preload_libraries import PreloadLibraries
 
 PROPAGATED_PREFIXES = (
     "RAY_HETERO_",
@@ -29,48 +25,6 @@ PROPAGATED_PREFIXES = (
 """Variables of the driver that ranks need; the same families that vLLM hands to its workers."""
 PER_RANK = frozenset({"VLLM_HOST_IP", "VLLM_HOST_PORT", "VLLM_CPU_OMP_THREADS_BIND"})
 """Of these families, what describes the driver's own process and must not travel."""
-
-
-@dataclass(frozen=True)
-class PreloadLibraries:
-    """Shared libraries of one node that a CPU rank may preload; None where there is none."""
-
-    gomp: str | None = None
-    iomp: str | None = None
-    tcmalloc: str | None = None
-
-
-def find_preload_libraries() -> PreloadLibraries:
-    """Find torch's own libgomp, Intel's OpenMP and tcmalloc in this Python installation.
-
-    torch's own copy matters: with the system's libgomp preloaded a second runtime is loaded.
-    """
-    torch = _package_directory("torch")
-    vllm = _package_directory("vllm")
-    return PreloadLibraries(
-        gomp=_first(
-            [path for folder in (torch.parent / "torch.libs", torch / "lib")
-             for path in sorted(folder.glob("libgomp*.so*"))] if torch else []
-        ),
-        iomp=_first(sorted((Path(sys.prefix) / "lib").glob("libiomp5.so"))),
-        tcmalloc=_first(sorted((vllm / "libs").glob("libtcmalloc*.so*")) if vllm else [])
-        or _system_library("tcmalloc_minimal"),
-    )  # fmt: skip
-
-
-def _package_directory(package: str) -> Path | None:
-    spec = importlib.util.find_spec(package)
-    locations = spec.submodule_search_locations if spec else None
-    return Path(next(iter(locations))) if locations else None
-
-
-def _first(paths: Iterable[Path]) -> str | None:
-    return next((str(path) for path in paths), None)
-
-
-def _system_library(name: str) -> str | None:
-    # A bare soname is enough for the dynamic loader.
-    return ctypes.util.find_library(name)
 
 
 def cpu_rank_environment(

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import set_random_seed
 
-from ray_hetero.observability.progress import logger
+from ray_hetero.log import logger
 from ray_hetero.planning.world_plan import KV_ROUNDS, KV_SHARE_OF_FREE
 from ray_hetero.runtime.core_binding import lead_from_first_core
 from ray_hetero.worker import placement_proof

@@ -31,7 +31,7 @@ def site(directory: Path) -> str:
 def register() -> None:
     """Called by vLLM in each of its processes; a rank's has the module of ranks loaded."""
     fault: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
-    module = sys.modules.get("ray_hetero.rank_process")
+    module = sys.modules.get("ray_hetero.worker.rank_actor")
     if not fault or module is None or hasattr(module.perform, "fault"):
         return
     if fault["do"] in ("raise", "index"):

@@ -36,9 +36,9 @@ torch.Generator = Generator
 """
 """Start-up code of a pretended GPU's process: its random numbers are not those of a CPU."""
 NO_SHARING = """
-from ray_hetero.compat import vllm_private
+from ray_hetero.compat import model_runner
 
-vllm_private.share_samples = lambda model_runner: None
+model_runner.share_samples = lambda model_runner: None
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from placement.errors import TopologyError
 from placement.host.tree import Tree
-from placement.plan.devices import GIB
+from placement.units import GIB
 from ray_hetero.compat.cpu_site import CpuSite
 from ray_hetero.errors import CpuSiteError
 from ray_hetero.preflight import checks

@@ -37,7 +37,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.compat import vllm_private
+from ray_hetero.compat import engine_args, engine_clients, message_queues, patching
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
@@ -53,7 +53,7 @@ from ray_hetero.worker.rank_config import (
 )
 from ray_hetero.world import SharedSettings
 
-PACKAGE = Path(vllm_private.__file__).parent
+PACKAGE = Path(plugin.__file__).parent
 
 OVERRIDES: dict[type, set[str]] = {
     HeteroExecutor: {
@@ -124,36 +124,36 @@ def test_every_name_that_is_imported_exists(where: str, module: str, name: str) 
 
 
 PRIVATE: list[tuple[str, type, str]] = [
-    ("warmup_actions", CPUModelRunner, "profile_run"),
-    ("warmup_actions", CPUModelRunner, "warming_up_model"),
-    ("warmup_actions", GPUModelRunner, "_dummy_run"),
-    ("warmup_actions", GPUModelRunner, "_dummy_sampler_run"),
-    ("warmup_actions", GPUModelRunner, "_dummy_pooler_run"),
-    ("warmup_actions", CPUWorker, "compile_or_warm_up_model"),
-    ("warmup_actions", CPUWorker, "determine_available_memory"),
-    ("warmup_actions", CPUWorker, "get_kv_cache_spec"),
-    ("vllm_private", CPUWorker, "init_device"),
-    ("vllm_private", GPUModelRunner, "_sample"),
-    ("vllm_private", EngineArgs, "create_engine_config"),
-    ("vllm_private", EngineCoreClient, "make_client"),
-    ("vllm_private", EngineCoreClient, "make_async_mp_client"),
-    ("vllm_private", MPClient, "shutdown"),
-    ("vllm_private", InprocClient, "shutdown"),
-    ("vllm_private", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
-    ("vllm_private", AsyncLLM, "check_admission"),
-    ("vllm_private", AsyncLLM, "check_health"),
-    ("vllm_private", GenerateBaseServing, "_raise_if_error"),
-    ("recovery", EngineCoreProc, "_send_error_outputs_to_client"),
-    ("recovery", Scheduler, "finish_requests"),
-    ("recovery", Scheduler, "reset_prefix_cache"),
-    ("recovery", Scheduler, "reset_encoder_cache"),
-    ("rank_process", RankProcess, "worker_busy_loop"),
-    ("rank_process", RankProcess, "_execute_worker_rpc"),
-    ("rank_process", RankProcess, "create_dist_init_method"),
-    ("rank_process", RankProcess, "get_node_and_physical_gpu_ids"),
-    ("rank_process", RankProcess, "wait_for_init"),
-    ("executor", HeteroExecutor, "_get_output_rank"),
-    ("executor", HeteroExecutor, "_get_parallel_sizes"),
+    ("worker/warmup_actions", CPUModelRunner, "profile_run"),
+    ("worker/warmup_actions", CPUModelRunner, "warming_up_model"),
+    ("worker/warmup_actions", GPUModelRunner, "_dummy_run"),
+    ("worker/warmup_actions", GPUModelRunner, "_dummy_sampler_run"),
+    ("worker/warmup_actions", GPUModelRunner, "_dummy_pooler_run"),
+    ("worker/warmup_actions", CPUWorker, "compile_or_warm_up_model"),
+    ("worker/warmup_actions", CPUWorker, "determine_available_memory"),
+    ("worker/warmup_actions", CPUWorker, "get_kv_cache_spec"),
+    ("compat/cpu_worker", CPUWorker, "init_device"),
+    ("compat/model_runner", GPUModelRunner, "_sample"),
+    ("compat/engine_args", EngineArgs, "create_engine_config"),
+    ("compat/engine_clients", EngineCoreClient, "make_client"),
+    ("compat/engine_clients", EngineCoreClient, "make_async_mp_client"),
+    ("compat/engine_clients", MPClient, "shutdown"),
+    ("compat/engine_clients", InprocClient, "shutdown"),
+    ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
+    ("compat/api_server", AsyncLLM, "check_admission"),
+    ("compat/api_server", AsyncLLM, "check_health"),
+    ("compat/api_server", GenerateBaseServing, "_raise_if_error"),
+    ("executor/recovery", EngineCoreProc, "_send_error_outputs_to_client"),
+    ("executor/recovery", Scheduler, "finish_requests"),
+    ("executor/recovery", Scheduler, "reset_prefix_cache"),
+    ("executor/recovery", Scheduler, "reset_encoder_cache"),
+    ("worker/rank_actor", RankProcess, "worker_busy_loop"),
+    ("worker/rank_actor", RankProcess, "_execute_worker_rpc"),
+    ("worker/rank_actor", RankProcess, "create_dist_init_method"),
+    ("worker/rank_actor", RankProcess, "get_node_and_physical_gpu_ids"),
+    ("worker/rank_actor", RankProcess, "wait_for_init"),
+    ("executor/hetero_executor", HeteroExecutor, "_get_output_rank"),
+    ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
 ]
 
 
@@ -163,21 +163,21 @@ def test_private_methods_exist(where: str, owner: type, name: str) -> None:
 
 
 ASSIGNED: list[tuple[str, type, str]] = [
-    ("warmup_actions", GPUModelRunner, "self.max_num_tokens = "),
-    ("warmup_actions", GPUModelRunner, "self.is_pooling_model = "),
-    ("warmup_actions", GPUModelRunner, "self.model_config = "),
-    ("warmup_actions", GPUModelRunner, "self.device = "),
-    ("vllm_private", MessageQueue, "self.buffer = "),
-    ("vllm_private", ShmRingBuffer, "self.is_creator = "),
-    ("vllm_private", ShmRingBuffer, "self.shared_memory = "),
-    ("vllm_private", CpuCommunicator, "self.dist_module = "),
-    ("vllm_private", AsyncMPClient, "self._engine_status = "),
-    ("vllm_private", EngineCoreProc, "self.enable_fault_tolerance = "),
-    ("vllm_private", EngineCoreProc, "self.ft_sentinel = "),
-    ("recovery", EngineCoreProc, "self.input_queue = "),
-    ("recovery", EngineCoreProc, "self.output_queue = "),
-    ("recovery", EngineCoreProc, "self.addresses = "),
-    ("recovery", EngineCore, "self.batch_queue = "),
+    ("worker/warmup_actions", GPUModelRunner, "self.max_num_tokens = "),
+    ("worker/warmup_actions", GPUModelRunner, "self.is_pooling_model = "),
+    ("worker/warmup_actions", GPUModelRunner, "self.model_config = "),
+    ("worker/warmup_actions", GPUModelRunner, "self.device = "),
+    ("compat/message_queues", MessageQueue, "self.buffer = "),
+    ("compat/message_queues", ShmRingBuffer, "self.is_creator = "),
+    ("compat/message_queues", ShmRingBuffer, "self.shared_memory = "),
+    ("compat/message_queues", CpuCommunicator, "self.dist_module = "),
+    ("compat/api_server", AsyncMPClient, "self._engine_status = "),
+    ("compat/engine_core", EngineCoreProc, "self.enable_fault_tolerance = "),
+    ("compat/engine_core", EngineCoreProc, "self.ft_sentinel = "),
+    ("executor/recovery", EngineCoreProc, "self.input_queue = "),
+    ("executor/recovery", EngineCoreProc, "self.output_queue = "),
+    ("executor/recovery", EngineCoreProc, "self.addresses = "),
+    ("executor/recovery", EngineCore, "self.batch_queue = "),
 ]
 
 
@@ -224,15 +224,15 @@ def test_the_creator_of_a_ring_buffer_unlinks_it_once() -> None:
     queue = MessageQueue(n_reader=1, n_local_reader=1)
     path = Path("/dev/shm") / queue.buffer.shared_memory.name
     assert path.exists()
-    vllm_private.unlink_once_attached(queue)
+    message_queues.unlink_once_attached(queue)
     assert not path.exists()
     sockets = [
         Path(address.removeprefix("ipc://"))
         for address in (queue.handle.local_subscribe_addr, queue.handle.local_notify_addr)
     ]
     assert all(socket.is_socket() for socket in sockets)
-    vllm_private.unlink_sockets(queue)
-    vllm_private.unlink_sockets(queue)
+    message_queues.unlink_sockets(queue)
+    message_queues.unlink_sockets(queue)
     assert not any(socket.exists() for socket in sockets)
     # The second call, and the collection of the queue, find nothing to do and say nothing.
     queue.buffer.is_creator = False
@@ -254,7 +254,7 @@ def test_answers_do_not_pass_through_rays_tracing() -> None:
     process.worker = SimpleNamespace(check_health=lambda: "well")
     process.worker_response_mq = SimpleNamespace(enqueue=enqueue)
     process._execute_worker_rpc(("check_health", (), {}, None))
-    vllm_private.answer_untraced(process)
+    message_queues.answer_untraced(process)
     process._execute_worker_rpc(("check_health", (), {}, None))
     traced, untraced = frames
     assert traced.count("_resume_span") == 3
@@ -263,13 +263,13 @@ def test_answers_do_not_pass_through_rays_tracing() -> None:
 
 def test_a_name_that_upstream_renamed_is_told() -> None:
     with pytest.raises(UnsupportedError, match=r"does not work with this vLLM: MessageQueue.gone"):
-        vllm_private.original(MessageQueue, "gone")
+        patching.original(MessageQueue, "gone")
 
 
 def test_the_patch_of_the_engine_arguments_is_made_once() -> None:
-    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     once = EngineArgs.create_engine_config
-    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     assert EngineArgs.create_engine_config is once
     assert once.__wrapped__ is not once
     assert inspect.signature(once) == inspect.signature(once.__wrapped__)
@@ -293,10 +293,10 @@ def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyP
     at_exit: list[tuple[Any, ...]] = []
     for name in ("make_client", "make_async_mp_client"):
         monkeypatch.setattr(EngineCoreClient, name, staticmethod(lambda number: Client()))
-    monkeypatch.setattr(vllm_private.atexit, "register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr(engine_clients.atexit, "register", lambda *call: at_exit.append(call))
     killed: list[tuple[int, int]] = []
     for _ in range(2):
-        vllm_private.end_engines_at_exit(lambda pid, number: killed.append((pid, number)))
+        engine_clients.end_engines_at_exit(lambda pid, number: killed.append((pid, number)))
     left, dropped = EngineCoreClient.make_client(1), EngineCoreClient.make_async_mp_client(2)
     (function, clients), (tell, managers, what) = at_exit
     managers[1].failed_proc_name = None
@@ -321,7 +321,7 @@ def test_a_launchers_backend_can_stand_for_ours(
 ) -> None:
     assert not plugin.is_ours("ray")
     assert not plugin.is_ours(None)
-    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = from_a_launcher
     config = arguments.create_engine_config()
     assert config.parallel_config.distributed_executor_backend is HeteroExecutor
@@ -339,12 +339,12 @@ def arguments(model: Path) -> EngineArgs:
 
 
 def test_the_backends_name_becomes_a_class_and_the_arguments_travel(arguments: EngineArgs) -> None:
-    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = "ray_hetero"
     arguments.additional_config = {"ray_hetero": {"layers": [1, 1]}}
     config = arguments.create_engine_config()
     assert config.parallel_config.distributed_executor_backend is HeteroExecutor
-    launch = vllm_private.launch_of(config)
+    launch = engine_args.launch_of(config)
     assert launch.config.layers == [1, 1]
     assert launch.ray_address is None
     # What the ranks build theirs from is what the user wrote.
@@ -352,10 +352,10 @@ def test_the_backends_name_becomes_a_class_and_the_arguments_travel(arguments: E
 
 
 def test_other_backends_are_left_alone(model: Path) -> None:
-    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     config = EngineArgs(model=str(model), max_model_len=128).create_engine_config()
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
-        vllm_private.launch_of(config)
+        engine_args.launch_of(config)
 
 
 def test_every_shared_field_exists(arguments: EngineArgs) -> None:
@@ -374,13 +374,13 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
 
     from ray_hetero.world import Launch, RankLaunch
 
-    vllm_private.teach_backend_name(plugin.is_ours, plugin.prepare)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = "ray_hetero"
     arguments.max_num_seqs = 7
     driver = arguments.create_engine_config()
     shared: SharedSettings = shared_settings(driver, has_cpu=True)
     there = world("c", "c", layers=1)
-    launch: Launch = vllm_private.launch_of(driver)
+    launch: Launch = engine_args.launch_of(driver)
     ranks = [
         build_rank_config(RankLaunch(there, seat, launch, shared, (0,), (), "1,1"))
         for seat in there.seats

@@ -10,7 +10,8 @@ import pytest
 
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.launch import data_parallel
-from ray_hetero.launch.data_parallel import engines_together, ray_for_all, refuse_shared_experts
+from ray_hetero.launch.data_parallel import engines_together, ray_for_all
+from ray_hetero.preflight.refusals import refuse_shared_experts
 
 STARTED = "10.0.0.1:6379"
 

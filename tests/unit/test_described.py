@@ -7,7 +7,7 @@ import pytest
 
 from placement.errors import TopologyError
 from placement.plan.described import described, read_described
-from placement.plan.devices import GIB
+from placement.units import GIB
 
 DATA = Path(__file__).parent / "data"
 SOCKET = {"part": "Xeon 8480+"}

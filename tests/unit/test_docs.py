@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator
@@ -15,8 +17,8 @@ import pytest
 import yaml
 
 from placement.plan.described import read_described
+from ray_hetero import compat
 from ray_hetero.cli.main import commands
-from ray_hetero.compat import vllm_private
 from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, HeteroConfig, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +148,7 @@ def test_every_make_target_that_is_named_exists() -> None:
 def test_every_file_that_is_named_exists() -> None:
     pattern = r"`((?:ray_hetero|placement|csrc|tests|benchmarks|tools|examples|docs)/[\w./-]+)`"
     named = {found for page in PAGES for found in re.findall(pattern, page.read_text("utf-8"))}
-    assert "ray_hetero/vllm_private.py" in named
+    assert "ray_hetero/compat/vllm_metadata.py" in named
     assert {path for path in named if not (ROOT / path).exists()} == set()
 
 
@@ -208,9 +210,11 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code(message: str) -> N
 def test_every_patch_of_vllm_is_on_the_upgrading_page() -> None:
     patches = {
         name
-        for name, function in inspect.getmembers(vllm_private, inspect.isfunction)
-        if function.__module__ == vllm_private.__name__
-        and "Can go when" in (function.__doc__ or "")
+        for module in pkgutil.iter_modules(compat.__path__, "ray_hetero.compat.")
+        for name, function in inspect.getmembers(
+            importlib.import_module(module.name), inspect.isfunction
+        )
+        if function.__module__ == module.name and "Can go when" in (function.__doc__ or "")
     }
     page = (DOCS / "upgrading-vllm.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(\w+)`", page, re.M))

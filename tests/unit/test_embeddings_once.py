@@ -11,7 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from ray_hetero.compat.vllm_private import keep_embeddings_once
+from ray_hetero.compat.cpu_linear import keep_embeddings_once
 
 VOCABULARY, HIDDEN = 128, 64
 

@@ -16,7 +16,7 @@ from placement.cluster.assignment import Node, Seat
 from placement.errors import DoesNotFitError
 from placement.host.topology import Gpu
 from placement.plan.described import described
-from placement.plan.devices import GB, GIB
+from placement.units import GB, GIB
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.kernels.gpu_prefill import gpu_bytes
@@ -333,7 +333,7 @@ def test_what_makes_a_sockets_step_short_is_priced(
 
 
 def test_layers_that_are_priced_as_one_operator_are_those_that_can_be() -> None:
-    decoder_layers = pytest.importorskip("ray_hetero.decoder_layers")
+    decoder_layers = pytest.importorskip("ray_hetero.kernels.decoder_layers")
     known = {name.removesuffix("Model").lower() for name in decoder_layers.MODELS}
     assert known == FUSED_MODEL_TYPES
 

@@ -204,7 +204,7 @@ def test_the_command_says_what_is_wrong(
 
 def test_the_planner_imports_nothing_heavy() -> None:
     code = (
-        "import sys, placement.plan, placement.picture, placement.plan_table; "
+        "import sys, placement.plan.plan, placement.plan.picture, placement.plan.table; "
         "print([m for m in ('vllm', 'torch', 'ray', 'transformers') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -21,7 +21,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the log says."""
     said: list[str] = []
     monkeypatch.setattr(
-        "ray_hetero.progress.logger.info", lambda text, *values: said.append(text % values)
+        "ray_hetero.log.logger.info", lambda text, *values: said.append(text % values)
     )
     return said
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from ray_hetero.errors import ConfigError
+from ray_hetero.runtime.preload_libraries import PreloadLibraries, find_preload_libraries
 from ray_hetero.worker.rank_environment import (
     PER_RANK,
-    PreloadLibraries,
     cpu_rank_environment,
-    find_preload_libraries,
     gpu_rank_environment,
     propagated,
 )

@@ -12,7 +12,8 @@ from vllm.v1.engine import FT_STATUS_CALL_ID, EngineCoreRequestType
 from vllm.v1.fault_tolerance import fault_tolerant_wrapper
 from vllm.v1.request import RequestStatus
 
-from ray_hetero.compat import vllm_private
+from ray_hetero.compat import engine_core
+from ray_hetero.compat.engine_args import LAUNCH_ATTRIBUTE
 from ray_hetero.errors import StartupError
 from ray_hetero.executor import recovery
 from ray_hetero.executor.recovery import RankRecovery
@@ -64,7 +65,7 @@ class Engine:
 
     def __init__(self, executor: Executor, args: type[EngineArgs]) -> None:
         launch = SimpleNamespace(engine_args=args.__new__(args))
-        self.vllm_config = SimpleNamespace(**{vllm_private.LAUNCH_ATTRIBUTE: launch})
+        self.vllm_config = SimpleNamespace(**{LAUNCH_ATTRIBUTE: launch})
         self.model_executor, self.scheduler = executor, Scheduler()
         self.addresses = SimpleNamespace(outputs=["api server 0", "api server 1"])
         self.input_queue: queue.Queue[Any] = queue.Queue()
@@ -99,20 +100,20 @@ def _recover(executor: Executor, args: type[EngineArgs] = AsyncEngineArgs) -> En
 
 
 @pytest.fixture(autouse=True)
-def last_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def exit_reason(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     left: list[str] = []
-    monkeypatch.setattr(recovery.last_words, "leave", left.append)
+    monkeypatch.setattr(recovery.exit_reason, "leave", left.append)
     return left
 
 
-def test_all_requests_end_and_nothing_of_the_old_ranks_is_believed(last_words: list[str]) -> None:
+def test_all_requests_end_and_nothing_of_the_old_ranks_is_believed(exit_reason: list[str]) -> None:
     engine = _recover(Executor(restarts=2))
     assert sorted(engine.errors) == [(["queued"], 1), (["running"], 0)]
     assert engine.scheduler.emptied == ["prefix", "encoder"]
     assert engine.batch_queue == []
     # Only what has nothing to do with the ranks is still to be done.
     assert [kind for kind, _ in engine.input_queue.queue] == [EngineCoreRequestType.ABORT]
-    assert last_words == []
+    assert exit_reason == []
 
 
 def test_every_api_server_hears_what_is_wrong_and_when_it_is_over() -> None:
@@ -127,19 +128,19 @@ def test_an_offline_engine_is_not_sent_what_it_does_not_understand() -> None:
     assert _recover(Executor(restarts=2), EngineArgs).output_queue.empty()
 
 
-def test_a_start_that_fails_is_tried_again_while_restarts_are_left(last_words: list[str]) -> None:
+def test_a_start_that_fails_is_tried_again_while_restarts_are_left(exit_reason: list[str]) -> None:
     executor = Executor(restarts=5, good=3)
     assert len(_recover(executor).statuses(0)) == 4
     assert executor.restarts_left == 2
     with pytest.raises(RuntimeError, match="Executor failed"):
         _recover(Executor(restarts=2, good=3))
-    assert last_words == ["the ranks do not start again: rank 0: no answer"]
+    assert exit_reason == ["the ranks do not start again: rank 0: no answer"]
 
 
-def test_without_restarts_and_for_errors_of_others_the_engine_ends(last_words: list[str]) -> None:
+def test_without_restarts_and_for_errors_of_others_the_engine_ends(exit_reason: list[str]) -> None:
     with pytest.raises(RuntimeError, match="Executor failed"):
         _recover(Executor(restarts=0))
-    assert last_words == [REPORT]
+    assert exit_reason == [REPORT]
     with pytest.raises(RuntimeError, match="Executor failed"):
         _recover(Executor(restarts=2, report=None))
 
@@ -171,7 +172,7 @@ def test_vllms_engine_makes_the_sentinel_that_it_is_given() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "EngineCoreSentinel", core.EngineCoreSentinel)
         config: Any = SimpleNamespace(parallel_config=parallel)
-        vllm_private.ask_when_a_step_fails(config, RankRecovery)
+        engine_core.ask_when_a_step_fails(config, RankRecovery)
         assert core.EngineCoreSentinel is RankRecovery
     assert parallel.enable_fault_tolerance
     # By this name, and only where fault tolerance is on.

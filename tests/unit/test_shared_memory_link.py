@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ray_hetero.distributed import shared_memory_link
 from ray_hetero.distributed.messages import Message, Packing
 from ray_hetero.distributed.shared_memory_link import (
     Offer,
@@ -132,7 +133,7 @@ def test_an_offer_that_is_withdrawn_leaves_nothing() -> None:
 
 def test_processes_of_other_users_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([os.getuid() + 1, os.getuid()])
-    monkeypatch.setattr("ray_hetero.shared_memory_link._user_of", lambda connection: next(users))
+    monkeypatch.setattr(shared_memory_link, "_user_of", lambda connection: next(users))
     offer = Offer(PACKING, CAPACITY, NUMBER, timeout_s=10)
     stranger, mate = (connected(offer.address, 10) for _ in range(2))
     assert stranger is not None

@@ -20,9 +20,10 @@ from plan_cases import (
 
 from placement.errors import DoesNotFitError, LayoutError
 from placement.model.reading import shape_from_config
-from placement.plan.devices import GIB, DeviceFigures, RankDevice
+from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.partition import StageCosts, fits, reach_of, shortest_sum, smallest_peak
 from placement.plan.split import Split, choose_split
+from placement.units import GIB
 
 SMALL = llama(12, 1024, 4096, (16, 4))
 """12 layers of 28.3 MB, embedding and output matrix of 262.7 MB each."""

@@ -13,7 +13,7 @@ from native_module import native, needs_bf16  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.compat import vllm_private  # noqa: E402
+from ray_hetero.compat import cpu_linear  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import streaming_linear  # noqa: E402
 from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
@@ -33,6 +33,10 @@ def packed(outputs: int, inputs: int, is_compact: bool) -> tuple[torch.Tensor, P
         assert held.compact is not None
         assert held.compact.exceptions_count > 0 or weight.numel() <= 1024
     return weight, held
+
+
+def packed_of(layer: torch.nn.Module) -> torch.Tensor:
+    return pack(layer.weight.data)
 
 
 def compute(
@@ -115,7 +119,7 @@ def test_a_shape_that_the_layout_cannot_hold_is_refused() -> None:
 def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     assert streaming_linear.choose("streaming") is not None
-    vllm_private.use_linear(torch.ops.ray_hetero.streaming_linear, streaming_linear.suits)
+    cpu_linear.use_linear(torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, packed_of)
     weight, _ = packed(64, 128, is_compact=False)
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -150,7 +154,7 @@ def test_other_layers_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: left.append(layer)
     )
-    vllm_private.use_linear(torch.ops.aten.linear, streaming_linear.suits)
+    cpu_linear.use_linear(torch.ops.aten.linear, streaming_linear.suits, packed_of)
     layers = [
         SimpleNamespace(weight=torch.zeros(64, 64)),
         SimpleNamespace(weight=torch.zeros(40, 64).bfloat16()),

@@ -12,7 +12,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ray_hetero.compat import vllm_private
+from ray_hetero.compat import api_server
 
 FAULT = {0: {"id": 0, "status": "unhealthy", "fault_info": "rank 1 died"}}
 WELL = ({}, {0: {"id": 0, "status": "healthy"}})
@@ -26,7 +26,7 @@ def _patched(monkeypatch: pytest.MonkeyPatch) -> None:
         (GenerateBaseServing, "_raise_if_error"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    vllm_private.turn_away_while_unhealthy()
+    api_server.turn_away_while_unhealthy()
 
 
 class Engine(AsyncLLM):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from placement.given import shown
+from ray_hetero.cli.demo.int8 import quantised, scheme
 from ray_hetero.cli.demo.tokenizer import text_tokens, train_tokenizer
 from ray_hetero.cli.demo.weights import fill
 from ray_hetero.errors import ConfigError
@@ -171,8 +172,8 @@ def write_demo_model(
     for stale in target.glob("*.safetensors*"):  # of a model with more shards than this one
         stale.unlink()
     if int8:
-        model.config.quantization_config = int8.scheme()
-        model.save_pretrained(target, state_dict=int8.quantised(model))
+        model.config.quantization_config = scheme()
+        model.save_pretrained(target, state_dict=quantised(model))
     else:
         model.save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -23,6 +23,7 @@ from ray_hetero.kernels.post_attention import (  # noqa: E402
     Parts,
 )
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear  # noqa: E402
+from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_bf16
@@ -145,7 +146,7 @@ def test_threads_do_not_change_the_result(threads: int) -> None:
 def test_many_tokens_are_one_piece_of_work_for_a_gpu(
     is_last: bool, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_prefill, "PIECE_BYTES", 256 << 10)
+    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 256 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     # The last chunk is shorter.
     monkeypatch.setattr(gpu_prefill, "CHUNK_TOKENS", 24)

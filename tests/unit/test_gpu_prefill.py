@@ -21,9 +21,11 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import gpu_prefill, streaming_linear  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import SLOTS, BorrowedGpu, gpu_bytes  # noqa: E402
+from ray_hetero.kernels.gpu_prefill import BorrowedGpu  # noqa: E402
 from ray_hetero.kernels.linear_layers import LinearLayers  # noqa: E402
 from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
+from ray_hetero.planning import prefill_memory  # noqa: E402
+from ray_hetero.planning.prefill_memory import SLOTS, gpu_bytes  # noqa: E402
 
 current_platform.import_kernels()
 CPU = torch.device("cpu")
@@ -33,7 +35,7 @@ SHAPES = [(1536, 512), (544, 1024), (4128, 160)]
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     # Eight blocks of the first shape, four of the second, all 129 of the third in four pieces.
-    monkeypatch.setattr(gpu_prefill, "PIECE_BYTES", 256 << 10)
+    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 256 << 10)
 
 
 def weights(seed: int = 0) -> list[torch.Tensor]:
@@ -200,9 +202,8 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
-    weight = pack(layer.weight.data)
     unasked = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
-    held = unasked._packed(layer, weight)
+    held = unasked._packed(layer)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level("WARNING", logger="vllm"):
         unasked.loaded(torch.nn.Module())
@@ -210,7 +211,7 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     x = torch.zeros(64, 512).bfloat16()
     assert torch.ops.ray_hetero.streaming_linear(x, held, None).shape == (64, 1536)
     asked = LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), CPU, 64)
-    asked._packed(layer, weight)
+    asked._packed(layer)
     with pytest.raises(UnsupportedError, match=r"cpu\.borrow_gpu to false"):
         asked.loaded(torch.nn.Module())
 

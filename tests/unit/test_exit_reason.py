@@ -14,7 +14,7 @@ sys.argv[0] = "/usr/bin/{name}"
 import atexit
 from ray_hetero.runtime import exit_reason
 from ray_hetero.errors import RankError
-last_words.catch()
+exit_reason.catch()
 atexit.register(lambda: print("noise", file=sys.stderr))
 {program}
 """
@@ -33,8 +33,8 @@ def run(tmp_path: Path, program: str, name: str = "vllm") -> subprocess.Complete
     ("program", "traceback"),
     [
         # vLLM's API server returns when its engine is dead.
-        ("last_words.leave('rank 1 died'); last_words.leave('so rank 0 failed')", False),
-        ("last_words.leave('rank 1 died'); raise RuntimeError('engine core failed')", True),
+        ("exit_reason.leave('rank 1 died'); exit_reason.leave('so rank 0 failed')", False),
+        ("exit_reason.leave('rank 1 died'); raise RuntimeError('engine core failed')", True),
         ("raise RankError('rank 1 died')", False),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_module_of_vllm_that_is_run_is_a_command_too(tmp_path: Path) -> None:
     run_module = "sys.modules['__main__'].__spec__ = ModuleSpec('vllm.entrypoints.cli.main', None)"
     program = (
         f"from importlib.machinery import ModuleSpec; {run_module}\n"
-        "last_words.catch()\nlast_words.leave('rank 1 died')"
+        "exit_reason.catch()\nexit_reason.leave('rank 1 died')"
     )
     ran = run(tmp_path, program, name="main.py")
     assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, "ray_hetero: rank 1 died")
@@ -69,4 +69,4 @@ def test_another_programs_errors_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_command_that_is_gone_can_be_removed(tmp_path: Path) -> None:
-    run(tmp_path, "import os; last_words.discard(); os._exit(0)")
+    run(tmp_path, "import os; exit_reason.discard(); os._exit(0)")

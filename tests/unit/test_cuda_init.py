@@ -14,7 +14,7 @@ from ray_hetero.worker.cuda_init import HIDING, VARIABLE
 ASK = f"""
 import os
 from ray_hetero.worker import cuda_init
-print(os.environ["{HIDING}"], seen_gpus.PROBLEM, sep="|")
+print(os.environ["{HIDING}"], cuda_init.PROBLEM, sep="|")
 """
 DRIVER = f"""
 #include <stdlib.h>

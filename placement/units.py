@@ -1,0 +1,6 @@
+"""Bytes in the units that people read."""
+
+from __future__ import annotations
+
+GIB = 1024**3
+GB = 1_000_000_000

@@ -1,0 +1,77 @@
+"""vLLM's unquantised linear and embedding layers on a CPU rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ray_hetero.compat.patching import original
+
+
+def use_linear(
+    kernel: Callable[..., Any],
+    suits: Callable[[Any], bool],
+    pack: Callable[[Any], Any],
+) -> None:
+    """Compute a CPU rank's unquantised linear layers with another kernel.
+
+    Why: dispatch_cpu_unquantized_gemm, called once a layer when its weights are loaded, chooses
+    among vLLM's kernels only.
+    Can go when: CPU linear kernels can be registered, as quantised ones can.
+
+    Args:
+        kernel: (x [..., K], packed weight [N, K], bias [N] in float32 or None) -> [..., N].
+        suits: whether the kernel takes a weight; vLLM's choice is left for the others.
+        pack: given each layer, its bias being float32 by then; gives the weight that the kernel is
+            to be called with.
+
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+
+    choose = original(utils, "dispatch_cpu_unquantized_gemm")
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if not suits(layer.weight):
+            choose(layer, remove_weight)
+            return
+        if getattr(layer, "bias", None) is not None:
+            layer.bias.data = layer.bias.to(torch.float32)
+        packed = pack(layer)
+        layer.cpu_linear = lambda x, weight, bias: kernel(x, packed, bias)
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def keep_embeddings_once(*, has_tied_output: bool) -> None:
+    """Let a CPU rank hold one copy of an embedding, and one of an output matrix.
+
+    Why: UnquantizedEmbeddingMethod packs every embedding for multiplication and keeps the weights
+    as they were too; an embedding is only looked up in, an output matrix only multiplied with.
+    Can go when: it packs output matrices only, and keeps what is shared.
+
+    Args:
+        has_tied_output: whether this rank multiplies with the matrix that it looks up in.
+
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
+
+    stock = original(UnquantizedEmbeddingMethod, "process_weights_after_loading")
+    original(utils, "dispatch_cpu_unquantized_gemm")
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        if has_tied_output:
+            stock(self, layer)
+        elif isinstance(layer, ParallelLMHead):
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
+
+    UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading

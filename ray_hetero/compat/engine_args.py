@@ -1,0 +1,90 @@
+"""vLLM's EngineArgs and VllmConfig: the backend's name, and what travels with a configuration."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ray_hetero.compat.patching import original
+from ray_hetero.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ray_hetero.world import Launch
+
+LAUNCH_ATTRIBUTE = "_ray_hetero_launch"
+BATCHES_ATTRIBUTE = "_ray_hetero_batches_in_flight"
+
+
+def teach_backend_name(is_ours: Callable[[object], bool], prepare: Callable[[Any], Launch]) -> None:
+    """Patch EngineArgs.create_engine_config to understand the name `ray_hetero`.
+
+    Why: vLLM takes unknown backend names for dotted paths and refuses pipeline parallelism for
+    them (EngineArgs._check_feature_supported), and an executor is handed the driver's finished
+    VllmConfig, while ranks of the other kind need one built on their own platform.
+    Can go when: executors can be registered by name, with their EngineArgs.
+
+    Args:
+        is_ours: whether a value of --distributed-executor-backend names this backend.
+        prepare: called with the EngineArgs first; what it answers goes to the executor.
+
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from ray_hetero.compat.stand_in import check_own_device
+
+    create = original(EngineArgs, "create_engine_config")
+    if hasattr(create, "__ray_hetero__"):
+        return
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(self.distributed_executor_backend):
+            check_own_device()
+            return create(self, *args, **kwargs)
+        launch = prepare(self)
+        vllm_config = create(self, *args, **kwargs)
+        setattr(vllm_config, LAUNCH_ATTRIBUTE, launch)
+        return vllm_config
+
+    create_engine_config.__ray_hetero__ = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def launch_of(vllm_config: VllmConfig) -> Launch:
+    """What `teach_backend_name` attached to the driver's configuration.
+
+    Raises:
+        UnsupportedError: the plugin did not run in the process that built the configuration.
+
+    """
+    launch = getattr(vllm_config, LAUNCH_ATTRIBUTE, None)
+    if launch is None:
+        raise UnsupportedError(
+            "the ray_hetero plugin was not loaded: VLLM_PLUGINS is "
+            f"{os.environ.get('VLLM_PLUGINS')!r}; add ray_hetero to it or unset it"
+        )
+    return launch  # type: ignore[no-any-return]
+
+
+def limit_batches_in_flight(vllm_config: VllmConfig, batches: int) -> None:
+    """Set how many batches this engine keeps in the pipeline at once.
+
+    Why: VllmConfig.max_concurrent_batches is one per stage.  Every batch in flight has a stage
+    read all of its weights again; where one stage is slow and bound by memory, two half-full
+    batches take twice as long as one full batch, and the other stage's time is not worth hiding.
+    Can go when: the number is an option.
+    """
+    own_class = type(vllm_config)
+    stock = original(own_class, "max_concurrent_batches")
+    if not hasattr(stock.fget, "__ray_hetero__"):
+
+        def max_concurrent_batches(self: Any) -> int:
+            return getattr(self, BATCHES_ATTRIBUTE, None) or int(stock.fget(self))
+
+        max_concurrent_batches.__ray_hetero__ = True  # type: ignore[attr-defined]
+        own_class.max_concurrent_batches = property(max_concurrent_batches)
+    setattr(vllm_config, BATCHES_ATTRIBUTE, batches)

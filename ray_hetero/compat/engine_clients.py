@@ -1,0 +1,68 @@
+"""vLLM's clients of its engines: their end, while Ray is still there."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ray_hetero.compat.patching import original
+
+
+def end_engines_at_exit(killed: Callable[[int, int], None]) -> None:
+    """Shut this process's engines down when the interpreter ends, while Ray is still there.
+
+    Why: vLLM leaves that to finalizers.  They run after Ray's own exit handler, which stops a
+    cluster that this process has started; the engine then reports that its ranks have died.  And
+    to vLLM's API server an engine process that was killed is an ordinary end.
+    Can go when: vLLM's clients have an exit handler of their own, and say what an engine died of.
+
+    Args:
+        killed: called before, for each engine process that a signal has ended: its id, the signal.
+
+    """
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    clients: weakref.WeakSet[Any] = weakref.WeakSet()
+    managers: list[Any] = []
+    for name in ("make_client", "make_async_mp_client"):
+        make = original(EngineCoreClient, name)
+        if hasattr(make, "__ray_hetero__"):
+            return
+        setattr(EngineCoreClient, name, staticmethod(_remembering(make, clients, managers)))
+    # Handlers run in the reverse order of their registration, and Ray is imported already.
+    atexit.register(_shut_down, clients)
+    atexit.register(_tell_killed, managers, killed)
+
+
+def _remembering(
+    make: Callable[..., Any], clients: weakref.WeakSet[Any], managers: list[Any]
+) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def make_and_remember(*args: Any, **kwargs: Any) -> Any:
+        client = make(*args, **kwargs)
+        clients.add(client)
+        # An engine in this process has none.
+        resources = getattr(client, "resources", None)
+        if manager := getattr(resources, "engine_manager", None):
+            managers.append(manager)
+        return client
+
+    make_and_remember.__ray_hetero__ = True  # type: ignore[attr-defined]
+    return make_and_remember
+
+
+def _tell_killed(managers: Sequence[Any], killed: Callable[[int, int], None]) -> None:
+    for manager in managers:
+        # The name of a process that has ended without being asked to.
+        failed = original(manager, "failed_proc_name")
+        for process in getattr(manager, "processes", ()):
+            if process.name == failed and process.pid and (process.exitcode or 0) < 0:
+                killed(process.pid, -process.exitcode)
+
+
+def _shut_down(clients: weakref.WeakSet[Any]) -> None:
+    for client in list(clients):
+        client.shutdown()

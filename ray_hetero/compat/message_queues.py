@@ -1,0 +1,68 @@
+"""vLLM's message queues and shared memory: no name of theirs outlives its last reader."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from ray_hetero.compat.patching import original
+
+
+def unlink_once_attached(queue: Any) -> None:
+    """Remove a message queue's name from /dev/shm once every reader has mapped it.
+
+    Why: ShmRingBuffer removes it when its creator is collected, which a killed process never
+    does; mapped memory without a name goes away with the last process, however that one ends.
+    Can go when: vLLM unlinks at attach time itself.
+    """
+    buffer = original(queue, "buffer")
+    if buffer is not None and original(buffer, "is_creator"):
+        buffer.is_creator = False
+        original(buffer, "shared_memory").unlink()
+
+
+def unlink_sockets(queue: Any) -> None:
+    """Remove the names of a message queue's ZeroMQ sockets; to be called by its writer once every
+    reader has connected to both.
+
+    Why: as for the ring buffer: ZeroMQ removes them when they are closed, which in a killed process
+    they never are.  Readers connect to the second one in the background, so only a message that a
+    reader has sent since tells that it has.
+    Can go when: vLLM removes them at attach time itself.
+    """
+    handle = original(queue, "handle")
+    for name in ("local_subscribe_addr", "local_notify_addr"):
+        if address := original(handle, name):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def unlink_cpu_shared_memory(communicator: Any) -> None:
+    """Remove a CPU group's shared-memory names once all its ranks have mapped them.
+
+    Why: as for the message queues; _CPUSHMDistributed leaves them to a destructor.
+    Can go when: vLLM unlinks at attach time itself.
+    """
+    shared = original(communicator, "dist_module")
+    if name := getattr(shared, "group_name", None):
+        # The barrier at the end of _init_cpu_shm has passed: every rank has its mapping.
+        for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):  # noqa: S108
+            path.unlink(missing_ok=True)
+
+
+def answer_untraced(process: Any) -> None:
+    """In a rank's process: call what each answer passes through without Ray's wrapping.
+
+    Why: Ray wraps every method of an actor's class, inherited ones too, to resume traces of remote
+    calls; these are called here, three for each call of the driver, and mp has no such wrapping.
+    Can go when: Ray wraps only what is called from outside.
+
+    Args:
+        process: an actor of a class below WorkerProc.
+
+    """
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    for name in ("_execute_worker_rpc", "handle_output", "enqueue_output"):
+        setattr(process, name, MethodType(original(WorkerProc, name), process))

@@ -1,0 +1,8 @@
+"""The logger of this package, which every module and process of it uses."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("vllm.ray_hetero")
+"""Below vLLM's own logger, so that its level, format and handlers hold; imports no vLLM."""
