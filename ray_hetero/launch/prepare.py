@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from placement.cluster import ray_cluster
-from ray_hetero.compat import api_server, engine_clients
+from ray_hetero.compat import api_server, engine_clients, engine_processes
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, settle
@@ -42,6 +42,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
 
     exit_reason.catch()
     engine_clients.end_engines_at_exit(exit_reason.engine_was_killed)
+    engine_processes.wait_for_engines_to_end()
     check_ray_version()
     group = ray_cluster.current_group()
     engines = engines_together(engine_args)

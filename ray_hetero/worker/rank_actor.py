@@ -26,10 +26,16 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.cluster.claims import claim_socket
 from placement.units import GIB
-from ray_hetero.compat import cpu_linear, cpu_worker, message_queues, model_runner, parallel_state
+from ray_hetero.compat import (
+    cpu_linear,
+    cpu_worker,
+    layer_partition,
+    message_queues,
+    model_runner,
+    parallel_state,
+)
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.ipex import use_ipex
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
@@ -198,7 +204,6 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             cpu_worker.bind_memory_to(seat.socket.numa_nodes)
         linear_layers = None
         if seat.kind == "cpu":
-            use_ipex()
             linear_layers = LinearLayers(
                 self._rank.engine.config.cpu,
                 self._lender(physical_gpus),
@@ -208,7 +213,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             is_tied = getattr(text, "tie_word_embeddings", True)
             is_last = seat.stage == len(world.layout.stages) - 1
             cpu_linear.keep_embeddings_once(has_tied_output=is_tied and is_last)
-        os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
+        layer_partition.set_partition(world.layers)
         WorkerProc.__init__(
             self,
             vllm_config=self._vllm_config,

@@ -25,9 +25,11 @@ from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import SamplerOutput
@@ -37,7 +39,13 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.compat import engine_args, engine_clients, message_queues, patching
+from ray_hetero.compat import (
+    engine_args,
+    engine_clients,
+    engine_processes,
+    message_queues,
+    patching,
+)
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
@@ -139,6 +147,7 @@ PRIVATE: list[tuple[str, type, str]] = [
     ("compat/engine_clients", EngineCoreClient, "make_async_mp_client"),
     ("compat/engine_clients", MPClient, "shutdown"),
     ("compat/engine_clients", InprocClient, "shutdown"),
+    ("compat/engine_processes", CoreEngineProcManager, "shutdown"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
@@ -309,6 +318,33 @@ def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyP
     assert list(clients) == [left]
 
 
+def test_an_engine_of_ours_that_is_up_gets_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+    asked = ["handshake_socket", "core_engines", "parallel_config", "coordinated_dp",
+             "cache_config", "launch"]  # fmt: skip
+    wait_for_startup = engine_utils.wait_for_engine_startup
+    assert list(inspect.signature(inspect.unwrap(wait_for_startup)).parameters) == asked
+
+    class Manager:
+        def shutdown(self, timeout: float | None = None) -> None:
+            limits.append(timeout)
+
+    monkeypatch.setattr(engine_utils, "CoreEngineProcManager", Manager)
+    monkeypatch.setattr(engine_utils, "wait_for_engine_startup", lambda *args: "up")
+    for _ in range(2):
+        engine_processes.wait_for_engines_to_end(30)
+    for backend in (HeteroExecutor, "mp"):
+        manager = Manager()
+        manager.shutdown()
+        config = SimpleNamespace(distributed_executor_backend=backend)
+        launch = SimpleNamespace(engine_manager=manager)
+        answer = engine_utils.wait_for_engine_startup(None, [], config, False, None, launch)
+        assert answer == "up"
+        for given in (None, 0, 5):
+            manager.shutdown(timeout=given)
+    assert limits == [None, 30, 30, 5, None, None, 0, 5]
+
+
 @pytest.fixture
 def from_a_launcher(monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend that a launcher has chosen, for which ours stands in."""
@@ -382,8 +418,7 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
     there = world("c", "c", layers=1)
     spec: EngineSpec = engine_args.spec_of(driver)
     ranks = [
-        build_rank_config(RankSpec(there, seat, spec, shared, (0,), (), "1,1"))
-        for seat in there.seats
+        build_rank_config(RankSpec(there, seat, spec, shared, (0,), ())) for seat in there.seats
     ]
     prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]
     assert prints[0].fields == prints[1].fields == fingerprint(9, driver, ()).fields
