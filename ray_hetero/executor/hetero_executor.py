@@ -43,8 +43,7 @@ from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import LayerPlan
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
-from ray_hetero.preflight.refusals import refuse_shared_experts
-from ray_hetero.preflight.unsupported_checkpoints import refuse_checkpoint
+from ray_hetero.preflight.refusals import refuse_checkpoint, refuse_shared_experts
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.held_signals import sigterm_held
@@ -122,8 +121,8 @@ class HeteroExecutor(GuardedExecutor):
         self._spec = spec_of(self.vllm_config)
         self._progress = StartupProgress(in_notebook=self._spec.in_notebook)
         self._config = self._spec.config
-        self._guard(self._config.restart)
-        if self._config.restart:
+        self._guard(self._config.max_restarts)
+        if self._config.max_restarts:
             engine_core.ask_when_a_step_fails(self.vllm_config, RankRecovery)
         self._turn = self._take_turn()
         self._get_parallel_sizes()
