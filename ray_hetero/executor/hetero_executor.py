@@ -42,8 +42,7 @@ from ray_hetero.planning.layer_plan import LayerPlan
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
-from ray_hetero.preflight.refusals import refuse_shared_experts
-from ray_hetero.preflight.unsupported_checkpoints import refuse_checkpoint
+from ray_hetero.preflight.refusals import refuse_checkpoint, refuse_shared_experts
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.held_signals import sigterm_held
@@ -100,8 +99,8 @@ class HeteroExecutor(GuardedExecutor):
         self._external: ray_cluster.ExternalGroup | None = None
         self._planned: EnginePlan | None = None
         self._reservation: ray_cluster.Reservation | None = None
-        self._guard(self._config.restart)
-        if self._config.restart:
+        self._guard(self._config.max_restarts)
+        if self._config.max_restarts:
             engine_core.ask_when_a_step_fails(self.vllm_config, RankRecovery)
         self._get_parallel_sizes()
         self.output_rank = self._get_output_rank()

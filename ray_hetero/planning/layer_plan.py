@@ -124,14 +124,14 @@ def plan_layers(
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
         return LayerPlan(world, None, warning=warning, threads=threads)
-    question = _Question(config, facts, facts.shape, stages)
+    search = SplitSearch(config, facts, facts.shape, stages)
     if is_chosen:
-        split = question.best()
+        split = search.best()
         moved = enumerate(_moved(world, split))
         threads = {rank: threads[seat.rank] for rank, seat in moved if seat.rank in threads}
         return _planned(_ordered(world, split), facts, threads)
     try:
-        split = question.priced(world.layers)
+        split = search.priced(world.layers)
     except DoesNotFitError as error:
         return LayerPlan(world, None, warning=f"this may not fit: {error}", threads=threads)
     return _planned((world, split), facts, threads)
@@ -201,7 +201,7 @@ def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
 
 
 @dataclass(frozen=True)
-class _Question:
+class SplitSearch:
     """What is asked of the planner."""
 
     config: HeteroConfig
