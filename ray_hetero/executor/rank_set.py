@@ -357,6 +357,8 @@ class RankSet:
         if self._watch is not None:
             self._watch.stop()
         self.actors.end()
+        if self._watch is not None:
+            self._watch.join()
         if self._requests is not None:
             self._requests.unlink_sockets()
             self._requests.shutdown()
