@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from ray_hetero.distributed.shared_memory_link import (
     SharedMemoryReceiver,
     SharedMemorySender,
 )
+
+Sender = GlooSender | SharedMemorySender
 
 
 class Sent:
@@ -49,6 +51,22 @@ class Sent:
         self._done.wait()
         if self._error is not None:
             raise self._error
+
+
+class AllOnTheirWay:
+    """One step's messages to several ranks of the next stage, or to none."""
+
+    def __init__(self, ways: Sequence[OnItsWay]) -> None:
+        self._ways = ways
+
+    def is_completed(self) -> bool:
+        """Whether all have been sent."""
+        return all(way.is_completed() for way in self._ways)
+
+    def wait(self) -> None:
+        """Wait until all have been sent; raises what sending one raised."""
+        for way in self._ways:
+            way.wait()
 
 
 class Staging:
@@ -79,9 +97,12 @@ class StageBoundary:
 
     Args:
         group: Gloo group of the ranks of this pipeline, one a stage.
-        ranks: their global ranks, by stage.
+        ranks: their global ranks, by stage; this rank receives from the one before it.
         rank_in_group: this rank's stage.
         device: where this rank computes.
+        receivers: global ranks of the next stage that this rank sends to: several where that stage
+            is larger, none where another rank of this stage sends in its place; None is the rank
+            behind this one.
         may_share: share memory with stages of the same host; False is for comparisons.
 
     """
@@ -93,11 +114,15 @@ class StageBoundary:
         rank_in_group: int,
         device: torch.device,
         *,
+        receivers: Sequence[int] | None = None,
         may_share: bool = True,
     ) -> None:
-        has_previous, has_next = rank_in_group > 0, rank_in_group + 1 < len(ranks)
+        following = ranks[rank_in_group + 1 : rank_in_group + 2]
+        has_previous = rank_in_group > 0
         self._previous = Neighbour(ranks[rank_in_group - 1], group) if has_previous else None
-        self._next = Neighbour(ranks[rank_in_group + 1], group) if has_next else None
+        self._next = [
+            Neighbour(rank, group) for rank in (following if receivers is None else receivers)
+        ]
         self._device = device
         self._may_share = may_share
         self._stages = len(ranks)
@@ -105,7 +130,7 @@ class StageBoundary:
         self._exchanged = Exchanged()
         self._is_clock_shared = False
         self._computed_at = 0.0
-        self._sender: GlooSender | SharedMemorySender
+        self._senders: list[Sender] = []
         self._receiver: GlooReceiver | SharedMemoryReceiver
         self._copied = defaultdict[int, torch.cuda.Event](torch.cuda.Event)
         self._staging_in: Staging | None = None
@@ -137,11 +162,10 @@ class StageBoundary:
             Signature.of(template, capacity), packing, self._device, self._stages,
             may_share=self._may_share, timeout_s=timeout_s, numa_nodes=numa_nodes,
         )  # fmt: skip
-        if self._next is not None:
-            self._sender = linking.to_next(self._next)
-            if self._is_gpu:
-                self._staging_out = Staging(packing, capacity, self._device)
-                self._start_sender()
+        self._senders = [linking.to_next(neighbour) for neighbour in self._next]
+        if self._senders and self._is_gpu:
+            self._staging_out = Staging(packing, capacity, self._device)
+            self._start_sender()
         if self._previous is not None:
             self._receiver, self._is_clock_shared = linking.to_previous(
                 self._previous, self._wait_until_read
@@ -168,34 +192,39 @@ class StageBoundary:
         GPU later kernels run behind the copy on the same stream.
         """
         start = time.perf_counter()
-        message = self._sender.next_message()
+        if self._staging_out is not None and self._senders:
+            for name, place in self._staging_out.tensors.items():
+                place[: self._rows].copy_(tensors[name][: self._rows])
+        ways = [self._send(sender, tensors, start) for sender in self._senders]
+        self._exchanged.exchange_s += time.perf_counter() - start
+        return ways[0] if len(ways) == 1 else AllOnTheirWay(ways)
+
+    def _send(self, sender: Sender, tensors: Mapping[str, torch.Tensor], start: float) -> OnItsWay:
+        message = sender.next_message()
         message.wait_until_sent()
         send = self._send_staged if self._is_gpu else self._send_here
-        message.sent = send(message, tensors, start)
+        message.sent = send(sender, message, tensors, start)
         self._exchanged.sent_bytes += message.of(self._rows).nbytes
-        self._exchanged.exchange_s += time.perf_counter() - start
         return message.sent
 
     def _send_here(
-        self, message: Message, tensors: Mapping[str, torch.Tensor], start: float
+        self, sender: Sender, message: Message, tensors: Mapping[str, torch.Tensor], start: float
     ) -> OnItsWay:
         for name, place in message.tensors.items():
             place[: self._rows].copy_(tensors[name][: self._rows])
         message.computed_at = start
-        return self._sender.send(message, self._rows)
+        return sender.send(message, self._rows)
 
     def _send_staged(
-        self, message: Message, tensors: Mapping[str, torch.Tensor], start: float
+        self, sender: Sender, message: Message, tensors: Mapping[str, torch.Tensor], start: float
     ) -> OnItsWay:
         assert self._staging_out is not None
         assert self._work is not None
         rows = self._rows
-        for name, place in self._staging_out.tensors.items():
-            place[:rows].copy_(tensors[name][:rows])
         message.rows[:rows].copy_(self._staging_out.rows[:rows], non_blocking=True)
         self._copied[id(message)].record()
         sent = Sent()
-        self._work.put(lambda: self._finish_send(message, rows, sent))
+        self._work.put(lambda: self._finish_send(sender, message, rows, sent))
         return sent
 
     def _start_sender(self) -> None:
@@ -209,11 +238,11 @@ class StageBoundary:
         while True:
             work.get()()
 
-    def _finish_send(self, message: Message, rows: int, sent: Sent) -> None:
+    def _finish_send(self, sender: Sender, message: Message, rows: int, sent: Sent) -> None:
         try:
             self._copied[id(message)].synchronize()
             message.computed_at = self._computed_at = time.perf_counter()
-            self._sender.send(message, rows).wait()
+            sender.send(message, rows).wait()
         except RuntimeError as error:
             sent.finish(error)
         else:

@@ -27,6 +27,7 @@ from ray_hetero.compat.engine_args import launch_of
 from ray_hetero.errors import RankError, RayHeteroError
 from ray_hetero.executor import actors
 from ray_hetero.executor.failure import Failure
+from ray_hetero.executor.kv_shares import KvShares
 from ray_hetero.executor.lockstep import run_schedule
 from ray_hetero.executor.rank_processes import Whereabouts
 from ray_hetero.executor.rank_queues import AnswerQueue, RankQueues, RequestQueue, wait_until_ready
@@ -43,7 +44,7 @@ from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import LayerPlan
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
-from ray_hetero.preflight.refusals import refuse_shared_experts
+from ray_hetero.preflight.refusals import refuse_heads, refuse_shared_experts
 from ray_hetero.preflight.unsupported_checkpoints import refuse_checkpoint
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
@@ -119,6 +120,7 @@ class HeteroExecutor(GuardedExecutor):
         self._watch: RankWatch | None = None
         self._given_partition = envs.VLLM_PP_LAYER_PARTITION
         self.world: World
+        self._kv_shares: KvShares
         self._launch = launch_of(self.vllm_config)
         self._progress = StartupProgress(in_notebook=self._launch.in_notebook)
         self._config = self._launch.config
@@ -170,11 +172,14 @@ class HeteroExecutor(GuardedExecutor):
             facts = facts_of(self.vllm_config)
             plan = self._layer_plan(nodes, facts)
             self.world = plan.world
+            refuse_heads(self.model_config, self.world.layout)
             if self.world.has_cpu:
                 refuse_checkpoint(self.model_config)
+            if not self.world.is_stock:
                 refuse_shared_experts(self.parallel_config)
             self._memory = plan.memory_bytes()
             self._ranks = self._rank_launches(plan, nodes)
+            self.world_size = self.world.layout.world_size
             engine_args.limit_batches_in_flight(
                 self.vllm_config, self._batches_in_flight(self.world)
             )
@@ -217,7 +222,7 @@ class HeteroExecutor(GuardedExecutor):
         world = plan.world
         shared = shared_settings(
             self.vllm_config,
-            has_cpu=world.has_cpu,
+            world.layout,
             graph_tokens=mixed_groups.graph_tokens(
                 self._launch.engine_args,
                 self._config.gpu.in_mixed_groups,
@@ -417,7 +422,21 @@ class HeteroExecutor(GuardedExecutor):
             whereabouts=self._whereabouts,
         )
 
+    def _get_output_rank(self) -> int:
+        return self.world.layout.first_rank(len(self.world.layout.stages) - 1)
+
     # --- warm up: vLLM calls these after _init_executor -------------------------------------
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        """What each rank's layers keep; of stages of several sizes as if all had one size."""
+        specs: list[dict[str, Any]] = super().get_kv_cache_specs()
+        self._kv_shares = KvShares(specs, self.world.layout, self.model_config)
+        return self._kv_shares.common
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        """Hand each rank its KV cache, with the heads that it really keeps."""
+        own = self._kv_shares.own(kv_cache_configs, self.vllm_config)
+        super().initialize_from_config(own)
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         """The layouts that every rank supports, the same list for each, as vLLM insists on."""
@@ -431,10 +450,12 @@ class HeteroExecutor(GuardedExecutor):
         """First half of the warm-up schedule; KV cache bytes of each rank."""
         with self._nothing_left_on_failure():
             values = self._warm_up(Phase.MEMORY)
-        return [
-            next(value for value in values[seat.rank].values() if value is not None)
-            for seat in self.world.seats
-        ]
+        return self._kv_shares.common_bytes(
+            [
+                next(value for value in values[seat.rank].values() if value is not None)
+                for seat in self.world.seats
+            ]
+        )
 
     def compile_or_warm_up_model(self) -> None:
         """Second half of the warm-up schedule."""

@@ -26,7 +26,14 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.cluster.claims import claim_socket
 from placement.units import GIB
-from ray_hetero.compat import cpu_linear, cpu_worker, message_queues, model_runner, parallel_state
+from ray_hetero.compat import (
+    cpu_linear,
+    cpu_worker,
+    message_queues,
+    model_config,
+    model_runner,
+    parallel_state,
+)
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.ipex import use_ipex
@@ -186,10 +193,17 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         """
         seat, world = self._rank.seat, self._rank.world
         device_backend = current_platform.dist_backend
-        if world.has_cpu:
+        if not world.is_stock:
             device_backend = parallel_state.use_gloo_world()
         set_world(world, device_backend)
         parallel_state.use_groups(HeteroGroup)
+        if not world.layout.is_even:
+            parallel_state.use_stages(
+                [list(world.layout.ranks(stage)) for stage in range(len(world.layout.stages))],
+                # A rank's own pipeline comes last, which is the one that its group keeps.
+                [list(ranks) for ranks in reversed(world.layout.pipelines())],
+            )
+            model_config.use_stage(seat.stage)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
             if seat.kind == "gpu":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from worlds import layout
 
 from ray_hetero.distributed.messages import ALIGNMENT, HEADER_BYTES, Message, Packing
 from ray_hetero.distributed.stage_boundary import StageBoundary
@@ -48,8 +50,9 @@ def boundary_of(
 
 def boundary_links(boundary: StageBoundary) -> tuple[str, ...]:
     """How a stage exchanges, to the next one and from the previous one."""
-    ends = (getattr(boundary, name, None) for name in ("_sender", "_receiver"))
-    return tuple(type(end).__name__ for end in ends if end is not None)
+    receiver = getattr(boundary, "_receiver", None)
+    ends = [*boundary._senders, *([receiver] if receiver is not None else [])]
+    return tuple(type(end).__name__ for end in ends)
 
 
 def passes_all_steps_on(
@@ -78,6 +81,35 @@ def passes_all_steps_on(
         dist.barrier()
         exchanged = boundary.take()
         answers.put((rank, is_right, exchanged.received_bytes, exchanged.sent_bytes, links))
+
+
+def fans_out(
+    rank: int, ranks: int, store: Path, answers: Any, sizes: tuple[int, ...], *, may_share: bool
+) -> None:
+    """Stages of these sizes pass all steps on; every rank of a stage has the same rows."""
+    made = layout(*("c" * size for size in sizes))
+    stage = next(number for number in range(len(sizes)) if rank in made.ranks(number))
+    tensor_rank = rank - made.first_rank(stage)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    boundary = StageBoundary(
+        dist.group.WORLD, list(made.pipelines()[tensor_rank]), stage, CPU,
+        receivers=made.receivers(stage, tensor_rank), may_share=may_share,
+    )  # fmt: skip
+    boundary.agree(TEMPLATE, CAPACITY)
+    is_right = True
+    for step, tokens in enumerate(STEPS):
+        boundary.begin_step(tokens)
+        expected = tensors_of(step, tokens)
+        if stage > 0:
+            received, (handle,), _ = boundary.irecv()
+            handle.wait()
+            for name, tensor in expected.items():
+                is_right &= torch.equal(received[name][:tokens], tensor)
+        if stage + 1 < len(sizes):
+            boundary.isend(expected)
+    dist.barrier()
+    answers.put((rank, is_right, len(boundary._senders)))
+    dist.destroy_process_group()
 
 
 def tells_policy_of_messages(rank: int, ranks: int, store: Path, answers: Any) -> None:
@@ -153,6 +185,19 @@ def test_every_stage_gets_the_rows_of_each_step(
         (rank, True, nbytes if rank > 0 else 0, nbytes if rank + 1 < ranks else 0, links[rank])
         for rank in range(ranks)
     ]
+
+
+@pytest.mark.parametrize("may_share", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "receivers"),
+    [((2, 1), [1, 0, 0]), ((1, 2), [2, 0, 0]), ((2, 3), [2, 1, 0, 0, 0])],
+)
+def test_stages_of_different_size_all_get_the_rows(
+    sizes: tuple[int, ...], receivers: list[int], *, may_share: bool, tmp_path: Path
+) -> None:
+    task = partial(fans_out, may_share=may_share)
+    found = run(task, sum(sizes), tmp_path, sizes)
+    assert found == [(rank, True, count) for rank, count in enumerate(receivers)]
 
 
 @pytest.mark.skipif(not NUMA_MAPS.exists(), reason="this kernel has no NUMA support")
