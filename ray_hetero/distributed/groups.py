@@ -25,6 +25,8 @@ from vllm.distributed.parallel_state import GroupCoordinator, get_world_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ray_hetero.compat import message_queues
+from ray_hetero.distributed.messages import There
+from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary
 from ray_hetero.world import World
 
@@ -195,14 +197,14 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         if group_name == "pp":
             # Stages meet at the boundary only; without a communicator in the group, vLLM may
             # capture CUDA graphs of a GPU stage.
-            self.boundary = StageBoundary(
+            neighbours = Neighbours.in_line(
                 # Of stages of several sizes a rank may have neighbours in several groups.
                 self.device_group if is_even else get_world_group().cpu_group,
                 self.ranks,
                 self.rank_in_group,
-                self.device,
-                receivers=_receivers(_world, rank),
+                _receivers(_world, rank),
             )
+            self.boundary = StageBoundary(neighbours, self.device)
         elif use_device_communicator:
             self.use_device_communicator = True
             # Compiled as one operator, at which graphs can be split.
@@ -246,7 +248,8 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
             return handles
         # vLLM takes the first handle for metadata and waits for the others before its next step;
         # the boundary keeps what it sends alive by itself, so there is none to wait for.
-        return [self.boundary.isend(tensor_dict)]
+        self.boundary.isend(tensor_dict)
+        return [There()]
 
     def irecv_tensor_dict(
         self,

@@ -15,12 +15,12 @@ from placement.cluster.layout import Layout
 from ray_hetero.compat import api_server, engine_clients
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
-from ray_hetero.launch.early_layout import known_gpus, settle
+from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
 from ray_hetero.observability import metrics
 from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason
-from ray_hetero.world import Launch
+from ray_hetero.world import EngineSpec
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -30,7 +30,7 @@ CHOSEN = "RAY_HETERO_CHOSE_RUNNER"
 """Set beside it where this package, not the user, has chosen."""
 
 
-def prepare(engine_args: EngineArgs) -> Launch:
+def prepare(engine_args: EngineArgs) -> EngineSpec:
     """Check the request and make vLLM's arguments name the executor class.
 
     Raises:
@@ -49,7 +49,7 @@ def prepare(engine_args: EngineArgs) -> Launch:
     gpus = known_gpus() if group is None else None
     config = load_config(engine_args.additional_config)
     take_sizes(engine_args, config)
-    config = settle(
+    config = resolve_auto_layout(
         config,
         engine_args.pipeline_parallel_size,
         engine_args.tensor_parallel_size,
@@ -57,7 +57,7 @@ def prepare(engine_args: EngineArgs) -> Launch:
     )
     is_stock = _is_surely_stock(config)
     refuse_unsupported(engine_args, config, is_stock=is_stock)
-    launch = Launch(
+    spec = EngineSpec(
         copy.copy(engine_args),
         config,
         ray_for_all(engine_args),
@@ -67,13 +67,13 @@ def prepare(engine_args: EngineArgs) -> Launch:
         metrics_path=metrics.show_engine(),
     )
     engine_args.distributed_executor_backend = HeteroExecutor
-    if config.restart and isinstance(engine_args, AsyncEngineArgs):
+    if config.max_restarts and isinstance(engine_args, AsyncEngineArgs):
         api_server.turn_away_while_unhealthy()
-    if launch.ray_address is not None:
+    if spec.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     _choose_runner(engine_args, is_stock=is_stock)
-    return launch
+    return spec
 
 
 def take_sizes(engine_args: EngineArgs, config: HeteroConfig) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import layout
 
+from ray_hetero.distributed.gloo_link import GlooLink
+from ray_hetero.distributed.link import Link
+from ray_hetero.distributed.links import LINKS
 from ray_hetero.distributed.messages import ALIGNMENT, HEADER_BYTES, Message, Packing
+from ray_hetero.distributed.neighbour import Neighbour, Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary
 from ray_hetero.errors import AgreementError
 
@@ -44,15 +46,15 @@ def boundary_of(
     rank: int, ranks: int, store: Path, *, may_share: bool = True
 ) -> Iterator[StageBoundary]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    yield StageBoundary(dist.group.WORLD, list(range(ranks)), rank, CPU, may_share=may_share)
+    neighbours = Neighbours.in_line(dist.group.WORLD, list(range(ranks)), rank)
+    yield StageBoundary(neighbours, CPU, links=LINKS if may_share else [GlooLink()])
     dist.destroy_process_group()
 
 
 def boundary_links(boundary: StageBoundary) -> tuple[str, ...]:
     """How a stage exchanges, to the next one and from the previous one."""
-    receiver = getattr(boundary, "_receiver", None)
-    ends = [*boundary._senders, *([receiver] if receiver is not None else [])]
-    return tuple(type(end).__name__ for end in ends)
+    ends = [*boundary._senders, boundary._receiver]
+    return tuple(type(end).__name__ for end in ends if end is not None)
 
 
 def passes_all_steps_on(
@@ -81,35 +83,6 @@ def passes_all_steps_on(
         dist.barrier()
         exchanged = boundary.take()
         answers.put((rank, is_right, exchanged.received_bytes, exchanged.sent_bytes, links))
-
-
-def fans_out(
-    rank: int, ranks: int, store: Path, answers: Any, sizes: tuple[int, ...], *, may_share: bool
-) -> None:
-    """Stages of these sizes pass all steps on; every rank of a stage has the same rows."""
-    made = layout(*("c" * size for size in sizes))
-    stage = next(number for number in range(len(sizes)) if rank in made.ranks(number))
-    tensor_rank = rank - made.first_rank(stage)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    boundary = StageBoundary(
-        dist.group.WORLD, list(made.pipelines()[tensor_rank]), stage, CPU,
-        receivers=made.receivers(stage, tensor_rank), may_share=may_share,
-    )  # fmt: skip
-    boundary.agree(TEMPLATE, CAPACITY)
-    is_right = True
-    for step, tokens in enumerate(STEPS):
-        boundary.begin_step(tokens)
-        expected = tensors_of(step, tokens)
-        if stage > 0:
-            received, (handle,), _ = boundary.irecv()
-            handle.wait()
-            for name, tensor in expected.items():
-                is_right &= torch.equal(received[name][:tokens], tensor)
-        if stage + 1 < len(sizes):
-            boundary.isend(expected)
-    dist.barrier()
-    answers.put((rank, is_right, len(boundary._senders)))
-    dist.destroy_process_group()
 
 
 def tells_policy_of_messages(rank: int, ranks: int, store: Path, answers: Any) -> None:
@@ -187,19 +160,6 @@ def test_every_stage_gets_the_rows_of_each_step(
     ]
 
 
-@pytest.mark.parametrize("may_share", [True, False])
-@pytest.mark.parametrize(
-    ("sizes", "receivers"),
-    [((2, 1), [1, 0, 0]), ((1, 2), [2, 0, 0]), ((2, 3), [2, 1, 0, 0, 0])],
-)
-def test_stages_of_different_size_all_get_the_rows(
-    sizes: tuple[int, ...], receivers: list[int], *, may_share: bool, tmp_path: Path
-) -> None:
-    task = partial(fans_out, may_share=may_share)
-    found = run(task, sum(sizes), tmp_path, sizes)
-    assert found == [(rank, True, count) for rank, count in enumerate(receivers)]
-
-
 @pytest.mark.skipif(not NUMA_MAPS.exists(), reason="this kernel has no NUMA support")
 def test_messages_lie_where_a_cpu_rank_computes_with_them(tmp_path: Path) -> None:
     assert run(tells_policy_of_messages, 2, tmp_path) == [(0, ["bind:0"]), (1, ["bind:0"])]
@@ -207,10 +167,86 @@ def test_messages_lie_where_a_cpu_rank_computes_with_them(tmp_path: Path) -> Non
 
 def test_other_tensors_are_refused_where_they_arrive(tmp_path: Path) -> None:
     (_, first), (_, second) = run(refuses_other_tensors, 2, tmp_path)
-    assert first == ""
+    assert first == second
     assert "rank 0 sends" in second
     assert "(24,)" in second
     assert "(32,)" in second
+
+
+class NoLink:
+    """A link that is offered, and that nobody reaches."""
+
+    name = "none"
+    address = b""
+
+    def offer(self, terms: Any, neighbour: Any) -> NoLink:
+        return self
+
+    def reach(self, address: bytes, terms: Any, neighbour: Any) -> None:
+        return None
+
+    def withdraw(self) -> None:
+        """Nothing was held ready."""
+
+
+def has_a_link_that_is_not_reached(rank: int, ranks: int, store: Path, answers: Any) -> None:
+    """The first link is tried first and fails; where it is the only one, both sides say so."""
+    with boundary_of(rank, ranks, store) as boundary:
+        boundary._links = [NoLink(), *LINKS]
+        boundary.agree(TEMPLATE, CAPACITY)
+        links = boundary_links(boundary)
+        boundary._senders, boundary._receiver, boundary._links = [], None, [NoLink()]
+        with pytest.raises(AgreementError, match="by none of the links that it offers: none"):
+            boundary.agree(TEMPLATE, CAPACITY)
+        answers.put((rank, links))
+        dist.barrier()
+
+
+def test_links_are_tried_in_their_order(tmp_path: Path) -> None:
+    found = run(has_a_link_that_is_not_reached, 2, tmp_path)
+    assert found == [(0, SHARED[:1]), (1, SHARED[1:])]
+
+
+def sends_to_a_larger_stage(
+    rank: int, ranks: int, store: Path, answers: Any, links: list[Link]
+) -> None:
+    """Stage 0 is rank 0, stage 1 the others; the ranks behind the first one take no part."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    group, others = dist.group.WORLD, range(1, ranks)
+    if rank == 0:
+        neighbours = Neighbours(2, following=tuple(Neighbour(r, group) for r in others))
+    else:
+        neighbours = Neighbours(2, previous=Neighbour(0, group))
+    boundary = StageBoundary(neighbours, CPU, links=links)
+    boundary.agree(TEMPLATE, CAPACITY)
+    is_right = True
+    for step, tokens in enumerate(STEPS):
+        boundary.begin_step(tokens)
+        expected = tensors_of(step, tokens)
+        if rank == 0:
+            boundary.isend(expected)
+            continue
+        received, (handle,), _ = boundary.irecv()
+        handle.wait()
+        is_right &= all(torch.equal(received[name][:tokens], expected[name]) for name in expected)
+    dist.barrier()
+    answers.put((rank, is_right, boundary.take().sent_bytes > 0))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("links", [LINKS, [GlooLink()]], ids=["shared", "gloo"])
+def test_a_rank_sends_to_every_rank_that_looks_to_it(links: list[Link], tmp_path: Path) -> None:
+    found = run(sends_to_a_larger_stage, 3, tmp_path, links)
+    assert found == [(0, True, True), (1, True, False), (2, True, False)]
+
+
+def test_a_rank_without_receivers_sends_nothing() -> None:
+    boundary = StageBoundary(Neighbours(stages=2), CPU)
+    boundary.agree(TEMPLATE, CAPACITY)
+    boundary.begin_step(1)
+    boundary.isend(tensors_of(0, 1))
+    assert boundary.take().sent_bytes == 0
 
 
 def test_tensors_of_a_row_lie_behind_each_other() -> None:
@@ -242,7 +278,7 @@ def test_tensors_of_a_row_lie_behind_each_other() -> None:
 def test_waiting_ends_where_the_previous_stage_had_computed(
     computed_at: float, is_shared: bool, waiting: float, exchange: float
 ) -> None:
-    boundary = StageBoundary(None, [0, 1], 1, CPU)
+    boundary = StageBoundary(Neighbours(stages=2), CPU)
     boundary._is_clock_shared = is_shared
     packing = Packing(TEMPLATE)
     message = Message(packing, memory_of(packing, 1))
