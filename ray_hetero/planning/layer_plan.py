@@ -180,7 +180,7 @@ def _stages(
         is_bf16=facts.is_bf16,
         can_fuse=_can_fuse(facts),
     )
-    return tuple(stages_of(devices, world.layout.tensor_parallel_size))
+    return tuple(stages_of(devices, world.layout.sizes))
 
 
 def _can_fuse(facts: EngineFacts) -> bool:
@@ -196,7 +196,8 @@ def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
     assert facts.shape is not None
     hidden = facts.shape.hidden_size
     # Gate and up are one matrix, of which a rank has its tensor-parallel share.
-    wide = facts.shape.intermediate_size // world.layout.tensor_parallel_size
+    sizes = [len(stage) for stage in world.layout.stages if "cpu" in stage]
+    wide = facts.shape.intermediate_size // min(sizes, default=1)
     return gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), facts.max_num_batched_tokens)
 
 
@@ -253,14 +254,14 @@ def _moved(world: World, split: Split) -> list[Seat]:
 def _ordered(world: World, split: Split) -> tuple[World, Split]:
     """The world with its stages in the split's order, every stage on the devices it had."""
     layout = Layout(tuple(world.layout.stages[place] for place in split.order))
-    moved = _moved(world, split)
-    size = world.layout.tensor_parallel_size
+    stage_of = {place: stage for stage, place in enumerate(split.order)}
+    moved = [replace(seat, stage=stage_of[seat.stage]) for seat in _moved(world, split)]
     used: dict[tuple[str, str], int] = {}
     seats = []
     for rank, seat in enumerate(moved):
         key = (seat.node_id, seat.kind)
         used[key] = used.get(key, 0) + 1
-        seats.append(replace(seat, rank=rank, stage=rank // size, local_rank=used[key] - 1))
+        seats.append(replace(seat, rank=rank, local_rank=used[key] - 1))
     return World(layout, tuple(seats), split.layers), split
 
 
