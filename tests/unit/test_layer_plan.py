@@ -19,9 +19,9 @@ from placement.plan.described import described
 from placement.units import GB, GIB
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import CpuConfig, HeteroConfig
-from ray_hetero.kernels.gpu_prefill import gpu_bytes
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import LayerPlan, describe_split, plan_layers
+from ray_hetero.planning.prefill_memory import gpu_bytes
 from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES
 
 AUTO = HeteroConfig()
