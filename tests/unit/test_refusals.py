@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,19 @@ from vllm.engine.arg_utils import EngineArgs
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.preflight.refusals import ALWAYS, WITH_CPU_RANKS, refuse_unsupported
+from ray_hetero.preflight.refusals import (
+    ALWAYS,
+    ENGINES_OF_CPU_RANKS,
+    MODELS_OF_CPU_RANKS,
+    REFUSALS,
+    WITH_CPU_RANKS,
+    WITH_RESTARTS,
+    refuse_unsupported,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from write_compatibility_page import PAGE, written
 
 IN_EVERY_WORLD: dict[str, dict[str, Any]] = {
     "--nnodes": {"nnodes": 2},
@@ -55,6 +68,15 @@ def test_every_refusal_is_tested() -> None:
     assert {refusal.option for refusal in WITH_CPU_RANKS} == set(BESIDE_CPU_RANKS)
 
 
+def test_every_row_is_in_one_table() -> None:
+    tables = (
+        ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
+    )  # fmt: skip
+    options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
+    assert sorted(options) == sorted(refusal.option for table in tables for refusal in table)
+    assert len(set(options)) == len(options)
+
+
 @pytest.mark.parametrize("option", [*IN_EVERY_WORLD, *BESIDE_CPU_RANKS])
 def test_it_is_named_with_a_reason_and_a_remedy(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +101,27 @@ def test_what_vllm_does_by_default_is_not_refused(*, has_cpu: bool, tmp_path: Pa
     refuse_unsupported(EngineArgs(model=str(tmp_path)), HeteroConfig(), has_cpu=has_cpu)
 
 
-def test_every_refusal_is_in_the_table_of_the_docs() -> None:
-    page = (Path(__file__).parents[2] / "docs/compatibility.md").read_text(encoding="utf-8")
-    named = [refusal.option for refusal in (*ALWAYS, *WITH_CPU_RANKS)]
-    assert [option for option in named if f"`{option}`" not in page] == []
+def test_restarts_need_an_engine_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, args = HeteroConfig(max_restarts=2), EngineArgs(model=str(tmp_path))
+    refuse_unsupported(args, config, has_cpu=True)
+    args.data_parallel_size = 2
+    refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+    said = r"^max_restarts beside --data-parallel-size 2 does not work .* step together\. Leave one"
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_unsupported(args, config, has_cpu=True)
+    args.data_parallel_size = 1
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(UnsupportedError, match=r"MULTIPROCESSING=0 .* of its own\. Unset"):
+        refuse_unsupported(args, config, has_cpu=True)
+
+
+def test_the_page_shows_the_tables() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert written(text) == text, "type: python tools/write_compatibility_page.py"
+
+
+def test_a_page_without_its_marks_is_not_written() -> None:
+    with pytest.raises(ValueError, match="expected the lines"):
+        written("# Compatibility\n")
