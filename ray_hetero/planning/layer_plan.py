@@ -18,7 +18,7 @@ from placement.plan.devices import StageDevices, stages_of
 from placement.plan.split import RankPlan, Split, choose_split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
-from ray_hetero.planning.prefill_memory import gpu_bytes
+from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES, UnknownDeviceError, rank_devices
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
@@ -193,12 +193,17 @@ def _can_fuse(facts: EngineFacts) -> bool:
 
 def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
     """Memory of a GPU that a CPU rank takes which has it compute prompts."""
-    assert facts.shape is not None
-    hidden = facts.shape.hidden_size
+    shape = facts.shape
+    assert shape is not None
+    hidden, tokens = shape.hidden_size, facts.max_num_batched_tokens
     # Gate and up are one matrix, of which a rank has its tensor-parallel share.
     sizes = [len(stage) for stage in world.layout.stages if "cpu" in stage]
-    wide = facts.shape.intermediate_size // min(sizes, default=1)
-    return gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), facts.max_num_batched_tokens)
+    size = min(sizes, default=1)
+    wide = shape.intermediate_size // size
+    linears = gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), tokens)
+    if size > 1 or not _can_fuse(facts):
+        return linears
+    return linears + attention_bytes(shape.num_heads, shape.num_kv_heads, shape.head_dim, tokens)
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._rank.engine.config.cpu,
                 self._lender(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
+                self._rank.spare,
             )
             text = self._vllm_config.model_config.hf_text_config
             is_tied = getattr(text, "tie_word_embeddings", True)
