@@ -358,7 +358,8 @@ def _memory(kernel: StreamingLinear, shape: AttentionShape) -> AttentionMemory |
         return None
     logger.info(
         "prompts are computed by the GPU in whole layers, their attention too, which takes %.1f "
-        "GiB more of its memory (cpu.prefill_on_gpu); requests that decode meanwhile stay on the cores",
+        "GiB more of its memory (cpu.prefill_on_gpu); requests that decode meanwhile stay on the "
+        "cores",
         memory.gpu_bytes / GIB,
     )
     return memory
