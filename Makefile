@@ -20,7 +20,7 @@ help: ## Show this list
 
 env: $(STAMP) ## Make .venv with this package, vLLM for CPUs and the test tools
 
-$(STAMP): pyproject.toml setup.py requirements.lock tools/fix_torchvision.py $(wildcard csrc/*)
+$(STAMP): pyproject.toml setup.py requirements.lock tools/fix_torchvision.py $(wildcard csrc/*/* csrc/*/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and \
 	  "$(PYTHON) is Python %d.%d; 3.11 to 3.13 is needed: make PYTHON=python3.12 …" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -37,15 +37,15 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "placement._native",
-            ["csrc/native.cpp"],
+            ["csrc/placement/native.cpp"],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
             optional=True,
         ),
         Pybind11Extension(
             "ray_hetero._streaming_linear",
-            ["csrc/streaming_linear.cpp"],
-            depends=sorted(glob("csrc/*.h")),
+            ["csrc/kernels/bindings.cpp"],
+            depends=sorted(glob("csrc/kernels/**/*.h", recursive=True)),
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp"],
             extra_link_args=["-fopenmp"],

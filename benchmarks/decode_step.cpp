@@ -7,7 +7,7 @@
 // Times whole steps with compact weights, their linear layers alone, and plain reads of the same
 // bytes, in turns; medians.  GB/s are of weights and of keys and values really read.
 
-#include "decoder_layers.h"
+#include "kernels/decode_step.h"
 #include "measuring.h"
 
 #include <sys/mman.h>
@@ -21,7 +21,7 @@ using namespace measuring;
 using namespace ray_hetero;
 
 constexpr long kHidden = 4096, kWide = 14336, kHeads = 32, kKvHeads = 8, kSize = 128;
-constexpr long kStacked = (kHeads + 2 * kKvHeads) * kSize;
+constexpr long kQkv = (kHeads + 2 * kKvHeads) * kSize;
 constexpr long kBlockTokens = 128, kPositions = 16384;
 constexpr int kRounds = 15;
 
@@ -58,19 +58,19 @@ int main(int count, char** words) {
   fill(norm_weight, kHidden);
   fill(cos_sin, kPositions * kSize);
   const Norm norm{norm_weight, 1e-5f};
-  const auto beginning = [&] { return Beginning{norm, {made(kStacked, kHidden), nullptr}}; };
-  DecoderLayers model{beginning(), {}};
-  std::vector<Weight> weights{model.first.stacked.w};
+  const auto qkv_input = [&] { return QkvInput{norm, {made(kQkv, kHidden), nullptr}}; };
+  DecoderLayers model{qkv_input(), {}};
+  std::vector<Weight> weights{model.first.qkv.w};
   for (int layer = 0; layer < layers; ++layer) {
-    Between between{{made(kHidden, kHeads * kSize)}, norm, {made(2 * kWide, kHidden)},
+    PostAttention post_attention{{made(kHidden, kHeads * kSize)}, norm, {made(2 * kWide, kHidden)},
                     {made(kHidden, kWide)}, {}};
-    if (layer + 1 < layers) between.next = beginning();
-    for (const Linear* linear : {&between.output, &between.gate_up, &between.down}) {
+    if (layer + 1 < layers) post_attention.next = qkv_input();
+    for (const Linear* linear : {&post_attention.output, &post_attention.gate_up, &post_attention.down}) {
       weights.push_back(linear->w);
     }
-    if (between.next) weights.push_back(between.next->stacked.w);
+    if (post_attention.next) weights.push_back(post_attention.next->qkv.w);
     const Rotation rotation{kHeads, kKvHeads, kSize, cos_sin, kSize, {}, {}};
-    model.layers.push_back({rotation, 0.088f, between});
+    model.layers.push_back({rotation, 0.088f, post_attention});
   }
   double weight_bytes = 0;
   for (const Weight& weight : weights) weight_bytes += 1.5 * double(weight.n) * double(weight.k);

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "weights.h"
+#include "kernels/weight.h"
 
 #include <sys/mman.h>
 

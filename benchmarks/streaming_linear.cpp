@@ -9,7 +9,7 @@
 // reads of the packed weights.  GB/s are of bytes really read.
 
 #include "measuring.h"
-#include "streaming_linear.h"
+#include "kernels/linear.h"
 
 #include <cmath>
 #include <cstdio>

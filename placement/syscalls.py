@@ -1,4 +1,4 @@
-"""What csrc/native.cpp does about pages, by ctypes: for installations without a compiler."""
+"""Moves pages as csrc/placement/native.cpp does, by ctypes: for installations without compilers."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A decode step's time on a socket is that of reading the weights, and of what lies between the
 products: operators whose instructions the weights have driven out of the caches, each of which
 calls all threads together anew.  Here the products between two attentions, with their norms and
-the activation, are one call of csrc/between_attentions.h; a GPU that computes prompts
+the activation, are one call of csrc/kernels/post_attention.h; a GPU that computes prompts
 (borrowed_gpu.py) gets them as one piece of work too, and sends back one result instead of four.
 """
 
@@ -91,7 +91,7 @@ class BetweenAttentions:
     def __init__(self, parts: Parts, kernel: StreamingLinear) -> None:
         self.parts = parts
         self._kernel = kernel
-        self.native = kernel.native.Between(
+        self.native = kernel.native.PostAttention(
             output=parts.output.native,
             norm=parts.norm.native,
             gate_up=parts.gate_up.native,

@@ -141,7 +141,7 @@ class BorrowedGpu:
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
         needed = gpu_bytes(outputs, inputs, self._tokens)
         needed += EXCEPTION_BYTES * sum(
-            weight.compact.exceptions_count for weight in weights if weight.compact is not None
+            weight.compact.outliers_count for weight in weights if weight.compact is not None
         )
         try:
             self._lock_pages()
@@ -196,12 +196,12 @@ class BorrowedGpu:
         outputs, inputs = weight.shape
         step = _piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
         native = weight.compact
-        upper = None if native is None else _upper_bytes(native.book).to(self._device)
+        upper = None if native is None else _upper_bytes(native.codebook).to(self._device)
         for begin in range(0, outputs, step):
             end = min(begin + step, outputs)
             compact = None
             if upper is not None:
-                places, values = native.exceptions(begin // BLOCK, end // BLOCK)
+                places, values = native.outliers(begin // BLOCK, end // BLOCK)
                 compact = _Compact(
                     upper,
                     torch.from_numpy(places).to(self._device),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TILES, ROWS = "amx", "vec"
 """How vLLM's CPU backend lays keys and values out in a block (`_get_attn_isa`)."""
 SPAN = 32
-"""Of a head's size and a block's tokens: what csrc/attention.h takes at once."""
+"""Of a head's size and a block's tokens: what csrc/kernels/attention.h takes at once."""
 
 
 class DecodeStep:
@@ -109,7 +109,7 @@ class DecodeStep:
 
 
 def known_scale(attention: Any) -> float | None:
-    """Of the scores of an attention of vLLM's; None if it does more than csrc/attention.h does."""
+    """Scale of an attention's scores; None if it does more than csrc/kernels/attention.h does."""
     impl = attention.impl
     is_known = (
         type(impl).__name__ == "CPUAttentionBackendImpl"

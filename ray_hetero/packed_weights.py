@@ -2,7 +2,8 @@
 
 A decode step reads all weights of a rank once, so it is the faster the fewer bytes they are.  The
 upper byte of a bf16 holds its sign and most of its exponent, of which trained weights use few: a
-compact weight holds numbers of four bits in its place, and loses nothing (csrc/weights.h).
+compact weight holds codes of four bits in its place, and loses nothing
+(csrc/kernels/formats/compact.h).
 """
 
 from __future__ import annotations
@@ -76,6 +77,6 @@ def made_compact(packed: torch.Tensor, native: ModuleType) -> PackedWeight:
     outputs, inputs = packed.shape
     rows = torch.empty((outputs, inputs * PAIR_PARTS // 2), dtype=torch.uint8)
     compact = native.Compact(packed.data_ptr(), outputs, inputs, rows.data_ptr())
-    if compact.exceptions_count > MOST_EXCEPTIONS * packed.numel():
+    if compact.outliers_count > MOST_EXCEPTIONS * packed.numel():
         return PackedWeight(packed)
     return PackedWeight(rows, compact)

@@ -2,7 +2,7 @@
 
 vLLM's kernels for CPUs divide a layer by its outputs, each thread a fixed share, and a decode step,
 which reads every weight for a handful of tokens, waits in every layer for the slowest thread.  Here
-threads that have finished take over from others (csrc/streaming_linear.h).  The weights are in the
+threads that have finished take over from others (csrc/kernels/linear.h).  The weights are in the
 layout of vLLM's own packed kernel, which computes many tokens where there is no AMX, so they are
 held once.
 """

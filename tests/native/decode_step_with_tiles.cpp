@@ -5,7 +5,7 @@
 
 #include "software_tiles.h"
 
-#include "../../csrc/decoder_layers.h"
+#include "../../csrc/kernels/decode_step.h"
 #include "values.h"
 
 #include <cmath>
@@ -19,20 +19,20 @@ using namespace ray_hetero;
 using namespace values;
 
 constexpr std::int64_t kHidden = 96, kWide = 1376, kHeads = 6, kKvHeads = 2, kSize = 32;
-constexpr std::int64_t kStacked = (kHeads + 2 * kKvHeads) * kSize;
+constexpr std::int64_t kQkv = (kHeads + 2 * kKvHeads) * kSize;
 constexpr std::int64_t kBlockTokens = 32, kPositions = 128, kLayerCount = 3;
 
 // Holds what its layers refer to.
 class Model {
  public:
   Model() : norm_weight_(random(kHidden, 1, 1)), cos_sin_(random(kPositions * kSize, 0.5f, 2)) {
-    layers.first = beginning();
+    layers.first = qkv_input();
     for (std::int64_t layer = 0; layer < kLayerCount; ++layer) {
-      Between between{{weight(kHidden, kHeads * kSize)}, norm(), {weight(2 * kWide, kHidden)},
+      PostAttention post_attention{{weight(kHidden, kHeads * kSize)}, norm(), {weight(2 * kWide, kHidden)},
                       {weight(kHidden, kWide)}, {}};
-      if (layer + 1 < kLayerCount) between.next = beginning();
+      if (layer + 1 < kLayerCount) post_attention.next = qkv_input();
       const Rotation rotation{kHeads, kKvHeads, kSize, cos_sin_.data(), kSize, {}, {}};
-      layers.layers.push_back({rotation, 0.2f, between});
+      layers.layers.push_back({rotation, 0.2f, post_attention});
     }
   }
 
@@ -41,7 +41,7 @@ class Model {
  private:
   Norm norm() const { return {norm_weight_.data(), 1e-5f}; }
 
-  Beginning beginning() { return {norm(), {weight(kStacked, kHidden)}}; }
+  QkvInput qkv_input() { return {norm(), {weight(kQkv, kHidden)}}; }
 
   // Compact, with some weights that are in its list.
   Weight weight(std::int64_t n, std::int64_t k) {

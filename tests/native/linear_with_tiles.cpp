@@ -4,7 +4,7 @@
 
 #include "software_tiles.h"
 
-#include "../../csrc/between_attentions.h"
+#include "../../csrc/kernels/linear.h"
 #include "values.h"
 
 #include <cmath>

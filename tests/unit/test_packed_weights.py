@@ -57,7 +57,7 @@ def test_every_bf16_there_is() -> None:
     rows = torch.empty((512, 192), dtype=torch.uint8)
     weight = PackedWeight(rows, native.Compact(packed.data_ptr(), 512, 128, rows.data_ptr()))
     # All upper bytes are as frequent here, so what the book holds are 15 of them and 0.
-    assert weight.compact.exceptions_count == (256 - 16) * 256
+    assert weight.compact.outliers_count == (256 - 16) * 256
     assert torch.equal(bits(weight.packed()), bits(packed))
 
 
@@ -67,7 +67,7 @@ def test_only_what_suits_becomes_compact() -> None:
     made = made_compact(usual, native)
     assert made.compact is not None
     # Normal values are below 2^-14 of the largest once in ten thousand.
-    assert 0 < made.compact.exceptions_count < 512 * 256 / 1000
+    assert 0 < made.compact.outliers_count < 512 * 256 / 1000
     wide = torch.randn(512, 256).exp2().pow(20).bfloat16()
     assert made_compact(wide, native).data is wide
 
@@ -80,16 +80,16 @@ def test_exceptions_by_place() -> None:
         weight[8, 4 * exponent : 4 * exponent + 4] = 2.0 ** (4 * exponent - 30)
     packed = pack(weight)
     made = made_compact(packed, native)
-    places, values = made.compact.exceptions(1, 2)
+    places, values = made.compact.outliers(1, 2)
     found = {
         int(place): float(value)
         for place, value in zip(places, torch.from_numpy(values).view(torch.bfloat16), strict=True)
     }
     assert found[64 + 5] == 2**60
     assert found[8 * 64] == -(2**60)
-    assert len(made.compact.exceptions(0, 2)[0]) == made.compact.exceptions_count
+    assert len(made.compact.outliers(0, 2)[0]) == made.compact.outliers_count
     with pytest.raises(ValueError, match="range of blocks"):
-        made.compact.exceptions(1, 3)
+        made.compact.outliers(1, 3)
 
 
 def test_rows_of_another_shape_are_refused() -> None:

@@ -30,7 +30,7 @@ def packed(outputs: int, inputs: int, is_compact: bool) -> tuple[torch.Tensor, P
     if is_compact:
         held = made_compact(held.data, native)
         assert held.compact is not None
-        assert held.compact.exceptions_count > 0 or weight.numel() <= 1024
+        assert held.compact.outliers_count > 0 or weight.numel() <= 1024
     return weight, held
 
 

@@ -6,9 +6,9 @@
 #pragma once
 
 #include "attention.h"
-#include "between_attentions.h"
+#include "post_attention.h"
 #include "rotation.h"
-#include "streaming_linear.h"
+#include "linear.h"
 
 #include <deque>
 #include <vector>
@@ -18,11 +18,11 @@ namespace ray_hetero {
 struct DecoderLayer {
   Rotation rotation;
   float scale = 1;  // of scores
-  Between between;
+  PostAttention post_attention;
 };
 
 struct DecoderLayers {
-  Beginning first;
+  QkvInput first;
   std::vector<DecoderLayer> layers;
 };
 
@@ -42,23 +42,23 @@ class DecodeStep {
   DecodeStep(const DecoderLayers& layers, const std::vector<Cache>& caches,
              const Requests& requests, const Step& step)
       : layers_(layers), requests_(requests), step_(step),
-        normed_places_{requests.m, layers.first.stacked.w.k, step.use_amx},
+        normed_places_{requests.m, layers.first.qkv.w.k, step.use_amx},
         parts_(requests, layers.layers.front().rotation.kv_heads) {
-    const std::int64_t m = requests.m, stacked = layers.first.stacked.w.n;
-    const Places places{m, layers.layers.front().between.output.w.k, step.use_amx};
+    const std::int64_t m = requests.m, qkv = layers.first.qkv.w.n;
+    const Places places{m, layers.layers.front().post_attention.output.w.k, step.use_amx};
     reserve();
-    normed_ = scratch_bf16(normed_places_.elements() + stacked * m + places.elements(), kLayers);
-    std::uint16_t* stacked_at = normed_ + normed_places_.elements();
-    std::uint16_t* attended = stacked_at + stacked * m;
+    normed_ = scratch_bf16(normed_places_.elements() + qkv * m + places.elements(), kLayers);
+    std::uint16_t* qkv_at = normed_ + normed_places_.elements();
+    std::uint16_t* attended = qkv_at + qkv * m;
     first_task_ =
-        task_of(layers.first.stacked, normed_, normed_places_, stacked_at, step.use_amx);
+        task_of(layers.first.qkv, normed_, normed_places_, qkv_at, step.use_amx);
     first_.emplace(first_task_);
     for (std::size_t i = 0; i < layers.layers.size(); ++i) {
       const DecoderLayer& layer = layers.layers[i];
-      std::uint16_t* y = layer.between.next ? stacked_at : step.y;
+      std::uint16_t* y = layer.post_attention.next ? qkv_at : step.y;
       attentions_.emplace_back(layer.rotation, layer.scale, caches[i], requests_, parts_,
-                               stacked_at, attended, places);
-      betweens_.emplace_back(layer.between, attended, places, step.sum, step.sum, y,
+                               qkv_at, attended, places);
+      blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y,
                              step.use_amx);
     }
   }
@@ -70,27 +70,27 @@ class DecodeStep {
  private:
   // What the scratch memory gives must not move while the layers share it.
   void reserve() const {
-    FewTokens::reserve(layers_.first.stacked.w, requests_.m);
+    FewTokens::reserve(layers_.first.qkv.w, requests_.m);
     for (const DecoderLayer& layer : layers_.layers) {
-      BetweenAttentions::reserve(layer.between, requests_.m);
+      PostAttentionBlock::reserve(layer.post_attention, requests_.m);
       scratch(Attention::partial(layer.rotation, parts_), kPartial);
     }
   }
 
   void work(int thread, int threads, Barrier& barrier) {
-    Ahead first = first_->ahead(thread);
+    ReadAhead first = first_->ahead(thread);
     add_and_norm_some(thread, threads, step_.hidden, step_.residual, layers_.first.norm,
                       step_.sum, normed_, normed_places_);
     barrier.wait(first);
     first_->work(thread);
     for (std::size_t i = 0; i < attentions_.size(); ++i) {
-      Ahead output = betweens_[i].ahead(thread);
+      ReadAhead output = blocks_[i].ahead(thread);
       barrier.wait(output);
       attentions_[i].write(thread, threads);
       barrier.wait(output);
       attentions_[i].work(thread);
       barrier.wait(output);
-      betweens_[i].work(thread, threads, barrier);
+      blocks_[i].work(thread, threads, barrier);
     }
   }
 
@@ -103,7 +103,7 @@ class DecodeStep {
   Task first_task_{};
   std::optional<FewTokens> first_;
   std::deque<Attention> attentions_;  // neither is moved
-  std::deque<BetweenAttentions> betweens_;
+  std::deque<PostAttentionBlock> blocks_;
 };
 
 inline void run(const DecoderLayers& layers, const std::vector<Cache>& caches,

@@ -5,8 +5,8 @@
 
 #pragma once
 
-#include "between_attentions.h"
-#include "streaming_linear.h"
+#include "post_attention.h"
+#include "linear.h"
 
 #include <optional>
 
@@ -57,13 +57,13 @@ inline void turn_heads(const Rotation& rotation, std::uint16_t* heads, std::int6
   }
 }
 
-// stacked [m][stride]: queries, then keys, of each token.  One thread for few tokens: to call the
+// qkv [m][stride]: queries, then keys, of each token.  One thread for few tokens: to call the
 // others together would take longer.
-inline void rotate(const Rotation& rotation, std::uint16_t* stacked, std::int64_t stride,
+inline void rotate(const Rotation& rotation, std::uint16_t* qkv, std::int64_t stride,
                    const std::int64_t* positions, std::int64_t m) {
 #pragma omp parallel for schedule(static) if (m > kFewTokens)
   for (std::int64_t token = 0; token < m; ++token) {
-    std::uint16_t* queries = stacked + token * stride;
+    std::uint16_t* queries = qkv + token * stride;
     std::uint16_t* keys = queries + rotation.heads * rotation.size;
     turn_heads(rotation, queries, rotation.heads, rotation.query_norm, positions[token]);
     turn_heads(rotation, keys, rotation.kv_heads, rotation.key_norm, positions[token]);

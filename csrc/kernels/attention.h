@@ -1,7 +1,7 @@
 // Attention of a decode step: one token of each request over its KV blocks, in vLLM's layouts.
 //
 // Requests are cut into parts, at most 64 of them; a unit is a part and a head of keys, with the
-// heads of queries that share it.  Threads take units as in streaming_linear.h, and who computes
+// heads of queries that share it.  Threads take units as in linear.h, and who computes
 // the last part of a head puts its parts together, in their order: the result depends neither on
 // the number of threads nor on chance.  The softmax of parts is that of Dao et al.,
 // "Flash-Decoding for long-context inference", 2023.
@@ -9,7 +9,7 @@
 #pragma once
 
 #include "rotation.h"
-#include "streaming_linear.h"
+#include "linear.h"
 
 #include <algorithm>
 #include <array>
@@ -174,18 +174,18 @@ class Parts {
   std::vector<std::int64_t> tokens_;    // of a part of each request
 };
 
-// A layer's: `stacked` [m][queries, keys, values] → `attended` [m][queries], both bf16; the latter
+// A layer's: `qkv` [m][queries, keys, values] → `attended` [m][queries], both bf16; the latter
 // is as `places` says.
 class Attention {
  public:
   Attention(const Rotation& rotation, float scale, const Cache& cache, const Requests& requests,
-            const Parts& parts, std::uint16_t* stacked, std::uint16_t* attended,
+            const Parts& parts, std::uint16_t* qkv, std::uint16_t* attended,
             const Places& places)
       : rotation_(rotation), scale_(scale * kLog2E), cache_(cache), requests_(requests),
         parts_(parts), each_(rotation.heads / rotation.kv_heads),
-        kept_(each_ * (rotation.size + 2)), stacked_(stacked), attended_(attended),
+        kept_(each_ * (rotation.size + 2)), qkv_(qkv), attended_(attended),
         places_(places),
-        runs_(parts.units(), omp_get_max_threads()),
+        queue_(parts.units(), omp_get_max_threads()),
         missing_(new std::atomic<int>[requests.m * rotation.kv_heads]),
         partial_(scratch(partial(rotation, parts), kPartial)) {
     for (std::int64_t i = 0; i < requests.m * rotation.kv_heads; ++i) {
@@ -209,7 +209,7 @@ class Attention {
   }
 
   void work(int thread) {
-    for (Units units; (units = runs_.next(thread)).count > 0;) attend(units.first);
+    for (Units units; (units = queue_.next(thread)).count > 0;) attend(units.first);
   }
 
  private:
@@ -217,7 +217,7 @@ class Attention {
 
   void write_head(std::int64_t token, std::int64_t head) const {
     const std::int64_t size = rotation_.size;
-    std::uint16_t* queries = stacked_ + token * stride();
+    std::uint16_t* queries = qkv_ + token * stride();
     std::uint16_t* key = queries + (rotation_.heads + head) * size;
     const std::int64_t position = requests_.positions[token];
     turn_heads(rotation_, queries + head * each_ * size, each_, rotation_.query_norm, position);
@@ -296,7 +296,7 @@ class Attention {
     const std::int64_t size = rotation_.size, block = requests_.block;
     const bool tiles = requests_.layout == Layout::kTiles;
     const std::uint16_t* q =
-        stacked_ + span.request * stride() + (span.head * each_ + query) * size;
+        qkv_ + span.request * stride() + (span.head * each_ + query) * size;
     for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
       const std::int64_t place = span.begin + token, at = place % block;
       const std::uint16_t* keys = keys_of_token(span.request, span.head, place);
@@ -415,10 +415,10 @@ class Attention {
   const Parts& parts_;
   const std::int64_t each_;  // heads of queries for one of keys
   const std::int64_t kept_;  // floats of a unit: sums of heads, their largest scores, their shares
-  std::uint16_t* stacked_;
+  std::uint16_t* qkv_;
   std::uint16_t* attended_;
   const Places places_;
-  Runs runs_;
+  WorkQueue queue_;
   std::unique_ptr<std::atomic<int>[]> missing_;  // parts of each head that are not done
   float* partial_;                               // [units][kept_]
 };

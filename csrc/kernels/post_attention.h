@@ -11,7 +11,8 @@
 
 #pragma once
 
-#include "streaming_linear.h"
+#include "linear.h"
+#include "vectors.h"
 
 #include <cmath>
 #include <optional>
@@ -29,33 +30,21 @@ struct Norm {
 };
 
 // How a layer begins.
-struct Beginning {
+struct QkvInput {
   Norm norm;       // before the attention
-  Linear stacked;  // queries, keys and values
+  Linear qkv;  // queries, keys and values
 };
 
-struct Between {
+struct PostAttention {
   Linear output;            // of the attention that was
   Norm norm;                // before the multi-layer perceptron
-  Linear gate_up, down;     // gate and up stacked: [2 · k of down]
-  std::optional<Beginning> next;  // of the layer that comes; none after the last
+  Linear gate_up, down;     // gate and up qkv: [2 · k of down]
+  std::optional<QkvInput> next;  // of the layer that comes; none after the last
 
-  std::int64_t outputs() const { return next ? next->stacked.w.n : down.w.n; }
+  std::int64_t outputs() const { return next ? next->qkv.w.n : down.w.n; }
 };
 
 #if defined(__x86_64__)
-
-RAY_HETERO_BF16 inline __m512 widened(__m256i values) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
-}
-
-RAY_HETERO_BF16 inline __m512 load_bf16(const std::uint16_t* at) {
-  return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-}
-
-RAY_HETERO_BF16 inline __m512 rounded(__m512 values) {
-  return widened((__m256i)_mm512_cvtneps_pbh(values));
-}
 
 // What a root-mean-square norm multiplies n values with, by the sums of their squares.
 RAY_HETERO_BF16 inline __m512 scale_of(__m512 squares, const Norm& norm, std::int64_t n) {
@@ -98,19 +87,6 @@ RAY_HETERO_BF16 inline void add_and_norm(std::int64_t token, const std::uint16_t
   }
 }
 
-// 2^x, infinite where it is too large; the series of 2^f, |f| ≤ 1/2, is good to 2e-7.
-RAY_HETERO_BF16 inline __m512 power_of_two(__m512 x) {
-  constexpr float kSeries[] = {1.0f,          0.69314718f,   0.24022651f,  0.055504109f,
-                               0.0096181291f, 0.0013333558f, 0.00015403530f};
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 part = _mm512_sub_ps(x, whole);
-  __m512 sum = _mm512_set1_ps(kSeries[6]);
-  for (int i = 5; i >= 0; --i) sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(kSeries[i]));
-  return _mm512_scalef_ps(sum, whole);
-}
-
-constexpr float kLog2E = 1.44269504f;  // e^x = 2^(x · log2 e)
-
 // silu(gate) ∘ up, 16 at a time.  For a negative gate e^-gate may be infinite: the quotient is then 0.
 RAY_HETERO_BF16 inline void gate(const std::uint16_t* gate, const std::uint16_t* up,
                                  std::uint16_t* y) {
@@ -134,12 +110,12 @@ inline Task task_of(const Linear& linear, const std::uint16_t* from, const Place
   return {from, linear.w, linear.bias, to, places.m, linear.w.k, use_amx, places.are_tiles};
 }
 
-class BetweenAttentions {
+class PostAttentionBlock {
  public:
   // attended [m][output.w.k] at `places`, residual [m][hidden] → sum [m][hidden],
   // y [m][outputs()], all bf16; sum may be the residual.  reserve() must have been called for all
   // that work at the same time.
-  BetweenAttentions(const Between& layer, const std::uint16_t* attended, const Places& places,
+  PostAttentionBlock(const PostAttention& layer, const std::uint16_t* attended, const Places& places,
                     const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y,
                     bool use_amx)
       : layer_(layer), residual_(residual), normed_places_{places.m, layer.output.w.n, use_amx},
@@ -148,55 +124,55 @@ class BetweenAttentions {
         normed_(projected_ + normed_places_.elements()),
         gate_up_(normed_ + normed_places_.elements()),
         gated_(gate_up_ + 2 * gated_places_.elements()),
-        between_(layer.next ? gated_ + gated_places_.elements() : sum),
+        sum_between_(layer.next ? gated_ + gated_places_.elements() : sum),
         output_task_(task_of(layer.output, attended, places, projected_, use_amx)),
         up_task_(task_of(layer.gate_up, normed_, normed_places_, gate_up_, use_amx)),
         down_task_(task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
                            use_amx)),
         output_(output_task_), up_(up_task_), down_(down_task_) {
     if (layer.next) {
-      next_task_ = task_of(layer.next->stacked, normed_, normed_places_, y, use_amx);
+      next_task_ = task_of(layer.next->qkv, normed_, normed_places_, y, use_amx);
       next_.emplace(next_task_);
     }
   }
-  BetweenAttentions(const BetweenAttentions&) = delete;  // its products refer to its tasks
-  BetweenAttentions& operator=(const BetweenAttentions&) = delete;
+  PostAttentionBlock(const PostAttentionBlock&) = delete;  // its products refer to its tasks
+  PostAttentionBlock& operator=(const PostAttentionBlock&) = delete;
 
   // What the scratch memory gives must not move while the products share it.
-  static void reserve(const Between& layer, std::int64_t m) {
+  static void reserve(const PostAttention& layer, std::int64_t m) {
     scratch_bf16(elements(layer, m), kBetween);
     for (const Linear* linear : {&layer.output, &layer.gate_up, &layer.down}) {
       FewTokens::reserve(linear->w, m);
     }
-    if (layer.next) FewTokens::reserve(layer.next->stacked.w, m);
+    if (layer.next) FewTokens::reserve(layer.next->qkv.w, m);
   }
 
   // A thread's share; all of the team's have to come.
   void work(int thread, int threads, Barrier& barrier) {
     output_.work(thread);
-    Ahead up = up_.ahead(thread);
+    ReadAhead up = up_.ahead(thread);
     barrier.wait(up);
-    norm(thread, threads, residual_, layer_.norm, between_);
+    norm(thread, threads, residual_, layer_.norm, sum_between_);
     barrier.wait(up);
     up_.work(thread);
-    Ahead down = down_.ahead(thread);
+    ReadAhead down = down_.ahead(thread);
     barrier.wait(down);
     gates(thread, threads);
     barrier.wait(down);
     down_.work(thread);
     if (!next_) return;
-    Ahead next = next_->ahead(thread);
+    ReadAhead next = next_->ahead(thread);
     barrier.wait(next);
-    norm(thread, threads, between_, layer_.next->norm, sum_);
+    norm(thread, threads, sum_between_, layer_.next->norm, sum_);
     barrier.wait(next);
     next_->work(thread);
   }
 
   // The first weights of this thread's share.
-  Ahead ahead(int thread) const { return output_.ahead(thread); }
+  ReadAhead ahead(int thread) const { return output_.ahead(thread); }
 
  private:
-  static std::int64_t elements(const Between& layer, std::int64_t m) {
+  static std::int64_t elements(const PostAttention& layer, std::int64_t m) {
     return (3 * layer.output.w.n + 3 * layer.down.w.k) * m;
   }
 
@@ -215,26 +191,26 @@ class BetweenAttentions {
     }
   }
 
-  const Between& layer_;
+  const PostAttention& layer_;
   const std::uint16_t* residual_;
   const Places normed_places_, gated_places_;
   std::uint16_t* sum_;
-  std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *between_;
+  std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *sum_between_;
   Task output_task_, up_task_, down_task_, next_task_{};
   FewTokens output_, up_, down_;
   std::optional<FewTokens> next_;
 };
 
 // More tokens than a decode step should have are computed in several parts.
-inline void run(const Between& layer, const std::uint16_t* attended, const std::uint16_t* residual,
+inline void run(const PostAttention& layer, const std::uint16_t* attended, const std::uint16_t* residual,
                 std::int64_t m, std::uint16_t* sum, std::uint16_t* y, bool use_amx) {
   for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {
     const std::int64_t tokens = std::min(left, kFewTokens);
-    BetweenAttentions::reserve(layer, tokens);
+    PostAttentionBlock::reserve(layer, tokens);
     const Places places{tokens, layer.output.w.k, false};
-    BetweenAttentions between(layer, attended, places, residual, sum, y, use_amx);
+    PostAttentionBlock block(layer, attended, places, residual, sum, y, use_amx);
     together([&](int thread, int threads, Barrier& barrier) {
-      between.work(thread, threads, barrier);
+      block.work(thread, threads, barrier);
     });
     attended += tokens * layer.output.w.k;
     residual += tokens * layer.output.w.n;
@@ -245,7 +221,7 @@ inline void run(const Between& layer, const std::uint16_t* attended, const std::
 
 #else
 
-inline void run(const Between&, const std::uint16_t*, const std::uint16_t*, std::int64_t,
+inline void run(const PostAttention&, const std::uint16_t*, const std::uint16_t*, std::int64_t,
                 std::uint16_t*, std::uint16_t*, bool) {}
 
 #endif

@@ -1,11 +1,11 @@
 // Python's face of the headers here; the typed ones are ray_hetero/packed_weights.py,
 // streaming_linear.py, between_attentions.py, decoder_layers.py and decode_step.py.
 
-#include "between_attentions.h"
-#include "decoder_layers.h"
+#include "post_attention.h"
+#include "decode_step.h"
 #include "rotation.h"
-#include "streaming_linear.h"
-#include "weights.h"
+#include "linear.h"
+#include "weight.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -50,10 +50,10 @@ ray_hetero::Norm as_norm(const AsNorm& given) {
   return {pointer<const std::uint16_t>(std::get<0>(given)), std::get<1>(given)};
 }
 
-ray_hetero::Between between(const AsLinear& output, const AsNorm& norm, const AsLinear& gate_up,
+ray_hetero::PostAttention post_attention(const AsLinear& output, const AsNorm& norm, const AsLinear& gate_up,
                             const AsLinear& down,
                             const std::optional<std::tuple<AsNorm, AsLinear>>& next) {
-  ray_hetero::Between made;
+  ray_hetero::PostAttention made;
   made.output = as_linear(output);
   made.norm = as_norm(norm);
   made.gate_up = as_linear(gate_up);
@@ -61,7 +61,7 @@ ray_hetero::Between between(const AsLinear& output, const AsNorm& norm, const As
   if (next) made.next = {as_norm(std::get<0>(*next)), as_linear(std::get<1>(*next))};
   const std::int64_t hidden = made.output.w.n;
   if (made.gate_up.w.k != hidden || made.gate_up.w.n != 2 * made.down.w.k ||
-      made.down.w.n != hidden || (made.next && made.next->stacked.w.k != hidden)) {
+      made.down.w.n != hidden || (made.next && made.next->qkv.w.k != hidden)) {
     throw py::value_error("expected the layers' inputs and outputs to fit together");
   }
   return made;
@@ -82,7 +82,7 @@ ray_hetero::Rotation rotation(std::int64_t heads, std::int64_t kv_heads, std::in
   return made;
 }
 
-void run_between(const ray_hetero::Between& layer, std::uintptr_t attended, std::uintptr_t residual,
+void run_post_attention(const ray_hetero::PostAttention& layer, std::uintptr_t attended, std::uintptr_t residual,
                  std::int64_t m, std::uintptr_t sum, std::uintptr_t y, bool use_amx) {
   py::gil_scoped_release release;
   ray_hetero::run(layer, pointer<const std::uint16_t>(attended),
@@ -92,19 +92,19 @@ void run_between(const ray_hetero::Between& layer, std::uintptr_t attended, std:
 
 ray_hetero::DecoderLayers decoder_layers(
     const std::tuple<AsNorm, AsLinear>& first,
-    const std::vector<std::tuple<ray_hetero::Rotation, float, ray_hetero::Between>>& layers) {
+    const std::vector<std::tuple<ray_hetero::Rotation, float, ray_hetero::PostAttention>>& layers) {
   if (layers.empty()) throw py::value_error("expected at least one layer");
   ray_hetero::DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))}, {}};
-  const std::int64_t hidden = made.first.stacked.w.k;
+  const std::int64_t hidden = made.first.qkv.w.k;
   const ray_hetero::Rotation& like = std::get<0>(layers.front());
   for (std::size_t i = 0; i < layers.size(); ++i) {
-    const auto& [rotation, scale, between] = layers[i];
+    const auto& [rotation, scale, post_attention] = layers[i];
     const std::int64_t queries = rotation.heads * rotation.size;
-    const std::int64_t stacked = queries + 2 * rotation.kv_heads * rotation.size;
+    const std::int64_t qkv = queries + 2 * rotation.kv_heads * rotation.size;
     const bool is_last = i + 1 == layers.size();
-    if (between.output.w.n != hidden || between.output.w.k != queries ||
-        made.first.stacked.w.n != stacked || between.next.has_value() == is_last ||
-        (between.next && between.next->stacked.w.n != stacked)) {
+    if (post_attention.output.w.n != hidden || post_attention.output.w.k != queries ||
+        made.first.qkv.w.n != qkv || post_attention.next.has_value() == is_last ||
+        (post_attention.next && post_attention.next->qkv.w.n != qkv)) {
       throw py::value_error("expected layers of one shape, each but the last with the next one");
     }
     if (rotation.kv_heads <= 0 || rotation.heads % rotation.kv_heads != 0 ||
@@ -113,7 +113,7 @@ ray_hetero::DecoderLayers decoder_layers(
       throw py::value_error("expected the same heads in each layer, their sizes multiples of 32, "
                             "and a multiple of the heads of keys for queries");
     }
-    made.layers.push_back({rotation, scale, between});
+    made.layers.push_back({rotation, scale, post_attention});
   }
   return made;
 }
@@ -174,7 +174,7 @@ ray_hetero::Compact make_compact(std::uintptr_t packed, std::int64_t n, std::int
 }
 
 // Places in [outputs, inputs] of some blocks, and bf16 values.
-std::pair<py::array_t<std::int64_t>, py::array_t<std::int16_t>> exceptions(
+std::pair<py::array_t<std::int64_t>, py::array_t<std::int16_t>> outliers(
     const ray_hetero::Compact& compact, std::int64_t first, std::int64_t last) {
   if (first < 0 || last < first || last > compact.blocks()) {
     throw py::value_error("expected a range of blocks");
@@ -220,14 +220,14 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "Raises ValueError: shapes that the layout cannot hold, or a processor without\n"
            "AVX-512-BF16.")
       .def_property_readonly(
-          "book",
+          "codebook",
           [](const ray_hetero::Compact& compact) {
-            return std::vector<int>(compact.book().begin(), compact.book().end());
+            return std::vector<int>(compact.codebook().begin(), compact.codebook().end());
           },
-          "Upper bytes by their number.")
-      .def_property_readonly("exceptions_count", &ray_hetero::Compact::exceptions,
+          "Upper bytes by their code.")
+      .def_property_readonly("outliers_count", &ray_hetero::Compact::outliers,
                              "Weights that the rows do not hold.")
-      .def("exceptions", &exceptions, py::arg("first"), py::arg("last"),
+      .def("outliers", &outliers, py::arg("first"), py::arg("last"),
            "Weights of blocks `first` to `last` that the rows do not hold: places in [outputs, k]\n"
            "of these blocks, values. Raises ValueError: no such blocks.")
       .def(
@@ -250,23 +250,23 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "without AVX-512-BF16.")
       .def(
           "run",
-          [](const ray_hetero::Rotation& rotation, std::uintptr_t stacked, std::int64_t stride,
+          [](const ray_hetero::Rotation& rotation, std::uintptr_t qkv, std::int64_t stride,
              std::uintptr_t positions, std::int64_t m) {
             py::gil_scoped_release release;
-            ray_hetero::rotate(rotation, pointer<std::uint16_t>(stacked), stride,
+            ray_hetero::rotate(rotation, pointer<std::uint16_t>(qkv), stride,
                                pointer<const std::int64_t>(positions), m);
           },
-          py::arg("stacked"), py::arg("stride"), py::arg("positions"), py::arg("m"),
-          "Queries and keys of stacked [m, stride], bf16, by address, in place; positions int64.");
+          py::arg("qkv"), py::arg("stride"), py::arg("positions"), py::arg("m"),
+          "Queries and keys of qkv [m, stride], bf16, by address, in place; positions int64.");
 
-  py::class_<ray_hetero::Between>(module, "Between",
+  py::class_<ray_hetero::PostAttention>(module, "PostAttention",
                                   "What a decoder layer computes from one attention to the next.")
-      .def(py::init(&between), py::kw_only(), py::arg("output"), py::arg("norm"),
+      .def(py::init(&post_attention), py::kw_only(), py::arg("output"), py::arg("norm"),
            py::arg("gate_up"), py::arg("down"), py::arg("next"),
            "Layers are (address of W, of the bias or 0, N, K, Compact or None), norms (address,\n"
            "epsilon), `next` a norm and a layer, or None; what they point at must outlive this.\n"
            "Raises ValueError: shapes that do not fit together.")
-      .def("run", &run_between, py::arg("attended"), py::arg("residual"), py::arg("m"),
+      .def("run", &run_post_attention, py::arg("attended"), py::arg("residual"), py::arg("m"),
            py::arg("sum"), py::arg("y"), py::arg("use_amx"),
            "sum [m, N], y [m, N of next or down] from attended [m, K], residual [m, N]: bf16, by\n"
            "address.");
@@ -283,8 +283,8 @@ PYBIND11_MODULE(_streaming_linear, module) {
   py::class_<ray_hetero::DecoderLayers>(module, "DecoderLayers",
                                         "Decoder layers that follow one another.")
       .def(py::init(&decoder_layers), py::kw_only(), py::arg("first"), py::arg("layers"),
-           "`first` is a norm and the stacked layer of queries, keys and values, each layer its\n"
-           "Rotation, the scale of its scores and Between; what they point at must outlive this.\n"
+           "`first` is a norm and the qkv layer of queries, keys and values, each layer its\n"
+           "Rotation, the scale of its scores and PostAttention; what they point at must outlive this.\n"
            "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_step, py::kw_only(), py::arg("requests"), py::arg("caches"),
            py::arg("block_stride"), py::arg("head_stride"), py::arg("hidden"), py::arg("residual"),
