@@ -85,8 +85,16 @@ class World:
 
     @property
     def has_boundary(self) -> bool:
-        """Whether some pipeline's stages meet at the stage boundary: all but GPUs alone."""
-        return self.has_cpu and len(self.layout.stages) > 1
+        """Whether stages of a pipeline meet at the stage boundary: all but those of vLLM's own."""
+        return not self.is_stock and len(self.layout.stages) > 1
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether vLLM itself can run this world: GPUs only, in stages of one size.
+
+        Any other has the V1 model runner, synchronous scheduling and a Gloo world group.
+        """
+        return self.layout.is_stock
 
     @property
     def node_ids(self) -> frozenset[str]:

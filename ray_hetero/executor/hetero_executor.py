@@ -26,6 +26,7 @@ from ray_hetero.compat import engine_args, engine_core, layer_partition, shared_
 from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.errors import RankError, RayHeteroError
 from ray_hetero.executor.actors import RankActors
+from ray_hetero.executor.kv_shares import KvShares
 from ray_hetero.executor.lockstep import run_schedule
 from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue
 from ray_hetero.executor.rank_set import RankSet
@@ -42,7 +43,11 @@ from ray_hetero.planning.layer_plan import LayerPlan
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
-from ray_hetero.preflight.refusals import refuse_checkpoint, refuse_shared_experts
+from ray_hetero.preflight.refusals import (
+    refuse_checkpoint,
+    refuse_heads,
+    refuse_shared_experts,
+)
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.held_signals import sigterm_held
@@ -103,7 +108,6 @@ class HeteroExecutor(GuardedExecutor):
         if self._config.max_restarts:
             engine_core.ask_when_a_step_fails(self.vllm_config, RankRecovery)
         self._get_parallel_sizes()
-        self.output_rank = self._get_output_rank()
 
     @property
     def _plan(self) -> EnginePlan:
@@ -122,6 +126,9 @@ class HeteroExecutor(GuardedExecutor):
         for left in reversed(range(tries)):
             nodes = self._discover()
             self._planned = self._make_plan(nodes)
+            # vLLM counts stages times ranks of one; stages may differ in size.
+            self.world_size = self.world.layout.world_size
+            self.output_rank = self._get_output_rank()
             self._reservation = self._reserve()
             try:
                 return self._spawn()
@@ -192,8 +199,10 @@ class HeteroExecutor(GuardedExecutor):
             facts = facts_of(self.vllm_config)
             plan = self._layer_plan(nodes, facts)
             world = plan.world
+            refuse_heads(self.model_config, world.layout)
             if world.has_cpu:
                 refuse_checkpoint(self.model_config)
+            if not world.is_stock:
                 refuse_shared_experts(self.parallel_config)
             shared = self._shared_settings(world)
             # The driver's own copy of the configuration answers questions about layers too.
@@ -243,7 +252,7 @@ class HeteroExecutor(GuardedExecutor):
     def _shared_settings(self, world: World) -> SharedSettings:
         return shared_settings(
             self.vllm_config,
-            has_cpu=world.has_cpu,
+            world.layout,
             graph_tokens=mixed_groups.graph_tokens(
                 self._spec.engine_args,
                 self._config.gpu.in_mixed_groups,
@@ -338,7 +347,21 @@ class HeteroExecutor(GuardedExecutor):
             limit_s = self._config.startup.actor_timeout_s
             ranks.connect(requests, answers, limit_s, "startup.actor_timeout_s")
 
+    def _get_output_rank(self) -> int:
+        return self.world.layout.first_rank(len(self.world.layout.stages) - 1)
+
     # --- warm up: vLLM calls these after _init_executor -------------------------------------
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        """What each rank's layers keep; of stages of several sizes as if all had one size."""
+        specs: list[dict[str, Any]] = super().get_kv_cache_specs()
+        self._kv_shares = KvShares(specs, self.world.layout, self.model_config)
+        return self._kv_shares.common
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        """Hand each rank its KV cache, with the heads that it really keeps."""
+        own = self._kv_shares.own(kv_cache_configs, self.vllm_config)
+        super().initialize_from_config(own)
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         """The layouts that every rank supports, the same list for each, as vLLM insists on."""
@@ -352,10 +375,12 @@ class HeteroExecutor(GuardedExecutor):
         """First half of the warm-up schedule; KV cache bytes of each rank."""
         with self._nothing_left_on_failure():
             values = self._warm_up(Phase.MEMORY)
-        return [
-            next(value for value in values[seat.rank].values() if value is not None)
-            for seat in self.world.seats
-        ]
+        return self._kv_shares.common_bytes(
+            [
+                next(value for value in values[seat.rank].values() if value is not None)
+                for seat in self.world.seats
+            ]
+        )
 
     def compile_or_warm_up_model(self) -> None:
         """Second half of the warm-up schedule."""

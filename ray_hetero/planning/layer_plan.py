@@ -18,7 +18,7 @@ from placement.plan.devices import StageDevices, stages_of
 from placement.plan.split import RankPlan, Split, choose_split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
-from ray_hetero.planning.prefill_memory import gpu_bytes
+from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES, UnknownDeviceError, rank_devices
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
@@ -180,7 +180,7 @@ def _stages(
         is_bf16=facts.is_bf16,
         can_fuse=_can_fuse(facts),
     )
-    return tuple(stages_of(devices, world.layout.tensor_parallel_size))
+    return tuple(stages_of(devices, world.layout.sizes))
 
 
 def _can_fuse(facts: EngineFacts) -> bool:
@@ -193,11 +193,17 @@ def _can_fuse(facts: EngineFacts) -> bool:
 
 def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
     """Memory of a GPU that a CPU rank takes which has it compute prompts."""
-    assert facts.shape is not None
-    hidden = facts.shape.hidden_size
+    shape = facts.shape
+    assert shape is not None
+    hidden, tokens = shape.hidden_size, facts.max_num_batched_tokens
     # Gate and up are one matrix, of which a rank has its tensor-parallel share.
-    wide = facts.shape.intermediate_size // world.layout.tensor_parallel_size
-    return gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), facts.max_num_batched_tokens)
+    sizes = [len(stage) for stage in world.layout.stages if "cpu" in stage]
+    size = min(sizes, default=1)
+    wide = shape.intermediate_size // size
+    linears = gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), tokens)
+    if size > 1 or not _can_fuse(facts):
+        return linears
+    return linears + attention_bytes(shape.num_heads, shape.num_kv_heads, shape.head_dim, tokens)
 
 
 @dataclass(frozen=True)
@@ -253,14 +259,14 @@ def _moved(world: World, split: Split) -> list[Seat]:
 def _ordered(world: World, split: Split) -> tuple[World, Split]:
     """The world with its stages in the split's order, every stage on the devices it had."""
     layout = Layout(tuple(world.layout.stages[place] for place in split.order))
-    moved = _moved(world, split)
-    size = world.layout.tensor_parallel_size
+    stage_of = {place: stage for stage, place in enumerate(split.order)}
+    moved = [replace(seat, stage=stage_of[seat.stage]) for seat in _moved(world, split)]
     used: dict[tuple[str, str], int] = {}
     seats = []
     for rank, seat in enumerate(moved):
         key = (seat.node_id, seat.kind)
         used[key] = used.get(key, 0) + 1
-        seats.append(replace(seat, rank=rank, stage=rank // size, local_rank=used[key] - 1))
+        seats.append(replace(seat, rank=rank, local_rank=used[key] - 1))
     return World(layout, tuple(seats), split.layers), split
 
 

@@ -31,6 +31,7 @@ from ray_hetero.compat import (
     cpu_worker,
     layer_partition,
     message_queues,
+    model_config,
     model_runner,
     parallel_state,
 )
@@ -174,10 +175,17 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         """
         seat, world = self._rank.seat, self._rank.world
         device_backend = current_platform.dist_backend
-        if world.has_cpu:
+        if not world.is_stock:
             device_backend = parallel_state.use_gloo_world()
         set_world(world, device_backend)
         parallel_state.use_groups(HeteroGroup)
+        if not world.layout.is_even:
+            parallel_state.use_stages(
+                [list(world.layout.ranks(stage)) for stage in range(len(world.layout.stages))],
+                # A rank's own pipeline comes last, which is the one that its group keeps.
+                [list(ranks) for ranks in reversed(world.layout.pipelines())],
+            )
+            model_config.use_stage(seat.stage)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
             if seat.kind == "gpu":
@@ -190,6 +198,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._rank.engine.config.cpu,
                 self._lender(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
+                self._rank.spare,
             )
             text = self._vllm_config.model_config.hf_text_config
             is_tied = getattr(text, "tie_word_embeddings", True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from ray.util.tracing.tracing_helper import _inject_tracing_into_class
+from vllm.config import ModelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
@@ -36,6 +37,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from worlds import layout, world
 
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
@@ -65,7 +67,8 @@ PACKAGE = Path(plugin.__file__).parent
 
 OVERRIDES: dict[type, set[str]] = {
     HeteroExecutor: {
-        "_init_executor", "get_supported_kv_cache_layouts", "determine_available_memory",
+        "_init_executor", "_get_output_rank", "get_supported_kv_cache_layouts",
+        "get_kv_cache_specs", "determine_available_memory", "initialize_from_config",
         "compile_or_warm_up_model", "shutdown",
     },
     GuardedExecutor: {"collective_rpc"},
@@ -161,7 +164,7 @@ PRIVATE: list[tuple[str, type, str]] = [
     ("worker/rank_actor", RankActor, "create_dist_init_method"),
     ("worker/rank_actor", RankActor, "get_node_and_physical_gpu_ids"),
     ("worker/rank_actor", RankActor, "wait_for_init"),
-    ("executor/hetero_executor", HeteroExecutor, "_get_output_rank"),
+    ("compat/model_config", ModelConfig, "get_layers_start_end_indices"),
     ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
 ]
 
@@ -400,21 +403,19 @@ def test_every_shared_field_exists(arguments: EngineArgs) -> None:
     assert set(fingerprint(0, config, ()).fields) == set(SHARED_FIELDS)
     for path in SHARED_FIELDS:
         reduce(getattr, path.split("."), config)
-    shared = shared_settings(config, has_cpu=True)
+    shared = shared_settings(config, layout("c", "c"))
     assert shared.max_model_len == 128
     assert {name for name, _ in shared.data_parallel} >= {"data_parallel_size"}
 
 
 def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
-    from worlds import world
-
     from ray_hetero.world import EngineSpec, RankSpec
 
     engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = "ray_hetero"
     arguments.max_num_seqs = 7
     driver = arguments.create_engine_config()
-    shared: SharedSettings = shared_settings(driver, has_cpu=True)
+    shared: SharedSettings = shared_settings(driver, layout("c", "c"))
     there = world("c", "c", layers=1)
     spec: EngineSpec = engine_args.spec_of(driver)
     ranks = [
