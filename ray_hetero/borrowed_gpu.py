@@ -23,7 +23,7 @@ import torch
 from placement.devices import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.locked_pages import lock_pages
-from ray_hetero.packed_weights import BLOCK, PAIR_PARTS, ROW, PackedWeight
+from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
 
 if TYPE_CHECKING:
     from ray_hetero.between_attentions import Linear, Norm, Parts
@@ -39,8 +39,6 @@ H100."""
 LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
 BF16_BYTES = 2
-EXCEPTION_BYTES = 10
-"""Of a weight that compact rows do not hold: its place and its value."""
 CHUNK_TOKENS = 1024
 """Whose norms and gates are computed together."""
 WORKING_BYTES = 192 << 20
@@ -49,14 +47,14 @@ WORKING_BYTES = 192 << 20
 
 @dataclass(eq=False)
 class _Piece:
-    """Neighbouring blocks of a packed weight [outputs, inputs]."""
+    """Neighbouring blocks of a weight [outputs, inputs]."""
 
     weight: torch.Tensor
-    """[end - begin, …] of `PackedWeight.data`, in host memory."""
+    """[end - begin, …] of `HostWeight.data`, in host memory."""
     begin: int
     end: int
     inputs: int
-    compact: _Compact | None = None
+    expansion: Expansion
     after: _Piece | None = None
     """The one that was computed with next the last time."""
 
@@ -72,19 +70,6 @@ class _Slot:
     free: Any
     """Event: nothing reads it any more."""
     piece: _Piece | None = None
-
-
-@dataclass(frozen=True)
-class _Compact:
-    """What belongs to a compact piece beside its rows; on the GPU."""
-
-    upper: torch.Tensor
-    """[256], int32: for a byte of two numbers the upper bytes, as int16 each, shifted to their
-    place."""
-    places: torch.Tensor
-    """Of weights that the rows do not hold, in [end - begin, inputs]."""
-    values: torch.Tensor
-    """Theirs, bf16."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +102,13 @@ class BorrowedGpu:
     def __init__(self, device: torch.device, tokens: int) -> None:
         self._device = device
         self._tokens = tokens
-        self._weights: dict[int, PackedWeight] = {}
+        self._weights: dict[int, HostWeight] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         self._constants: dict[int, _Constant] = {}
         self._ahead: deque[_Slot] = deque()
         self._last: _Piece | None = None
 
-    def add(self, weight: PackedWeight) -> None:
+    def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
         if weight.data.nbytes >= LEAST_BYTES:
             self._weights[weight.data.data_ptr()] = weight
@@ -140,9 +125,7 @@ class BorrowedGpu:
             return Taken(0, 0)
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
         needed = gpu_bytes(outputs, inputs, self._tokens)
-        needed += EXCEPTION_BYTES * sum(
-            weight.compact.outliers_count for weight in weights if weight.compact is not None
-        )
+        needed += sum(weight.gpu_bytes for weight in weights)
         try:
             self._lock_pages()
             self._allocate(outputs, inputs)
@@ -192,22 +175,13 @@ class BorrowedGpu:
         is_gpu = self._device.type == "cuda"
         return torch.empty(shape, dtype=torch.bfloat16, device="cpu", pin_memory=is_gpu)
 
-    def _cut(self, weight: PackedWeight) -> Iterator[_Piece]:
+    def _cut(self, weight: HostWeight) -> Iterator[_Piece]:
         outputs, inputs = weight.shape
         step = _piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
-        native = weight.compact
-        upper = None if native is None else _upper_bytes(native.codebook).to(self._device)
         for begin in range(0, outputs, step):
             end = min(begin + step, outputs)
-            compact = None
-            if upper is not None:
-                places, values = native.outliers(begin // BLOCK, end // BLOCK)
-                compact = _Compact(
-                    upper,
-                    torch.from_numpy(places).to(self._device),
-                    torch.from_numpy(values).view(torch.bfloat16).to(self._device),
-                )
-            yield _Piece(weight.data[begin:end], begin, end, inputs, compact)
+            expansion = weight.expansion(begin, end, self._device)
+            yield _Piece(weight.data[begin:end], begin, end, inputs, expansion)
 
     def suits(self, packed: torch.Tensor, tokens: int) -> bool:
         """Whether a weight is here, and there is room for so many tokens."""
@@ -220,7 +194,7 @@ class BorrowedGpu:
 
         Args:
             x: [M, K], bf16, in host memory.
-            packed: `PackedWeight.data` of W [N, K], one that `suits`.
+            packed: `HostWeight.data` of W [N, K], one that `suits`.
             bias: [N], float32.
 
         Returns:
@@ -315,12 +289,7 @@ class BorrowedGpu:
         self._computing.wait_event(slot.ready)
         rows, inputs = piece.end - piece.begin, piece.inputs
         weight = self._unpacked[: rows * inputs]
-        memory = slot.memory[: piece.weight.nbytes]
-        if piece.compact is None:
-            packed = memory.view(torch.bfloat16).view(rows // BLOCK, inputs // 2, BLOCK, 2)
-            weight.view(rows // BLOCK, BLOCK, inputs // 2, 2).copy_(packed.permute(0, 2, 1, 3))
-        else:
-            _expand(memory, piece.compact, inputs, weight)
+        piece.expansion(slot.memory[: piece.weight.nbytes], weight)
         slot.free.record(self._computing)
         self._read_ahead()
         return weight.view(rows, inputs)
@@ -371,25 +340,3 @@ def _piece_bytes(inputs: int) -> int:
 def _chunks(tokens: int) -> Iterator[slice]:
     for begin in range(0, tokens, CHUNK_TOKENS):
         yield slice(begin, begin + CHUNK_TOKENS)
-
-
-def _upper_bytes(book: list[int]) -> torch.Tensor:
-    """`_Compact.upper` of a book."""
-    shifted = torch.tensor(book, dtype=torch.uint8).view(torch.int8).to(torch.int16) << 8
-    both = torch.arange(256)
-    return torch.stack([shifted[both & 15], shifted[both >> 4]], dim=1).view(torch.int32).flatten()
-
-
-def _expand(rows: torch.Tensor, compact: _Compact, inputs: int, weight: torch.Tensor) -> None:
-    """Write compact rows, given as bytes, as a weight [outputs, inputs], given as its elements."""
-    parts = rows.view(-1, PAIR_PARTS, ROW)
-    lower, numbers = parts[:, :2], parts[:, 2]
-    upper = compact.upper[numbers.int()].view(torch.int16).view(-1, ROW, 2)
-    both = lower.transpose(1, 2) + upper
-    # Bytes of a row lie as VPUNPCKLBW and VPUNPCKHBW take them: a quarter of the outputs of each
-    # half after the other.
-    packed = both.view(-1, inputs // 4, 4, 2, 4, 2, 2)
-    order = (0, 3, 2, 4, 1, 6, 5)
-    into = weight.view(torch.int16).view(-1, 2, 4, 4, inputs // 4, 2, 2)
-    into.copy_(packed.permute(order))
-    weight.index_copy_(0, compact.places, compact.values)

@@ -6,6 +6,8 @@ socket, many by a GPU of the node where the rank may borrow one.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -16,9 +18,9 @@ from ray_hetero.borrowed_gpu import BorrowedGpu
 from ray_hetero.config import CpuConfig
 from ray_hetero.decoder_layers import fuse
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.packed_weights import PackedWeight, made_compact
 from ray_hetero.progress import logger
 from ray_hetero.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.weight_formats import FORMATS, PackedWeight
 
 
 class LinearLayers:
@@ -45,7 +47,7 @@ class LinearLayers:
         if self._kernel is None:
             return
         self._kernel.prompts = None
-        self._kernel.compact.clear()
+        self._kernel.weights.clear()
         if gpu is not None and config.borrow_gpu:
             self._gpu = BorrowedGpu(gpu, tokens)
         vllm_private.use_linear(
@@ -68,11 +70,10 @@ class LinearLayers:
     def _packed(self, layer: torch.nn.Module, packed: torch.Tensor) -> torch.Tensor:
         """What the kernel reads in the place of a layer's weight, which was packed."""
         assert self._kernel is not None
-        weight = PackedWeight(packed)
-        # Without AMX vLLM's kernel computes prompts, from packed weights.
-        if self._config.holds_compact(has_amx=self._kernel.has_amx):
-            weight = made_compact(packed, self._kernel.native)
-            self._kernel.add(weight)
+        kind = FORMATS[self._config.weight_format(has_amx=self._kernel.has_amx)]
+        native = self._kernel.native
+        weight = kind.made(packed, native) or PackedWeight.made(packed, native)
+        self._kernel.add(weight)
         self._bytes += weight.data.nbytes
         self._bytes_before += packed.nbytes
         bias = getattr(layer, "bias", None)
@@ -108,8 +109,9 @@ class LinearLayers:
             fused = fuse(model, self._linears, self._kernel)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
-        compact = len(self._kernel.compact)
-        return f"streaming, {fused} decoder_layers, {compact} compact"
+        formats = Counter(weight.name for weight in self._kernel.weights.values())
+        held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
+        return f"streaming, {fused} decoder_layers, {held}"
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

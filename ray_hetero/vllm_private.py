@@ -394,7 +394,7 @@ def use_linear(
     import torch
     from vllm.model_executor.layers import utils
 
-    from ray_hetero.packed_weights import pack
+    from ray_hetero.weight_formats.base import pack
 
     choose = original(utils, "dispatch_cpu_unquantized_gemm")
 
