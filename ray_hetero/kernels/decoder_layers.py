@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -64,11 +63,11 @@ class Attention:
 
     Args:
         module: vLLM's, of a known class.
-        native: the module of the kernels.
+        kernel: what computes linear layers.
 
     """
 
-    def __init__(self, module: Any, native: ModuleType) -> None:
+    def __init__(self, module: Any, kernel: StreamingLinear) -> None:
         self.name: str = module.attn.layer_name
         self.scale = decode_step.known_scale(module.attn)
         self._sizes = [module.q_size, module.kv_size, module.kv_size]
@@ -80,7 +79,8 @@ class Attention:
         """[positions, rotated elements of a head]: cosines, then sines."""
         self.norms = [norm for norm in map(as_norm, _head_norms(module)) if norm is not None]
         """Of heads of queries and of keys; none in most models."""
-        self.rotation = native.Rotation(
+        self._level = kernel.level
+        self.rotation = kernel.native.Rotation(
             heads=self.shape.heads,
             kv_heads=self.shape.kv_heads,
             size=self._head,
@@ -102,7 +102,7 @@ class Attention:
 
         """
         tokens, stride = len(stacked), stacked.stride(0)
-        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens)
+        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens, self._level)
         queries, keys, values = stacked.split(self._sizes, dim=-1)
         metadata, attention, cache, slots = get_attention_context(self.name)
         if metadata is None:
@@ -407,7 +407,7 @@ def _layer(
     stacked, output, gate_up, down = (linears[one] for one in own)
     return Layer(
         Beginning(input_norm, stacked),
-        Attention(attention, kernel.native),
+        Attention(attention, kernel),
         Parts(output, norm, gate_up, down),
     )
 
