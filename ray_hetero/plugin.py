@@ -9,6 +9,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from ray_hetero.log import show_placement
 from ray_hetero.names import BACKEND, EXECUTOR_PATH, INSTEAD_OF
 from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported
 
@@ -35,6 +36,7 @@ def register() -> None:
         return
     from ray_hetero.compat import engine_args
 
+    show_placement()
     engine_args.teach_backend_name(is_ours, prepare)
 
 

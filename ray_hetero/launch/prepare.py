@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from placement.cluster import ray_cluster
-from ray_hetero.compat import api_server, engine_clients
+from ray_hetero.compat import api_server, engine_clients, engine_environment
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-CHOSEN = "RAY_HETERO_CHOSE_RUNNER"
-"""Set beside it where this package, not the user, has chosen."""
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def prepare(engine_args: EngineArgs) -> Launch:
@@ -67,7 +66,7 @@ def prepare(engine_args: EngineArgs) -> Launch:
         api_server.turn_away_while_unhealthy()
     if launch.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, has_cpu=_may_have_cpu_ranks(config))
     return launch
 
@@ -76,13 +75,11 @@ def _choose_runner(engine_args: EngineArgs, *, has_cpu: bool) -> None:
     """Tell vLLM the model runner and the scheduling that CPU ranks have.
 
     Every process of the engine must agree, and vLLM reads both while it builds the driver's
-    configuration.  Without CPU ranks the choice is vLLM's own, also after an engine with them.
+    configuration.  Without CPU ranks the choice is vLLM's own.
     """
     if has_cpu:
-        os.environ |= {RUNNER: "0", CHOSEN: "1"}
+        engine_environment.put(RUNNER, "0")
         engine_args.async_scheduling = False
-    elif os.environ.pop(CHOSEN, None):
-        del os.environ[RUNNER]
 
 
 def _may_have_cpu_ranks(config: HeteroConfig) -> bool:
