@@ -5,20 +5,17 @@ vLLM loads this in every one of its processes, so it imports nothing heavy and m
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
-from ray_hetero.log import show_placement
+from ray_hetero.log import logger
 from ray_hetero.names import BACKEND, EXECUTOR_PATH, INSTEAD_OF
 from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
-    from ray_hetero.world import Launch
-
-logger = logging.getLogger(__name__)
+    from ray_hetero.world import EngineSpec
 
 
 def register() -> None:
@@ -36,7 +33,6 @@ def register() -> None:
         return
     from ray_hetero.compat import engine_args
 
-    show_placement()
     engine_args.teach_backend_name(is_ours, prepare)
 
 
@@ -47,7 +43,7 @@ def is_ours(backend: object) -> bool:
     return getattr(backend, "is_ray_hetero", False)
 
 
-def prepare(engine_args: EngineArgs) -> Launch:
+def prepare(engine_args: EngineArgs) -> EngineSpec:
     """Check the request; `launching.prepare`, which is only imported when it is needed."""
     from ray_hetero.launch import prepare
 

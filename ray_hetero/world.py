@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Launch:
+class EngineSpec:
     """What one `create_engine_config` call asked of this backend, carried to the executor."""
 
     engine_args: EngineArgs
@@ -63,6 +63,11 @@ class World:
     layers: tuple[int, ...]
     """Layers of each pipeline stage."""
 
+    def describe(self, rank: int) -> str:
+        """Name a rank for people: its device and its node."""
+        seat = self.seats[rank]
+        return f"rank {rank} ({seat.kind}, {seat.device}, node {seat.node_name})"
+
     def group_kinds(self, ranks: Sequence[int]) -> frozenset[str]:
         """Kinds of device among these ranks."""
         return frozenset(self.seats[rank].kind for rank in ranks)
@@ -80,8 +85,16 @@ class World:
 
     @property
     def has_boundary(self) -> bool:
-        """Whether some pipeline's stages meet at the stage boundary: all but GPUs alone."""
-        return self.has_cpu and len(self.layout.stages) > 1
+        """Whether stages of a pipeline meet at the stage boundary: all but those of vLLM's own."""
+        return not self.is_stock and len(self.layout.stages) > 1
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether vLLM itself can run this world: GPUs only, in stages of one size.
+
+        Any other has the V1 model runner, synchronous scheduling and a Gloo world group.
+        """
+        return self.layout.is_stock
 
     @property
     def node_ids(self) -> frozenset[str]:
@@ -123,19 +136,17 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class RankLaunch:
-    """Everything one rank's actor needs to start."""
+class RankSpec:
+    """Everything that one rank's actor needs to start."""
 
     world: World
     seat: Seat
-    launch: Launch
+    engine: EngineSpec
     shared: SharedSettings
     threads: tuple[int, ...]
     """Logical CPUs that a CPU rank computes on; none for a GPU rank."""
     spare: tuple[int, ...]
     """Logical CPUs of its node that no CPU rank computes on; may be none."""
-    layer_partition: str
-    """Layers of each stage as vLLM's VLLM_PP_LAYER_PARTITION takes them."""
     forecast: Forecast | None = None
     """None where nothing is known to plan from."""
     gpus_beside: tuple[int, ...] = ()

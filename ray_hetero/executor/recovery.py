@@ -30,7 +30,7 @@ from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 
 from placement.errors import PlacementError
 from ray_hetero.compat import engine_core
-from ray_hetero.compat.engine_args import launch_of
+from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
@@ -87,7 +87,7 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
 
     def _tell(self, status: EngineStatusType, fault: dict[str, str]) -> None:
         """Tell all API servers; the clients of offline engines understand no such message."""
-        if not isinstance(launch_of(self.engine.vllm_config).engine_args, AsyncEngineArgs):
+        if not isinstance(spec_of(self.engine.vllm_config).engine_args, AsyncEngineArgs):
             return
         content = {"id": self.engine_index, "status": status.name.lower(), **fault}
         engine_core.tell_api_servers(self.engine, content)

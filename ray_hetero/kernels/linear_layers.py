@@ -6,6 +6,8 @@ socket, many by a GPU of the node where the rank may borrow one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -29,14 +31,18 @@ class LinearLayers:
         config: which kernels, and whether to borrow a GPU.
         gpu: the one that could be borrowed, if any.
         tokens: most tokens of a step.
+        spare: logical CPUs of this rank that compute nothing.
 
     Raises:
         UnsupportedError: what was asked for cannot be had here.
 
     """
 
-    def __init__(self, config: CpuConfig, gpu: torch.device | None, tokens: int) -> None:
+    def __init__(
+        self, config: CpuConfig, gpu: torch.device | None, tokens: int, spare: Sequence[int] = ()
+    ) -> None:
         self._config = config
+        self._spare = tuple(spare)
         self._gpu: BorrowedGpu | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
@@ -123,7 +129,7 @@ class LinearLayers:
                 raise
             logger.warning("%s", error)
             return
-        kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens)
+        kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens, self._spare)
         logger.info(
             "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
             "over its link, %.1f GiB of its memory are taken (cpu.prefill_on_gpu)",

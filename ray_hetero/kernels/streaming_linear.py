@@ -44,6 +44,8 @@ class Prompts:
 
     gpu: BorrowedGpu
     from_tokens: int
+    cores: tuple[int, ...] = ()
+    """Logical CPUs of the thread that orders the GPU's work; none leaves it where it starts."""
 
 
 class StreamingLinear:

@@ -11,7 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from placement.cluster import ray_cluster
-from ray_hetero.compat import api_server, engine_clients, engine_environment
+from placement.cluster.layout import Layout
+from ray_hetero.compat import api_server, engine_clients, engine_environment, engine_processes
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
@@ -19,7 +20,7 @@ from ray_hetero.observability import metrics
 from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason
-from ray_hetero.world import Launch
+from ray_hetero.world import EngineSpec
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -28,7 +29,7 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
-def prepare(engine_args: EngineArgs) -> Launch:
+def prepare(engine_args: EngineArgs) -> EngineSpec:
     """Check the request and make vLLM's arguments name the executor class.
 
     Raises:
@@ -41,18 +42,22 @@ def prepare(engine_args: EngineArgs) -> Launch:
 
     exit_reason.catch()
     engine_clients.end_engines_at_exit(exit_reason.engine_was_killed)
+    engine_processes.wait_for_engines_to_end()
     check_ray_version()
     group = ray_cluster.current_group()
     engines = engines_together(engine_args)
     gpus = known_gpus() if group is None else None
+    config = load_config(engine_args.additional_config)
+    take_sizes(engine_args, config)
     config = resolve_auto_layout(
-        load_config(engine_args.additional_config),
+        config,
         engine_args.pipeline_parallel_size,
         engine_args.tensor_parallel_size,
         gpus if gpus is None else gpus // engines,
     )
-    refuse_unsupported(engine_args, config, has_cpu=_may_have_cpu_ranks(config))
-    launch = Launch(
+    is_stock = _is_surely_stock(config)
+    refuse_unsupported(engine_args, config, is_stock=is_stock)
+    spec = EngineSpec(
         copy.copy(engine_args),
         config,
         ray_for_all(engine_args),
@@ -64,23 +69,32 @@ def prepare(engine_args: EngineArgs) -> Launch:
     engine_args.distributed_executor_backend = HeteroExecutor
     if config.max_restarts and isinstance(engine_args, AsyncEngineArgs):
         api_server.turn_away_while_unhealthy()
-    if launch.ray_address is not None:
+    if spec.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
-    _choose_runner(engine_args, has_cpu=_may_have_cpu_ranks(config))
-    return launch
+    _choose_runner(engine_args, is_stock=is_stock)
+    return spec
 
 
-def _choose_runner(engine_args: EngineArgs, *, has_cpu: bool) -> None:
-    """Tell vLLM the model runner and the scheduling that CPU ranks have.
+def take_sizes(engine_args: EngineArgs, config: HeteroConfig) -> None:
+    """Take vLLM's sizes from a layout that was written, where they were left at 1."""
+    sizes = (engine_args.pipeline_parallel_size, engine_args.tensor_parallel_size)
+    if config.layout != "auto" and sizes == (1, 1):
+        engine_args.pipeline_parallel_size = len(config.layout)
+        engine_args.tensor_parallel_size = max(map(len, config.layout))
+
+
+def _choose_runner(engine_args: EngineArgs, *, is_stock: bool) -> None:
+    """Tell vLLM the model runner and the scheduling that CPU ranks and unequal stages have.
 
     Every process of the engine must agree, and vLLM reads both while it builds the driver's
-    configuration.  Without CPU ranks the choice is vLLM's own.
+    configuration.  Without these the choice is vLLM's own.
     """
-    if has_cpu:
+    if not is_stock:
         engine_environment.put(RUNNER, "0")
         engine_args.async_scheduling = False
 
 
-def _may_have_cpu_ranks(config: HeteroConfig) -> bool:
-    return config.layout == "auto" or any("cpu" in stage for stage in config.layout)
+def _is_surely_stock(config: HeteroConfig) -> bool:
+    """Whether the ranks are known to be GPUs in stages of one size."""
+    return config.layout != "auto" and Layout(tuple(map(tuple, config.layout))).is_stock

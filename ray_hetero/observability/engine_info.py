@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RankCard:
+class RankInfo:
     """Where a rank is and what it holds."""
 
     rank: int
@@ -39,7 +38,7 @@ class RankCard:
 
 
 @dataclass(frozen=True)
-class EngineCard:
+class EngineInfo:
     """An engine and its ranks."""
 
     engine: str
@@ -49,29 +48,27 @@ class EngineCard:
     """Process of the driver: vLLM's engine core, or the user's own."""
     started: float
     """Seconds since the epoch."""
-    ranks: tuple[RankCard, ...]
+    ranks: tuple[RankInfo, ...]
     picture: str
     """The plan as SVG; empty where nothing is known to plan from."""
     metrics_path: str = ""
     """Where the server reads the figures of the ranks, on this host; empty for nowhere."""
 
 
-def card_of(
+def info_of(
     instance_id: str,
     model: str,
     plan: LayerPlan,
     shape: ModelShape | None,
-    threads: Mapping[int, Sequence[int]],
     metrics_path: str = "",
-) -> EngineCard:
-    """The card of the engine whose driver is this process.
+) -> EngineInfo:
+    """Describe the engine whose driver is this process.
 
     Args:
         instance_id: vLLM's.
         model: path or name, as the user gave it.
-        plan: devices and layers of its ranks.
+        plan: devices, layers and threads of its ranks.
         shape: sizes of the model; None where they are unknown.
-        threads: logical CPUs of each CPU rank's compute threads, by rank.
         metrics_path: where the server reads the figures of the ranks.
 
     """
@@ -80,21 +77,21 @@ def card_of(
     for seat in world.seats:
         forecast = plan.forecast(seat.rank)
         ranks.append(
-            RankCard(
+            RankInfo(
                 rank=seat.rank,
                 stage=seat.stage,
                 tensor_rank=seat.tensor_rank,
                 kind=seat.kind,
                 node=seat.node_name,
                 device=seat.device,
-                threads=tuple(threads.get(seat.rank, ())) if seat.kind == "cpu" else (),
+                threads=plan.threads.get(seat.rank, ()),
                 first_layer=sum(world.layers[: seat.stage]),
                 layers=world.layers[seat.stage],
                 actor=actor_name(instance_id, seat),
                 predicted_ms=None if forecast is None else 1000 * forecast.step_s,
             )
         )
-    return EngineCard(
+    return EngineInfo(
         engine=instance_id,
         model=model,
         pid=os.getpid(),

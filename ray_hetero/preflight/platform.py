@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.world import RankLaunch
+from ray_hetero.world import RankSpec
 
 PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
 """For tests: GPU ranks compute on the CPU platform where there is no GPU."""
@@ -16,7 +16,7 @@ def is_pretending() -> bool:
     return os.environ.get(PRETEND_GPU) == "1"
 
 
-def check_platform(rank: RankLaunch) -> None:
+def check_platform(rank: RankSpec) -> None:
     """Compare vLLM's platform in this process with the device of its rank.
 
     Raises:

@@ -26,10 +26,17 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.cluster.claims import claim_socket
 from placement.units import GIB
-from ray_hetero.compat import cpu_linear, cpu_worker, message_queues, model_runner, parallel_state
+from ray_hetero.compat import (
+    cpu_linear,
+    cpu_worker,
+    layer_partition,
+    message_queues,
+    model_config,
+    model_runner,
+    parallel_state,
+)
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.ipex import use_ipex
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
@@ -41,7 +48,7 @@ from ray_hetero.runtime.process_state import STACKS_SIGNAL
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
-from ray_hetero.world import Forecast, RankLaunch
+from ray_hetero.world import Forecast, RankSpec
 
 
 def _drop_niceness() -> None:
@@ -128,12 +135,12 @@ class RankWorker:
         return acknowledged
 
 
-class RankProcess(RayWorkerProc):  # type: ignore[misc]
+class RankActor(RayWorkerProc):  # type: ignore[misc]
     """Ray actor class of a rank; scheduled into the bundle that stands for its device."""
 
     worker: Any
 
-    def __init__(self, rank: RankLaunch) -> None:
+    def __init__(self, rank: RankSpec) -> None:
         # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
@@ -168,10 +175,17 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         """
         seat, world = self._rank.seat, self._rank.world
         device_backend = current_platform.dist_backend
-        if world.has_cpu:
+        if not world.is_stock:
             device_backend = parallel_state.use_gloo_world()
         set_world(world, device_backend)
         parallel_state.use_groups(HeteroGroup)
+        if not world.layout.is_even:
+            parallel_state.use_stages(
+                [list(world.layout.ranks(stage)) for stage in range(len(world.layout.stages))],
+                # A rank's own pipeline comes last, which is the one that its group keeps.
+                [list(ranks) for ranks in reversed(world.layout.pipelines())],
+            )
+            model_config.use_stage(seat.stage)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
             if seat.kind == "gpu":
@@ -180,17 +194,17 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
             cpu_worker.bind_memory_to(seat.socket.numa_nodes)
         linear_layers = None
         if seat.kind == "cpu":
-            use_ipex()
             linear_layers = LinearLayers(
-                self._rank.launch.config.cpu,
+                self._rank.engine.config.cpu,
                 self._lender(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
+                self._rank.spare,
             )
             text = self._vllm_config.model_config.hf_text_config
             is_tied = getattr(text, "tie_word_embeddings", True)
             is_last = seat.stage == len(world.layout.stages) - 1
             cpu_linear.keep_embeddings_once(has_tied_output=is_tied and is_last)
-        os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
+        layer_partition.set_partition(world.layers)
         WorkerProc.__init__(
             self,
             vllm_config=self._vllm_config,
@@ -220,7 +234,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         """
         if is_pretending() and self._rank.world.has_gpu:
             return torch.device("cpu")
-        asked = self._rank.launch.config.cpu.prefill_on_gpu
+        asked = self._rank.engine.config.cpu.prefill_on_gpu
         if not physical_gpus or not asked:
             return None
         if cuda_init.PROBLEM:
@@ -283,7 +297,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         return f"rank {seat.rank} {seat.kind} {seat.node_name}"
 
     def _context(self) -> RankContext:
-        seat, config = self._rank.seat, self._rank.launch.config
+        seat, config = self._rank.seat, self._rank.engine.config
         asked = config.cpu.kv_cache_gib
         beside = [
             other

@@ -25,9 +25,10 @@ import cloudpickle
 import pytest
 from ray.util.tracing.tracing_helper import _inject_tracing_into_class
 from vllm import envs
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.config import vllm as vllm_config_module
 from vllm.distributed import parallel_state
+from vllm.distributed import utils as distributed_utils
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
@@ -36,17 +37,21 @@ from vllm.model_executor import layers
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from worlds import layout, world
 
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
@@ -54,6 +59,7 @@ from ray_hetero.compat import (
     engine_args,
     engine_clients,
     engine_environment,
+    engine_processes,
     message_queues,
     patching,
 )
@@ -63,7 +69,7 @@ from ray_hetero.executor.hetero_executor import HeteroExecutor
 from ray_hetero.executor.rank_queues import RequestQueue
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
-from ray_hetero.worker.rank_actor import RankProcess
+from ray_hetero.worker.rank_actor import RankActor
 from ray_hetero.worker.rank_config import (
     SHARED_FIELDS,
     build_rank_config,
@@ -80,11 +86,12 @@ PACKAGE = Path(plugin.__file__).parent
 
 OVERRIDES: dict[type, set[str]] = {
     HeteroExecutor: {
-        "_init_executor", "get_supported_kv_cache_layouts", "determine_available_memory",
+        "_init_executor", "_get_output_rank", "get_supported_kv_cache_layouts",
+        "get_kv_cache_specs", "determine_available_memory", "initialize_from_config",
         "compile_or_warm_up_model", "shutdown",
     },
     GuardedExecutor: {"collective_rpc"},
-    RankProcess: {"run", "worker_busy_loop"},
+    RankActor: {"run", "worker_busy_loop"},
     RankRecovery: {"on_fault"},
     RequestQueue: {"enqueue"},
     HeteroGroup: {"__init__", "broadcast", "isend_tensor_dict", "irecv_tensor_dict"},
@@ -94,7 +101,7 @@ OVERRIDES: dict[type, set[str]] = {
     },
 }  # fmt: skip
 """Methods that stand for one of vLLM's; a renamed one would silently never be called."""
-REPLACED = {RankProcess: {"__init__"}}
+REPLACED = {RankActor: {"__init__"}}
 """Methods of our own that only share the name."""
 
 
@@ -174,6 +181,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_clients", EngineCoreClient, "make_async_mp_client"),
     ("compat/engine_clients", MPClient, "shutdown"),
     ("compat/engine_clients", InprocClient, "shutdown"),
+    ("compat/engine_processes", CoreEngineProcManager, "shutdown"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
@@ -185,11 +193,21 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/message_queues", WorkerProc, "_execute_worker_rpc"),
     ("compat/message_queues", WorkerProc, "handle_output"),
     ("compat/message_queues", WorkerProc, "enqueue_output"),
-    ("worker/rank_actor", RankProcess, "worker_busy_loop"),
-    ("worker/rank_actor", RankProcess, "create_dist_init_method"),
-    ("worker/rank_actor", RankProcess, "get_node_and_physical_gpu_ids"),
-    ("worker/rank_actor", RankProcess, "wait_for_init"),
-    ("executor/hetero_executor", HeteroExecutor, "_get_output_rank"),
+    ("worker/rank_actor", RankActor, "worker_busy_loop"),
+    ("worker/rank_actor", RankActor, "create_dist_init_method"),
+    ("worker/rank_actor", RankActor, "get_node_and_physical_gpu_ids"),
+    ("worker/rank_actor", RankActor, "wait_for_init"),
+    ("compat/engine_processes", engine_utils, "wait_for_engine_startup"),
+    ("compat/kv_cache", kv_cache_utils, "get_kv_cache_config_from_groups"),
+    ("compat/kv_cache", kv_cache_utils, "_pool_bytes_per_block"),
+    ("compat/model_config", ModelConfig, "get_layers_start_end_indices"),
+    ("compat/model_config", distributed_utils, "get_pp_indices"),
+    ("compat/parallel_state", parallel_state, "initialize_model_parallel"),
+    ("compat/parallel_state", parallel_state, "init_model_parallel_group"),
+    *(
+        ("compat/parallel_state", parallel_state, f"_{name}")
+        for name in ("TP", "ETP", "DCP", "PCP", "PP", "DP", "EP")
+    ),
     ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
 ]
 """Names of vLLM's that are not meant for others: where they are touched, of what they are."""
@@ -449,6 +467,33 @@ def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyP
     assert list(clients) == [left]
 
 
+def test_an_engine_of_ours_that_is_up_gets_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+    asked = ["handshake_socket", "core_engines", "parallel_config", "coordinated_dp",
+             "cache_config", "launch"]  # fmt: skip
+    wait_for_startup = engine_utils.wait_for_engine_startup
+    assert list(inspect.signature(inspect.unwrap(wait_for_startup)).parameters) == asked
+
+    class Manager:
+        def shutdown(self, timeout: float | None = None) -> None:
+            limits.append(timeout)
+
+    monkeypatch.setattr(engine_utils, "CoreEngineProcManager", Manager)
+    monkeypatch.setattr(engine_utils, "wait_for_engine_startup", lambda *args: "up")
+    for _ in range(2):
+        engine_processes.wait_for_engines_to_end(30)
+    for backend in (HeteroExecutor, "mp"):
+        manager = Manager()
+        manager.shutdown()
+        config = SimpleNamespace(distributed_executor_backend=backend)
+        launch = SimpleNamespace(engine_manager=manager)
+        answer = engine_utils.wait_for_engine_startup(None, [], config, False, None, launch)
+        assert answer == "up"
+        for given in (None, 0, 5):
+            manager.shutdown(timeout=given)
+    assert limits == [None, 30, 30, 5, None, None, 0, 5]
+
+
 @pytest.fixture
 def from_a_launcher(monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend that a launcher has chosen, for which ours stands in."""
@@ -484,11 +529,11 @@ def test_the_backends_name_becomes_a_class_and_the_arguments_travel(arguments: E
     arguments.additional_config = {"ray_hetero": {"layers": [1, 1]}}
     config = arguments.create_engine_config()
     assert config.parallel_config.distributed_executor_backend is HeteroExecutor
-    launch = engine_args.launch_of(config)
-    assert launch.config.layers == [1, 1]
-    assert launch.ray_address is None
+    spec = engine_args.spec_of(config)
+    assert spec.config.layers == [1, 1]
+    assert spec.ray_address is None
     # What the ranks build theirs from is what the user wrote.
-    assert launch.engine_args.distributed_executor_backend == "ray_hetero"
+    assert spec.engine_args.distributed_executor_backend == "ray_hetero"
 
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -582,7 +627,7 @@ def test_other_backends_are_left_alone(model: Path) -> None:
     engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     config = EngineArgs(model=str(model), max_model_len=128).create_engine_config()
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
-        engine_args.launch_of(config)
+        engine_args.spec_of(config)
 
 
 def test_every_shared_field_exists(arguments: EngineArgs) -> None:
@@ -591,26 +636,23 @@ def test_every_shared_field_exists(arguments: EngineArgs) -> None:
     assert set(fingerprint(0, config, ()).fields) == set(SHARED_FIELDS)
     for path in SHARED_FIELDS:
         reduce(getattr, path.split("."), config)
-    shared = shared_settings(config, has_cpu=True)
+    shared = shared_settings(config, layout("c", "c"))
     assert shared.max_model_len == 128
     assert {name for name, _ in shared.data_parallel} >= {"data_parallel_size"}
 
 
 def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
-    from worlds import world
-
-    from ray_hetero.world import Launch, RankLaunch
+    from ray_hetero.world import EngineSpec, RankSpec
 
     engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = "ray_hetero"
     arguments.max_num_seqs = 7
     driver = arguments.create_engine_config()
-    shared: SharedSettings = shared_settings(driver, has_cpu=True)
+    shared: SharedSettings = shared_settings(driver, layout("c", "c"))
     there = world("c", "c", layers=1)
-    launch: Launch = engine_args.launch_of(driver)
+    spec: EngineSpec = engine_args.spec_of(driver)
     ranks = [
-        build_rank_config(RankLaunch(there, seat, launch, shared, (0,), (), "1,1"))
-        for seat in there.seats
+        build_rank_config(RankSpec(there, seat, spec, shared, (0,), ())) for seat in there.seats
     ]
     prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]
     assert prints[0].fields == prints[1].fields == fingerprint(9, driver, ()).fields

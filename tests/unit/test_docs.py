@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_imports import ROOMS
 
 from placement.plan.described import read_described
 from ray_hetero.cli.main import commands
@@ -145,7 +146,7 @@ def test_every_make_target_that_is_named_exists() -> None:
 def test_every_file_that_is_named_exists() -> None:
     pattern = r"`((?:ray_hetero|placement|csrc|tests|benchmarks|tools|examples|docs)/[\w./-]+)`"
     named = {found for page in PAGES for found in re.findall(pattern, page.read_text("utf-8"))}
-    assert "ray_hetero/compat/vllm_metadata.py" in named
+    assert "ray_hetero/compat/patching.py" in named
     assert {path for path in named if not (ROOT / path).exists()} == set()
 
 
@@ -215,3 +216,29 @@ def test_every_patch_says_what_it_replaces_why_and_when_it_can_go() -> None:
     for one in found:
         assert bool(one.replaces) == bool(one.why) == bool(one.can_go_when), one.name
         assert one.replaces or one.uses
+
+
+def test_the_rooms_of_the_architecture_page_are_those_of_the_code() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    for package, rooms in ROOMS.items():
+        _, _, table = page.partition(f"| room of `{package}` |")
+        named = re.findall(r"^\| `(\w+)/` \|", table.partition("\n\n")[0], re.M)
+        assert (*named, "") == rooms
+
+
+def test_a_change_of_the_contributing_page_needs_three_rooms_at_most() -> None:
+    page = (DOCS / "contributing.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("| change | files |\n|---|---|\n")
+    rows = table.partition("\n\n")[0].splitlines()
+    assert len(rows) == 10
+    for row in rows:
+        rooms = set(re.findall(r"`ray_hetero/(\w+)/", row))
+        assert len(rooms) <= 3, row
+        assert rooms <= set(ROOMS["ray_hetero"])
+
+
+def test_the_words_of_the_glossary_are_in_order() -> None:
+    page = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| ([\w -]+) \| \w", page, re.M)[1:]
+    assert len(words) > 30
+    assert words == sorted(words, key=str.lower)

@@ -6,17 +6,24 @@ import pytest
 import torch.distributed as dist
 
 from placement.errors import ClaimError
-from ray_hetero.executor.endings import Ending, Severity, causes, ending, plain
+from ray_hetero.executor.failure import (
+    Ending,
+    Failure,
+    Severity,
+    causes,
+    ending,
+    plain,
+)
 
 GONE = """The actor died unexpectedly before finishing this task.
-\tclass_name: RankProcess
+\tclass_name: RankActor
 \tactor_id: 1a
 \tpid: 12
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
 detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some \
 potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory."""
 NODE = """The actor died unexpectedly before finishing this task.
-\tclass_name: RankProcess
+\tclass_name: RankActor
 The actor died because its node has died. Node Id: 5f"""
 PEER = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:31337")
 
@@ -53,3 +60,11 @@ def test_what_a_rank_says_for_the_user_is_kept_as_it_is() -> None:
 def test_of_an_error_of_several_lines_the_first_is_said() -> None:
     cuda = RuntimeError("CUDA error: an assertion failed\nFor debugging consider …")
     assert ending(1, cuda).text == "failed: RuntimeError('CUDA error: an assertion failed')"
+
+
+def test_the_first_report_of_a_failure_stays() -> None:
+    failure = Failure()
+    failure.check()
+    assert failure.wait(0) is None
+    assert [failure.tell("first"), failure.tell("second")] == [True, False]
+    assert failure.wait(0) == failure.report == "first"
