@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm import _custom_ops as vllm_ops
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from placement.units import GIB
+from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import decode_step, gpu_layers
 from ray_hetero.kernels.decode_step import DecodeStep
