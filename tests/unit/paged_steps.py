@@ -26,7 +26,8 @@ from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 
 CPU = torch.device("cpu")
 SCALE = 0.2
-CLOSE = {"rtol": 2**-5, "atol": 2**-3}
+CLOSE = 2**-5
+"""How far a row may be from what is expected, relative to its length; of rounding."""
 
 
 def write_tokens(
@@ -220,4 +221,5 @@ class Steps:
         positions, hidden = self.begin(parts)
         y, total = self.made(positions, hidden, None)
         expected = torch.cat([self.expected(request)[begin:end] for request, begin, end in parts])
-        torch.testing.assert_close(y.float() + total.float(), expected, **CLOSE)
+        apart = (y.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert float(apart.max()) < CLOSE, f"row {int(apart.argmax())}: {apart.max():.4f}"
