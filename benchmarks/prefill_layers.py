@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from ray_hetero.kernels.packed_weights import PackedWeight
 from shapes import SHAPES
 
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
 from ray_hetero.kernels.step_rows import Request, StepRows
+from ray_hetero.weight_formats import CompactWeight, PackedWeight
 
 BLOCK = 128
 OUTLIERS = 3e-4
@@ -79,9 +79,9 @@ def linear(outputs: int, inputs: int, *, is_compact: bool, gpu: BorrowedGpu) -> 
         data[begin : begin + len(some)] = some[: len(data) - begin]
     rows = data.view(outputs, width)
     weight = (
-        PackedWeight(rows, RandomCompact(outputs, inputs))
+        CompactWeight(rows, RandomCompact(outputs, inputs))
         if is_compact
-        else PackedWeight(rows.view(torch.bfloat16))
+        else PackedWeight(rows.view(torch.bfloat16), SimpleNamespace(shape=(outputs, inputs)))
     )
     gpu.add(weight)
     return SimpleNamespace(weight=weight, bias=None)
