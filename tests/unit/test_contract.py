@@ -154,6 +154,7 @@ def test_every_name_that_is_imported_exists(where: str, module: str, name: str) 
 
 
 PRIVATE: list[tuple[str, Any, str]] = [
+    ("compat/cpu_linear", GPUModelRunner, "reload_weights"),
     ("compat/warmup", CPUModelRunner, "profile_run"),
     ("compat/warmup", CPUModelRunner, "warming_up_model"),
     ("compat/warmup", GPUModelRunner, "_dummy_run"),
