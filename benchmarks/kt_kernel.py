@@ -29,7 +29,9 @@ class KtKernel:
 
     """
 
-    def __init__(self, folder: Path, threads: int, build: str = "amx", kind: str = "AMXBF16_MOE") -> None:
+    def __init__(
+        self, folder: Path, threads: int, build: str = "amx", kind: str = "AMXBF16_MOE"
+    ) -> None:
         suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
         path = folder / "kt_kernel" / f"_kt_kernel_ext_{build}{suffix}"
         if not path.exists():
