@@ -34,6 +34,7 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, Sh
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor import layers
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_random_seed
@@ -184,6 +185,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_clients", InprocClient, "shutdown"),
     ("compat/engine_processes", CoreEngineProcManager, "shutdown"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
+    ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
+    ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
     ("compat/api_server", GenerateBaseServing, "_raise_if_error"),
