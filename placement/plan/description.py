@@ -60,7 +60,7 @@ class DevicesSection(_Section):
     count: Annotated[int, Field(ge=1, le=64)] = 1
     memory_gib: Positive | None = None
     """Memory of one device."""
-    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     """Share of that memory for the engine."""
     read_gb_s: Positive | None = None
     """Bandwidth of reading its own memory, 10^9 bytes per second."""

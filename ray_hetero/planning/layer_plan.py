@@ -77,6 +77,20 @@ class LayerPlan:
         stage = self.split.stages[self.world.seats[rank].stage]
         return Forecast(work.batch, work.context, stage.decode.seconds, self.kv_tokens)
 
+    @property
+    def held_split(self) -> Split:
+        """The split with the KV cache that the engine will really have, which may be smaller."""
+        assert self.split is not None
+        share = Fraction(self.kv_tokens, max(1, self.split.kv_tokens))
+        stages = tuple(
+            replace(
+                stage,
+                ranks=tuple(replace(r, kv_bytes=int(r.kv_bytes * share)) for r in stage.ranks),
+            )
+            for stage in self.split.stages
+        )
+        return replace(self.split, stages=stages, kv_tokens=self.kv_tokens)
+
     def memory_bytes(self) -> dict[int, int]:
         """Host memory that each CPU rank will take, by rank; none where nothing is known."""
         if self.split is None:
@@ -124,6 +138,7 @@ def plan_layers(
         DoesNotFitError: no split fits.
 
     """
+    facts = facts.in_world(pipeline_parallel_size * tensor_parallel_size)
     world = plan_world(
         config,
         nodes,

@@ -33,7 +33,9 @@ class Candidate:
     plan: LayerPlan | None = None
     """None where it does not fit, or cannot be priced."""
     problem: str = ""
-    """Why there is no plan, in one line."""
+    """Why there is no plan."""
+    is_unknown: bool = False
+    """Whether that is because speed or memory of a device is not known."""
 
     @property
     def step_s(self) -> float:
@@ -89,11 +91,10 @@ def choose_layout(
         for layout in layouts_to_try(nodes, facts.shape)
     ]
     fitting = [one for one in found if one.plan is not None]
+    if any(one.is_unknown for one in found):
+        return None
     if not fitting:
-        problems = [one.problem for one in found if "does not fit" in one.problem]
-        if not problems:
-            return None
-        raise DoesNotFitError(problems[-1])
+        raise DoesNotFitError(found[-1].problem if found else "there is no device")
     alone = [one for one in fitting if not one.layout.count("cpu")]
     if alone and len(alone[0].layout.stages) == 1:
         chosen = alone[0]
@@ -148,7 +149,7 @@ def _priced(
     except PlacementError as error:
         return Candidate(layout, problem=str(error))
     if plan.split is None:
-        return Candidate(layout, problem=plan.warning)
+        return Candidate(layout, problem=plan.warning, is_unknown="fit" not in plan.warning)
     return Candidate(layout, plan)
 
 
