@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from placement.errors import LayoutError, PlacementError
 from placement.given import shown
@@ -240,11 +241,11 @@ def _comparison(choice: Choice) -> Table:
         table.add_column(column, justify="left" if column in ("layout", "layers") else "right")
     for one in (choice.chosen, *choice.others):
         if one.plan is None or one.plan.split is None:
-            table.add_row(str(one.layout), one.problem.splitlines()[0][:70], "", "", "")
+            table.add_row(Text(str(one.layout)), Text(one.problem.splitlines()[0][:70]), "", "", "")
             continue
         split = one.plan.split
         table.add_row(
-            str(one.layout),
+            Text(str(one.layout)),
             ",".join(map(str, split.layers)),
             f"{1e3 * split.step_s:.2f}",
             f"{1e3 * split.prefill_s:.0f}",

@@ -175,6 +175,7 @@ def test_the_command_compares_layouts(tmp_path: Path) -> None:
     shown = command(tmp_path, "--topology", topology, "--max-model-len", 8192, "--compare")
     assert "Layouts that were looked at" in shown.stdout
     assert "first token, ms" in shown.stdout
+    assert "[cpu, cpu] → [gpu]" in shown.stdout
 
 
 def test_the_command_refuses_what_the_engine_refuses(tmp_path: Path) -> None:
