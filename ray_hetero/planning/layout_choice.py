@@ -94,7 +94,8 @@ def choose_layout(
     if any(one.is_unknown for one in found):
         return None
     if not fitting:
-        raise DoesNotFitError(found[-1].problem if found else "there is no device")
+        widest = max(found, key=lambda one: one.layout.world_size, default=None)
+        raise DoesNotFitError(widest.problem if widest else "there is no device to plan on")
     alone = [one for one in fitting if not one.layout.count("cpu")]
     if alone and len(alone[0].layout.stages) == 1:
         chosen = alone[0]
