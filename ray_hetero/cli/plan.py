@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from placement.errors import LayoutError, PlacementError
-from placement.given import shown
+from placement.given import numbers, shown
 from placement.model.reading import read_config, shape_of
 from placement.plan.described import read_described
 from placement.plan.picture import plan_svg
@@ -124,7 +124,6 @@ def plan(
     """Show ranks, layers, budgets and the predicted step of a model, as the engine plans it."""
     try:
         config = _config(objective, layers, layout)
-        numbers = _numbers(layers)
         path = machines.hub_config(model)
         shape = shape_of(path, dtype, kv_cache_dtype)
         content = read_config(path)
@@ -143,8 +142,7 @@ def plan(
                     gpu_memory_utilization=gpu_memory_utilization,
                 ),
                 config,
-                pipeline_parallel_size=pipeline_parallel_size
-                or (len(numbers) if numbers and config.layout == "auto" else 1),
+                pipeline_parallel_size=pipeline_parallel_size or _stages_of(config),
                 tensor_parallel_size=tensor_parallel_size,
                 asked=_asked(batch, context, max_sequences),
             )
@@ -164,8 +162,8 @@ def _config(objective: str | None, layers: str | None, layout: str | None) -> He
         raise LayoutError(f"--objective: expected latency or throughput, got {shown(objective)}")
     if objective is not None:
         given["objective"] = objective
-    if (numbers := _numbers(layers)) is not None:
-        given["layers"] = list(numbers)
+    if (found := _layers(layers)) is not None:
+        given["layers"] = list(found)
     if layout is not None:
         given["layout"] = _stages(layout)
     return load_config({"ray_hetero": given})
@@ -263,15 +261,18 @@ def _name(model: str) -> str:
     )
 
 
-def _numbers(layers: str | None) -> tuple[int, ...] | None:
-    if layers is None:
+def _stages_of(config: HeteroConfig) -> int:
+    """Stages where none are asked for: as many as the layers that are given."""
+    return 1 if config.layers == "auto" or config.layout != "auto" else len(config.layers)
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
         return None
-    try:
-        return tuple(int(part) for part in layers.split(","))
-    except ValueError:
-        raise LayoutError(
-            f"--layers: expected numbers with commas, like 20,60; got {shown(layers)}"
-        ) from None
+    found = numbers(text)
+    if found is None:
+        raise LayoutError(f"--layers: expected numbers with commas, like 20,60; got {shown(text)}")
+    return found
 
 
 def _write(path: Path, text: str) -> None:

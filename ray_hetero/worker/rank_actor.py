@@ -29,6 +29,7 @@ from placement.units import GIB
 from ray_hetero.compat import (
     cpu_linear,
     cpu_worker,
+    layer_partition,
     message_queues,
     model_config,
     model_runner,
@@ -36,7 +37,6 @@ from ray_hetero.compat import (
 )
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.ipex import use_ipex
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
@@ -194,17 +194,17 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             cpu_worker.bind_memory_to(seat.socket.numa_nodes)
         linear_layers = None
         if seat.kind == "cpu":
-            use_ipex()
             linear_layers = LinearLayers(
                 self._rank.engine.config.cpu,
                 self._lender(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
+                self._rank.spare,
             )
             text = self._vllm_config.model_config.hf_text_config
             is_tied = getattr(text, "tie_word_embeddings", True)
             is_last = seat.stage == len(world.layout.stages) - 1
             cpu_linear.keep_embeddings_once(has_tied_output=is_tied and is_last)
-        os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
+        layer_partition.set_partition(world.layers)
         WorkerProc.__init__(
             self,
             vllm_config=self._vllm_config,
@@ -276,9 +276,9 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         for queue in (self.worker_response_mq, get_tp_group().mq_broadcaster):
             if queue is not None:
                 message_queues.unlink_sockets(queue)
-        self._execute_worker_rpc(first)
+        message_queues.answer(self, first)
         while self.worker.failure is None:
-            self._execute_worker_rpc(self.rpc_broadcast_mq.dequeue(indefinite=True))
+            message_queues.answer(self, self.rpc_broadcast_mq.dequeue(indefinite=True))
         raise self.worker.failure
 
     def _report(self) -> RankReport:
