@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ray_hetero.kernels.formats import HostWeight, PackedWeight
-from ray_hetero.kernels.formats.base import pack
+from ray_hetero.weight_formats import HostWeight, PackedWeight
+from ray_hetero.weight_formats.base import pack
 
 MULTIPLE = 32
 """Of the hidden size; the inner size is filled up with zeros to such a multiple."""
