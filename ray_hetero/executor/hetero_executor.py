@@ -45,6 +45,7 @@ from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
 from ray_hetero.preflight.refusals import refuse_shared_experts
 from ray_hetero.preflight.unsupported_checkpoints import refuse_checkpoint
+from ray_hetero.preflight.unsupported_drafters import refuse_drafter
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.held_signals import sigterm_held
@@ -173,6 +174,7 @@ class HeteroExecutor(GuardedExecutor):
             if self.world.has_cpu:
                 refuse_checkpoint(self.model_config)
                 refuse_shared_experts(self.parallel_config)
+                refuse_drafter(self.vllm_config, self._config, self.world.layout)
             self._memory = plan.memory_bytes()
             self._ranks = self._rank_launches(plan, nodes)
             engine_args.limit_batches_in_flight(
@@ -276,6 +278,10 @@ class HeteroExecutor(GuardedExecutor):
         asked = self._config.pipeline.batches_in_flight
         if asked != "auto":
             return asked
+        if world.has_cpu and self.vllm_config.speculative_config is not None:
+            # With more, vLLM's scheduler would take a batch's drafts for tokens before the batch
+            # has told which token comes before them.
+            return 1
         if world.has_cpu and not world.is_cpu_only and self._config.objective == "latency":
             return 1
         return int(self.vllm_config.max_concurrent_batches)

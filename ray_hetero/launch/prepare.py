@@ -54,7 +54,7 @@ def prepare(engine_args: EngineArgs) -> Launch:
     )
     refuse_unsupported(engine_args, config, has_cpu=_may_have_cpu_ranks(config))
     launch = Launch(
-        copy.copy(engine_args),
+        _as_written(engine_args),
         config,
         ray_for_all(engine_args),
         placement_group=group,
@@ -70,6 +70,14 @@ def prepare(engine_args: EngineArgs) -> Launch:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     _choose_runner(engine_args, has_cpu=_may_have_cpu_ranks(config))
     return launch
+
+
+def _as_written(engine_args: EngineArgs) -> EngineArgs:
+    """A copy; vLLM adds what it finds out to the mapping of the speculative configuration."""
+    written = copy.copy(engine_args)
+    if isinstance(engine_args.speculative_config, dict):
+        written.speculative_config = dict(engine_args.speculative_config)
+    return written
 
 
 def _choose_runner(engine_args: EngineArgs, *, has_cpu: bool) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
+from ray_hetero.preflight.unsupported_drafters import METHODS, why_not
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -60,12 +61,21 @@ ALWAYS: Sequence[Refusal] = (
 )
 """Refused in every world."""
 
+
+def _drafting_method(args: EngineArgs) -> str | None:
+    """As the user names it; vLLM finds out others from the draft model."""
+    given = args.speculative_config
+    method = given.get("method") if isinstance(given, dict) else getattr(given, "method", None)
+    return args.spec_method or method
+
+
 ONLY_V2 = "it needs vLLM's V2 model runner, CPU ranks have V1"
 WITH_CPU_RANKS: Sequence[Refusal] = (
     Refusal(
         "--speculative-config",
-        lambda args: args.speculative_config or args.spec_method or args.spec_model,
-        "drafts run on one kind only",
+        lambda args: why_not(_drafting_method(args)),
+        f"only drafts of the methods {', '.join(METHODS)} were made and verified on CPU ranks",
+        "Leave it out, or name one of them.",
     ),
     Refusal("--enable-sleep-mode", lambda args: args.enable_sleep_mode, "CPU ranks cannot sleep"),
     Refusal(

@@ -116,8 +116,9 @@ def _capture(worker: Any, context: RankContext, step: Step) -> None:
     runner = worker.model_runner
     if not current_platform.is_cuda():
         # A GPU rank makes a pass in which its kernels are compiled before the one it captures.
-        for _ in range(2):
-            runner._dummy_run(step.tokens, skip_eplb=True)
+        # While it captures, a drafter makes one pass in the place of one for each draft token.
+        for is_capturing in (False, True):
+            runner._dummy_run(step.tokens, skip_eplb=True, is_graph_capturing=is_capturing)
         return
     (graph,) = (
         graph
