@@ -31,14 +31,24 @@ FIGURES = {
 }
 
 
-def run(backend: str, shape: str, batches: str, timeout_s: float) -> list[dict[str, float]]:
-    """One engine from start to end; its results, one a batch size."""
+def run(
+    backend: str, shape: str, batches: str, timeout_s: float, checkout: Path
+) -> list[dict[str, float]]:
+    """One engine from start to end, with the code of a checkout; its results, one a batch size."""
     points = ",".join(f"{batch}x128" for batch in batches.split(","))
-    command = [sys.executable, str(ENGINE_RUN), "--shape", shape, "--points", points]
+    command = [
+        sys.executable,
+        str(checkout / "benchmarks" / ENGINE_RUN.name),
+        "--shape",
+        shape,
+        "--points",
+        points,
+    ]
     command += ["--repeats", "3", "--output-tokens", "25"]
     engine: dict[str, int | str] = {"max_num_batched_tokens": MOST_TOKENS}
-    environment = dict(os.environ)
-    if backend == "ray_hetero":
+    path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path}
+    if backend != "mp":
         config = '{"cpu": {"ranks_per_socket": 2, "kv_cache_gib": 1}}'
         command += ["--layout", '[["cpu", "cpu"]]', "--config", config]
     else:
@@ -59,16 +69,18 @@ def run(backend: str, shape: str, batches: str, timeout_s: float) -> list[dict[s
 def table(results: dict[str, list[dict[str, float]]], batches: list[int]) -> Table:
     """Medians of both and their ratios."""
     shown = Table(title="TP 2 on CPU, ray_hetero against stock mp")
-    for column in ("figure", "batch", "ray_hetero", "mp", "ray_hetero ÷ mp"):
+    others = [backend for backend in results if backend != "ray_hetero"]
+    for column in ("figure", "batch", *results, *(f"ray_hetero ÷ {other}" for other in others)):
         shown.add_column(column)
     for key, name in FIGURES.items():
         for batch in batches[:1] if key == "startup_s" else batches:
-            ours, theirs = (
-                statistics.median(r[key] for r in results[backend] if r["batch"] == batch)
-                for backend in ("ray_hetero", "mp")
-            )
-            cells = (f"{ours:.3g}", f"{theirs:.3g}", f"{ours / theirs:.2f}")
-            shown.add_row(name, "" if key == "startup_s" else str(batch), *cells)
+            found = {
+                backend: statistics.median(r[key] for r in rows if r["batch"] == batch)
+                for backend, rows in results.items()
+            }
+            ratios = [f"{found['ray_hetero'] / found[other]:.2f}" for other in others]
+            cells = [f"{value:.3g}" for value in found.values()]
+            shown.add_row(name, "" if key == "startup_s" else str(batch), *cells, *ratios)
     return shown
 
 
@@ -99,12 +111,19 @@ def main() -> None:
     parser.add_argument("--shape", default="1b")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--before", type=Path, help="another checkout of this project, beside both")
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
-    results: dict[str, list[dict[str, float]]] = {"ray_hetero": [], "mp": []}
+    here = ENGINE_RUN.parents[1]
+    checkouts = {"ray_hetero": here, "mp": here}
+    if options.before is not None:
+        checkouts["before"] = options.before.resolve()
+    results: dict[str, list[dict[str, float]]] = {backend: [] for backend in checkouts}
     for number in range(1, options.rounds + 1):
         for backend, collected in results.items():
-            collected += run(backend, options.shape, options.batches, options.timeout)
+            collected += run(
+                backend, options.shape, options.batches, options.timeout, checkouts[backend]
+            )
         write(options, results, number)
 
 

@@ -27,6 +27,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from ray_hetero.distributed.gloo_link import GlooLink
+from ray_hetero.distributed.links import LINKS
+from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary
 
 
@@ -74,9 +77,11 @@ def stage(rank: int, options: argparse.Namespace, store: str, answers: Any) -> N
         name: torch.zeros(1, options.hidden, dtype=torch.bfloat16, device=device)
         for name in ("hidden_states", "residual")
     }
-    may_share = not options.gloo
-    there = StageBoundary(dist.new_group([0, 1]), [0, 1], rank, device, may_share=may_share)
-    back = StageBoundary(dist.new_group([0, 1]), [1, 0], 1 - rank, device, may_share=may_share)
+    links = [GlooLink()] if options.gloo else LINKS
+    there, back = (
+        StageBoundary(Neighbours.in_line(dist.new_group([0, 1]), ranks, stage), device, links=links)
+        for ranks, stage in (([0, 1], rank), ([1, 0], 1 - rank))
+    )
     for boundary in (there, back):
         boundary.agree(template, max(tokens))
     found = [measure(rank, there, back, device, number, options) for number in tokens]

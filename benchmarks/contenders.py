@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -157,6 +158,26 @@ def cpu_ranks(number: int, sockets: int) -> list[Contender]:
         hetero("ray_hetero", ["cpu"] * number, config=config, engine={}, reads="socket"),
         mp("mp", {"tensor_parallel_size": number}, "socket", shares),
     ]
+
+
+def of_checkout(contender: Contender, checkout: Path) -> Contender:
+    """The same contender with the code of another checkout of this project.
+
+    Args:
+        contender: an engine of this project.
+        checkout: its root, with the native modules built in their places
+            (`python setup.py build_ext --inplace`).
+
+    """
+    here = str(Path(__file__).parent)
+    command = tuple(part.replace(here, str(checkout / "benchmarks")) for part in contender.command)
+    path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+    return replace(
+        contender,
+        name="before",
+        command=command,
+        environment={**contender.environment, "PYTHONPATH": path},
+    )
 
 
 def cpu_only(sockets: int) -> list[Contender]:

@@ -43,9 +43,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--timeout", type=float, default=200)
+    parser.add_argument("--before", type=Path, help="another checkout of this project, beside both")
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
     pair = contenders.cpu_ranks(options.ranks, floor.sockets())
+    if options.before is not None:
+        pair.insert(1, contenders.of_checkout(pair[0], options.before.resolve()))
     rounds: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in pair}
     with ExitStack() as stack:
         turns = [stack.enter_context(started(contender, options)) for contender in pair]
@@ -90,15 +93,16 @@ def figures(outcome: contender_process.Outcome) -> dict[str, float]:
 
 
 def table(rounds: dict[str, list[dict[str, Any]]]) -> Table:
-    """Medians and least figures of both, and their ratios."""
-    ours, theirs = rounds
+    """Medians and least figures of all, and the ratios of the first to the others."""
+    ours, *others = rounds
     shown = Table(title="Nothing to compute")
-    for column in ("", "", ours, theirs, "ratio"):
+    for column in ("", "", *rounds, *(f"{ours} ÷ {other}" for other in others)):
         shown.add_column(column)
     for figure in rounds[ours][0]:
         for what, of in (("median", statistics.median), ("least", min)):
-            a, b = (of([one[figure] for one in rounds[name]]) for name in (ours, theirs))
-            shown.add_row(figure, what, f"{a:.3g}", f"{b:.3g}", f"{a / b:.2f}")
+            values = [of([one[figure] for one in rounds[name]]) for name in rounds]
+            ratios = (f"{values[0] / value:.2f}" for value in values[1:])
+            shown.add_row(figure, what, *(f"{value:.3g}" for value in values), *ratios)
     return shown
 
 

@@ -15,7 +15,7 @@ from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
-    from ray_hetero.world import Launch
+    from ray_hetero.world import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def is_ours(backend: object) -> bool:
     return getattr(backend, "is_ray_hetero", False)
 
 
-def prepare(engine_args: EngineArgs) -> Launch:
+def prepare(engine_args: EngineArgs) -> EngineSpec:
     """Check the request; `launching.prepare`, which is only imported when it is needed."""
     from ray_hetero.launch import prepare
 

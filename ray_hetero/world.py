@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Launch:
+class EngineSpec:
     """What one `create_engine_config` call asked of this backend, carried to the executor."""
 
     engine_args: EngineArgs
@@ -123,12 +123,12 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class RankLaunch:
+class RankSpec:
     """Everything one rank's actor needs to start."""
 
     world: World
     seat: Seat
-    launch: Launch
+    engine: EngineSpec
     shared: SharedSettings
     threads: tuple[int, ...]
     """Logical CPUs that a CPU rank computes on; none for a GPU rank."""

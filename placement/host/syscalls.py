@@ -1,4 +1,4 @@
-"""Moves pages as csrc/placement/native.cpp does, by ctypes: for installations without a compiler."""
+"""What csrc/placement/native.cpp does about pages, by ctypes: for hosts without a compiler."""
 
 from __future__ import annotations
 

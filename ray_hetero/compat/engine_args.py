@@ -13,13 +13,15 @@ from ray_hetero.errors import UnsupportedError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from ray_hetero.world import Launch
+    from ray_hetero.world import EngineSpec
 
-LAUNCH_ATTRIBUTE = "_ray_hetero_launch"
+SPEC_ATTRIBUTE = "_ray_hetero_spec"
 BATCHES_ATTRIBUTE = "_ray_hetero_batches_in_flight"
 
 
-def teach_backend_name(is_ours: Callable[[object], bool], prepare: Callable[[Any], Launch]) -> None:
+def teach_backend_name(
+    is_ours: Callable[[object], bool], prepare: Callable[[Any], EngineSpec]
+) -> None:
     """Patch EngineArgs.create_engine_config to understand the name `ray_hetero`.
 
     Why: vLLM takes unknown backend names for dotted paths and refuses pipeline parallelism for
@@ -45,29 +47,29 @@ def teach_backend_name(is_ours: Callable[[object], bool], prepare: Callable[[Any
         if not is_ours(self.distributed_executor_backend):
             check_own_device()
             return create(self, *args, **kwargs)
-        launch = prepare(self)
+        spec = prepare(self)
         vllm_config = create(self, *args, **kwargs)
-        setattr(vllm_config, LAUNCH_ATTRIBUTE, launch)
+        setattr(vllm_config, SPEC_ATTRIBUTE, spec)
         return vllm_config
 
     create_engine_config.__ray_hetero__ = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
 
 
-def launch_of(vllm_config: VllmConfig) -> Launch:
+def spec_of(vllm_config: VllmConfig) -> EngineSpec:
     """What `teach_backend_name` attached to the driver's configuration.
 
     Raises:
         UnsupportedError: the plugin did not run in the process that built the configuration.
 
     """
-    launch = getattr(vllm_config, LAUNCH_ATTRIBUTE, None)
-    if launch is None:
+    spec = getattr(vllm_config, SPEC_ATTRIBUTE, None)
+    if spec is None:
         raise UnsupportedError(
             "the ray_hetero plugin was not loaded: VLLM_PLUGINS is "
             f"{os.environ.get('VLLM_PLUGINS')!r}; add ray_hetero to it or unset it"
         )
-    return launch  # type: ignore[no-any-return]
+    return spec  # type: ignore[no-any-return]
 
 
 def limit_batches_in_flight(vllm_config: VllmConfig, batches: int) -> None:

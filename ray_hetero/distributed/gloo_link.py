@@ -1,39 +1,74 @@
-"""Messages between two stages over Gloo; each side has memory of its own."""
+"""Messages between two ranks over Gloo; each end has memory of its own."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
+from ray_hetero.distributed.link import Terms, WaitUntilRead
 from ray_hetero.distributed.messages import Message
+from ray_hetero.distributed.neighbour import Neighbour
 
 
-@dataclass(frozen=True)
-class Neighbour:
-    """The stage at the other end."""
+class GlooLink:
+    """The link over Gloo, which every neighbour can be reached by."""
 
-    rank: int
-    """Global."""
-    group: dist.ProcessGroup
-    """Gloo, with both stages in it."""
+    name = "Gloo"
 
-    def tell(self, what: Any) -> None:
-        """Send it something that can be pickled."""
-        dist.send_object_list([what], dst=self.rank, group=self.group)
+    def offer(self, terms: Terms, neighbour: Neighbour) -> GlooEnd:
+        """Hold the sending end ready."""
+        return GlooEnd(terms, neighbour)
 
-    def hear(self) -> Any:
-        """What it tells."""
-        heard: list[Any] = [None]
-        dist.recv_object_list(heard, src=self.rank, group=self.group)
-        return heard[0]
+    def reach(self, address: bytes, terms: Terms, neighbour: Neighbour) -> GlooEnd:
+        """Reach the neighbour, with which there is a group already."""
+        return GlooEnd(terms, neighbour)
+
+
+class GlooEnd:
+    """An end of the link over Gloo that is not in use yet; it has no memory before."""
+
+    address = b""
+
+    def __init__(self, terms: Terms, neighbour: Neighbour) -> None:
+        self._terms = terms
+        self._neighbour = neighbour
+
+    def accept(self) -> GlooSender:
+        """The sending end."""
+        return GlooSender(own_messages(self._terms), self._neighbour)
+
+    def take(self, wait_until_read: WaitUntilRead) -> GlooReceiver:
+        """The receiving end."""
+        return GlooReceiver(own_messages(self._terms), self._neighbour, wait_until_read)
+
+    def withdraw(self) -> None:
+        """Nothing was held ready."""
+
+
+def own_messages(terms: Terms) -> list[Message]:
+    """Messages in memory of this process, page-locked where a GPU copies from or to it."""
+    # One message more than batches in flight, so that packing need not wait.  Pages of ordinary
+    # memory are there once a step has used them.
+    memory = torch.empty(
+        (terms.in_flight + 1, terms.packing.message_bytes(terms.capacity)),
+        dtype=torch.uint8,
+        device="cpu",
+        pin_memory=terms.is_on_gpu,
+    )
+    return [Message(terms.packing, part) for part in memory]
 
 
 class GlooSender:
-    """The end of the stage that sends."""
+    """The sending end of the link over Gloo.
+
+    Args:
+        messages: memory that is sent from, in turn.
+        neighbour: the receiver.
+
+    """
 
     def __init__(self, messages: Sequence[Message], neighbour: Neighbour) -> None:
         self._messages = itertools.cycle(messages)
@@ -50,7 +85,7 @@ class GlooSender:
 
 
 class GlooReceiver:
-    """The end of the stage that receives.
+    """The receiving end of the link over Gloo.
 
     Args:
         messages: memory that is received into, in turn.
@@ -60,10 +95,7 @@ class GlooReceiver:
     """
 
     def __init__(
-        self,
-        messages: Sequence[Message],
-        neighbour: Neighbour,
-        wait_until_read: Callable[[Message], None],
+        self, messages: Sequence[Message], neighbour: Neighbour, wait_until_read: WaitUntilRead
     ) -> None:
         self._messages = itertools.cycle(messages)
         self._neighbour = neighbour

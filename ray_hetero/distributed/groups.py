@@ -24,6 +24,8 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ray_hetero.compat import message_queues
+from ray_hetero.distributed.messages import There
+from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary
 from ray_hetero.world import World
 
@@ -182,9 +184,8 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         if group_name == "pp":
             # Stages meet at the boundary only; without a communicator in the group, vLLM may
             # capture CUDA graphs of a GPU stage.
-            self.boundary = StageBoundary(
-                self.device_group, self.ranks, self.rank_in_group, self.device
-            )
+            neighbours = Neighbours.in_line(self.device_group, self.ranks, self.rank_in_group)
+            self.boundary = StageBoundary(neighbours, self.device)
         elif use_device_communicator:
             self.use_device_communicator = True
             # Compiled as one operator, at which graphs can be split.
@@ -228,7 +229,8 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
             return handles
         # vLLM takes the first handle for metadata and waits for the others before its next step;
         # the boundary keeps what it sends alive by itself, so there is none to wait for.
-        return [self.boundary.isend(tensor_dict)]
+        self.boundary.isend(tensor_dict)
+        return [There()]
 
     def irecv_tensor_dict(
         self,

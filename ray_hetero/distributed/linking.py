@@ -1,28 +1,18 @@
-"""How two neighbouring stages agree on what crosses between them, and by which way."""
+"""How two neighbouring ranks agree on what crosses between them, and by which link."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from placement.errors import NativeError
-from placement.host import native
 from placement.host.sysfs import machine_id
-from ray_hetero.distributed import shared_memory_link
-from ray_hetero.distributed.gloo_link import GlooReceiver, GlooSender, Neighbour
-from ray_hetero.distributed.messages import Message, Packing
-from ray_hetero.distributed.shared_memory_link import (
-    Offer,
-    SharedMemoryReceiver,
-    SharedMemorySender,
-    SharedMessages,
-)
+from ray_hetero.distributed.link import Link, Reached, Receiver, Sender, Terms, WaitUntilRead
+from ray_hetero.distributed.neighbour import Neighbour
 from ray_hetero.errors import AgreementError
 from ray_hetero.log import logger
-from ray_hetero.runtime.locked_pages import lock_pages
 
 
 @dataclass(frozen=True)
@@ -43,126 +33,100 @@ class Signature:
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a stage tells the next one once."""
+    """What a sending rank tells the receiving one once."""
 
     signature: Signature
+    """What the sending rank sends."""
     machine: str
-    """Ranks with the same one read the same clock; empty if unknown."""
-    address: bytes | None
-    """Where it hands shared memory over; None where it has none."""
+    """Identity of its machine, whose processes read one clock; empty if unknown."""
+    offers: tuple[tuple[str, bytes], ...]
+    """Name and address of each link that it offers, in the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a receiving rank answers to an introduction."""
+
+    link: str | None
+    """Name of the link that it has chosen; None where the two do not come together."""
+    problem: str = ""
+    """Why they do not."""
 
 
 @dataclass(frozen=True)
 class Linking:
-    """Makes a stage's ends of the links to its neighbours; they share memory where they can."""
+    """Makes a rank's ends of the links to its neighbours."""
 
     signature: Signature
-    packing: Packing
-    device: torch.device
-    """Where this stage computes."""
-    stages: int
-    """Of the pipeline."""
-    may_share: bool
-    timeout_s: float
-    """Longest wait for a stage of the same host, now and in each step."""
-    numa_nodes: tuple[int, ...] = ()
-    """Of a CPU stage, which computes in the memory that it has received into."""
+    terms: Terms
+    links: Sequence[Link]
+    """The links that may be used, in the order in which they are tried."""
 
-    @property
-    def _depth(self) -> int:
-        # One message more than batches in flight (one a stage), so that packing need not wait.
-        return self.stages + 1
-
-    @property
-    def _shared_depth(self) -> int:
-        # And one more, as a receiver gives the oldest back when it has begun with the newest.
-        return self._depth + 1
-
-    def to_next(self, neighbour: Neighbour) -> GlooSender | SharedMemorySender:
-        """The end that sends.
+    def to_next(self, neighbour: Neighbour) -> Sender:
+        """The end that sends to a neighbour.
 
         Raises:
-            RuntimeError: the next stage is late, or has ended.
+            AgreementError: the neighbour takes other tensors, or none of the links.
+            RuntimeError: it is late, or has ended.
 
         """
-        offer = self._offer() if self.may_share else None
-        address = None if offer is None else offer.address
-        neighbour.tell(Introduction(self.signature, machine_id(), address))
-        is_taken = neighbour.hear()
-        if offer is not None and is_taken:
-            logger.info("stage boundary to rank %d: shared memory", neighbour.rank)
-            sender = SharedMemorySender(offer.shared.messages, offer.accept())
-            sender.begin()
-            self._lock(offer.shared)
-            return sender
-        if offer is not None:
-            offer.withdraw()
-        logger.info("stage boundary to rank %d: Gloo", neighbour.rank)
-        return GlooSender(self._own_messages(), neighbour)
-
-    def _offer(self) -> Offer | None:
-        capacity = self.signature.capacity
-        try:
-            return Offer(self.packing, capacity, self._shared_depth, self.timeout_s)
-        except OSError as error:
-            logger.warning("stage boundary: no memory can be shared: %s", error)
-            return None
+        offered = ((link.name, link.offer(self.terms, neighbour)) for link in self.links)
+        offers = {name: offer for name, offer in offered if offer is not None}
+        addresses = tuple((name, offer.address) for name, offer in offers.items())
+        neighbour.tell(Introduction(self.signature, machine_id(), addresses))
+        answer: Answer = neighbour.hear()
+        for name, offer in offers.items():
+            if name != answer.link:
+                offer.withdraw()
+        if answer.link is None:
+            raise AgreementError(answer.problem)
+        logger.info("stage boundary to rank %d: %s", neighbour.rank, answer.link)
+        return offers[answer.link].accept()
 
     def to_previous(
-        self, neighbour: Neighbour, wait_until_read: Callable[[Message], None]
-    ) -> tuple[GlooReceiver | SharedMemoryReceiver, bool]:
-        """The end that receives, and whether the previous stage reads the same clock.
+        self, neighbour: Neighbour, wait_until_read: WaitUntilRead
+    ) -> tuple[Receiver, bool]:
+        """The end that receives from a neighbour, and whether the neighbour reads the same clock.
 
         Args:
-            neighbour: the previous stage.
+            neighbour: the sender.
             wait_until_read: waits until what came in a message is not needed any more.
 
         Raises:
-            AgreementError: the previous stage sends other tensors than this one takes.
+            AgreementError: the neighbour sends other tensors, or offers no link that it can be
+                reached by.
             RuntimeError: it is late, or has ended.
 
         """
         heard: Introduction = neighbour.hear()
-        is_near = heard.machine == machine_id() != ""
-        is_agreed = heard.signature == self.signature
-        connection = None
-        if is_agreed and is_near and self.may_share and heard.address is not None:
-            connection = shared_memory_link.connected(heard.address, self.timeout_s)
-        neighbour.tell(connection is not None)
-        if not is_agreed:
-            raise AgreementError(
-                f"intermediate tensors: rank {neighbour.rank} sends {heard.signature}, "
-                f"rank {dist.get_rank()} takes {self.signature}"
+        problem = self._difference(heard, neighbour)
+        name, reached = (None, None) if problem else self._reached(heard, neighbour)
+        if reached is None:
+            problem = problem or (
+                f"rank {dist.get_rank()} reaches rank {neighbour.rank} by none of the links that "
+                f"it offers: {', '.join(name for name, _ in heard.offers) or 'none'}"
             )
-        if connection is None:
-            return GlooReceiver(self._own_messages(), neighbour, wait_until_read), is_near
-        capacity = self.signature.capacity
-        shared = shared_memory_link.take(connection, self.packing, capacity, self._shared_depth)
-        self._bind(shared)
-        self._lock(shared)
-        receiver = SharedMemoryReceiver(shared.messages, connection, wait_until_read)
-        receiver.begin()
-        return receiver, is_near
+            neighbour.tell(Answer(None, problem))
+            raise AgreementError(problem)
+        neighbour.tell(Answer(name))
+        return reached.take(wait_until_read), heard.machine == machine_id() != ""
 
-    def _bind(self, shared: SharedMessages) -> None:
-        # Before the sender touches a page, which would then lie on its own node.
-        if self.numa_nodes:
-            memory = shared.memory
-            try:
-                native.bind_range(memory.data_ptr(), memory.nbytes, self.numa_nodes, move=False)
-            except NativeError as error:
-                logger.warning("stage boundary: messages may lie on another NUMA node: %s", error)
-
-    def _lock(self, shared: SharedMessages) -> None:
-        if self.device.type != "cpu":
-            lock_pages(shared.memory)
-
-    def _own_messages(self) -> list[Message]:
-        # Pages of ordinary memory are there once a step has used them.
-        memory = torch.empty(
-            (self._depth, self.packing.message_bytes(self.signature.capacity)),
-            dtype=torch.uint8,
-            device="cpu",
-            pin_memory=self.device.type != "cpu",
+    def _difference(self, heard: Introduction, neighbour: Neighbour) -> str:
+        """What the two ends disagree on; empty where they agree."""
+        if heard.signature == self.signature:
+            return ""
+        return (
+            f"intermediate tensors: rank {neighbour.rank} sends {heard.signature}, "
+            f"rank {dist.get_rank()} takes {self.signature}"
         )
-        return [Message(self.packing, part) for part in memory]
+
+    def _reached(
+        self, heard: Introduction, neighbour: Neighbour
+    ) -> tuple[str | None, Reached | None]:
+        known = {link.name: link for link in self.links}
+        for name, address in heard.offers:
+            if name in known:
+                reached = known[name].reach(address, self.terms, neighbour)
+                if reached is not None:
+                    return name, reached
+        return None, None

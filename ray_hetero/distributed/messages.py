@@ -38,18 +38,26 @@ class Exchanged:
 
 
 class OnItsWay(Protocol):
-    """What is being sent or received."""
-
-    def is_completed(self) -> bool:
-        """Whether it is there."""
+    """A message that is being sent or received."""
 
     def wait(self) -> object:
-        """Wait until it is there.
+        """Wait until the message is there.
 
         Raises:
             RuntimeError: the other stage is late, or has ended.
 
         """
+
+
+class There:
+    """A message that needs no time on its way."""
+
+    def is_completed(self) -> bool:
+        """Whether it is there; vLLM's handles have this."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
 
 
 class Packing:

@@ -1,30 +1,120 @@
-"""Messages between two stages of one host: memory that both of them map.
+"""Messages between two ranks of one host: memory that both of them map.
 
 The sender makes the memory and hands it over through a Unix socket, so that it has no name that
 could stay behind, and no limit of /dev/shm.  From then on a byte on the socket says that the next
 message is complete, and one the other way that the oldest may be written again.  Of a process that
 ends, the system closes the socket, which ends the other's wait.
 
-See memfd_create(2) and unix(7), for abstract addresses and for passing descriptors.
+The memory is sealed: nobody can make it smaller under the other's feet, who would end by SIGBUS.
+
+See memfd_create(2) and fcntl(2) for sealed memory, unix(7) for abstract addresses and for passing
+descriptors.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
 import struct
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
-from ray_hetero.distributed.messages import Message, OnItsWay, Packing
+from placement.errors import NativeError
+from placement.host import native
+from placement.host.sysfs import machine_id
+from ray_hetero.distributed.link import Terms, WaitUntilRead
+from ray_hetero.distributed.messages import Message, OnItsWay, There
+from ray_hetero.distributed.neighbour import Neighbour
+from ray_hetero.log import logger
+from ray_hetero.runtime.locked_pages import lock_pages
 
 NOTE = b"\0"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""What cannot be done any more to the memory of messages: changing its size, or its seals."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group, as SO_PEERCRED answers."""
+
+
+class SharedMemoryLink:
+    """The link of two ranks that can map the same memory: of one host and one user."""
+
+    name = "shared memory"
+
+    def offer(self, terms: Terms, neighbour: Neighbour) -> SharedMemoryOffer | None:
+        """Make the memory; None where the system gives none."""
+        try:
+            return SharedMemoryOffer(terms, neighbour.rank)
+        except OSError as error:
+            logger.warning("stage boundary: no memory can be shared: %s", error)
+            return None
+
+    def reach(
+        self, address: bytes, terms: Terms, neighbour: Neighbour
+    ) -> SharedMemoryReached | None:
+        """Connect to an offer; None where it cannot be reached, as from another container."""
+        machine, _, name = address.partition(b"\0")
+        if not machine or machine != machine_id().encode():
+            return None
+        connection = Connection(_socket(terms.timeout_s), neighbour.rank)
+        try:
+            connection.socket.connect(b"\0" + name)
+        except OSError:
+            connection.socket.close()
+            return None
+        return SharedMemoryReached(connection, terms)
+
+
+class Connection:
+    """A rank's end of the Unix socket to a neighbour; errors name the neighbour and the limit.
+
+    Args:
+        end: the socket, with its limit set.
+        rank: the neighbour's.
+
+    """
+
+    def __init__(self, end: socket.socket, rank: int) -> None:
+        self.socket = end
+        self._rank = rank
+
+    def tell(self) -> None:
+        """Send a note.
+
+        Raises:
+            RuntimeError: the neighbour has ended, or takes no note in time.
+
+        """
+        try:
+            self.socket.send(NOTE)
+        except OSError as error:
+            raise self.failed(error) from None
+
+    def hear(self) -> None:
+        """Wait for a note.
+
+        Raises:
+            RuntimeError: the neighbour is late, or has ended.
+
+        """
+        try:
+            note = self.socket.recv(len(NOTE))
+        except OSError as error:
+            raise self.failed(error) from None
+        if not note:
+            raise self.failed(None)
+
+    def failed(self, error: OSError | None) -> RuntimeError:
+        """What to raise for an error of the socket; None stands for its end."""
+        who = f"rank {self._rank}, at the other end of the stage boundary,"
+        if isinstance(error, TimeoutError):
+            limit_s = self.socket.gettimeout()
+            return RuntimeError(f"{who} was not there in {limit_s:g} s (exchange.timeout_s)")
+        return RuntimeError(f"{who} has closed the connection ({error or 'end'})")
 
 
 class SharedMessages:
@@ -32,46 +122,73 @@ class SharedMessages:
 
     Args:
         descriptor: of the memory; not needed any more once it is mapped.
-        packing: how the tensors lie in a row.
-        capacity: most tokens of a message.
-        number: of messages.
+        terms: how many messages there are, and how large.
 
     Raises:
+        RuntimeError: the memory has another size than the messages need.
         OSError: it cannot be mapped.
 
     """
 
-    def __init__(self, descriptor: int, packing: Packing, capacity: int, number: int) -> None:
-        each = packing.message_bytes(capacity)
-        self.memory = torch.frombuffer(mmap.mmap(descriptor, number * each), dtype=torch.uint8)
+    def __init__(self, descriptor: int, terms: Terms) -> None:
+        each, number = terms.packing.message_bytes(terms.capacity), _number(terms)
+        found, expected = os.fstat(descriptor).st_size, _total_bytes(terms)
+        if found != expected or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise RuntimeError(
+                f"the shared memory of a stage boundary has {found} bytes, expected {expected} "
+                f"({number} messages of {each} bytes), sealed; do all ranks run the same release?"
+            )
+        self.memory = torch.frombuffer(mmap.mmap(descriptor, expected), dtype=torch.uint8)
         """uint8, [bytes of all messages]."""
-        self.messages = [Message(packing, part) for part in self.memory.split(each)]
+        self.messages = [Message(terms.packing, part) for part in self.memory.split(each)]
+
+    def lock(self) -> None:
+        """Lock the pages for the copies of a GPU."""
+        lock_pages(self.memory)
+
+    def bind(self, numa_nodes: Sequence[int]) -> None:
+        """Let the pages come from these NUMA nodes, before anybody has touched them."""
+        try:
+            native.bind_range(self.memory.data_ptr(), self.memory.nbytes, numa_nodes, move=False)
+        except NativeError as error:
+            logger.warning("stage boundary: messages may lie on another NUMA node: %s", error)
 
 
-class Offer:
-    """What a sender has ready for the next stage.
+def _number(terms: Terms) -> int:
+    # One message more than batches in flight, so that packing need not wait; and one more, as a
+    # receiver gives the oldest back when it has begun with the newest.
+    return terms.in_flight + 2
+
+
+def _total_bytes(terms: Terms) -> int:
+    return _number(terms) * terms.packing.message_bytes(terms.capacity)
+
+
+class SharedMemoryOffer:
+    """Memory and a listening socket, ready for one rank of the next stage.
 
     Args:
-        packing: how the tensors lie in a row.
-        capacity: most tokens of a message.
-        number: of messages.
-        timeout_s: longest wait for the other stage, now and later.
+        terms: of the link.
+        rank: the receiver's.
 
     Raises:
         OSError: the system gives no such memory, or no such socket.
 
     """
 
-    def __init__(self, packing: Packing, capacity: int, number: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, terms: Terms, rank: int) -> None:
+        self._terms = terms
+        self._rank = rank
         with ExitStack() as stack:
-            self._descriptor = os.memfd_create("ray_hetero-messages")
+            self._descriptor = os.memfd_create(
+                "ray_hetero-messages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            )
             stack.callback(os.close, self._descriptor)
-            os.truncate(self._descriptor, number * packing.message_bytes(capacity))
-            self.shared = SharedMessages(self._descriptor, packing, capacity, number)
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            os.truncate(self._descriptor, _total_bytes(terms))
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
+            self._shared = SharedMessages(self._descriptor, terms)
+            self._listener = _socket(terms.timeout_s)
             stack.enter_context(self._listener)
-            self._listener.settimeout(timeout_s)
             # Abstract, so it ends with the socket; of another network namespace, where the stage
             # is looked for in vain, no other socket has it.
             self._listener.bind(f"\0ray_hetero-{uuid.uuid4()}")
@@ -80,36 +197,45 @@ class Offer:
 
     @property
     def address(self) -> bytes:
-        """Where the next stage finds it, in this network namespace."""
-        address: bytes = self._listener.getsockname()
-        return address
+        """This machine's identity, and the socket's name in its network namespace."""
+        name: bytes = self._listener.getsockname()
+        return machine_id().encode() + name
 
-    def accept(self) -> socket.socket:
-        """Hand the memory over to the stage that has connected, a process of this user.
-
-        Returns:
-            The connection to it.
+    def accept(self) -> SharedMemorySender:
+        """Hand the memory over to the rank that has connected, a process of this user.
 
         Raises:
             RuntimeError: it is late, or has ended.
 
         """
+        connection = Connection(self._listener, self._rank)
         try:
-            connection = self._listener.accept()[0]
-            while _user_of(connection) != os.getuid():
-                connection.close()
-                connection = self._listener.accept()[0]
-            connection.settimeout(self._timeout_s)
-            socket.send_fds(connection, [NOTE], [self._descriptor])
+            end = self._listener.accept()[0]
+            while _user_of(end) != os.getuid():
+                end.close()
+                end = self._listener.accept()[0]
+            end.settimeout(self._terms.timeout_s)
+            socket.send_fds(end, [NOTE], [self._descriptor])
+            connection = Connection(end, self._rank)
         except OSError as error:
-            raise _failed(error) from None
+            raise connection.failed(error) from None
         finally:
             self.withdraw()
-        return connection
+        # The receiver binds the memory before anybody touches a page of it.
+        connection.hear()
+        if self._terms.is_on_gpu:
+            self._shared.lock()
+        return SharedMemorySender(self._shared.messages, connection)
 
     def withdraw(self) -> None:
-        """Close what only a stage that has not connected yet would need."""
+        """Close what only a rank that has not connected yet would need."""
         self._open.close()
+
+
+def _socket(timeout_s: float) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(timeout_s)
+    return made
 
 
 def _user_of(connection: socket.socket) -> int:
@@ -118,81 +244,72 @@ def _user_of(connection: socket.socket) -> int:
     return user
 
 
-def connected(address: bytes, timeout_s: float) -> socket.socket | None:
-    """A connection to an offer; None where it cannot be reached, as from another container."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(address)
-    except OSError:
-        connection.close()
-        return None
-    return connection
+class SharedMemoryReached:
+    """A connection to an offer, whose memory has not been taken yet."""
 
+    def __init__(self, connection: Connection, terms: Terms) -> None:
+        self._connection = connection
+        self._terms = terms
 
-def take(connection: socket.socket, packing: Packing, capacity: int, number: int) -> SharedMessages:
-    """Take the memory that the sender hands over.
+    def take(self, wait_until_read: WaitUntilRead) -> SharedMemoryReceiver:
+        """Take the memory that the sender hands over.
 
-    Raises:
-        RuntimeError: it is late, or has ended.
+        Raises:
+            RuntimeError: the sender is late, or has ended, or its memory has another size.
 
-    """
-    try:
-        note, descriptors, _, _ = socket.recv_fds(connection, len(NOTE), 1)
-    except OSError as error:
-        raise _failed(error) from None
-    if not note:
-        raise _failed(None)
-    try:
-        return SharedMessages(descriptors[0], packing, capacity, number)
-    finally:
-        os.close(descriptors[0])
+        """
+        shared = self._taken()
+        if self._terms.numa_nodes:
+            shared.bind(self._terms.numa_nodes)
+        if self._terms.is_on_gpu:
+            shared.lock()
+        receiver = SharedMemoryReceiver(shared.messages, self._connection, wait_until_read)
+        self._connection.tell()
+        return receiver
+
+    def _taken(self) -> SharedMessages:
+        try:
+            note, descriptors, _, _ = socket.recv_fds(self._connection.socket, len(NOTE), 1)
+        except OSError as error:
+            raise self._connection.failed(error) from None
+        if not (note and descriptors):
+            raise self._connection.failed(None)
+        try:
+            return SharedMessages(descriptors[0], self._terms)
+        finally:
+            os.close(descriptors[0])
 
 
 class SharedMemorySender:
-    """The end of the stage that sends."""
+    """The sending end of a link through shared memory.
 
-    def __init__(self, messages: Sequence[Message], connection: socket.socket) -> None:
+    Args:
+        messages: in the order in which they are filled.
+        connection: to the receiver.
+
+    """
+
+    def __init__(self, messages: Sequence[Message], connection: Connection) -> None:
         self._messages = messages
         self._connection = connection
         self._begun = 0
-
-    def begin(self) -> None:
-        """Wait until the receiver has taken the memory.
-
-        Raises:
-            RuntimeError: it is late, or has ended.
-
-        """
-        _hear(self._connection)
 
     def next_message(self) -> Message:
         """The next message to fill, once the receiver does not need it any more."""
         message = self._messages[self._begun % len(self._messages)]
         if self._begun >= len(self._messages):
-            _hear(self._connection)
+            self._connection.hear()
         self._begun += 1
         return message
 
     def send(self, message: Message, tokens: int) -> OnItsWay:
         """Say that a message is complete; they are in the order of `next_message`."""
-        _tell(self._connection)
+        self._connection.tell()
         return There()
 
 
-class There:
-    """A message that needs no time on its way."""
-
-    def is_completed(self) -> bool:
-        """Whether it is there."""
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
 class SharedMemoryReceiver:
-    """The end of the stage that receives.
+    """The receiving end of a link through shared memory.
 
     Args:
         messages: in the sender's order.
@@ -202,19 +319,12 @@ class SharedMemoryReceiver:
     """
 
     def __init__(
-        self,
-        messages: Sequence[Message],
-        connection: socket.socket,
-        wait_until_read: Callable[[Message], None],
+        self, messages: Sequence[Message], connection: Connection, wait_until_read: WaitUntilRead
     ) -> None:
         self._messages = messages
         self._connection = connection
         self._wait_until_read = wait_until_read
         self._begun = 0
-
-    def begin(self) -> None:
-        """Tell the sender that the memory may be used."""
-        _tell(self._connection)
 
     def receive(self, tokens: int) -> tuple[Message, Arrival]:
         """Begin to receive a message; it is there once the arrival has been waited for."""
@@ -224,43 +334,21 @@ class SharedMemoryReceiver:
         if self._begun >= number:
             oldest = self._messages[self._begun % number]
             self._wait_until_read(oldest)
-            _tell(self._connection)
+            self._connection.tell()
         return message, Arrival(self._connection)
 
 
 class Arrival:
-    """The next message from the sender."""
+    """The next message from the sender, on its way."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def wait(self) -> None:
-        """Wait for it.
+        """Wait for the message; once only.
 
         Raises:
             RuntimeError: the sender is late, or has ended.
 
         """
-        _hear(self._connection)
-
-
-def _tell(connection: socket.socket) -> None:
-    try:
-        connection.send(NOTE)
-    except OSError as error:
-        raise _failed(error) from None
-
-
-def _hear(connection: socket.socket) -> None:
-    try:
-        note = connection.recv(len(NOTE))
-    except OSError as error:
-        raise _failed(error) from None
-    if not note:
-        raise _failed(None)
-
-
-def _failed(error: OSError | None) -> RuntimeError:
-    if isinstance(error, TimeoutError):
-        return RuntimeError("the stage at the other end is late (exchange.timeout_s)")
-    return RuntimeError(f"the stage at the other end has closed the connection ({error or 'end'})")
+        self._connection.hear()

@@ -1,54 +1,26 @@
 """Tensor exchange between pipeline stages, through host memory.
 
 Both sides of a stage boundary know the number of tokens of a step from the scheduler's output, so
-nothing but one message of the step's rows crosses it.  Stages of one host share the memory of
-messages (`shared_memory_link.py`); others send them over Gloo (`gloo_link.py`).  It is allocated
-once.  A GPU rank packs the rows on its device and copies them from, or to, pinned memory in one
-piece; a CPU rank reads its tensors where they have arrived.
+nothing but one message of the step's rows crosses it, by the best link that two ranks have
+(`link.py`).  The memory of messages is allocated once.  A GPU rank packs the rows on its device and
+copies them from, or to, page-locked memory in one piece; a CPU rank reads its tensors where they
+have arrived.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
-from ray_hetero.distributed.gloo_link import GlooReceiver, GlooSender, Neighbour
+from ray_hetero.distributed.link import Link, Receiver, Sender, Terms
 from ray_hetero.distributed.linking import Linking, Signature
+from ray_hetero.distributed.links import LINKS
 from ray_hetero.distributed.messages import Exchanged, Message, OnItsWay, Packing, Tensors
-from ray_hetero.distributed.shared_memory_link import (
-    Arrival,
-    SharedMemoryReceiver,
-    SharedMemorySender,
-)
-
-
-class Sent:
-    """One step's message to the next stage, on its way."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._error: RuntimeError | None = None
-
-    def finish(self, error: RuntimeError | None = None) -> None:
-        """Mark the message as sent, or as failed."""
-        self._error = error
-        self._done.set()
-
-    def is_completed(self) -> bool:
-        """Whether the message has been sent."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Wait until it has been sent; raises what sending it raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+from ray_hetero.distributed.neighbour import Neighbours
+from ray_hetero.distributed.sending_thread import SendingThread
 
 
 class Staging:
@@ -62,7 +34,7 @@ class Staging:
 class Receiving:
     """A message on its way here; vLLM waits for it where it first needs the tensors."""
 
-    def __init__(self, boundary: StageBoundary, way: Arrival | dist.Work, message: Message) -> None:
+    def __init__(self, boundary: StageBoundary, way: OnItsWay, message: Message) -> None:
         self._boundary = boundary
         self._way = way
         self._message = message
@@ -78,39 +50,28 @@ class StageBoundary:
     """Sends a pipeline stage's output to the next stage and receives the previous one's.
 
     Args:
-        group: Gloo group of the ranks of this pipeline, one a stage.
-        ranks: their global ranks, by stage.
-        rank_in_group: this rank's stage.
+        neighbours: the ranks of other stages that this rank exchanges with.
         device: where this rank computes.
-        may_share: share memory with stages of the same host; False is for comparisons.
+        links: links that may be used, in the order in which they are tried.
 
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        ranks: list[int],
-        rank_in_group: int,
-        device: torch.device,
-        *,
-        may_share: bool = True,
+        self, neighbours: Neighbours, device: torch.device, *, links: Sequence[Link] = LINKS
     ) -> None:
-        has_previous, has_next = rank_in_group > 0, rank_in_group + 1 < len(ranks)
-        self._previous = Neighbour(ranks[rank_in_group - 1], group) if has_previous else None
-        self._next = Neighbour(ranks[rank_in_group + 1], group) if has_next else None
+        self._neighbours = neighbours
         self._device = device
-        self._may_share = may_share
-        self._stages = len(ranks)
+        self._links = links
         self._rows = 0
         self._exchanged = Exchanged()
         self._is_clock_shared = False
         self._computed_at = 0.0
-        self._sender: GlooSender | SharedMemorySender
-        self._receiver: GlooReceiver | SharedMemoryReceiver
+        self._senders: list[Sender] = []
+        self._receiver: Receiver | None = None
         self._copied = defaultdict[int, torch.cuda.Event](torch.cuda.Event)
         self._staging_in: Staging | None = None
         self._staging_out: Staging | None = None
-        self._work: queue.SimpleQueue[Callable[[], None]] | None = None
+        self._sending: SendingThread | None = None
 
     def agree(
         self,
@@ -124,27 +85,27 @@ class StageBoundary:
         Args:
             template: the model's intermediate tensors, [tokens, …] each.
             capacity: most tokens of one step.
-            timeout_s: longest wait for a stage of the same host, now and in each step.
+            timeout_s: longest wait for another rank, now and in each step (exchange.timeout_s).
             numa_nodes: of a CPU rank.
 
         Raises:
-            AgreementError: the previous stage sends other tensors than this one takes.
+            AgreementError: a neighbour sends or takes other tensors than this rank, or there is no
+                link to it.
             RuntimeError: a neighbour is late, or has ended.
 
         """
         packing = Packing(template)
-        linking = Linking(
-            Signature.of(template, capacity), packing, self._device, self._stages,
-            may_share=self._may_share, timeout_s=timeout_s, numa_nodes=numa_nodes,
-        )  # fmt: skip
-        if self._next is not None:
-            self._sender = linking.to_next(self._next)
-            if self._is_gpu:
-                self._staging_out = Staging(packing, capacity, self._device)
-                self._start_sender()
-        if self._previous is not None:
+        terms = Terms(
+            packing, capacity, self._neighbours.stages, timeout_s, self._device, numa_nodes
+        )
+        linking = Linking(Signature.of(template, capacity), terms, self._links)
+        self._senders = [linking.to_next(next_) for next_ in self._neighbours.following]
+        if self._senders and self._is_gpu:
+            self._staging_out = Staging(packing, capacity, self._device)
+            self._sending = SendingThread(timeout_s)
+        if self._neighbours.previous is not None:
             self._receiver, self._is_clock_shared = linking.to_previous(
-                self._previous, self._wait_until_read
+                self._neighbours.previous, self._wait_until_read
             )
             self._staging_in = Staging(packing, capacity, self._device) if self._is_gpu else None
 
@@ -161,63 +122,53 @@ class StageBoundary:
         """Tell how many tokens the next step has: the rows that cross this boundary."""
         self._rows = tokens
 
-    def isend(self, tensors: Mapping[str, torch.Tensor]) -> OnItsWay:
+    def isend(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start sending this step's rows to the next stage; tensors are [at least rows, …].
 
         The caller may drop or overwrite the tensors at once: on a CPU they have been copied, on a
         GPU later kernels run behind the copy on the same stream.
+
+        Raises:
+            RuntimeError: a receiver is late, or has ended, or an earlier step was not sent.
+
         """
         start = time.perf_counter()
-        message = self._sender.next_message()
-        message.wait_until_sent()
-        send = self._send_staged if self._is_gpu else self._send_here
-        message.sent = send(message, tensors, start)
-        self._exchanged.sent_bytes += message.of(self._rows).nbytes
+        if self._staging_out is not None:
+            for name, place in self._staging_out.tensors.items():
+                place[: self._rows].copy_(tensors[name][: self._rows])
+        for sender, receiver in zip(self._senders, self._neighbours.following, strict=True):
+            message = sender.next_message()
+            message.wait_until_sent()
+            if self._staging_out is None:
+                message.sent = self._send_here(sender, message, tensors, start)
+            else:
+                message.sent = self._send_staged(sender, message, receiver.rank)
+            self._exchanged.sent_bytes += message.of(self._rows).nbytes
         self._exchanged.exchange_s += time.perf_counter() - start
-        return message.sent
 
     def _send_here(
-        self, message: Message, tensors: Mapping[str, torch.Tensor], start: float
+        self, sender: Sender, message: Message, tensors: Mapping[str, torch.Tensor], start: float
     ) -> OnItsWay:
         for name, place in message.tensors.items():
             place[: self._rows].copy_(tensors[name][: self._rows])
         message.computed_at = start
-        return self._sender.send(message, self._rows)
+        return sender.send(message, self._rows)
 
-    def _send_staged(
-        self, message: Message, tensors: Mapping[str, torch.Tensor], start: float
-    ) -> OnItsWay:
+    def _send_staged(self, sender: Sender, message: Message, rank: int) -> OnItsWay:
         assert self._staging_out is not None
-        assert self._work is not None
+        assert self._sending is not None
         rows = self._rows
-        for name, place in self._staging_out.tensors.items():
-            place[:rows].copy_(tensors[name][:rows])
         message.rows[:rows].copy_(self._staging_out.rows[:rows], non_blocking=True)
         self._copied[id(message)].record()
-        sent = Sent()
-        self._work.put(lambda: self._finish_send(message, rows, sent))
-        return sent
+        return self._sending.put(
+            lambda: self._finish_send(sender, message, rows),
+            f"a step of {rows} tokens to rank {rank}",
+        )
 
-    def _start_sender(self) -> None:
-        self._work = queue.SimpleQueue()
-        threading.Thread(
-            target=self._send_in_order, args=(self._work,), daemon=True, name="StageBoundarySend"
-        ).start()
-
-    @staticmethod
-    def _send_in_order(work: queue.SimpleQueue[Callable[[], None]]) -> None:
-        while True:
-            work.get()()
-
-    def _finish_send(self, message: Message, rows: int, sent: Sent) -> None:
-        try:
-            self._copied[id(message)].synchronize()
-            message.computed_at = self._computed_at = time.perf_counter()
-            self._sender.send(message, rows).wait()
-        except RuntimeError as error:
-            sent.finish(error)
-        else:
-            sent.finish()
+    def _finish_send(self, sender: Sender, message: Message, rows: int) -> None:
+        self._copied[id(message)].synchronize()
+        message.computed_at = self._computed_at = time.perf_counter()
+        sender.send(message, rows).wait()
 
     def irecv(self) -> tuple[Tensors, list[Receiving], list[Callable[[], None]]]:
         """Start receiving this step's rows from the previous stage.
@@ -227,6 +178,7 @@ class StageBoundary:
             once the handle has been waited for and then the callback has been called.
 
         """
+        assert self._receiver is not None
         message, way = self._receiver.receive(self._rows)
         self._exchanged.received_bytes += message.of(self._rows).nbytes
         receiving = [Receiving(self, way, message)]

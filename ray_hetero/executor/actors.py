@@ -15,7 +15,7 @@ from placement.cluster.ray_cluster import Reservation
 from ray_hetero.errors import StartupError
 from ray_hetero.executor.endings import SETTLE_SECONDS, Ending, Severity, causes, ending_of
 from ray_hetero.executor.lockstep import describe
-from ray_hetero.executor.rank_processes import Whereabouts
+from ray_hetero.executor.rank_processes import RankProcesses
 from ray_hetero.names import INSTEAD_OF, actor_name
 from ray_hetero.preflight.node_software import NodeSoftware
 from ray_hetero.worker import cuda_init
@@ -24,7 +24,7 @@ from ray_hetero.worker.rank_environment import (
     gpu_rank_environment,
     propagated,
 )
-from ray_hetero.world import RankLaunch, World
+from ray_hetero.world import RankSpec, World
 
 POLL_SECONDS = 1.0
 
@@ -38,9 +38,9 @@ class RankHandle:
     run_ref: Any = field(default=None)
 
 
-def environment_of(rank: RankLaunch, software: NodeSoftware) -> dict[str, str]:
+def environment_of(rank: RankSpec, software: NodeSoftware) -> dict[str, str]:
     """The environment that a rank's process starts with on its node."""
-    config = rank.launch.config
+    config = rank.engine.config
     environment = propagated(os.environ)
     if INSTEAD_OF in environment:
         # A rank's own configuration names one of vLLM's backends and means it.
@@ -65,12 +65,12 @@ def environment_of(rank: RankLaunch, software: NodeSoftware) -> dict[str, str]:
     return environment | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
 
 
-def spawn(rank: RankLaunch, reservation: Reservation, environment: Mapping[str, str]) -> RankHandle:
+def spawn(rank: RankSpec, reservation: Reservation, environment: Mapping[str, str]) -> RankHandle:
     """Create one rank's actor in its bundle; returns at once."""
-    from ray_hetero.worker.rank_actor import RankProcess
+    from ray_hetero.worker.rank_actor import RankActor
 
     seat = rank.seat
-    actor = ray.remote(RankProcess).options(
+    actor = ray.remote(RankActor).options(
         name=actor_name(rank.shared.instance_id, seat),
         # Of a bundle that is not ours, somebody else's actor may have the CPUs.
         num_cpus=seat.bundle_cpus if reservation.is_own else 0,
@@ -92,7 +92,7 @@ def gather(
     what: str,
     timeout_s: float,
     key: str,
-    whereabouts: Whereabouts | None = None,
+    processes: RankProcesses | None = None,
 ) -> list[Any]:
     """Wait for one answer a rank.
 
@@ -102,7 +102,7 @@ def gather(
         what: what is being waited for, for messages.
         timeout_s: longest wait for all.
         key: name of the setting that holds the limit.
-        whereabouts: the ranks' processes, once they are known.
+        processes: the ranks' processes, once they are known.
 
     Raises:
         StartupError: an actor died, answered with an error, or is late; names the rank.
@@ -118,12 +118,12 @@ def gather(
             done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SETTLE_SECONDS)
             endings = [ending_of(pending[ref], ref) for ref in done]
             found = causes([ending for ending in endings if ending])
-            raise _error(world, found, what, whereabouts)
+            raise _error(world, found, what, processes)
         for ref in done:
             del pending[ref]
         if pending and time.monotonic() > deadline:
             late = "; ".join(describe(world, rank) for rank in sorted(pending.values()))
-            doing = f" {whereabouts.look()}." if whereabouts else ""
+            doing = f" {processes.look()}." if processes else ""
             raise StartupError(
                 f"{what}: no answer in {timeout_s:g} s ({key}) from {late}.{doing} "
                 "Look at that rank's log, or raise the limit."
@@ -132,12 +132,12 @@ def gather(
 
 
 def _error(
-    world: World, endings: Sequence[Ending], what: str, whereabouts: Whereabouts | None
+    world: World, endings: Sequence[Ending], what: str, processes: RankProcesses | None
 ) -> Exception:
     first = endings[0]
     if first.error is not None:
         return type(first.error)(f"{describe(world, first.rank)}: {first.error}")
     told = "; ".join(f"{describe(world, ending.rank)} {ending.text}" for ending in endings)
-    if whereabouts and first.severity is Severity.DIED:
-        told = f"{told}; {whereabouts.traces(first.rank)}"
+    if processes and first.severity is Severity.DIED:
+        told = f"{told}; {processes.traces(first.rank)}"
     return StartupError(f"{what}: {told}")

@@ -23,18 +23,18 @@ from placement.cluster.assignment import Node, Turn
 from placement.cluster.external_group import describe_group, nodes_within
 from placement.errors import ClaimError, LayoutError, PlacementError
 from ray_hetero.compat import engine_args, engine_core, message_queues, shared_batches
-from ray_hetero.compat.engine_args import launch_of
+from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.errors import RankError, RayHeteroError
 from ray_hetero.executor import actors
 from ray_hetero.executor.failure import Failure
 from ray_hetero.executor.lockstep import run_schedule
-from ray_hetero.executor.rank_processes import Whereabouts
+from ray_hetero.executor.rank_processes import RankProcesses
 from ray_hetero.executor.rank_queues import AnswerQueue, RankQueues, RequestQueue, wait_until_ready
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
 from ray_hetero.executor.watch import RankWatch
 from ray_hetero.log import logger
-from ray_hetero.observability.engine_info import EngineCard, card_of
+from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.progress import StartupProgress
 from ray_hetero.observability.status_board import EngineBoard
 from ray_hetero.observability.world_table import as_text, placement_table
@@ -54,7 +54,7 @@ from ray_hetero.runtime.ray_connection import RayConnection
 from ray_hetero.worker import mixed_groups, warmup
 from ray_hetero.worker.rank_config import check_agreement, shared_settings
 from ray_hetero.worker.warmup import Phase, WarmupSizes
-from ray_hetero.world import RankLaunch, World
+from ray_hetero.world import RankSpec, World
 
 PLANNING_TRIES = 3
 """How often an engine plans when others claim first what it has planned with."""
@@ -115,14 +115,14 @@ class HeteroExecutor(GuardedExecutor):
         self._connection: RayConnection | None = None
         self._external: ray_cluster.ExternalGroup | None = None
         self._reservation: ray_cluster.Reservation | None = None
-        self._card: EngineCard
+        self._info: EngineInfo
         self._board = EngineBoard()
         self._watch: RankWatch | None = None
         self._given_partition = envs.VLLM_PP_LAYER_PARTITION
         self.world: World
-        self._launch = launch_of(self.vllm_config)
-        self._progress = StartupProgress(in_notebook=self._launch.in_notebook)
-        self._config = self._launch.config
+        self._spec = spec_of(self.vllm_config)
+        self._progress = StartupProgress(in_notebook=self._spec.in_notebook)
+        self._config = self._spec.config
         self._guard(self._config.restart)
         if self._config.restart:
             engine_core.ask_when_a_step_fails(self.vllm_config, RankRecovery)
@@ -136,14 +136,14 @@ class HeteroExecutor(GuardedExecutor):
         be told apart.
         """
         index = self.parallel_config.data_parallel_index
-        if self._launch.engine_args.data_parallel_size > 1:
+        if self._spec.engine_args.data_parallel_size > 1:
             self.vllm_config.instance_id += f"-dp{index}"
-        return Turn(index % self._launch.engines, self._launch.engines)
+        return Turn(index % self._spec.engines, self._spec.engines)
 
     def _discover(self) -> tuple[Node, ...]:
         with self._progress.step("discover") as step:
             if self._connection is None:
-                self._connection = RayConnection(self._launch.ray_address)
+                self._connection = RayConnection(self._spec.ray_address)
             nodes = ray_cluster.discover(
                 unit=self._config.cpu.unit,
                 shares=self._config.cpu.ranks_per_socket,
@@ -158,7 +158,7 @@ class HeteroExecutor(GuardedExecutor):
 
     def _within_group(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
         """The cluster, or the part of it that the placement group around this engine reserves."""
-        group = self.parallel_config.placement_group or self._launch.placement_group
+        group = self.parallel_config.placement_group or self._spec.placement_group
         if group is None:
             return nodes
         self._external = ray_cluster.external_group(
@@ -176,7 +176,7 @@ class HeteroExecutor(GuardedExecutor):
                 refuse_shared_experts(self.parallel_config)
                 refuse_drafter(self.vllm_config, self._config, self.world.layout)
             self._memory = plan.memory_bytes()
-            self._ranks = self._rank_launches(plan, nodes)
+            self._ranks = self._rank_specs(plan, nodes)
             engine_args.limit_batches_in_flight(
                 self.vllm_config, self._batches_in_flight(self.world)
             )
@@ -185,13 +185,13 @@ class HeteroExecutor(GuardedExecutor):
         for warning in filter(None, (plan.warning, world_plan.sharing_warning(self.world.seats))):
             logger.warning(warning)
         threads = {rank.seat.rank: rank.threads for rank in self._ranks}
-        self._card = card_of(
+        self._info = info_of(
             self.vllm_config.instance_id,
             self.model_config.model,
             plan,
             facts.shape,
             threads,
-            self._launch.metrics_path,
+            self._spec.metrics_path,
         )
         logger.info("\n%s", as_text(placement_table(self.world, threads)))
         for line in layer_plan.describe_split(plan):
@@ -215,13 +215,13 @@ class HeteroExecutor(GuardedExecutor):
             inside = describe_group(self._external.bundles, nodes)
             raise LayoutError(f"{error} {inside}") from None
 
-    def _rank_launches(self, plan: LayerPlan, nodes: Sequence[Node]) -> list[RankLaunch]:
+    def _rank_specs(self, plan: LayerPlan, nodes: Sequence[Node]) -> list[RankSpec]:
         world = plan.world
         shared = shared_settings(
             self.vllm_config,
             has_cpu=world.has_cpu,
             graph_tokens=mixed_groups.graph_tokens(
-                self._launch.engine_args,
+                self._spec.engine_args,
                 self._config.gpu.in_mixed_groups,
                 max_num_seqs=self.scheduler_config.max_num_seqs,
                 max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
@@ -246,10 +246,10 @@ class HeteroExecutor(GuardedExecutor):
         self._spare_here = spare.get(self._node_id, ())
         hosts = {node.node_id: node.host for node in nodes}
         return [
-            RankLaunch(
+            RankSpec(
                 world=world,
                 seat=seat,
-                launch=self._launch,
+                engine=self._spec,
                 shared=shared,
                 threads=threads.get(seat.rank, ()),
                 spare=spare[seat.node_id],
@@ -271,8 +271,8 @@ class HeteroExecutor(GuardedExecutor):
         if spare and multiprocessing.parent_process() is not None:
             move_process(os.getpid(), spare)
             assert self._connection is not None
-            assert self._whereabouts is not None
-            self._connection.keep_off(spare, besides=self._whereabouts.pids)
+            assert self._processes is not None
+            self._connection.keep_off(spare, besides=self._processes.pids)
 
     def _batches_in_flight(self, world: World) -> int:
         asked = self._config.pipeline.batches_in_flight
@@ -335,9 +335,9 @@ class HeteroExecutor(GuardedExecutor):
             fingerprints = self._ask(
                 "prepare", what="starting actors", limit="startup.actor_timeout_s"
             )
-            self._whereabouts = Whereabouts(self.world, [found.place for found in fingerprints])
+            self._processes = RankProcesses(self.world, [found.place for found in fingerprints])
             for seat in self.world.seats:
-                logger.info("started %s", self._whereabouts.describe(seat.rank))
+                logger.info("started %s", self._processes.describe(seat.rank))
             check_agreement(fingerprints)
             self._physical_gpus = {
                 node: tuple(
@@ -353,7 +353,7 @@ class HeteroExecutor(GuardedExecutor):
 
     def _connect(self) -> None:
         with self._progress.step("connect"):
-            self._board.starting(self._card)
+            self._board.starting(self._info)
             local = [seat.rank for seat in self.world.seats if seat.is_driver_node]
             self.rpc_broadcast_mq = RequestQueue(
                 self.world_size,
@@ -371,7 +371,7 @@ class HeteroExecutor(GuardedExecutor):
                 what="opening the rendezvous",
                 timeout_s=self._config.startup.actor_timeout_s,
                 key="startup.actor_timeout_s",
-                whereabouts=self._whereabouts,
+                processes=self._processes,
             )
             answers = self._ask(
                 "start",
@@ -388,8 +388,8 @@ class HeteroExecutor(GuardedExecutor):
             # The ranks subscribe inside run(), so it must be under way before the wait.
             for rank in self.ray_worker_handles:
                 rank.run_ref = rank.actor.run.remote()
-            assert self._whereabouts is not None
-            self._watch = RankWatch(self._whereabouts, self.ray_worker_handles, self._fail)
+            assert self._processes is not None
+            self._watch = RankWatch(self._processes, self.ray_worker_handles, self._fail)
             wait_until_ready(
                 [self.rpc_broadcast_mq, *self.response_mqs],
                 self._failure,
@@ -420,7 +420,7 @@ class HeteroExecutor(GuardedExecutor):
             what=what,
             timeout_s=timeout_s,
             key=limit,
-            whereabouts=self._whereabouts,
+            processes=self._processes,
         )
 
     # --- warm up: vLLM calls these after _init_executor -------------------------------------
@@ -520,7 +520,7 @@ class HeteroExecutor(GuardedExecutor):
         self._watch = None
         self._kill_ranks()
         self.ray_worker_handles = []
-        self._whereabouts = None
+        self._processes = None
         if self.rpc_broadcast_mq is not None:
             message_queues.unlink_sockets(self.rpc_broadcast_mq)
             self.rpc_broadcast_mq.shutdown()

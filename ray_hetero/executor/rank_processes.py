@@ -37,7 +37,7 @@ LOG_TAIL_BYTES = 1 << 16
 T = TypeVar("T")
 
 
-class Whereabouts:
+class RankProcesses:
     """The processes of all ranks.
 
     Args:

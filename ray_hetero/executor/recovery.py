@@ -38,7 +38,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import UtilityResult
 
 from placement.errors import PlacementError
-from ray_hetero.compat.engine_args import launch_of
+from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
@@ -122,7 +122,7 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
 
     def _tell(self, status: EngineStatusType, fault: dict[str, str]) -> None:
         """Tell all API servers; the clients of offline engines understand no such message."""
-        if not isinstance(launch_of(self.engine.vllm_config).engine_args, AsyncEngineArgs):
+        if not isinstance(spec_of(self.engine.vllm_config).engine_args, AsyncEngineArgs):
             return
         content = {"id": self.engine_index, "status": status.name.lower(), **fault}
         message = UtilityOutput(FT_STATUS_CALL_ID, result=UtilityResult(content))

@@ -25,7 +25,7 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import RankError
 from ray_hetero.executor.actors import RankHandle
 from ray_hetero.executor.failure import Failure
-from ray_hetero.executor.rank_processes import Whereabouts
+from ray_hetero.executor.rank_processes import RankProcesses
 from ray_hetero.executor.rank_queues import VERDICT_SECONDS, AnswerQueue, RequestQueue
 from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
@@ -66,7 +66,7 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
     rpc_broadcast_mq: RequestQueue | None
     response_mqs: Sequence[AnswerQueue]
     _config: HeteroConfig
-    _whereabouts: Whereabouts | None
+    _processes: RankProcesses | None
     """None before the ranks have told."""
 
     def _guard(self, restarts: int) -> None:
@@ -75,7 +75,7 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         self.ray_worker_handles: list[RankHandle] = []
         self.futures_queue: deque[FutureWrapper] = deque()
         self.failure_callback: Callable[[], None] | None = None
-        self._whereabouts = None
+        self._processes = None
         self._failure = Failure()
         self._setup: list[Callable[[], Any]] = []
         self._is_set_up = False
@@ -195,12 +195,12 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         return self._fail(self.verdict() or f"{call} failed: {error}")
 
     def _look(self) -> str:
-        if self._whereabouts is None:
+        if self._processes is None:
             return "the ranks are not known yet"
-        doing = self._whereabouts.look()
+        doing = self._processes.look()
         # In the log only: reports go to clients too.
         logger.error("ray_hetero: the ranks' logs, with the stacks of their threads: %s",
-                     self._whereabouts.logs())  # fmt: skip
+                     self._processes.logs())  # fmt: skip
         return f"{doing}. Their stacks are in the ranks' logs, which are named above"
 
     def _fail(self, report: str) -> RankError:
@@ -228,8 +228,8 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
             return
         for handle in self.ray_worker_handles:
             ray.kill(handle.actor)
-        if self._whereabouts is not None:
-            self._whereabouts.kill()
+        if self._processes is not None:
+            self._processes.kill()
 
     def _set_up_again(self) -> None:
         """Ask new ranks for everything that vLLM has asked for on the engine's way up."""

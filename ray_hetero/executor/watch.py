@@ -9,7 +9,7 @@ import ray
 
 from ray_hetero.executor.actors import RankHandle
 from ray_hetero.executor.endings import SETTLE_SECONDS, Ending, Severity, causes, ending_of
-from ray_hetero.executor.rank_processes import Whereabouts
+from ray_hetero.executor.rank_processes import RankProcesses
 
 POLL_SECONDS = 1.0
 """Short, because Ray must not be left while a thread waits inside it."""
@@ -19,7 +19,7 @@ class RankWatch:
     """A thread that waits for the first rank to end.
 
     Args:
-        whereabouts: the ranks' processes, for naming them and for what a dead one left behind.
+        processes: the ranks' processes, for naming them and for what a dead one left behind.
         handles: ranks whose `run` is under way.
         on_death: called once, with one line about what ended and why.
 
@@ -27,11 +27,11 @@ class RankWatch:
 
     def __init__(
         self,
-        whereabouts: Whereabouts,
+        processes: RankProcesses,
         handles: Sequence[RankHandle],
         on_death: Callable[[str], object],
     ) -> None:
-        self._whereabouts = whereabouts
+        self._processes = processes
         self._ranks = {handle.run_ref: handle.rank for handle in handles}
         self._on_death = on_death
         self._stop = threading.Event()
@@ -71,9 +71,9 @@ class RankWatch:
         return "; ".join(map(self._told, causes(endings)))
 
     def _told(self, ending: Ending) -> str:
-        told = f"{self._whereabouts.describe(ending.rank)}, {ending.text}"
+        told = f"{self._processes.describe(ending.rank)}, {ending.text}"
         if ending.severity is Severity.DIED:
-            return f"{told}; {self._whereabouts.traces(ending.rank)}"
+            return f"{told}; {self._processes.traces(ending.rank)}"
         if ending.severity is Severity.LOST_A_PEER:
-            return f"{told}. Meanwhile {self._whereabouts.look()}"
+            return f"{told}. Meanwhile {self._processes.look()}"
         return told

@@ -19,7 +19,7 @@ from ray_hetero.observability import metrics
 from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason
-from ray_hetero.world import Launch
+from ray_hetero.world import EngineSpec
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -29,7 +29,7 @@ CHOSEN = "RAY_HETERO_CHOSE_RUNNER"
 """Set beside it where this package, not the user, has chosen."""
 
 
-def prepare(engine_args: EngineArgs) -> Launch:
+def prepare(engine_args: EngineArgs) -> EngineSpec:
     """Check the request and make vLLM's arguments name the executor class.
 
     Raises:
@@ -53,7 +53,7 @@ def prepare(engine_args: EngineArgs) -> Launch:
         gpus if gpus is None else gpus // engines,
     )
     refuse_unsupported(engine_args, config, has_cpu=_may_have_cpu_ranks(config))
-    launch = Launch(
+    spec = EngineSpec(
         _as_written(engine_args),
         config,
         ray_for_all(engine_args),
@@ -65,11 +65,11 @@ def prepare(engine_args: EngineArgs) -> Launch:
     engine_args.distributed_executor_backend = HeteroExecutor
     if config.restart and isinstance(engine_args, AsyncEngineArgs):
         api_server.turn_away_while_unhealthy()
-    if launch.ray_address is not None:
+    if spec.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     _choose_runner(engine_args, has_cpu=_may_have_cpu_ranks(config))
-    return launch
+    return spec
 
 
 def _as_written(engine_args: EngineArgs) -> EngineArgs:

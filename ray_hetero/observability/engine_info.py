@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RankCard:
+class RankInfo:
     """Where a rank is and what it holds."""
 
     rank: int
@@ -39,7 +39,7 @@ class RankCard:
 
 
 @dataclass(frozen=True)
-class EngineCard:
+class EngineInfo:
     """An engine and its ranks."""
 
     engine: str
@@ -49,22 +49,22 @@ class EngineCard:
     """Process of the driver: vLLM's engine core, or the user's own."""
     started: float
     """Seconds since the epoch."""
-    ranks: tuple[RankCard, ...]
+    ranks: tuple[RankInfo, ...]
     picture: str
     """The plan as SVG; empty where nothing is known to plan from."""
     metrics_path: str = ""
     """Where the server reads the figures of the ranks, on this host; empty for nowhere."""
 
 
-def card_of(
+def info_of(
     instance_id: str,
     model: str,
     plan: LayerPlan,
     shape: ModelShape | None,
     threads: Mapping[int, Sequence[int]],
     metrics_path: str = "",
-) -> EngineCard:
-    """The card of the engine whose driver is this process.
+) -> EngineInfo:
+    """Describe the engine whose driver is this process.
 
     Args:
         instance_id: vLLM's.
@@ -80,7 +80,7 @@ def card_of(
     for seat in world.seats:
         forecast = plan.forecast(seat.rank)
         ranks.append(
-            RankCard(
+            RankInfo(
                 rank=seat.rank,
                 stage=seat.stage,
                 tensor_rank=seat.tensor_rank,
@@ -94,7 +94,7 @@ def card_of(
                 predicted_ms=None if forecast is None else 1000 * forecast.step_s,
             )
         )
-    return EngineCard(
+    return EngineInfo(
         engine=instance_id,
         model=model,
         pid=os.getpid(),

@@ -23,7 +23,7 @@ from ray.util.metrics import Counter
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
-    from ray_hetero.observability.engine_info import RankCard
+    from ray_hetero.observability.engine_info import RankInfo
     from ray_hetero.observability.step_clock import StepTotals
 
 
@@ -64,10 +64,10 @@ class RankFigures:
     """By `Figure.field`."""
 
     @classmethod
-    def of(cls, engine: str, card: RankCard, totals: StepTotals) -> RankFigures:
+    def of(cls, engine: str, info: RankInfo, totals: StepTotals) -> RankFigures:
         """What is known of a rank of an engine."""
         return cls(
-            (engine, str(card.rank), str(card.stage), card.kind, card.node),
+            (engine, str(info.rank), str(info.stage), info.kind, info.node),
             {figure.field: getattr(totals, figure.field) for figure in FIGURES},
         )
 
@@ -137,11 +137,11 @@ class FiguresWriter:
             # As where Ray's processes are another user's, or in another container.
             logger.warning("the server's /metrics will not show the ranks: %s", error)
 
-    def write(self, ranks: Iterable[tuple[RankCard, StepTotals]]) -> None:
+    def write(self, ranks: Iterable[tuple[RankInfo, StepTotals]]) -> None:
         """Replace what is there."""
         if self._descriptor is None:
             return
-        rows = [RankFigures.of(self._engine, card, totals) for card, totals in ranks]
+        rows = [RankFigures.of(self._engine, info, totals) for info, totals in ranks]
         content = json.dumps([asdict(row) for row in rows]).encode()
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))

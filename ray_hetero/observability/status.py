@@ -14,7 +14,7 @@ from rich.table import Table
 
 from placement.units import GIB
 from ray_hetero.names import is_board
-from ray_hetero.observability.engine_info import RankCard
+from ray_hetero.observability.engine_info import RankInfo
 from ray_hetero.observability.status_board import BoardContent, RankNews
 from ray_hetero.observability.world_table import layer_span
 
@@ -30,7 +30,7 @@ ANSWER_SECONDS = 10.0
 class RankStatus:
     """One rank of a running engine."""
 
-    card: RankCard
+    info: RankInfo
     news: RankNews | None
     """None before its first report."""
 
@@ -47,19 +47,19 @@ class RankStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON: bytes, seconds, milliseconds where the name says so."""
-        card, news = self.card, self.news
+        info, news = self.info, self.news
         found: dict[str, Any] = {
-            "rank": card.rank,
-            "stage": card.stage,
-            "tensor_rank": card.tensor_rank,
-            "kind": card.kind,
-            "node": card.node,
-            "device": card.device,
-            "threads": list(card.threads),
-            "first_layer": card.first_layer,
-            "layers": card.layers,
-            "actor": card.actor,
-            "predicted_step_ms": card.predicted_ms,
+            "rank": info.rank,
+            "stage": info.stage,
+            "tensor_rank": info.tensor_rank,
+            "kind": info.kind,
+            "node": info.node,
+            "device": info.device,
+            "threads": list(info.threads),
+            "first_layer": info.first_layer,
+            "layers": info.layers,
+            "actor": info.actor,
+            "predicted_step_ms": info.predicted_ms,
             "health": self.health,
         }
         if news is None:
@@ -90,7 +90,7 @@ class EngineStatus:
     def ranks(self) -> tuple[RankStatus, ...]:
         """All ranks, in vLLM's order."""
         news = self.content.news
-        return tuple(RankStatus(card, news.get(card.rank)) for card in self.content.card.ranks)
+        return tuple(RankStatus(info, news.get(info.rank)) for info in self.content.info.ranks)
 
     @property
     def is_healthy(self) -> bool:
@@ -100,19 +100,19 @@ class EngineStatus:
     @property
     def headline(self) -> str:
         """The engine in one line."""
-        card = self.content.card
-        age = int(time.time() - card.started)
-        return f"engine {card.engine}: {self.content.state} {card.model}, started {age} s ago"
+        info = self.content.info
+        age = int(time.time() - info.started)
+        return f"engine {info.engine}: {self.content.state} {info.model}, started {age} s ago"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
-        card = self.content.card
+        info = self.content.info
         return {
-            "engine": card.engine,
-            "model": card.model,
+            "engine": info.engine,
+            "model": info.model,
             "state": self.content.state,
-            "driver_pid": card.pid,
-            "started": card.started,
+            "driver_pid": info.pid,
+            "started": info.started,
             "healthy": self.is_healthy,
             "ranks": [rank.to_dict() for rank in self.ranks],
         }
@@ -130,7 +130,7 @@ class EngineStatus:
         rows = "".join(_html_row("td", _row(rank)) for rank in self.ranks)
         return (
             f"<p>{html.escape(self.headline)}</p>"
-            f"<table>{_html_row('th', _LEFT + _RIGHT)}{rows}</table>{self.content.card.picture}"
+            f"<table>{_html_row('th', _LEFT + _RIGHT)}{rows}</table>{self.content.info.picture}"
         )
 
 
@@ -143,14 +143,14 @@ _RIGHT = ("GiB", "steps", "ms busy", "ms waiting", "ms predicted")
 
 
 def _row(rank: RankStatus) -> tuple[str, ...]:
-    card, news = rank.card, rank.news
-    where = (str(card.rank), str(card.stage), card.kind, card.node, card.device)
-    predicted = "" if card.predicted_ms is None else f"{card.predicted_ms:.2f}"
-    span = layer_span(card.first_layer, card.layers)
+    info, news = rank.info, rank.news
+    where = (str(info.rank), str(info.stage), info.kind, info.node, info.device)
+    predicted = "" if info.predicted_ms is None else f"{info.predicted_ms:.2f}"
+    span = layer_span(info.first_layer, info.layers)
     if news is None:
         return (*where, span, rank.health, "", "", "", "", predicted)
     report, recent = news.report, news.recent
-    nbytes = report.gpu_bytes if card.kind == "gpu" else report.resident_bytes
+    nbytes = report.gpu_bytes if info.kind == "gpu" else report.resident_bytes
     return (
         *where,
         span,
@@ -177,7 +177,7 @@ def running_engines() -> tuple[EngineStatus, ...]:
     An engine that ends while it is asked is left out.
     """
     found = [EngineStatus(content) for content in _contents()]
-    return tuple(sorted(found, key=lambda engine: engine.content.card.started))
+    return tuple(sorted(found, key=lambda engine: engine.content.info.started))
 
 
 def _contents() -> Iterator[BoardContent]:

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_hetero.log import logger
 from ray_hetero.names import board_name
-from ray_hetero.observability.engine_info import EngineCard
+from ray_hetero.observability.engine_info import EngineInfo
 from ray_hetero.observability.metrics import FiguresWriter, RayMetrics
 from ray_hetero.observability.step_clock import StepTotals
 
@@ -59,7 +59,7 @@ class RankNews:
 class BoardContent:
     """Everything on a board."""
 
-    card: EngineCard
+    info: EngineInfo
     state: State
     news: dict[int, RankNews]
     """By rank; ranks that have not reported yet are missing."""
@@ -89,15 +89,15 @@ class _History:
 class StatusBoard:
     """The actor class: keeps the last report of every rank."""
 
-    def __init__(self, card: EngineCard) -> None:
-        self.begin(card)
+    def __init__(self, info: EngineInfo) -> None:
+        self.begin(info)
 
-    def begin(self, card: EngineCard) -> None:
+    def begin(self, info: EngineInfo) -> None:
         """The engine's ranks start."""
-        self._card = card
+        self._info = info
         self._state: State = "starting"
         self._histories: dict[int, _History] = {}
-        self._figures = FiguresWriter(card.metrics_path, card.engine)
+        self._figures = FiguresWriter(info.metrics_path, info.engine)
 
     def serve(self) -> None:
         """The engine serves from now on."""
@@ -106,14 +106,14 @@ class StatusBoard:
     def report(self, report: RankReport) -> None:
         """What a rank says of itself."""
         self._histories.setdefault(report.rank, _History()).add(report, time.monotonic())
-        ranks = ((self._card.ranks[r], known.report) for r, known in self._histories.items())
-        self._figures.write((card, known.totals) for card, known in ranks)
+        ranks = ((self._info.ranks[r], known.report) for r, known in self._histories.items())
+        self._figures.write((info, known.totals) for info, known in ranks)
 
     def read(self) -> BoardContent:
         """Everything that is known now."""
         now = time.monotonic()
         news = {rank: history.news(now) for rank, history in self._histories.items()}
-        return BoardContent(self._card, self._state, news)
+        return BoardContent(self._info, self._state, news)
 
 
 class EngineBoard:
@@ -122,19 +122,19 @@ class EngineBoard:
     def __init__(self) -> None:
         self._actor: Any = None
 
-    def starting(self, card: EngineCard) -> None:
+    def starting(self, info: EngineInfo) -> None:
         """Put the board up, or tell the one that is up that other ranks start; returns at once."""
         if self._actor is not None:
-            self._actor.begin.remote(card)
+            self._actor.begin.remote(info)
             return
         here = ray.get_runtime_context().get_node_id()
         options = {
-            "name": board_name(card.engine),
+            "name": board_name(info.engine),
             "num_cpus": 0,
             "max_restarts": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
         }
-        self._actor = ray.remote(StatusBoard).options(**options).remote(card)
+        self._actor = ray.remote(StatusBoard).options(**options).remote(info)
 
     def serving(self) -> None:
         """Warm-up is done."""

@@ -41,13 +41,13 @@ from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, finger
 from ray_hetero.worker.speculation import Speculation, models_of
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
-from ray_hetero.world import Forecast, RankLaunch
+from ray_hetero.world import Forecast, RankSpec
 
 PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
 """For tests: GPU ranks compute on the CPU platform where there is no GPU."""
 
 
-def _check_platform(rank: RankLaunch) -> None:
+def _check_platform(rank: RankSpec) -> None:
     is_pretending = os.environ.get(PRETEND_GPU) == "1"
     if rank.seat.kind == "gpu" and not current_platform.is_cuda() and not is_pretending:
         raise UnsupportedError(
@@ -147,12 +147,12 @@ class RankWorker:
         return acknowledged
 
 
-class RankProcess(RayWorkerProc):  # type: ignore[misc]
+class RankActor(RayWorkerProc):  # type: ignore[misc]
     """Ray actor class of a rank; scheduled into the bundle that stands for its device."""
 
     worker: Any
 
-    def __init__(self, rank: RankLaunch) -> None:
+    def __init__(self, rank: RankSpec) -> None:
         # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
@@ -201,7 +201,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         if seat.kind == "cpu":
             use_ipex()
             linear_layers = LinearLayers(
-                self._rank.launch.config.cpu,
+                self._rank.engine.config.cpu,
                 self._lender(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
             )
@@ -246,7 +246,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         """
         if os.environ.get(PRETEND_GPU) == "1" and self._rank.world.has_gpu:
             return torch.device("cpu")
-        asked = self._rank.launch.config.cpu.borrow_gpu
+        asked = self._rank.engine.config.cpu.borrow_gpu
         if not physical_gpus or not asked:
             return None
         if cuda_init.PROBLEM:
@@ -309,7 +309,7 @@ class RankProcess(RayWorkerProc):  # type: ignore[misc]
         return f"rank {seat.rank} {seat.kind} {seat.node_name}"
 
     def _context(self) -> RankContext:
-        seat, config = self._rank.seat, self._rank.launch.config
+        seat, config = self._rank.seat, self._rank.engine.config
         asked = config.cpu.kv_cache_gib
         beside = [
             other

@@ -14,7 +14,7 @@ from placement.units import GIB
 from ray_hetero.errors import AgreementError
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE
 from ray_hetero.runtime.process_state import Place
-from ray_hetero.world import RankLaunch, SharedSettings
+from ray_hetero.world import RankSpec, SharedSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -101,7 +101,7 @@ def _cpu_block_size(driver: VllmConfig) -> int:
     return driver.cache_config.block_size if current_platform.is_cpu() else CPU_BLOCK_SIZE
 
 
-def build_rank_config(rank: RankLaunch) -> VllmConfig:
+def build_rank_config(rank: RankSpec) -> VllmConfig:
     """Build this rank's configuration on this process's platform.
 
     Raises:
@@ -112,8 +112,8 @@ def build_rank_config(rank: RankLaunch) -> VllmConfig:
 
     from ray_hetero.worker import mixed_groups
 
-    args = copy.copy(rank.launch.engine_args)
-    shared, config = rank.shared, rank.launch.config
+    args = copy.copy(rank.engine.engine_args)
+    shared, config = rank.shared, rank.engine.config
     # vLLM's GPU worker checks local ranks against nnodes for every other backend name.
     args.distributed_executor_backend = "ray"
     args.dtype = shared.dtype

@@ -152,7 +152,7 @@ def test_the_job_answers_from_its_working_directory(answered: str) -> None:
 
 
 def test_the_jobs_environment_reaches_the_ranks(answered: str, scene: Scene) -> None:
-    ranks = [words for words in marked_processes(scene.marker).values() if "RankProcess" in words]
+    ranks = [words for words in marked_processes(scene.marker).values() if "RankActor" in words]
     assert len(ranks) == 2
 
 
@@ -193,7 +193,7 @@ def test_status_for_programs(answered: str, head: Head, scene: Scene) -> None:
     assert [(rank["kind"], rank["layers"]) for rank in engine["ranks"]] == [("cpu", 2), ("gpu", 2)]
     for rank in engine["ranks"]:
         assert rank["health"] == "ok"
-        assert "RankProcess" in marked_processes(scene.marker)[rank["pid"]]
+        assert "RankActor" in marked_processes(scene.marker)[rank["pid"]]
         assert rank["resident_bytes"] > 100 << 20
         assert rank["recent_busy_ms"] > 0
 

@@ -49,7 +49,7 @@ def test_ctrl_c_while_serving(scene: Scene, logs: Path, model: Model) -> None:
     wait_until_healthy(server)
     running = _ray_processes(scene)
     assert any("raylet" in words for words in running)
-    assert sum("ray::RankProcess" in words for words in running) == 2
+    assert sum("ray::RankActor" in words for words in running) == 2
     with server.client() as client:
         stream = iter(
             client.completions.create(

@@ -90,7 +90,7 @@ def serving(
 def ranks(scene: Scene) -> list[str]:
     """Rank processes of this scene's engines, on whichever node."""
     found = marked_processes(scene.marker).values()
-    return [words for words in found if "ray::RankProcess" in words]
+    return [words for words in found if "ray::RankActor" in words]
 
 
 ENDLESS = {"model": NAME, "prompt": prompts()[1], "max_tokens": 1500, "stream": True,

@@ -76,7 +76,7 @@ class GpuState:
 
 
 def gpu_state() -> GpuState:
-    """Ask the driver who computes on the GPUs and how much memory is in use."""
+    """Ask the driver who computes on the visible GPUs and how much of their memory is in use."""
     if IS_PRETENDED:
         return GpuState((), 0)
     processes = _query("--query-compute-apps=pid")
@@ -85,5 +85,8 @@ def gpu_state() -> GpuState:
 
 def _query(what: str) -> list[int]:
     command = [shutil.which("nvidia-smi") or "nvidia-smi", what, "--format=csv,noheader,nounits"]
+    # Two runs of the tests may have a GPU each.
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return [int(line) for line in answer.stdout.split() if line.isdecimal()]

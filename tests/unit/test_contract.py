@@ -44,7 +44,7 @@ from ray_hetero.executor.hetero_executor import HeteroExecutor
 from ray_hetero.executor.rank_queues import RequestQueue
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
-from ray_hetero.worker.rank_actor import RankProcess
+from ray_hetero.worker.rank_actor import RankActor
 from ray_hetero.worker.rank_config import (
     SHARED_FIELDS,
     build_rank_config,
@@ -61,7 +61,7 @@ OVERRIDES: dict[type, set[str]] = {
         "compile_or_warm_up_model", "shutdown",
     },
     GuardedExecutor: {"collective_rpc"},
-    RankProcess: {"run", "worker_busy_loop"},
+    RankActor: {"run", "worker_busy_loop"},
     RankRecovery: {"on_fault"},
     RequestQueue: {"enqueue"},
     HeteroGroup: {"__init__", "broadcast", "isend_tensor_dict", "irecv_tensor_dict"},
@@ -71,7 +71,7 @@ OVERRIDES: dict[type, set[str]] = {
     },
 }  # fmt: skip
 """Methods that stand for one of vLLM's; a renamed one would silently never be called."""
-REPLACED = {RankProcess: {"__init__"}}
+REPLACED = {RankActor: {"__init__"}}
 """Methods of our own that only share the name."""
 
 
@@ -147,11 +147,11 @@ PRIVATE: list[tuple[str, type, str]] = [
     ("executor/recovery", Scheduler, "finish_requests"),
     ("executor/recovery", Scheduler, "reset_prefix_cache"),
     ("executor/recovery", Scheduler, "reset_encoder_cache"),
-    ("worker/rank_actor", RankProcess, "worker_busy_loop"),
-    ("worker/rank_actor", RankProcess, "_execute_worker_rpc"),
-    ("worker/rank_actor", RankProcess, "create_dist_init_method"),
-    ("worker/rank_actor", RankProcess, "get_node_and_physical_gpu_ids"),
-    ("worker/rank_actor", RankProcess, "wait_for_init"),
+    ("worker/rank_actor", RankActor, "worker_busy_loop"),
+    ("worker/rank_actor", RankActor, "_execute_worker_rpc"),
+    ("worker/rank_actor", RankActor, "create_dist_init_method"),
+    ("worker/rank_actor", RankActor, "get_node_and_physical_gpu_ids"),
+    ("worker/rank_actor", RankActor, "wait_for_init"),
     ("executor/hetero_executor", HeteroExecutor, "_get_output_rank"),
     ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
 ]
@@ -344,18 +344,18 @@ def test_the_backends_name_becomes_a_class_and_the_arguments_travel(arguments: E
     arguments.additional_config = {"ray_hetero": {"layers": [1, 1]}}
     config = arguments.create_engine_config()
     assert config.parallel_config.distributed_executor_backend is HeteroExecutor
-    launch = engine_args.launch_of(config)
-    assert launch.config.layers == [1, 1]
-    assert launch.ray_address is None
+    spec = engine_args.spec_of(config)
+    assert spec.config.layers == [1, 1]
+    assert spec.ray_address is None
     # What the ranks build theirs from is what the user wrote.
-    assert launch.engine_args.distributed_executor_backend == "ray_hetero"
+    assert spec.engine_args.distributed_executor_backend == "ray_hetero"
 
 
 def test_other_backends_are_left_alone(model: Path) -> None:
     engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     config = EngineArgs(model=str(model), max_model_len=128).create_engine_config()
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
-        engine_args.launch_of(config)
+        engine_args.spec_of(config)
 
 
 def test_every_shared_field_exists(arguments: EngineArgs) -> None:
@@ -372,7 +372,7 @@ def test_every_shared_field_exists(arguments: EngineArgs) -> None:
 def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
     from worlds import world
 
-    from ray_hetero.world import Launch, RankLaunch
+    from ray_hetero.world import EngineSpec, RankSpec
 
     engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = "ray_hetero"
@@ -380,9 +380,9 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
     driver = arguments.create_engine_config()
     shared: SharedSettings = shared_settings(driver, has_cpu=True)
     there = world("c", "c", layers=1)
-    launch: Launch = engine_args.launch_of(driver)
+    spec: EngineSpec = engine_args.spec_of(driver)
     ranks = [
-        build_rank_config(RankLaunch(there, seat, launch, shared, (0,), (), "1,1"))
+        build_rank_config(RankSpec(there, seat, spec, shared, (0,), (), "1,1"))
         for seat in there.seats
     ]
     prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]

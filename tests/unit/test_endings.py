@@ -9,14 +9,14 @@ from placement.errors import ClaimError
 from ray_hetero.executor.endings import Ending, Severity, causes, ending, plain
 
 GONE = """The actor died unexpectedly before finishing this task.
-\tclass_name: RankProcess
+\tclass_name: RankActor
 \tactor_id: 1a
 \tpid: 12
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
 detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some \
 potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory."""
 NODE = """The actor died unexpectedly before finishing this task.
-\tclass_name: RankProcess
+\tclass_name: RankActor
 The actor died because its node has died. Node Id: 5f"""
 PEER = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:31337")
 

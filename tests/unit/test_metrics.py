@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from ray_hetero.observability.engine_info import RankCard
+from ray_hetero.observability.engine_info import RankInfo
 from ray_hetero.observability.metrics import FIGURES, PREFIX, FiguresWriter, RankCollector
 from ray_hetero.observability.step_clock import StepTotals
 
@@ -17,8 +17,8 @@ TOTALS = StepTotals(steps=7, tokens=56, busy_s=1.5, waiting_s=0.25, exchange_s=0
                     received_bytes=2048, sent_bytes=1024)  # fmt: skip
 
 
-def card(rank: int, kind: str = "cpu") -> RankCard:
-    return RankCard(
+def info(rank: int, kind: str = "cpu") -> RankInfo:
+    return RankInfo(
         rank=rank, stage=rank, tensor_rank=0, kind=kind, node="host-a", device="", threads=(),
         first_layer=0, layers=1, actor="", predicted_ms=None,
     )  # fmt: skip
@@ -48,7 +48,7 @@ def test_a_scrape_shows_every_figure_of_every_rank() -> None:
     collector = RankCollector()
     writer = FiguresWriter(collector.add_engine(), "one")
     assert scraped(collector) == []
-    writer.write([(card(0), TOTALS), (card(1, "gpu"), StepTotals(steps=1))])
+    writer.write([(info(0), TOTALS), (info(1, "gpu"), StepTotals(steps=1))])
     lines = list(map(sorted_labels, scraped(collector)))
     assert len(lines) == 2 * len(FIGURES)
     assert sample("busy_seconds", "one", 0, 1.5) in lines
@@ -59,8 +59,8 @@ def test_a_scrape_shows_every_figure_of_every_rank() -> None:
 def test_what_is_written_replaces_what_was_there() -> None:
     collector = RankCollector()
     writer = FiguresWriter(collector.add_engine(), "one")
-    writer.write([(card(0), TOTALS), (card(1), TOTALS)])
-    writer.write([(card(0), StepTotals(steps=8))])
+    writer.write([(info(0), TOTALS), (info(1), TOTALS)])
+    writer.write([(info(0), StepTotals(steps=8))])
     lines = list(map(sorted_labels, scraped(collector)))
     assert len(lines) == len(FIGURES)
     assert sample("steps", "one", 0, 8.0) in lines
@@ -69,7 +69,7 @@ def test_what_is_written_replaces_what_was_there() -> None:
 def test_engines_of_one_process_share_a_family() -> None:
     collector = RankCollector()
     for name in ("one", "two"):
-        FiguresWriter(collector.add_engine(), name).write([(card(0), TOTALS)])
+        FiguresWriter(collector.add_engine(), name).write([(info(0), TOTALS)])
     lines = list(map(sorted_labels, scraped(collector)))
     assert sample("tokens", "one", 0, 56.0) in lines
     assert sample("tokens", "two", 0, 56.0) in lines
@@ -78,9 +78,9 @@ def test_engines_of_one_process_share_a_family() -> None:
 def test_another_process_can_write() -> None:
     collector = RankCollector()
     code = (
-        "import sys; from test_metrics import TOTALS, card; "
+        "import sys; from test_metrics import TOTALS, info; "
         "from ray_hetero.observability.metrics import FiguresWriter; "
-        "FiguresWriter(sys.argv[1], 'one').write([(card(0), TOTALS)])"
+        "FiguresWriter(sys.argv[1], 'one').write([(info(0), TOTALS)])"
     )
     run_beside([sys.executable, "-c", code, collector.add_engine()])
     assert sample("steps", "one", 0, 7.0) in map(sorted_labels, scraped(collector))
@@ -92,5 +92,5 @@ def run_beside(command: Sequence[str]) -> None:
 
 def test_a_server_that_cannot_be_reached_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     writer = FiguresWriter("/proc/1/fd/no-such", "one")
-    writer.write([(card(0), TOTALS)])
+    writer.write([(info(0), TOTALS)])
     assert "/metrics will not show the ranks" in caplog.text

@@ -13,7 +13,7 @@ from vllm.v1.fault_tolerance import fault_tolerant_wrapper
 from vllm.v1.request import RequestStatus
 
 from ray_hetero.compat import engine_core
-from ray_hetero.compat.engine_args import LAUNCH_ATTRIBUTE
+from ray_hetero.compat.engine_args import SPEC_ATTRIBUTE
 from ray_hetero.errors import StartupError
 from ray_hetero.executor import recovery
 from ray_hetero.executor.recovery import RankRecovery
@@ -64,8 +64,8 @@ class Engine:
     engine_index = 0
 
     def __init__(self, executor: Executor, args: type[EngineArgs]) -> None:
-        launch = SimpleNamespace(engine_args=args.__new__(args))
-        self.vllm_config = SimpleNamespace(**{LAUNCH_ATTRIBUTE: launch})
+        spec = SimpleNamespace(engine_args=args.__new__(args))
+        self.vllm_config = SimpleNamespace(**{SPEC_ATTRIBUTE: spec})
         self.model_executor, self.scheduler = executor, Scheduler()
         self.addresses = SimpleNamespace(outputs=["api server 0", "api server 1"])
         self.input_queue: queue.Queue[Any] = queue.Queue()

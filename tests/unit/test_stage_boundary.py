@@ -12,7 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ray_hetero.distributed.gloo_link import GlooLink
+from ray_hetero.distributed.link import Link
+from ray_hetero.distributed.links import LINKS
 from ray_hetero.distributed.messages import ALIGNMENT, HEADER_BYTES, Message, Packing
+from ray_hetero.distributed.neighbour import Neighbour, Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary
 from ray_hetero.errors import AgreementError
 
@@ -42,13 +46,14 @@ def boundary_of(
     rank: int, ranks: int, store: Path, *, may_share: bool = True
 ) -> Iterator[StageBoundary]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    yield StageBoundary(dist.group.WORLD, list(range(ranks)), rank, CPU, may_share=may_share)
+    neighbours = Neighbours.in_line(dist.group.WORLD, list(range(ranks)), rank)
+    yield StageBoundary(neighbours, CPU, links=LINKS if may_share else [GlooLink()])
     dist.destroy_process_group()
 
 
 def boundary_links(boundary: StageBoundary) -> tuple[str, ...]:
     """How a stage exchanges, to the next one and from the previous one."""
-    ends = (getattr(boundary, name, None) for name in ("_sender", "_receiver"))
+    ends = [*boundary._senders, boundary._receiver]
     return tuple(type(end).__name__ for end in ends if end is not None)
 
 
@@ -162,10 +167,86 @@ def test_messages_lie_where_a_cpu_rank_computes_with_them(tmp_path: Path) -> Non
 
 def test_other_tensors_are_refused_where_they_arrive(tmp_path: Path) -> None:
     (_, first), (_, second) = run(refuses_other_tensors, 2, tmp_path)
-    assert first == ""
+    assert first == second
     assert "rank 0 sends" in second
     assert "(24,)" in second
     assert "(32,)" in second
+
+
+class NoLink:
+    """A link that is offered, and that nobody reaches."""
+
+    name = "none"
+    address = b""
+
+    def offer(self, terms: Any, neighbour: Any) -> NoLink:
+        return self
+
+    def reach(self, address: bytes, terms: Any, neighbour: Any) -> None:
+        return None
+
+    def withdraw(self) -> None:
+        """Nothing was held ready."""
+
+
+def has_a_link_that_is_not_reached(rank: int, ranks: int, store: Path, answers: Any) -> None:
+    """The first link is tried first and fails; where it is the only one, both sides say so."""
+    with boundary_of(rank, ranks, store) as boundary:
+        boundary._links = [NoLink(), *LINKS]
+        boundary.agree(TEMPLATE, CAPACITY)
+        links = boundary_links(boundary)
+        boundary._senders, boundary._receiver, boundary._links = [], None, [NoLink()]
+        with pytest.raises(AgreementError, match="by none of the links that it offers: none"):
+            boundary.agree(TEMPLATE, CAPACITY)
+        answers.put((rank, links))
+        dist.barrier()
+
+
+def test_links_are_tried_in_their_order(tmp_path: Path) -> None:
+    found = run(has_a_link_that_is_not_reached, 2, tmp_path)
+    assert found == [(0, SHARED[:1]), (1, SHARED[1:])]
+
+
+def sends_to_a_larger_stage(
+    rank: int, ranks: int, store: Path, answers: Any, links: list[Link]
+) -> None:
+    """Stage 0 is rank 0, stage 1 the others; the ranks behind the first one take no part."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    group, others = dist.group.WORLD, range(1, ranks)
+    if rank == 0:
+        neighbours = Neighbours(2, following=tuple(Neighbour(r, group) for r in others))
+    else:
+        neighbours = Neighbours(2, previous=Neighbour(0, group))
+    boundary = StageBoundary(neighbours, CPU, links=links)
+    boundary.agree(TEMPLATE, CAPACITY)
+    is_right = True
+    for step, tokens in enumerate(STEPS):
+        boundary.begin_step(tokens)
+        expected = tensors_of(step, tokens)
+        if rank == 0:
+            boundary.isend(expected)
+            continue
+        received, (handle,), _ = boundary.irecv()
+        handle.wait()
+        is_right &= all(torch.equal(received[name][:tokens], expected[name]) for name in expected)
+    dist.barrier()
+    answers.put((rank, is_right, boundary.take().sent_bytes > 0))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("links", [LINKS, [GlooLink()]], ids=["shared", "gloo"])
+def test_a_rank_sends_to_every_rank_that_looks_to_it(links: list[Link], tmp_path: Path) -> None:
+    found = run(sends_to_a_larger_stage, 3, tmp_path, links)
+    assert found == [(0, True, True), (1, True, False), (2, True, False)]
+
+
+def test_a_rank_without_receivers_sends_nothing() -> None:
+    boundary = StageBoundary(Neighbours(stages=2), CPU)
+    boundary.agree(TEMPLATE, CAPACITY)
+    boundary.begin_step(1)
+    boundary.isend(tensors_of(0, 1))
+    assert boundary.take().sent_bytes == 0
 
 
 def test_tensors_of_a_row_lie_behind_each_other() -> None:
@@ -197,7 +278,7 @@ def test_tensors_of_a_row_lie_behind_each_other() -> None:
 def test_waiting_ends_where_the_previous_stage_had_computed(
     computed_at: float, is_shared: bool, waiting: float, exchange: float
 ) -> None:
-    boundary = StageBoundary(None, [0, 1], 1, CPU)
+    boundary = StageBoundary(Neighbours(stages=2), CPU)
     boundary._is_clock_shared = is_shared
     packing = Packing(TEMPLATE)
     message = Message(packing, memory_of(packing, 1))

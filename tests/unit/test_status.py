@@ -14,7 +14,7 @@ from placement.cluster.assignment import assign
 from placement.cluster.layout import Layout
 from ray_hetero.names import actor_name, board_name, is_board
 from ray_hetero.observability import status_board
-from ray_hetero.observability.engine_info import EngineCard, card_of
+from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.status import EngineStatus
 from ray_hetero.observability.status_board import RankReport, StatusBoard
 from ray_hetero.observability.step_clock import StepTotals
@@ -29,8 +29,8 @@ def world() -> World:
 
 
 @pytest.fixture
-def card(world: World) -> EngineCard:
-    return card_of("1a2b3", "models/tiny", LayerPlan(world, None), None, {0: (2, 3), 1: (0,)})
+def info(world: World) -> EngineInfo:
+    return info_of("1a2b3", "models/tiny", LayerPlan(world, None), None, {0: (2, 3), 1: (0,)})
 
 
 @pytest.fixture
@@ -62,15 +62,15 @@ def test_names_say_what_an_actor_is(world: World) -> None:
     assert not any(is_board(actor_name("1a2b3", seat)) for seat in world.seats)
 
 
-def test_the_card_has_layers_and_the_threads_of_cpu_ranks(card: EngineCard) -> None:
-    first, second = card.ranks
+def test_the_card_has_layers_and_the_threads_of_cpu_ranks(info: EngineInfo) -> None:
+    first, second = info.ranks
     assert (first.first_layer, first.layers, first.threads) == (0, 3, (2, 3))
     assert (second.first_layer, second.layers, second.threads) == (3, 5, ())
-    assert card.picture == ""
+    assert info.picture == ""
 
 
-def test_step_times_are_those_of_the_last_seconds_with_steps(card: EngineCard, clock: Any) -> None:
-    board = StatusBoard(card)
+def test_step_times_are_those_of_the_last_seconds_with_steps(info: EngineInfo, clock: Any) -> None:
+    board = StatusBoard(info)
     # 100 slow steps at the start, a minute later 10 quick ones, and then a pause.
     reports = ((100, 0, 0.0), (102, 100, 2.0), (160, 100, 2.0), (162, 105, 2.01),
                (164, 110, 2.02), (166, 110, 2.02))  # fmt: skip
@@ -84,8 +84,8 @@ def test_step_times_are_those_of_the_last_seconds_with_steps(card: EngineCard, c
     assert news.recent.busy_s == pytest.approx(0.02)
 
 
-def test_health(card: EngineCard, clock: Any) -> None:
-    board = StatusBoard(card)
+def test_health(info: EngineInfo, clock: Any) -> None:
+    board = StatusBoard(info)
     board.report(report(0, 5, 0.1))
     assert [rank.health for rank in EngineStatus(board.read()).ranks] == ["ok", "starting"]
     board.report(report(1, 5, 0.1, in_step_s=95.4))
@@ -96,17 +96,17 @@ def test_health(card: EngineCard, clock: Any) -> None:
     assert not engine.is_healthy
 
 
-def test_ranks_that_start_again_begin_anew(card: EngineCard) -> None:
-    board = StatusBoard(card)
+def test_ranks_that_start_again_begin_anew(info: EngineInfo) -> None:
+    board = StatusBoard(info)
     board.serve()
     board.report(report(0, 5, 0.1))
-    board.begin(card)
+    board.begin(info)
     content = board.read()
     assert (content.state, content.news) == ("starting", {})
 
 
-def test_table_json_and_notebook_show_the_same(card: EngineCard, clock: Any) -> None:
-    board = StatusBoard(replace(card, model="models/<tiny>", picture="<svg>plan</svg>"))
+def test_table_json_and_notebook_show_the_same(info: EngineInfo, clock: Any) -> None:
+    board = StatusBoard(replace(info, model="models/<tiny>", picture="<svg>plan</svg>"))
     board.serve()
     for clock.now, steps in ((100, 0), (102, 8)):
         board.report(report(0, steps, 0.0125 * steps))
