@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner with speculative decoding: what each stage of a pipeline has to do with it.
+"""vLLM's V1 model runner with speculative decoding: what is left to each stage of a pipeline.
 
 Drafts are made, and verified, on the last stage.  vLLM's V1 runner makes the drafter there, and
 asks for it everywhere.
@@ -237,8 +237,8 @@ def pass_hidden_states_on(runner: Any, layers: Sequence[int]) -> None:
         received = kwargs.get("intermediate_tensors")
         for name in names:
             if name not in made.tensors:
-                has_come = received is not None
-                made.tensors[name] = received[name] if has_come else made["hidden_states"]
+                # The first stage has received none: any tensor keeps the place of a later layer's.
+                made.tensors[name] = made["hidden_states"] if received is None else received[name]
         return made
 
     runner._model_forward = forward_and_pass_on

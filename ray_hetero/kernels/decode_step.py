@@ -2,8 +2,9 @@
 
 vLLM's operators for the attention of one layer, called from Python, take several times as long as
 there is to compute while conversations are short; and threads are called together for each anew.
-Steps that are something else (prompts, speculative tokens, many requests), and attentions that do
-more than this knows, are computed layer by layer (decoder_layers.py).
+Requests may have a few tokens each, which verify drafts (token_rows.py).  Steps that are something
+else (prompts, many requests), and attentions that do more than this knows, are computed layer by
+layer (decoder_layers.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from ray_hetero.kernels.post_attention import Beginning, BetweenAttentions
 from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.kernels.token_rows import is_few_rows, token_rows
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.decoder_layers import Attention
@@ -28,7 +30,7 @@ SPAN = 32
 
 
 class DecodeStep:
-    """Computes steps of one token a request.
+    """Computes steps of one token a request, or of a few.
 
     Args:
         beginning: of the first layer.
@@ -70,7 +72,7 @@ class DecodeStep:
         if (
             metadata is None
             or slots is None
-            or not _is_decode(metadata, slots, tokens)
+            or not is_few_rows(metadata, slots, tokens)
             or not _is_known(cache, first.isa)
             or any(one is not metadata or other.stride() != cache.stride()
                    for one, _, other, _ in contexts)
@@ -79,8 +81,10 @@ class DecodeStep:
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        # Named, so that they outlive the call that reads their memory.
+        lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
         self._layers.run(
-            requests=self._requests(positions, slots, metadata, cache, first.isa),
+            requests=self._requests(positions, slots, lengths, blocks, cache, first.isa),
             caches=[other.data_ptr() for _, _, other, _ in contexts],
             block_stride=cache.stride(0),
             head_stride=cache.stride(1),
@@ -93,16 +97,16 @@ class DecodeStep:
         return y, total
 
     def _requests(
-        self, positions: torch.Tensor, slots: torch.Tensor, metadata: Any, cache: torch.Tensor,
-        isa: str,
+        self, positions: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor,
+        blocks: torch.Tensor, cache: torch.Tensor, isa: str,
     ) -> Any:  # fmt: skip
         return self._kernel.native.Requests(
             m=len(positions),
             positions=positions.data_ptr(),
             slots=slots.data_ptr(),
-            lengths=metadata.seq_lens.data_ptr(),
-            blocks=metadata.block_table.data_ptr(),
-            most_blocks=metadata.block_table.stride(0),
+            lengths=lengths.data_ptr(),
+            blocks=blocks.data_ptr(),
+            most_blocks=blocks.stride(0),
             block=cache.shape[2],
             tiles=isa == TILES,
         )
@@ -122,19 +126,6 @@ def known_scale(attention: Any) -> float | None:
         and attention.head_size % SPAN == 0
     )
     return float(impl.scale) if is_known else None
-
-
-def _is_decode(metadata: Any, slots: torch.Tensor, tokens: int) -> bool:
-    """One token of each request, as vLLM's CPU backend describes it."""
-    lengths, blocks = metadata.seq_lens, metadata.block_table
-    return (
-        metadata.max_query_len == 1
-        and metadata.num_actual_tokens == tokens == len(lengths) == len(blocks)
-        and len(slots) >= tokens
-        and metadata.dynamic_causal is None
-        and (lengths.dtype, blocks.dtype, slots.dtype) == (torch.int32, torch.int32, torch.int64)
-        and lengths.stride(0) == blocks.stride(1) == slots.stride(0) == 1
-    )
 
 
 def _is_known(cache: torch.Tensor, isa: str) -> bool:

@@ -10,7 +10,8 @@ from ray_hetero.compat import spec_decode
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from ray_hetero.world import Seat, World
+    from placement.cluster.assignment import Seat
+    from ray_hetero.world import World
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Small drafters for the demo model, written so that some of their drafts are accepted.
 
 The demo model's output matrix favours one successor of each token whatever came before
-(ray_hetero/cli/demo/weights.py).  A draft model of fewer layers knows the same successors.  An EAGLE
-head is given the last token's embedding and has the target's output matrix: it knows them as soon as
-it hands the embedding on.
+(ray_hetero/cli/demo/weights.py).  A draft model of fewer layers knows the same successors.  An
+EAGLE head is given the last token's embedding and has the target's output matrix: it knows them as
+soon as it hands the embedding on.
 """
 
 from __future__ import annotations
