@@ -100,7 +100,7 @@ class Engine:
         self._log = log
         self._segments = _segments()
         keys = {
-            "restart": options.restart,
+            "max_restarts": options.restart,
             "serving": {"step_timeout_s": STEP_LIMIT_SECONDS},
             "cpu": {"ranks_per_socket": options.ranks, "kv_cache_gib": options.kv_cache_gib},
         }

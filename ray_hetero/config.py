@@ -1,7 +1,8 @@
 """The one configuration of this backend, read from vLLM's `--additional-config` and a YAML file.
 
 `--additional-config '{"ray_hetero": {…}}'` wins, key by key, over the file named by
-`RAY_HETERO_CONFIG`, which wins over the defaults.  Unknown keys are refused.
+`RAY_HETERO_CONFIG`, which wins over the defaults.  Unknown keys are refused; keys that once had
+another name are taken by that too, with a line in the log.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from placement.given import key_of, listed, shown
 from placement.plan.stage_plan import Objective
 from placement.yaml_file import YamlError, read_yaml
 from ray_hetero.errors import ConfigError
+from ray_hetero.log import logger
 
 Kind = Literal["cpu", "gpu"]
 Auto = Literal["auto"]
@@ -31,6 +33,13 @@ Environment = dict[
 
 ENVIRONMENT_VARIABLE = "RAY_HETERO_CONFIG"
 KEY = "ray_hetero"
+RENAMED = {
+    "restart": "max_restarts",
+    "cpu.strict": "cpu.max_remote_memory_fraction",
+    "cpu.borrow_gpu": "cpu.prefill_on_gpu",
+    "cpu.borrow_gpu_tokens": "cpu.prefill_on_gpu_tokens",
+}
+"""Old name of a key → its name; both in the same section."""
 
 
 class _Section(BaseModel):
@@ -83,16 +92,17 @@ class CpuConfig(_Section):
     compact_weights: bool | Auto = "auto"
     """Whether linear layers that stream hold their weights in 12 bits instead of 16, without loss,
     where their values allow that; auto does where there is AMX."""
-    borrow_gpu: bool | Auto = "auto"
+    prefill_on_gpu: bool | Auto = "auto"
     """Whether a CPU rank has a GPU of its node compute its linear layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""
-    borrow_gpu_tokens: Annotated[int, Field(ge=1)] = 96
+    prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] = 96
     """Tokens of a step from which it does."""
     install_kernels: bool = False
     """Whether nodes that lack the CPU kernels beside a CUDA install fetch them at start-up, as
     `ray-hetero install-cpu-kernels` does; else the engine names these nodes and ends."""
-    strict: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Largest share of a rank's memory on foreign NUMA nodes; more is an error. None only logs."""
+    max_remote_memory_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Largest share of a CPU rank's memory on foreign NUMA nodes; more is an error. None only logs
+    the share."""
     env: Environment = {}
     """Added to the environment of CPU ranks."""
 
@@ -170,7 +180,7 @@ class HeteroConfig(_Section):
     exchange: ExchangeConfig = ExchangeConfig()
     pipeline: PipelineConfig = PipelineConfig()
     serving: ServingConfig = ServingConfig()
-    restart: Annotated[int, Field(ge=0, le=1000)] = 0
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often, in all, the engine starts its ranks again after one has died or hangs; requests
     in flight get an error. 0 ends the engine instead, for a supervisor to start it again."""
 
@@ -202,7 +212,8 @@ def load_config(additional_config: object) -> HeteroConfig:
     if isinstance(additional_config, dict):
         _check_beside(additional_config)
         given = additional_config.get(KEY, {})
-    return _validate(_merged(settings, _mapping(given, f"--additional-config key {KEY!r}")))
+    where = f"--additional-config key {KEY!r}"
+    return _validate(_merged(settings, _by_new_names(_mapping(given, where), where)))
 
 
 def _check_beside(additional_config: dict[Any, Any]) -> None:
@@ -213,7 +224,7 @@ def _check_beside(additional_config: dict[Any, Any]) -> None:
 
     """
     for key in map(str, additional_config):
-        if key in HeteroConfig.model_fields:
+        if key in HeteroConfig.model_fields or key in RENAMED:
             raise ConfigError(
                 f"--additional-config key {key!r}: it belongs inside {KEY!r}; "
                 f'type: --additional-config \'{{"{KEY}": {{"{key}": …}}}}\''
@@ -230,13 +241,37 @@ def _from_file(path: str | None) -> dict[str, Any]:
         content = read_yaml(path)
     except YamlError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return _mapping({} if content is None else content, where)
+    return _by_new_names(_mapping({} if content is None else content, where), where)
 
 
 def _mapping(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ConfigError(f"{where}: expected keys and values, got {shown(value)}")
     return value
+
+
+def _by_new_names(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """The settings of one source with all keys by their names of today.
+
+    Raises:
+        ConfigError: a key is there by its old and by its new name.
+
+    """
+    settings = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()
+    }
+    for old, new in RENAMED.items():
+        section: object = settings
+        *path, name = old.split(".")
+        for part in path:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or name not in section:
+            continue
+        if (now := new.split(".")[-1]) in section:
+            raise ConfigError(f"{where}: {old} is the old name of {new}; keep the new one only")
+        logger.warning("%s: %s is called %s now, please rename it", where, old, new)
+        section[now] = section.pop(name)
+    return settings
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

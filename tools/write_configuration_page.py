@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from pages import DOCS, replaced, table
 from pydantic import BaseModel
 
 from ray_hetero.config import HeteroConfig
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+PAGE = DOCS / "configuration.md"
 BEGIN = "<!-- keys: written by tools/write_configuration_page.py -->"
 END = "<!-- end of keys -->"
 WORDS = {
@@ -66,15 +66,6 @@ def _text(value: object) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def table() -> str:
-    """All keys as a Markdown table."""
-    rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
-    for key, allowed, default, meaning in keys_of(HeteroConfig):
-        cells = (f"`{key}`", allowed, default, meaning)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
-
-
 def written(page: str) -> str:
     """The page with its table written anew.
 
@@ -82,11 +73,8 @@ def written(page: str) -> str:
         ValueError: the page has lost one of the two marks between which the table is.
 
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"expected the lines {BEGIN!r} and {END!r} in {PAGE.name}")
-    return f"{before}{begin}\n\n{table()}\n\n{end}{after}"
+    rows = ((f"`{key}`", *more) for key, *more in keys_of(HeteroConfig))
+    return replaced(page, BEGIN, END, table(("key", "values", "default", "meaning"), rows))
 
 
 def main() -> None:

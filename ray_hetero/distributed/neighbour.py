@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +56,23 @@ class Neighbours:
     """The ranks that this rank sends to; none on the last stage."""
 
     @classmethod
-    def in_line(cls, group: dist.ProcessGroup, ranks: list[int], stage: int) -> Neighbours:
+    def in_line(
+        cls,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        stage: int,
+        receivers: Sequence[int] | None = None,
+    ) -> Neighbours:
         """The neighbours in a pipeline of one rank a stage.
 
         Args:
             group: Gloo group of the pipeline's ranks.
             ranks: their global ranks, by stage.
             stage: this rank's.
+            receivers: ranks of the next stage that this rank sends to, where the stages differ in
+                size; None is the next one of `ranks`.
 
         """
         before = Neighbour(ranks[stage - 1], group) if stage > 0 else None
-        return cls(len(ranks), before, tuple(Neighbour(r, group) for r in ranks[stage + 1 :][:1]))
+        following = ranks[stage + 1 : stage + 2] if receivers is None else receivers
+        return cls(len(ranks), before, tuple(Neighbour(rank, group) for rank in following))

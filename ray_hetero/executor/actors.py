@@ -53,7 +53,7 @@ def environment_of(rank: RankSpec, software: NodeSoftware) -> dict[str, str]:
             cpu_site=software.cpu_site,
             python_path=os.environ.get("PYTHONPATH", ""),
         )
-        if config.cpu.borrow_gpu and rank.world.has_gpu_on(rank.seat.node_id):
+        if config.cpu.prefill_on_gpu and rank.world.has_gpu_on(rank.seat.node_id):
             environment[cuda_init.VARIABLE] = "1"
         environment |= config.cpu.env
     else:

@@ -43,9 +43,12 @@ from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import LayerPlan
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
-from ray_hetero.preflight.refusals import refuse_shared_experts
-from ray_hetero.preflight.unsupported_checkpoints import refuse_checkpoint
-from ray_hetero.preflight.unsupported_drafters import refuse_drafter
+from ray_hetero.preflight.refusals import (
+    refuse_checkpoint,
+    refuse_drafting,
+    refuse_shared_experts,
+)
+from ray_hetero.preflight.unsupported_drafters import Drafting
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.held_signals import sigterm_held
@@ -123,8 +126,8 @@ class HeteroExecutor(GuardedExecutor):
         self._spec = spec_of(self.vllm_config)
         self._progress = StartupProgress(in_notebook=self._spec.in_notebook)
         self._config = self._spec.config
-        self._guard(self._config.restart)
-        if self._config.restart:
+        self._guard(self._config.max_restarts)
+        if self._config.max_restarts:
             engine_core.ask_when_a_step_fails(self.vllm_config, RankRecovery)
         self._turn = self._take_turn()
         self._get_parallel_sizes()
@@ -174,7 +177,7 @@ class HeteroExecutor(GuardedExecutor):
             if self.world.has_cpu:
                 refuse_checkpoint(self.model_config)
                 refuse_shared_experts(self.parallel_config)
-                refuse_drafter(self.vllm_config, self._config, self.world.layout)
+                self._check_drafting()
             self._memory = plan.memory_bytes()
             self._ranks = self._rank_specs(plan, nodes)
             engine_args.limit_batches_in_flight(
@@ -196,6 +199,14 @@ class HeteroExecutor(GuardedExecutor):
         logger.info("\n%s", as_text(placement_table(self.world, threads)))
         for line in layer_plan.describe_split(plan):
             logger.info("plan: %s", line)
+
+    def _check_drafting(self) -> None:
+        speculative, stages = self.vllm_config.speculative_config, self.world.layout.stages
+        if speculative is None:
+            return
+        refuse_drafting(Drafting(self.vllm_config, self._config, len(stages)))
+        if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
+            refuse_checkpoint(speculative.draft_model_config)
 
     def _layer_plan(self, nodes: Sequence[Node], facts: EngineFacts) -> LayerPlan:
         try:

@@ -141,8 +141,8 @@ class BorrowedGpu:
             raise UnsupportedError(
                 f"no GPU computes this rank's prompts, which takes {needed / GIB:.1f} GiB of its "
                 f"memory and pages of the host that can be locked: {reason}. "
-                "Lower gpu.memory_utilization or --max-num-batched-tokens, or set cpu.borrow_gpu "
-                "to false."
+                "Lower gpu.memory_utilization or --max-num-batched-tokens, or set "
+                "cpu.prefill_on_gpu to false."
             ) from None
         self._pieces = {at: list(self._cut(weight)) for at, weight in self._weights.items()}
         return Taken(sum(weight.data.nbytes for weight in weights), needed)

@@ -41,13 +41,13 @@ class LinearLayers:
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
         self._kernel = streaming_linear.choose(config.linear_kernel)
-        if config.borrow_gpu is True:
+        if config.prefill_on_gpu is True:
             self._check_borrowing(gpu)
         if self._kernel is None:
             return
         self._kernel.prompts = None
         self._kernel.compact.clear()
-        if gpu is not None and config.borrow_gpu:
+        if gpu is not None and config.prefill_on_gpu:
             self._gpu = BorrowedGpu(gpu, tokens)
         cpu_linear.use_linear(
             torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
@@ -57,13 +57,13 @@ class LinearLayers:
     def _check_borrowing(self, gpu: torch.device | None) -> None:
         if gpu is None:
             raise UnsupportedError(
-                "cpu.borrow_gpu is true, but no GPU rank of this engine is on the node of this "
+                "cpu.prefill_on_gpu is true, but no GPU rank of this engine is on the node of this "
                 "CPU rank. Leave the setting out, or give the layout a GPU there."
             )
         if self._kernel is None:
             raise UnsupportedError(
-                "cpu.borrow_gpu is true, but linear layers are vLLM's own here: this processor has "
-                "no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
+                "cpu.prefill_on_gpu is true, but linear layers are vLLM's own here: this processor "
+                "has no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
             )
 
     def _packed(self, layer: torch.nn.Module) -> torch.Tensor:
@@ -119,15 +119,15 @@ class LinearLayers:
         try:
             taken = self._gpu.take()
         except UnsupportedError as error:
-            if self._config.borrow_gpu is True:
+            if self._config.prefill_on_gpu is True:
                 raise
             logger.warning("%s", error)
             return
-        kernel.prompts = Prompts(self._gpu, self._config.borrow_gpu_tokens)
+        kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens)
         logger.info(
             "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
-            "over its link, %.1f GiB of its memory are taken (cpu.borrow_gpu)",
-            self._config.borrow_gpu_tokens,
+            "over its link, %.1f GiB of its memory are taken (cpu.prefill_on_gpu)",
+            self._config.prefill_on_gpu_tokens,
             taken.weight_bytes / GIB,
             taken.gpu_bytes / GIB,
         )

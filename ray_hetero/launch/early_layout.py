@@ -23,7 +23,9 @@ from ray_hetero.config import HeteroConfig
 OVERRIDE = "RAY_OVERRIDE_RESOURCES"
 
 
-def settle(config: HeteroConfig, stages: int, ranks: int, gpus: int | None) -> HeteroConfig:
+def resolve_auto_layout(
+    config: HeteroConfig, stages: int, ranks: int, gpus: int | None
+) -> HeteroConfig:
     """Write `layout: auto` out where it means GPUs only.
 
     Args:

@@ -14,7 +14,7 @@ from placement.cluster import ray_cluster
 from ray_hetero.compat import api_server, engine_clients
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
-from ray_hetero.launch.early_layout import known_gpus, settle
+from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
 from ray_hetero.observability import metrics
 from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
@@ -46,7 +46,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     group = ray_cluster.current_group()
     engines = engines_together(engine_args)
     gpus = known_gpus() if group is None else None
-    config = settle(
+    config = resolve_auto_layout(
         load_config(engine_args.additional_config),
         engine_args.pipeline_parallel_size,
         engine_args.tensor_parallel_size,
@@ -63,7 +63,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         metrics_path=metrics.show_engine(),
     )
     engine_args.distributed_executor_backend = HeteroExecutor
-    if config.restart and isinstance(engine_args, AsyncEngineArgs):
+    if config.max_restarts and isinstance(engine_args, AsyncEngineArgs):
         api_server.turn_away_while_unhealthy()
     if spec.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.

@@ -117,11 +117,11 @@ def plan_layers(
         stages = _stages(config, world, nodes, facts, measure)
     except UnknownDeviceError as error:
         return LayerPlan(world, None, warning=_equal(str(error)) if is_chosen else "")
-    question = _Question(config, facts, facts.shape, stages)
+    search = SplitSearch(config, facts, facts.shape, stages)
     if is_chosen:
-        return _planned(_ordered(world, question.best()), facts)
+        return _planned(_ordered(world, search.best()), facts)
     try:
-        split = question.priced(world.layers)
+        split = search.priced(world.layers)
     except DoesNotFitError as error:
         return LayerPlan(world, None, warning=f"this may not fit: {error}")
     return _planned((world, split), facts)
@@ -191,7 +191,7 @@ def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
 
 
 @dataclass(frozen=True)
-class _Question:
+class SplitSearch:
     """What is asked of the planner."""
 
     config: HeteroConfig

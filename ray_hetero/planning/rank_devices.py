@@ -94,7 +94,7 @@ def rank_devices(
 
     """
     hosts = {node.node_id: node.host for node in nodes}
-    crowd = {
+    ranks_on_node = {
         node: sum(seat.kind == "cpu" and seat.node_id == node for seat in seats) for node in hosts
     }
     devices = (
@@ -113,7 +113,7 @@ def rank_devices(
             hosts[seat.node_id],
             cores=len(threads[seat.rank]),
             measured=bandwidth.get(seat.rank),
-            crowd=crowd[seat.node_id],
+            ranks_on_node=ranks_on_node[seat.node_id],
         )
         for seat in seats
     )
@@ -174,7 +174,7 @@ def _streams(config: CpuConfig, host: Host) -> bool:
 
 def borrowers(config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host) -> int:
     """Most CPU ranks that borrow one GPU rank's device, as far as planning can tell."""
-    if not (config.borrow_gpu and _streams(config, host)):
+    if not (config.prefill_on_gpu and _streams(config, host)):
         return 0
     here = [other.kind for other in seats if other.node_id == seat.node_id]
     return -(-here.count("cpu") // here.count("gpu"))
@@ -213,10 +213,10 @@ def _socket(
     *,
     cores: int,
     measured: float | None,
-    crowd: int,
+    ranks_on_node: int,
 ) -> RankDevice:
     figures = _socket_figures(config, seat, socket, host, cores=cores, measured=measured)
-    usable = _free_bytes(seat, socket, host, crowd)
+    usable = _free_bytes(seat, socket, host, ranks_on_node)
     asked = config.cpu.kv_cache_gib
     return RankDevice(
         seat.node_name,
@@ -266,7 +266,7 @@ def _compute(host: Host, cores: int) -> float:
     return max(1, cores) * per_core * _REACHABLE
 
 
-def _free_bytes(seat: Seat, socket: Socket, host: Host, crowd: int) -> int:
+def _free_bytes(seat: Seat, socket: Socket, host: Host, ranks_on_node: int) -> int:
     """What a CPU rank may take of its socket: what is free there, within the control group."""
     if socket.free_bytes is None or socket.memory_bytes is None:
         raise UnknownDeviceError(
@@ -274,5 +274,5 @@ def _free_bytes(seat: Seat, socket: Socket, host: Host, crowd: int) -> int:
         )
     free = socket.free_bytes - int(SYSTEM_SHARE * socket.memory_bytes)
     if host.memory_limit_bytes is not None:
-        free = min(free, int(host.memory_limit_bytes * (1 - SYSTEM_SHARE)) // crowd)
+        free = min(free, int(host.memory_limit_bytes * (1 - SYSTEM_SHARE)) // ranks_on_node)
     return max(0, free)

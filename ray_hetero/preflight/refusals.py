@@ -1,41 +1,74 @@
 """What this backend cannot do, refused in one line before anything starts.
 
-Most were seen to fail, or to be ignored, when they were tried, the others follow from vLLM's code;
-docs/compatibility.md says which.
+Every refusal is a row: what is refused, when it is asked for, why, and what to do instead; the
+tables say in which worlds.  docs/compatibility.md shows the rows, and what was seen when they were
+tried (`tools/write_compatibility_page.py`).
+
+Checks of what a node or a device has are elsewhere in this room.  Two stand beside what they ask:
+an engine of another backend where there is no device (`compat/stand_in.py`, which lends that
+process its platform), and a GPU for prompts where there is none (`kernels/linear_layers.py`, which
+knows the kernel that the process has).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
-from ray_hetero.preflight.unsupported_drafters import METHODS, why_not
+from ray_hetero.preflight.unsupported_checkpoints import (
+    architecture_without_kernel,
+    layers_without_kernel,
+)
+from ray_hetero.preflight.unsupported_drafters import (
+    METHODS,
+    Drafting,
+    batches_in_flight,
+    has_recurrent_states,
+    method_found,
+    method_named,
+)
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
+    from vllm.config import ModelConfig, ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
+
+Asked = TypeVar("Asked")
+"""Where a refusal looks: arguments of vLLM's, or a part of its configuration."""
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """An option that does not work."""
+class Refusal(Generic[Asked]):
+    """One thing that does not work."""
 
     option: str
-    is_asked: Callable[[EngineArgs], object]
+    """What is refused; `{found}` stands for what was asked for."""
+    is_asked: Callable[[Asked], object]
+    """What was asked for; nothing, or something false, where it was not."""
     why: str
     instead: str = "Leave it out."
+    seen: str = ""
+    """What happened when it was tried; for the page."""
 
-    def __str__(self) -> str:
-        """The line for the user."""
-        return f"{self.option} does not work with ray_hetero: {self.why}. {self.instead}"
+    def check(self, asked: Asked) -> None:
+        """Raise if it is asked for.
+
+        Raises:
+            UnsupportedError: says what, why, and what to do instead.
+
+        """
+        if found := self.is_asked(asked):
+            what = self.option.format(found=found)
+            raise UnsupportedError(
+                f"{what} does not work with ray_hetero: {self.why}. {self.instead}"
+            )
 
 
-ALWAYS: Sequence[Refusal] = (
+ALWAYS: Sequence[Refusal[EngineArgs]] = (
     Refusal("--nnodes", lambda args: args.nnodes > 1, "Ray places the ranks; leave it at 1"),
     Refusal(
         "--device-ids",
@@ -51,7 +84,8 @@ ALWAYS: Sequence[Refusal] = (
     Refusal(
         "--kv-transfer-config",
         lambda args: args.kv_transfer_config,
-        "KV blocks live on two kinds",
+        "KV blocks of the two kinds have different layouts",
+        seen="A pipeline of CPU ranks ran with vLLM's example connector; nothing else was tried.",
     ),
     Refusal(
         "--prefill-context-parallel-size",
@@ -61,23 +95,21 @@ ALWAYS: Sequence[Refusal] = (
 )
 """Refused in every world."""
 
-
-def _drafting_method(args: EngineArgs) -> str | None:
-    """As the user names it; vLLM finds out others from the draft model."""
-    given = args.speculative_config
-    method = given.get("method") if isinstance(given, dict) else getattr(given, "method", None)
-    return args.spec_method or method
-
-
 ONLY_V2 = "it needs vLLM's V2 model runner, CPU ranks have V1"
-WITH_CPU_RANKS: Sequence[Refusal] = (
+WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
-        "--speculative-config",
-        lambda args: why_not(_drafting_method(args)),
-        f"only drafts of the methods {', '.join(METHODS)} were made and verified on CPU ranks",
+        "--speculative-config with the method {found}",
+        method_named,
+        f"on CPU ranks only drafts of {', '.join(METHODS)} were made and verified",
         "Leave it out, or name one of them.",
+        seen="What each of them asks for: [speculative decoding](speculation.md).",
     ),
-    Refusal("--enable-sleep-mode", lambda args: args.enable_sleep_mode, "CPU ranks cannot sleep"),
+    Refusal(
+        "--enable-sleep-mode",
+        lambda args: args.enable_sleep_mode,
+        "CPU ranks cannot sleep",
+        seen="vLLM's CPU worker ignores it.",
+    ),
     Refusal(
         "--decode-context-parallel-size",
         lambda args: args.decode_context_parallel_size > 1,
@@ -116,6 +148,93 @@ WITH_CPU_RANKS: Sequence[Refusal] = (
 )
 """Refused where the world may have CPU ranks."""
 
+WITH_RESTARTS: Sequence[Refusal[EngineArgs]] = (
+    Refusal(
+        "max_restarts beside --data-parallel-size {found}",
+        lambda args: args.data_parallel_size if args.data_parallel_size > 1 else None,
+        "the engines of a data-parallel server step together",
+        "Leave one of them out.",
+    ),
+    Refusal(
+        "max_restarts beside VLLM_ENABLE_V1_MULTIPROCESSING=0",
+        lambda args: os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0",
+        "the engine that lives on needs a process of its own",
+        "Unset the variable, or leave max_restarts out.",
+    ),
+)
+"""Refused where an engine may start its ranks again."""
+
+MODELS_OF_CPU_RANKS: Sequence[Refusal[ModelConfig]] = (
+    Refusal(
+        "a checkpoint with {found} layers",
+        layers_without_kernel,
+        "vLLM has no CPU kernel for them",
+        "Take the model as 8-bit integers (W8A8), 4-bit AWQ or GPTQ, or unquantised, or write a "
+        "layout without CPU ranks.",
+        seen="Which formats have one: the table below.",
+    ),
+    Refusal(
+        "a model with {found} layers",
+        architecture_without_kernel,
+        "vLLM's CPU kernels lack their selective scan",
+        "Write a layout without CPU ranks.",
+    ),
+)
+"""Models that are refused in a world with CPU ranks."""
+
+ENGINES_OF_CPU_RANKS: Sequence[Refusal[ParallelConfig]] = (
+    Refusal(
+        "--data-parallel-size {found} for a model with experts",
+        lambda parallel: parallel.data_parallel_size if parallel.data_parallel_size > 1 else None,
+        "its engines exchange tokens, which vLLM cannot between CPU ranks",
+        "Leave it out, or start several servers.",
+    ),
+)
+"""Engines beside each other that are refused in a world with CPU ranks.  Engines of a model without
+experts are independent, and vLLM has told each by then that it is the only one."""
+
+DRAFTING_OF_CPU_RANKS: Sequence[Refusal[Drafting]] = (
+    Refusal(
+        "--speculative-config with a drafter of the kind {found}",
+        method_found,
+        "none was run on CPU ranks yet",
+        f"Leave it out, or take one of {', '.join(METHODS)}.",
+    ),
+    Refusal(
+        "--speculative-config with parallel_drafting",
+        lambda drafting: drafting.vllm_config.speculative_config.parallel_drafting,
+        "no such drafter was run on CPU ranks yet",
+        "Set it to false.",
+    ),
+    Refusal(
+        "--speculative-config with pipeline.batches_in_flight {found}",
+        batches_in_flight,
+        "vLLM's scheduler needs the tokens of one batch before it can have drafts verified in the "
+        "next one",
+        "Set it to 1, or leave it out.",
+    ),
+    Refusal(
+        "--speculative-config with a pipeline of a model with recurrent states",
+        has_recurrent_states,
+        "the states go back by as many tokens as were refused, which only the last stage knows",
+        "Write a layout of one stage, or leave it out.",
+        seen="Follows from vLLM's code.",
+    ),
+)
+"""Speculative decoding that is refused in a world with CPU ranks."""
+
+REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
+    "always": ALWAYS,
+    "with CPU ranks": (
+        *WITH_CPU_RANKS,
+        *MODELS_OF_CPU_RANKS,
+        *ENGINES_OF_CPU_RANKS,
+        *DRAFTING_OF_CPU_RANKS,
+    ),
+    "with `max_restarts`": WITH_RESTARTS,
+}
+"""All rows, by the worlds in which they are refused."""
+
 
 def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, has_cpu: bool) -> None:
     """Raise for the first option that cannot work.
@@ -135,25 +254,9 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, has_cpu
     ranks = engine_args.tensor_parallel_size
     _check_layout(config, stages, ranks)
     _check_layers(config, stages)
-    _check_restart(engine_args, config)
-    for refusal in (*ALWAYS, *(WITH_CPU_RANKS if has_cpu else ())):
-        if refusal.is_asked(engine_args):
-            raise UnsupportedError(str(refusal))
-
-
-def _check_restart(engine_args: EngineArgs, config: HeteroConfig) -> None:
-    if not config.restart:
-        return
-    if engine_args.data_parallel_size > 1:
-        raise UnsupportedError(
-            f"restart: {config.restart} does not work with --data-parallel-size "
-            f"{engine_args.data_parallel_size}: the engines step together. Leave one of them out."
-        )
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-        raise UnsupportedError(
-            f"restart: {config.restart} needs vLLM's engine in a process of its own, but "
-            "VLLM_ENABLE_V1_MULTIPROCESSING is 0. Unset it, or leave restart out."
-        )
+    asked = [*ALWAYS, *(WITH_CPU_RANKS if has_cpu else ())]
+    for refusal in (*asked, *(WITH_RESTARTS if config.max_restarts else ())):
+        refusal.check(engine_args)
 
 
 def _check_model_path(model: str) -> None:
@@ -193,19 +296,34 @@ def _check_layers(config: HeteroConfig, stages: int) -> None:
             )
 
 
-def refuse_shared_experts(parallel: ParallelConfig) -> None:
-    """Refuse engines that would share the experts of a model, where there are CPU ranks.
+def refuse_checkpoint(model: ModelConfig) -> None:
+    """Refuse a model that has no CPU kernel; for worlds with CPU ranks.
 
-    Engines of a model without experts are independent, and vLLM has told each by now that it is
-    the only one.
+    Raises:
+        UnsupportedError: its layers have no kernel there.
+
+    """
+    for refusal in MODELS_OF_CPU_RANKS:
+        refusal.check(model)
+
+
+def refuse_drafting(drafting: Drafting) -> None:
+    """Refuse speculative decoding that cannot work; for worlds with CPU ranks.
+
+    Raises:
+        UnsupportedError: the method, the model or a setting beside it does not work.
+
+    """
+    for refusal in DRAFTING_OF_CPU_RANKS:
+        refusal.check(drafting)
+
+
+def refuse_shared_experts(parallel: ParallelConfig) -> None:
+    """Refuse engines that would share the experts of a model; for worlds with CPU ranks.
 
     Raises:
         UnsupportedError: this engine is one of several that exchange tokens.
 
     """
-    if parallel.data_parallel_size > 1:
-        raise UnsupportedError(
-            f"--data-parallel-size {parallel.data_parallel_size} does not work with ray_hetero for "
-            "a model with experts: its engines exchange tokens, which vLLM cannot between CPU "
-            "ranks. Leave it out, or start several servers."
-        )
+    for refusal in ENGINES_OF_CPU_RANKS:
+        refusal.check(parallel)

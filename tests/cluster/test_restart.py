@@ -1,4 +1,4 @@
-"""With `restart` an engine lives through the death of its ranks: 503, then correct tokens."""
+"""With `max_restarts` an engine lives through the death of its ranks: 503, then correct tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _lives_through(server: FaultyServer, number: signal.Signals, rank: int) -> N
 
 def test_kill_stop_and_the_end(scene: Scene, logs: Path, model: Model) -> None:
     server = FaultyServer(
-        scene, logs / "restart", model("llama"), restart=2, serving={"step_timeout_s": 8}
+        scene, logs / "restart", model("llama"), max_restarts=2, serving={"step_timeout_s": 8}
     )
     wait_until_healthy(server.server)
     wanted = _answers(server)
@@ -64,7 +64,7 @@ KILLS = int(os.environ.get("RAY_HETERO_TEST_KILLS", "20"))
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_kills_in_a_row_leave_nothing_behind(scene: Scene, logs: Path, model: Model) -> None:
-    server = FaultyServer(scene, logs / "many", model("llama"), restart=KILLS)
+    server = FaultyServer(scene, logs / "many", model("llama"), max_restarts=KILLS)
     wait_until_healthy(server.server)
     wanted = _answers(server)
     engine, sizes, memory = server.engine, [], []

@@ -50,8 +50,8 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         cpu |= {
             "linear_kernel": "streaming",
             "compact_weights": True,
-            "borrow_gpu": True,
-            "borrow_gpu_tokens": 8,
+            "prefill_on_gpu": True,
+            "prefill_on_gpu_tokens": 8,
         }
     gpu = {"in_mixed_groups": "graphs"} if run["compiled"] else {}
     return common | {

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, HeteroConfig, load_config
+from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, RENAMED, HeteroConfig, load_config
 from ray_hetero.errors import ConfigError
 
 
@@ -191,3 +192,34 @@ def test_the_configuration_imports_neither_vllm_nor_ray() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
     assert ran.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_key_is_still_taken_by_its_old_name(
+    old: str, new: str, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_text("")
+    one, other = (True, False) if old == "cpu.borrow_gpu" else (1, 0.5 if "strict" in old else 2)
+
+    def given(key: str, value: object) -> dict[str, Any]:
+        *section, name = key.split(".")
+        return {section[0]: {name: value}} if section else {name: value}
+
+    with caplog.at_level("WARNING", "vllm.ray_hetero"):
+        assert load(**given(old, one)) == load(**given(new, one)) != HeteroConfig()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert (
+        line == f"--additional-config key 'ray_hetero': {old} is called {new} now, please rename it"
+    )
+    # By whatever name: the command line wins over the file.
+    file.write_text(yaml.safe_dump(given(old, other)))
+    assert load(**given(new, one)) == load(**given(old, one))
+    both = given(old, one)
+    *section, name = new.split(".")
+    (both[section[0]] if section else both)[name] = one
+    assert refused(**both).endswith(f"{old} is the old name of {new}; keep the new one only")
+
+
+def test_an_old_name_beside_the_key_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match="it belongs inside 'ray_hetero'"):
+        load_config({"restart": 2})

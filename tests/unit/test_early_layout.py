@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ray_hetero.config import HeteroConfig
-from ray_hetero.launch.early_layout import known_gpus, settle, visible_gpus
+from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -24,17 +24,17 @@ from ray_hetero.launch.early_layout import known_gpus, settle, visible_gpus
 def test_auto_is_written_out_where_the_gpus_suffice(
     stages: int, ranks: int, gpus: int | None, layout: object
 ) -> None:
-    assert settle(HeteroConfig(), stages, ranks, gpus).layout == layout
+    assert resolve_auto_layout(HeteroConfig(), stages, ranks, gpus).layout == layout
 
 
 def test_a_layout_that_was_given_stays() -> None:
     given = HeteroConfig(layout=[["cpu"]])
-    assert settle(given, 1, 1, gpus=8) is given
+    assert resolve_auto_layout(given, 1, 1, gpus=8) is given
 
 
 def test_everything_else_of_the_configuration_stays() -> None:
     given = HeteroConfig(layers=[4], objective="throughput")
-    settled = settle(given, 1, 1, gpus=1)
+    settled = resolve_auto_layout(given, 1, 1, gpus=1)
     assert settled == HeteroConfig(layout=[["gpu"]], layers=[4], objective="throughput")
 
 

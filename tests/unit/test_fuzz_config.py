@@ -63,7 +63,7 @@ GOOD = section(
         kv_cache_gib=AUTO | RATES,
         bandwidth_gb_s=st.none() | RATES,
         openmp=st.sampled_from(["auto", "gomp", "iomp", "none"]),
-        strict=st.none() | st.floats(0, 1),
+        max_remote_memory_fraction=st.none() | st.floats(0, 1),
         env=ENVIRONMENTS,
     ),
     placement=section(timeout_s=SECONDS),

@@ -172,7 +172,10 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CpuConfig(
-        linear_kernel="streaming", borrow_gpu=True, borrow_gpu_tokens=8, compact_weights=True
+        linear_kernel="streaming",
+        prefill_on_gpu=True,
+        prefill_on_gpu_tokens=8,
+        compact_weights=True,
     )
     layers = LinearLayers(config, CPU, 64)
     plain = layer.weight.data.float()
@@ -210,15 +213,15 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     assert "CUDA out of memory" in caplog.text
     x = torch.zeros(64, 512).bfloat16()
     assert torch.ops.ray_hetero.streaming_linear(x, held, None).shape == (64, 1536)
-    asked = LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), CPU, 64)
+    asked = LinearLayers(CpuConfig(linear_kernel="streaming", prefill_on_gpu=True), CPU, 64)
     asked._packed(layer)
-    with pytest.raises(UnsupportedError, match=r"cpu\.borrow_gpu to false"):
+    with pytest.raises(UnsupportedError, match=r"cpu\.prefill_on_gpu to false"):
         asked.loaded(torch.nn.Module())
 
 
 @needs_bf16
 def test_borrowing_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no GPU rank of this engine is on the node"):
-        LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), None, 64)
+        LinearLayers(CpuConfig(linear_kernel="streaming", prefill_on_gpu=True), None, 64)
     with pytest.raises(UnsupportedError, match=r"Type: cpu\.linear_kernel: streaming"):
-        LinearLayers(CpuConfig(linear_kernel="vllm", borrow_gpu=True), CPU, 64)
+        LinearLayers(CpuConfig(linear_kernel="vllm", prefill_on_gpu=True), CPU, 64)

@@ -126,7 +126,7 @@ def test_what_cpu_ranks_borrow_of_a_gpu_is_left_free_on_it(sockets: int, ranks: 
     # Gate and up are 28672 outputs of 4096 inputs, down has 14336 inputs; 2048 tokens.
     share = gpu_bytes(28672, 14336, 2048)
     assert usable() - usable(linear_kernel="streaming") == ranks * share
-    assert usable(linear_kernel="streaming", borrow_gpu=False) == usable()
+    assert usable(linear_kernel="streaming", prefill_on_gpu=False) == usable()
 
 
 def test_a_given_layout_keeps_its_order_and_auto_takes_the_cheaper() -> None:

@@ -45,11 +45,13 @@ def test_lines() -> None:
     assert "placement unknown" in str(proof({}))
 
 
-def test_strict() -> None:
+def test_memory_on_other_nodes_is_refused_beyond_the_limit() -> None:
     check(proof({0: 9, 1: 1}), None)
     check(proof({0: 9, 1: 1}), 0.1)
     check(proof({}), None)
-    with pytest.raises(RankError, match=r"90.0% .*cpu.strict allows 5.0% of a rank's memory"):
+    with pytest.raises(
+        RankError, match=r"90.0% .*cpu.max_remote_memory_fraction allows 5.0% of a rank's memory"
+    ):
         check(proof({0: 9, 1: 1}), 0.05)
     with pytest.raises(RankError, match="placement unknown"):
         check(proof({}), 0.5)

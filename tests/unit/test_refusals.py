@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.preflight.refusals import ALWAYS, WITH_CPU_RANKS, refuse_unsupported
+from ray_hetero.preflight.refusals import (
+    ALWAYS,
+    DRAFTING_OF_CPU_RANKS,
+    ENGINES_OF_CPU_RANKS,
+    MODELS_OF_CPU_RANKS,
+    REFUSALS,
+    WITH_CPU_RANKS,
+    WITH_RESTARTS,
+    refuse_drafting,
+    refuse_unsupported,
+)
+from ray_hetero.preflight.unsupported_drafters import METHODS, Drafting
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from write_compatibility_page import PAGE, written
 
 IN_EVERY_WORLD: dict[str, dict[str, Any]] = {
     "--nnodes": {"nnodes": 2},
@@ -21,7 +38,7 @@ IN_EVERY_WORLD: dict[str, dict[str, Any]] = {
     "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
 }
 BESIDE_CPU_RANKS: dict[str, dict[str, Any]] = {
-    "--speculative-config": {"speculative_config": {"method": "ngram"}},
+    "--speculative-config with the method {found}": {"speculative_config": {"method": "medusa"}},
     "--enable-sleep-mode": {"enable_sleep_mode": True},
     "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
     "--async-scheduling": {"async_scheduling": True},
@@ -55,14 +72,62 @@ def test_every_refusal_is_tested() -> None:
     assert {refusal.option for refusal in WITH_CPU_RANKS} == set(BESIDE_CPU_RANKS)
 
 
+def test_every_row_is_in_one_table() -> None:
+    tables = (
+        ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
+        DRAFTING_OF_CPU_RANKS,
+    )  # fmt: skip
+    options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
+    assert sorted(options) == sorted(refusal.option for table in tables for refusal in table)
+    assert len(set(options)) == len(options)
+
+
 @pytest.mark.parametrize("option", [*IN_EVERY_WORLD, *BESIDE_CPU_RANKS])
 def test_it_is_named_with_a_reason_and_a_remedy(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = _asked(tmp_path, monkeypatch, option)
-    said = rf"{re.escape(option)} does not work with ray_hetero: [^.]+\. (Leave it out|Unset it)"
+    named = re.escape(option.format(found="medusa"))
+    said = rf"{named} does not work with ray_hetero: [^.]+\. (Leave it out|Unset it)"
     with pytest.raises(UnsupportedError, match=said):
         refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "deepseek_mtp"])
+def test_drafts_that_work_are_not_refused(method: str, tmp_path: Path) -> None:
+    args = EngineArgs(model=str(tmp_path), speculative_config={"method": method})
+    refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+
+
+def _drafting(tmp_path: Path, stages: int = 2, in_flight: Any = "auto", **changes: Any) -> Drafting:
+    model = write_demo_model(tmp_path / "model", shape=DemoShape(layers=2, hidden=64, heads=2))
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    config = EngineArgs(
+        model=str(model), max_model_len=128, speculative_config=drafts
+    ).create_engine_config()
+    for name, value in changes.items():
+        setattr(config.speculative_config, name, value)
+    hetero = HeteroConfig.model_validate({"pipeline": {"batches_in_flight": in_flight}})
+    return Drafting(config, hetero, stages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "dflash"}, "a drafter of the kind dflash does not work"),
+        ({"parallel_drafting": True}, "with parallel_drafting does not work"),
+        ({"in_flight": 2}, r"batches_in_flight 2 does not work .* Set it to 1"),
+    ],
+)
+def test_drafting_that_does_not_work_is_refused_with_its_reason(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_drafting(_drafting(tmp_path, **changes))
+
+
+def test_drafting_that_works_is_not(tmp_path: Path) -> None:
+    refuse_drafting(_drafting(tmp_path, in_flight=1))
 
 
 @pytest.mark.parametrize("option", BESIDE_CPU_RANKS)
@@ -79,7 +144,27 @@ def test_what_vllm_does_by_default_is_not_refused(*, has_cpu: bool, tmp_path: Pa
     refuse_unsupported(EngineArgs(model=str(tmp_path)), HeteroConfig(), has_cpu=has_cpu)
 
 
-def test_every_refusal_is_in_the_table_of_the_docs() -> None:
-    page = (Path(__file__).parents[2] / "docs/compatibility.md").read_text(encoding="utf-8")
-    named = [refusal.option for refusal in (*ALWAYS, *WITH_CPU_RANKS)]
-    assert [option for option in named if f"`{option}`" not in page] == []
+def test_restarts_need_an_engine_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, args = HeteroConfig(max_restarts=2), EngineArgs(model=str(tmp_path))
+    refuse_unsupported(args, config, has_cpu=True)
+    args.data_parallel_size = 2
+    refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+    said = r"^max_restarts beside --data-parallel-size 2 does not work .* step together\. Leave one"
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_unsupported(args, config, has_cpu=True)
+    args.data_parallel_size = 1
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(UnsupportedError, match=r"MULTIPROCESSING=0 .* of its own\. Unset"):
+        refuse_unsupported(args, config, has_cpu=True)
+
+
+def test_the_page_shows_the_tables() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert written(text) == text, "type: python tools/write_compatibility_page.py"
+
+
+def test_a_page_without_its_marks_is_not_written() -> None:
+    with pytest.raises(ValueError, match="expected the lines"):
+        written("# Compatibility\n")
