@@ -104,7 +104,12 @@ class RankWorker:
         start = self.clock.begin()
         with self._step():
             output = self._worker.execute_model(scheduler_output)
-        self.clock.add(time.perf_counter() - start, tokens, self._boundary)
+        self.clock.add(
+            time.perf_counter() - start,
+            tokens,
+            self._boundary,
+            is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
+        )
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
