@@ -3,6 +3,7 @@
     python benchmarks/side_by_side.py --out results                   # half of an 8B shape outside
     python benchmarks/side_by_side.py --case budget --out results-20b  # 40 GB in 24 GiB of GPU
     python benchmarks/side_by_side.py --case in-flight --out results-in-flight
+    python benchmarks/side_by_side.py --case drafts --out results-drafts  # speculative decoding
 
 On a host without a GPU, two CPU ranks beside vLLM's own `mp`.  `--list` names the contenders,
 `--contenders` chooses some.  Results are written after each contender, into what `--out` already
@@ -30,8 +31,9 @@ from engine_run import Point
 from shapes import SHAPES, head_bytes, layer_bytes
 from side_by_side_report import table
 
-CASES = {"half": "8b", "budget": "20b", "in-flight": "8b"}
+CASES = {"half": "8b", "budget": "20b", "in-flight": "8b", "drafts": "8b"}
 """Shape of each case where there is a GPU; without one it is a smaller one."""
+OUTPUT_TOKENS = {"budget": 256, "drafts": 128}
 IN_FLIGHT = "32x128"
 BATCHES = (1, 8, 32, 128)
 PROMPTS = (128, 1024, 8192)
@@ -49,7 +51,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--points", help="batch x prompt, or batch x prompt x output, with commas")
     parser.add_argument("--most-prompt-tokens", type=int, default=16384,
                         help="of all requests of a point; larger points are left out")  # fmt: skip
-    parser.add_argument("--output-tokens", type=int, help="of each request; 32, budget: 256")
+    parser.add_argument(
+        "--output-tokens", type=int, help="of each request; 32, budget: 256, drafts: 128"
+    )
     parser.add_argument("--step-tokens", type=int, help="most tokens of a step, for in-flight")
     parser.add_argument("--gpu-budget-gib", type=float, help="that may be used; budget: 24")
     parser.add_argument("--prefetch-step", type=int, help="layers that vllm prefetch copies ahead")
@@ -107,6 +111,8 @@ def all_contenders(
         points = [Point.parse(text, options.output_tokens or 32) for text in texts]
         sockets = None if gpu else floor.sockets()
         return contenders.in_flight(split, points, sockets=sockets, step_tokens=options.step_tokens)
+    if options.case == "drafts":
+        return contenders.drafting(split, sockets=None if gpu else floor.sockets())
     if gpu is None:
         return contenders.cpu_only(floor.sockets())
     # In the budget case one step holds the prompts of all eight requests, and a second buffer for
@@ -135,6 +141,8 @@ def points_of(options: argparse.Namespace) -> tuple[str, list[str]]:
         return options.points, []
     if options.case == "budget":
         return "8x128", []
+    if options.case == "drafts":
+        return "1x128,8x128", []
     every = sorted(((b, p) for b in BATCHES for p in PROMPTS), key=lambda x: (x[0] * x[1], x))
     small = [f"{b}x{p}" for b, p in every if b * p <= options.most_prompt_tokens]
     return ",".join(small), [f"{b}x{p}" for b, p in every if b * p > options.most_prompt_tokens]
@@ -202,7 +210,7 @@ def run(
     command = [*contender.command, "--shape", split.shape]
     command += ["--points", contender.points or points, "--repeats", str(options.repeats)]
     command += ["--point-seconds", str(options.point_seconds)]
-    tokens = options.output_tokens or (256 if options.case == "budget" else 32)
+    tokens = options.output_tokens or OUTPUT_TOKENS.get(options.case, 32)
     command += ["--output-tokens", str(tokens)]
     command += ["--eager"] if options.eager and "--eager" not in command else []
     log = Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"

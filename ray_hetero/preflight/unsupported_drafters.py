@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "custom_class")
 """vLLM's names of the methods that work."""
 
 
