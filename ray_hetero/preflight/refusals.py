@@ -100,7 +100,7 @@ WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
         "--speculative-config with the method {found}",
         method_named,
-        f"on CPU ranks only drafts of {', '.join(METHODS)} were made and verified",
+        f"only {', '.join(METHODS)} are known to have all that they need on CPU ranks",
         "Leave it out, or name one of them.",
         seen="What each of them asks for: [speculative decoding](speculation.md).",
     ),
