@@ -34,6 +34,14 @@ def key_of(parts: tuple[object, ...]) -> str:
     return ".".join(name if len(name) <= _SHORT.maxstring else shown(name) for name in names)
 
 
+def numbers(text: str) -> tuple[int, ...] | None:
+    """Whole numbers with commas between them; None for a text that is anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        return None
+
+
 def listed(problems: list[str]) -> str:
     """Problems with semicolons between them; the first few where there are many."""
     rest = len(problems) - MOST_PROBLEMS

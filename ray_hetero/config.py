@@ -106,9 +106,11 @@ class CpuConfig(_Section):
     env: Environment = {}
     """Added to the environment of CPU ranks."""
 
-    def holds_compact(self, *, has_amx: bool) -> bool:
-        """Whether linear layers that stream are to hold compact weights."""
-        return has_amx if self.compact_weights == "auto" else self.compact_weights
+    def weight_format(self, *, has_amx: bool) -> str:
+        """Name of the format (weight_formats/) that linear layers that stream are to hold."""
+        # Without AMX vLLM's kernel may compute prompts, from packed weights.
+        is_compact = has_amx if self.compact_weights == "auto" else self.compact_weights
+        return "compact" if is_compact else "packed"
 
 
 class PlacementConfig(_Section):
@@ -165,7 +167,8 @@ class HeteroConfig(_Section):
     """All settings of the `ray_hetero` backend."""
 
     layout: Auto | list[list[Kind]] = "auto"
-    """A list of stages, each the kinds of its ranks in tensor-parallel order."""
+    """A list of stages, each the kinds of its ranks in tensor-parallel order; stages may differ in
+    size.  vLLM's sizes of pipeline and tensor parallelism are taken from it unless given."""
     layers: Auto | list[Annotated[int, Field(ge=1)]] = "auto"
     """Layers of each pipeline stage; auto plans them where there are both GPUs and sockets, and
     shares them out equally where there is one kind."""
@@ -186,14 +189,12 @@ class HeteroConfig(_Section):
 
     @field_validator("layout")
     @classmethod
-    def _stages_are_equal(cls, layout: Auto | list[list[Kind]]) -> Auto | list[list[Kind]]:
+    def _stages_have_ranks(cls, layout: Auto | list[list[Kind]]) -> Auto | list[list[Kind]]:
         if layout == "auto":
             return layout
         sizes = [len(stage) for stage in layout]
-        if len(set(sizes)) != 1 or 0 in sizes:
-            raise ValueError(
-                f"every stage needs the same number of ranks, at least one, got {shown(sizes)}"
-            )
+        if not sizes or 0 in sizes:
+            raise ValueError(f"every stage needs at least one rank, got {shown(sizes)}")
         return layout
 
 

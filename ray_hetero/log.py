@@ -6,3 +6,8 @@ import logging
 
 logger = logging.getLogger("vllm.ray_hetero")
 """Below vLLM's own logger, so that its level, format and handlers hold; imports no vLLM."""
+
+
+def adopt(package: str) -> None:
+    """Let the messages of a package that knows no vLLM come out as those of this one do."""
+    logging.getLogger(package).parent = logger

@@ -5,10 +5,10 @@ vLLM loads this in every one of its processes, so it imports nothing heavy and m
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
+from ray_hetero.log import logger
 from ray_hetero.names import BACKEND, EXECUTOR_PATH, INSTEAD_OF
 from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from ray_hetero.world import EngineSpec
-
-logger = logging.getLogger(__name__)
 
 
 def register() -> None:

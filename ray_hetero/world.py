@@ -63,6 +63,11 @@ class World:
     layers: tuple[int, ...]
     """Layers of each pipeline stage."""
 
+    def describe(self, rank: int) -> str:
+        """Name a rank for people: its device and its node."""
+        seat = self.seats[rank]
+        return f"rank {rank} ({seat.kind}, {seat.device}, node {seat.node_name})"
+
     def group_kinds(self, ranks: Sequence[int]) -> frozenset[str]:
         """Kinds of device among these ranks."""
         return frozenset(self.seats[rank].kind for rank in ranks)
@@ -80,8 +85,16 @@ class World:
 
     @property
     def has_boundary(self) -> bool:
-        """Whether some pipeline's stages meet at the stage boundary: all but GPUs alone."""
-        return self.has_cpu and len(self.layout.stages) > 1
+        """Whether stages of a pipeline meet at the stage boundary: all but those of vLLM's own."""
+        return not self.is_stock and len(self.layout.stages) > 1
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether vLLM itself can run this world: GPUs only, in stages of one size.
+
+        Any other has the V1 model runner, synchronous scheduling and a Gloo world group.
+        """
+        return self.layout.is_stock
 
     @property
     def node_ids(self) -> frozenset[str]:
@@ -124,7 +137,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Everything one rank's actor needs to start."""
+    """Everything that one rank's actor needs to start."""
 
     world: World
     seat: Seat
@@ -134,8 +147,6 @@ class RankSpec:
     """Logical CPUs that a CPU rank computes on; none for a GPU rank."""
     spare: tuple[int, ...]
     """Logical CPUs of its node that no CPU rank computes on; may be none."""
-    layer_partition: str
-    """Layers of each stage as vLLM's VLLM_PP_LAYER_PARTITION takes them."""
     forecast: Forecast | None = None
     """None where nothing is known to plan from."""
     gpus_beside: tuple[int, ...] = ()

@@ -1,6 +1,7 @@
-"""Which kind of device each rank of the world gets: stages × tensor-parallel ranks.
+"""Which kind of device each rank of the world gets: stages, each with its tensor-parallel ranks.
 
-The order of ranks is vLLM's own (`initialize_model_parallel`): rank = stage · TP + tp.
+Ranks are numbered stage by stage.  Where all stages have one size this is the order of vLLM
+(`initialize_model_parallel`): rank = stage · TP + tp.
 """
 
 from __future__ import annotations
@@ -16,14 +17,66 @@ Kind = Literal["cpu", "gpu"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Kinds of all ranks, stage by stage."""
+    """Kinds of all ranks, stage by stage; stages may differ in size."""
 
     stages: tuple[tuple[Kind, ...], ...]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks of each stage."""
+        return tuple(map(len, self.stages))
+
+    @property
     def tensor_parallel_size(self) -> int:
-        """Ranks in each stage."""
-        return len(self.stages[0])
+        """Ranks of the largest stage, which is what --tensor-parallel-size says."""
+        return max(self.sizes)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all stages have the same number of ranks."""
+        return len(set(self.sizes)) == 1
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether vLLM itself can run such ranks: GPUs only, in stages of one size."""
+        return self.is_even and "cpu" not in self.kinds
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all stages."""
+        return sum(self.sizes)
+
+    def first_rank(self, stage: int) -> int:
+        """The rank that is tensor-parallel rank 0 of that stage."""
+        return sum(self.sizes[:stage])
+
+    def ranks(self, stage: int) -> range:
+        """The ranks of that stage, in tensor-parallel order."""
+        first = self.first_rank(stage)
+        return range(first, first + self.sizes[stage])
+
+    def sender(self, stage: int, tensor_rank: int) -> int:
+        """The rank of the stage before from which a rank receives: every rank of a stage holds the
+        whole hidden state.
+        """
+        before = self.ranks(stage - 1)
+        return before[tensor_rank % len(before)]
+
+    def receivers(self, stage: int, tensor_rank: int) -> tuple[int, ...]:
+        """The ranks of the next stage that receive from a rank: none where others suffice."""
+        if stage + 1 == len(self.stages):
+            return ()
+        return tuple(self.ranks(stage + 1)[tensor_rank :: self.sizes[stage]])
+
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The pipeline that each tensor-parallel rank of the largest stage is in: one rank a stage.
+
+        A rank of a smaller stage is in several.
+        """
+        return tuple(
+            tuple(self.ranks(stage)[lane % size] for stage, size in enumerate(self.sizes))
+            for lane in range(self.tensor_parallel_size)
+        )
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -91,6 +144,14 @@ def _too_few(stages: int, size: int, gpus: int, sockets: int) -> str:
     return f"{message} Ask for at most {gpus} ranks."
 
 
+def sizes_to_type(sizes: Sequence[int]) -> str:
+    """What to type for a layout with stages of these sizes."""
+    return (
+        f"Leave both out, or type: --pipeline-parallel-size {len(sizes)} "
+        f"--tensor-parallel-size {max(sizes)} (the ranks of the largest stage)."
+    )
+
+
 def given_layout(
     stages: Sequence[Sequence[Kind]],
     pipeline_parallel_size: int,
@@ -105,11 +166,11 @@ def given_layout(
 
     """
     sizes = [len(stage) for stage in stages]
-    if sizes != [tensor_parallel_size] * pipeline_parallel_size:
+    if (len(sizes), max(sizes)) != (pipeline_parallel_size, tensor_parallel_size):
         raise LayoutError(
             f"layout has {len(sizes)} stages of {sizes} ranks, but vLLM was asked for "
             f"--pipeline-parallel-size {pipeline_parallel_size} --tensor-parallel-size "
-            f"{tensor_parallel_size}. Make the two agree."
+            f"{tensor_parallel_size}. {sizes_to_type(sizes)}"
         )
     layout = Layout(tuple(tuple(stage) for stage in stages))
     for asked, there, noun in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from placement.cluster.layout import Kind
@@ -184,8 +185,10 @@ def known_part(name: str, *, reachable: bool = True) -> DeviceFigures | None:
     )
 
 
-def stages_of(devices: Sequence[RankDevice], tensor_parallel_size: int) -> list[StageDevices]:
-    """Cut a list of devices into stages of that many ranks; what is left over is dropped."""
-    size = tensor_parallel_size
-    whole = len(devices) // size
-    return [StageDevices(tuple(devices[i * size : (i + 1) * size])) for i in range(whole)]
+def stages_of(devices: Sequence[RankDevice], sizes: Sequence[int]) -> list[StageDevices]:
+    """Cut a list of devices into stages of so many ranks; what is left over is dropped."""
+    ends = list(accumulate(sizes))
+    return [
+        StageDevices(tuple(devices[end - size : end]))
+        for size, end in zip(sizes, ends, strict=True)
+    ]

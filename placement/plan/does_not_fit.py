@@ -30,10 +30,11 @@ def explain_given(planner: Planner, split: Split) -> str:
 
 def _headline(planner: Planner) -> str:
     work, shape = planner.work, planner.shape
+    sizes = sorted({stage.size for stage in planner.stages})
     return (
         f"{shape.model_type} with {len(shape.layers)} layers, {_gib(shape.weight_bytes)} of "
         f"weights and KV cache for {asked_sequences(work)} x {asked_tokens(work)} tokens does not "
-        f"fit on {len(planner.stages)} stages x {planner.stages[0].size} ranks:"
+        f"fit on {len(planner.stages)} stages x {' or '.join(map(str, sizes))} ranks:"
     )
 
 

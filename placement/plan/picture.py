@@ -11,7 +11,7 @@ from itertools import groupby
 from placement.plan import svg
 from placement.plan.devices import RankDevice
 from placement.plan.plan import Plan
-from placement.plan.stage_plan import RankPlan, StagePlan
+from placement.plan.stage_plan import RankPlan, Split, StagePlan
 from placement.plan.svg import Svg
 from placement.units import GB, GIB
 
@@ -66,8 +66,7 @@ def _heading(picture: Svg, plan: Plan) -> float:
     facts = (
         _plural(len(shape.layers), "layer"),
         f"{shape.weight_bytes / GIB:.1f} GiB of weights",
-        f"{_plural(len(split.stages), 'pipeline stage')} of "
-        f"{_plural(split.stages[0].devices.size, 'rank')}",
+        f"{_plural(len(split.stages), 'pipeline stage')} of {_sizes(split)}",
         f"KV cache for {split.kv_tokens:,} tokens",
     )
     picture.text(MARGIN, 72, "  ·  ".join(facts), 14, SOFT)
@@ -159,6 +158,13 @@ def _idle_card(picture: Svg, device: RankDevice, x: float, y: float, height: flo
     picture.text(x + 14, y + 80, "no rank, not asked to work", 13, FAINT)
 
 
+def _sizes(split: Split) -> str:
+    sizes = [stage.devices.size for stage in split.stages]
+    if len(set(sizes)) == 1:
+        return _plural(sizes[0], "rank")
+    return f"{', '.join(map(str, sizes[:-1]))} and {_plural(sizes[-1], 'rank')}"
+
+
 def _card(picture: Svg, plan: Plan, number: int, rank: RankPlan, x: float, y: float) -> None:
     stage, colour = plan.split.stages[number], STAGES[number % len(STAGES)]
     picture.box(x, y, CARD_WIDTH, CARD_HEIGHT, PAPER, radius=9, line=LINE)
@@ -169,7 +175,7 @@ def _card(picture: Svg, plan: Plan, number: int, rank: RankPlan, x: float, y: fl
     picture.text(x + 23, y + 77, badge, 12.5, PAPER, bold=True)
     where = f"rank {rank.rank}"
     if stage.devices.size > 1:
-        where += f", TP {rank.rank % stage.devices.size} of {stage.devices.size}"
+        where += f", TP {rank.rank - stage.ranks[0].rank} of {stage.devices.size}"
     picture.text(x + 40 + svg.width(badge, 12.5, bold=True), y + 77, where, 12.5, SOFT)
     _layers(picture, plan, stage, colour, x + 14, y + 108)
     _memory(picture, rank, x + 14, y + 204)

@@ -92,7 +92,7 @@ class Planner:
         row = [self.stages[place] for place in places]
         stages, first = [], 0
         for place, (stage, count) in enumerate(zip(row, layers, strict=True)):
-            memory = self._memory(place, first, count)
+            memory = self._memory(stage, place, first, count)
             stages.append(
                 StagePlan(
                     given=places[place],
@@ -103,7 +103,7 @@ class Planner:
                     prefill=self._time(row, place, first, count, self._prefill),
                     ranks=tuple(
                         RankPlan(
-                            place * stage.size + i,
+                            sum(before.size for before in row[:place]) + i,
                             device,
                             replace(memory, runtime=device.runtime_bytes),
                             0,
@@ -144,10 +144,6 @@ class Planner:
     def _prefill(self) -> cost.Pass:
         return cost.prefill_pass(self.work.context)
 
-    @property
-    def _size(self) -> int:
-        return self.stages[0].size
-
     @cached_property
     def _layer_times(self) -> dict[StageDevices, tuple[int, ...]]:
         return {stage: self._times_on(stage) for stage in set(map(_anywhere, self.stages))}
@@ -171,17 +167,28 @@ class Planner:
         )
 
     @cached_property
-    def _layer_weights(self) -> tuple[int, ...]:
-        return tuple(cost.layer_weights(layer, self._size) for layer in self.shape.layers)
+    def _layer_weights(self) -> dict[int, tuple[int, ...]]:
+        """Weight bytes of a rank by layer, by size of its stage."""
+        return {
+            size: tuple(cost.layer_weights(layer, size) for layer in self.shape.layers)
+            for size in self._sizes
+        }
 
     @cached_property
-    def _layer_kv(self) -> tuple[int, ...]:
+    def _layer_kv(self) -> dict[int, tuple[int, ...]]:
+        """KV bytes of a rank by layer, by size of its stage."""
         tokens, sequences = cost.asked_tokens(self.work), cost.asked_sequences(self.work)
         chunk = self.work.max_batched_tokens
-        return tuple(
-            cost.kv_bytes(layer, self._size, tokens, sequences, chunk)
-            for layer in self.shape.layers
-        )
+        return {
+            size: tuple(
+                cost.kv_bytes(layer, size, tokens, sequences, chunk) for layer in self.shape.layers
+            )
+            for size in self._sizes
+        }
+
+    @property
+    def _sizes(self) -> frozenset[int]:
+        return frozenset(stage.size for stage in self.stages)
 
     def _beside_layers(
         self, row: Sequence[StageDevices], place: int, run: cost.Pass | None = None
@@ -202,26 +209,27 @@ class Planner:
         return cost.total_step(inside) + self._beside_layers(row, place, run)
 
     def _reach(self, stage: StageDevices, place: int) -> tuple[int, ...]:
-        beside = self._memory(place, 0, 0)
+        beside = self._memory(stage, place, 0, 0)
+        weights, kv = self._layer_weights[stage.size], self._layer_kv[stage.size]
         room = min(
             kv_room(replace(rank, kv_limit_bytes=None), replace(beside, runtime=rank.runtime_bytes))
             for rank in stage.ranks
         )
-        needs = [w + kv for w, kv in zip(self._layer_weights, self._layer_kv, strict=True)]
+        needs = [held + cached for held, cached in zip(weights, kv, strict=True)]
         reach = reach_of(needs, room)
         limits = [r.kv_limit_bytes for r in stage.ranks if r.kv_limit_bytes is not None]
         if not limits:
             return reach
-        return tuple(map(min, reach, reach_of(self._layer_kv, min(limits))))
+        return tuple(map(min, reach, reach_of(kv, min(limits))))
 
-    def _memory(self, place: int, first: int, count: int) -> Memory:
+    def _memory(self, stage: StageDevices, place: int, first: int, count: int) -> Memory:
         is_first, is_last = place == 0, place == len(self.stages) - 1
-        around = cost.around_weights(self.shape, self._size, first=is_first, last=is_last)
-        end = first + count
+        size, end = stage.size, first + count
+        around = cost.around_weights(self.shape, size, first=is_first, last=is_last)
         return Memory(
-            weights=around + sum(self._layer_weights[first:end]),
-            kv=sum(self._layer_kv[first:end]),
-            activations=cost.activation_bytes(self.shape, self._size, self.work, last=is_last),
+            weights=around + sum(self._layer_weights[size][first:end]),
+            kv=sum(self._layer_kv[size][first:end]),
+            activations=cost.activation_bytes(self.shape, size, self.work, last=is_last),
         )
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from placement.errors import LayoutError, PlacementError
-from placement.given import shown
+from placement.given import numbers, shown
 from placement.model.reading import shape_of
 from placement.plan.described import read_described
 from placement.plan.picture import plan_svg
@@ -90,7 +90,7 @@ def plan(
             max_model_len=max_model_len,
             max_sequences=max_sequences,
             objective=_objective(objective),
-            layers=_numbers(layers),
+            layers=_layers(layers),
         )
         if svg is not None:
             _write(svg, plan_svg(found))
@@ -127,15 +127,13 @@ def _objective(objective: str) -> Literal["latency", "throughput"]:
     raise LayoutError(f"--objective: expected latency or throughput, got {shown(objective)}")
 
 
-def _numbers(layers: str | None) -> tuple[int, ...] | None:
-    if layers is None:
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
         return None
-    try:
-        return tuple(int(part) for part in layers.split(","))
-    except ValueError:
-        raise LayoutError(
-            f"--layers: expected numbers with commas, like 20,60; got {shown(layers)}"
-        ) from None
+    found = numbers(text)
+    if found is None:
+        raise LayoutError(f"--layers: expected numbers with commas, like 20,60; got {shown(text)}")
+    return found
 
 
 def _write(path: Path, text: str) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
+from ray_hetero.compat.layer_partition import VARIABLE
 from ray_hetero.compat.patching import original
 from ray_hetero.errors import UnsupportedError
-
-PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
 class OneStage:
@@ -36,14 +35,14 @@ def _one_stage() -> Iterator[None]:
     """Show vLLM a pipeline of one stage, and no division of its layers."""
     from vllm.distributed import parallel_state
 
-    pipeline, partition = original(parallel_state, "_PP"), os.environ.pop(PARTITION, None)
+    pipeline, partition = original(parallel_state, "_PP"), os.environ.pop(VARIABLE, None)
     parallel_state._PP = OneStage()
     try:
         yield
     finally:
         parallel_state._PP = pipeline
         if partition is not None:
-            os.environ[PARTITION] = partition
+            os.environ[VARIABLE] = partition
 
 
 def keep_drafter_whole() -> None:

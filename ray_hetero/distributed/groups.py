@@ -6,7 +6,8 @@
 | CPU sockets of one host        | vLLM's shared memory, as in stock                  |
 | CPU sockets of several hosts   | Gloo                                               |
 | both kinds                     | Gloo through pinned host memory                    |
-| stages of a pipeline           | GPUs only: NCCL; else the stage boundary           |
+| stages of a pipeline           | GPUs only, all of one size: NCCL; else the stage   |
+|                                | boundary                                           |
 
 No NCCL communicator ever spans a CPU rank: `torch.distributed.new_group` is called by all ranks
 in the same order, but only members build the communicator, each with its own group's backend.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
-from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.distributed.parallel_state import GroupCoordinator, get_world_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ray_hetero.compat import message_queues
@@ -142,6 +143,14 @@ def _has_steps_rows(tensor: torch.Tensor) -> bool:
     return graph is not None and graph.num_tokens == tensor.shape[0]
 
 
+def _receivers(world: World, rank: int) -> tuple[int, ...]:
+    """Global ranks that a rank sends its stage's output to."""
+    engine, place = divmod(rank, len(world.seats))
+    seat = world.seats[place]
+    first = engine * len(world.seats)
+    return tuple(first + one for one in world.layout.receivers(seat.stage, seat.tensor_rank))
+
+
 class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
     """vLLM's group, with communication chosen by the kinds of its members."""
 
@@ -160,15 +169,19 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
     ) -> None:
         assert _world is not None
         rank = dist.get_rank()
-        own = next(ranks for ranks in group_ranks if rank in ranks)
+        # Of a pipeline's groups a rank may be in several; vLLM's own class keeps the last.
+        own = [ranks for ranks in group_ranks if rank in ranks][-1]
         local = [member % len(_world.seats) for member in own]
         kinds = _world.group_kinds(local)
-        # Stages that are not all GPUs meet at the boundary.
-        is_stock = kinds == {"gpu"} if group_name == "pp" else _world.is_stock_group(local)
+        is_even = _world.layout.is_even
+        # Stages that are not all GPUs, or not of one size, meet at the boundary.
+        is_stock = (
+            kinds == {"gpu"} and is_even if group_name == "pp" else _world.is_stock_group(local)
+        )
         super().__init__(
             group_ranks=group_ranks,
             local_rank=local_rank,
-            torch_distributed_backend=_device_backend if kinds == {"gpu"} else "gloo",
+            torch_distributed_backend=_device_backend if kinds == {"gpu"} and is_stock else "gloo",
             use_device_communicator=use_device_communicator and is_stock,
             use_message_queue_broadcaster=use_message_queue_broadcaster,
             group_name=group_name,
@@ -184,7 +197,13 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
         if group_name == "pp":
             # Stages meet at the boundary only; without a communicator in the group, vLLM may
             # capture CUDA graphs of a GPU stage.
-            neighbours = Neighbours.in_line(self.device_group, self.ranks, self.rank_in_group)
+            neighbours = Neighbours.in_line(
+                # Of stages of several sizes a rank may have neighbours in several groups.
+                self.device_group if is_even else get_world_group().cpu_group,
+                self.ranks,
+                self.rank_in_group,
+                _receivers(_world, rank),
+            )
             self.boundary = StageBoundary(neighbours, self.device)
         elif use_device_communicator:
             self.use_device_communicator = True
@@ -249,6 +268,6 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
     def _slicing(
         group: GroupCoordinator | None, tensors: dict[str, bool] | None
     ) -> tuple[GroupCoordinator | None, dict[str, bool] | None]:
-        """Who gathers what after a transfer: nobody in a world with CPU ranks."""
+        """Who gathers what after a transfer: nobody where CPU ranks or unequal stages are."""
         assert _world is not None
-        return (None, None) if _world.has_cpu else (group, tensors)
+        return (group, tensors) if _world.is_stock else (None, None)

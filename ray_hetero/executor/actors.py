@@ -1,41 +1,38 @@
-"""Start one Ray actor a rank, and wait for their answers with a limit and a name for the late."""
+"""The Ray actors of the ranks: started one a rank, asked with a limit and a name for the late."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.cluster.ray_cluster import Reservation
+from ray_hetero.config import StartupConfig
 from ray_hetero.errors import StartupError
-from ray_hetero.executor.endings import SETTLE_SECONDS, Ending, Severity, causes, ending_of
-from ray_hetero.executor.lockstep import describe
+from ray_hetero.executor.failure import (
+    POLL_SECONDS,
+    SETTLE_SECONDS,
+    Ending,
+    Severity,
+    causes,
+    ending_of,
+    report_of,
+)
 from ray_hetero.executor.rank_processes import RankProcesses
 from ray_hetero.names import INSTEAD_OF, actor_name
 from ray_hetero.preflight.node_software import NodeSoftware
 from ray_hetero.worker import cuda_init
+from ray_hetero.worker.rank_config import Fingerprint
 from ray_hetero.worker.rank_environment import (
     cpu_rank_environment,
     gpu_rank_environment,
     propagated,
 )
 from ray_hetero.world import RankSpec, World
-
-POLL_SECONDS = 1.0
-
-
-@dataclass
-class RankHandle:
-    """A rank's actor; the fields that vLLM's executor reads carry its names."""
-
-    actor: Any
-    rank: int
-    run_ref: Any = field(default=None)
 
 
 def environment_of(rank: RankSpec, software: NodeSoftware) -> dict[str, str]:
@@ -65,8 +62,126 @@ def environment_of(rank: RankSpec, software: NodeSoftware) -> dict[str, str]:
     return environment | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
 
 
-def spawn(rank: RankSpec, reservation: Reservation, environment: Mapping[str, str]) -> RankHandle:
-    """Create one rank's actor in its bundle; returns at once."""
+class RankActors:
+    """The actors of one generation of ranks, by rank.
+
+    Args:
+        world: seats of the ranks.
+        actors: Ray's handles, by rank.
+        limits: longest waits on the way up.
+
+    """
+
+    def __init__(self, world: World, actors: Sequence[Any], limits: StartupConfig) -> None:
+        self._world = world
+        self._actors = tuple(actors)
+        self._limits = limits
+        self._runs: dict[Any, int] = {}
+        self.processes: RankProcesses | None = None
+        """The actors' processes; None before `prepare` has been answered."""
+        self.fingerprints: Sequence[Fingerprint] = ()
+        """What each rank runs with; empty before `prepare` has been answered."""
+
+    @classmethod
+    def create(
+        cls,
+        specs: Sequence[RankSpec],
+        reservation: Reservation,
+        software: Mapping[str, NodeSoftware],
+    ) -> RankActors:
+        """Create every rank's actor in its bundle; returns at once.
+
+        Args:
+            specs: by rank.
+            reservation: bundles of the seats.
+            software: of each node, by its id.
+
+        """
+        actors = [
+            _create(rank, reservation, environment_of(rank, software[rank.seat.node_id]))
+            for rank in specs
+        ]
+        return cls(specs[0].world, actors, specs[0].engine.config.startup)
+
+    def prepare(self) -> Sequence[Fingerprint]:
+        """Wait until every rank has its configuration.
+
+        Raises:
+            StartupError, RayHeteroError, PlacementError: as `gather`.
+
+        """
+        refs = [actor.prepare.remote() for actor in self._actors]
+        self.fingerprints = self._gather(refs, "starting actors", "actor_timeout_s")
+        self.processes = RankProcesses(self._world, [found.place for found in self.fingerprints])
+        return self.fingerprints
+
+    def start(self, requests: Any) -> list[Any]:
+        """Have the ranks join their groups and load their weights; handles of their queues.
+
+        Args:
+            requests: handle of the queue that every rank reads.
+
+        Raises:
+            StartupError, RayHeteroError, PlacementError: as `gather`.
+
+        """
+        first = self._actors[0].create_dist_init_method.remote()
+        (rendezvous,) = self._gather([first], "opening the rendezvous", "actor_timeout_s")
+        gpus = self._gpus_by_node()
+        refs = [
+            actor.start.remote(rendezvous, requests, gpus[seat.node_id])
+            for actor, seat in zip(self._actors, self._world.seats, strict=True)
+        ]
+        what = "joining groups and loading weights"
+        return [answer["handle"] for answer in self._gather(refs, what, "load_timeout_s")]
+
+    def _gpus_by_node(self) -> dict[str, tuple[int, ...]]:
+        """GPUs of all GPU ranks of each node, by number there, in ascending order."""
+        gpus: dict[str, list[int]] = {}
+        for seat, answer in zip(self._world.seats, self.fingerprints, strict=True):
+            gpus.setdefault(seat.node_id, []).extend(answer.physical_gpus)
+        return {node: tuple(sorted(found)) for node, found in gpus.items()}
+
+    def run(self) -> None:
+        """Have the ranks serve; returns at once."""
+        self._runs = {actor.run.remote(): rank for rank, actor in enumerate(self._actors)}
+
+    def ended(self, at_least: int, timeout_s: float) -> Sequence[Ending] | None:
+        """Wait for so many ranks to end; those that have ended when the time is over.
+
+        None where this process has left Ray.
+        """
+        if not ray.is_initialized():
+            return None
+        done, _ = ray.wait(list(self._runs), num_returns=at_least, timeout=timeout_s)
+        return [
+            ending_of(self._runs[ref], ref)
+            or Ending(self._runs[ref], Severity.FAILED, "ended by itself")
+            for ref in done
+        ]
+
+    def report(self, endings: Sequence[Ending]) -> str:
+        """Say in one line what ended and why; for ranks that serve."""
+        assert self.processes is not None
+        return report_of(endings, self.processes)
+
+    def end(self) -> None:
+        """End the processes of all ranks, whatever they are waiting for; safe to call twice."""
+        if not ray.is_initialized():
+            return
+        for actor in self._actors:
+            ray.kill(actor)
+        if self.processes is not None:
+            self.processes.end()
+
+    def _gather(self, refs: Sequence[Any], what: str, limit: str) -> list[Any]:
+        timeout_s, key = getattr(self._limits, limit), f"startup.{limit}"
+        return gather(
+            self._world, refs, what=what, timeout_s=timeout_s, key=key, processes=self.processes
+        )
+
+
+def _create(rank: RankSpec, reservation: Reservation, environment: Mapping[str, str]) -> Any:
     from ray_hetero.worker.rank_actor import RankActor
 
     seat = rank.seat
@@ -82,7 +197,7 @@ def spawn(rank: RankSpec, reservation: Reservation, environment: Mapping[str, st
         runtime_env={"env_vars": dict(environment)},
         max_restarts=0,
     )
-    return RankHandle(actor.remote(rank), seat.rank)
+    return actor.remote(rank)
 
 
 def gather(
@@ -100,7 +215,7 @@ def gather(
         world: for naming ranks.
         refs: one object reference a rank, by rank.
         what: what is being waited for, for messages.
-        timeout_s: longest wait for all.
+        timeout_s: longest wait for all, in seconds.
         key: name of the setting that holds the limit.
         processes: the ranks' processes, once they are known.
 
@@ -122,7 +237,7 @@ def gather(
         for ref in done:
             del pending[ref]
         if pending and time.monotonic() > deadline:
-            late = "; ".join(describe(world, rank) for rank in sorted(pending.values()))
+            late = "; ".join(world.describe(rank) for rank in sorted(pending.values()))
             doing = f" {processes.look()}." if processes else ""
             raise StartupError(
                 f"{what}: no answer in {timeout_s:g} s ({key}) from {late}.{doing} "
@@ -136,8 +251,8 @@ def _error(
 ) -> Exception:
     first = endings[0]
     if first.error is not None:
-        return type(first.error)(f"{describe(world, first.rank)}: {first.error}")
-    told = "; ".join(f"{describe(world, ending.rank)} {ending.text}" for ending in endings)
+        return type(first.error)(f"{world.describe(first.rank)}: {first.error}")
+    told = "; ".join(f"{world.describe(ending.rank)} {ending.text}" for ending in endings)
     if processes and first.severity is Severity.DIED:
         told = f"{told}; {processes.traces(first.rank)}"
     return StartupError(f"{what}: {told}")

@@ -1,14 +1,119 @@
-"""The first report of what ended the ranks: several threads can find out, all of them need it."""
+"""What ended the ranks: the cause told apart from its consequences, and told once to all who wait.
+
+When one rank dies, its peers fail a moment later in whatever they were doing with it, and their
+errors may arrive first.
+"""
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ray_hetero.errors import RankError
+import ray
+import torch.distributed as dist
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from placement.errors import PlacementError
+from ray_hetero.errors import RankError, RayHeteroError
+
+if TYPE_CHECKING:
+    from ray_hetero.executor.rank_processes import RankProcesses
+
+SETTLE_SECONDS = 2.0
+"""How long other ranks' ends are waited for once one is known, in seconds."""
+POLL_SECONDS = 1.0
+"""How often the watch looks whether it is to stop, in seconds; short, because Ray must not be left
+while a thread waits inside it."""
+WATCH_STOP_SECONDS = 10.0
+"""Longest wait for the watch to stop, in seconds."""
+
+
+class Severity(IntEnum):
+    """How a rank ended; the likelier cause of other ranks' ends comes first."""
+
+    DIED = 0
+    FAILED = 1
+    LOST_A_PEER = 2
+    """The rank failed in an exchange with another rank."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a call of one rank ended without an answer."""
+
+    rank: int
+    severity: Severity
+    text: str
+    error: RayHeteroError | PlacementError | None = None
+    """What the rank raised for the user; None for any other error."""
+
+
+def ending_of(rank: int, ref: Any) -> Ending | None:
+    """Read how a finished call of a rank ended; None for a call that has an answer."""
+    try:
+        ray.get(ref, timeout=0)
+    except RayTaskError as error:
+        return ending(rank, error.cause)
+    except RayActorError as error:
+        return Ending(rank, Severity.DIED, " ".join(["died", plain(str(error))]).strip())
+    except RayError as error:
+        return Ending(rank, Severity.DIED, f"was lost: {error}")
+    return None
+
+
+def ending(rank: int, cause: Exception) -> Ending:
+    """Describe the end of a rank that has raised."""
+    if isinstance(cause, RayHeteroError | PlacementError):
+        return Ending(rank, Severity.FAILED, f"failed: {cause}", cause)
+    has_lost_peer = isinstance(cause, dist.DistError) or "gloo" in str(cause)
+    severity = Severity.LOST_A_PEER if has_lost_peer else Severity.FAILED
+    return Ending(rank, severity, f"failed: {_said_by(cause)}")
+
+
+def _said_by(error: Exception) -> str:
+    """Put an error into one line: CUDA's go on with advice for its own developers."""
+    first, *more = str(error).splitlines() or [""]
+    return f"{type(error).__name__}({first!r})" if more else repr(error)
+
+
+def causes(endings: Sequence[Ending]) -> list[Ending]:
+    """Choose, of ranks that ended together, those that the others followed."""
+    first = min(ending.severity for ending in endings)
+    return [ending for ending in endings if ending.severity is first]
+
+
+def plain(message: str) -> str:
+    """Put what Ray knows of an actor's death in parentheses, without its table of ids and guesses.
+
+    The text is empty where Ray only knows of a process that is gone.
+    """
+    lines = [line for line in message.splitlines() if line.strip() and not line.startswith("\t")]
+    text = " ".join(lines[1:] or lines)
+    _, _, detail = text.rpartition("Worker exit detail: ")
+    detail = re.split(r" (?=There are some potential|Some common causes)", detail)[0]
+    return "" if "End of file" in detail else f"({detail})"
+
+
+def report_of(endings: Sequence[Ending], processes: RankProcesses) -> str:
+    """Say in one line which ranks ended first, of what, and what they left behind."""
+    return "; ".join(_told(ending, processes) for ending in causes(endings))
+
+
+def _told(ending: Ending, processes: RankProcesses) -> str:
+    told = f"{processes.describe(ending.rank)}, {ending.text}"
+    if ending.severity is Severity.DIED:
+        return f"{told}; {processes.traces(ending.rank)}"
+    if ending.severity is Severity.LOST_A_PEER:
+        return f"{told}. Meanwhile {processes.look()}"
+    return told
 
 
 class Failure:
-    """What ended the ranks, once it is known; the first report stays."""
+    """What ended a generation of ranks, once it is known; the first report stays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +131,7 @@ class Failure:
         return is_first
 
     def wait(self, limit_s: float) -> str | None:
-        """The report, or None when there is none in time."""
+        """Wait for the report; None when there is none within the limit, in seconds."""
         self._known.wait(limit_s)
         return self.report
 
@@ -39,3 +144,56 @@ class Failure:
         """
         if self.report is not None:
             raise RankError(self.report)
+
+
+class Watched(Protocol):
+    """Ranks that serve, as the watch sees them."""
+
+    def ended(self, at_least: int, timeout_s: float) -> Sequence[Ending] | None:
+        """Wait for so many ranks to end; those that have ended when the time is over.
+
+        None where nobody can tell any more.
+        """
+
+    def report(self, endings: Sequence[Ending]) -> str:
+        """Say in one line what ended and why."""
+
+
+class RankWatch:
+    """A thread that waits for the first of the ranks to end.
+
+    Args:
+        ranks: ranks that serve.
+        size: number of ranks.
+        on_end: called once, with one line about what ended and why.
+
+    """
+
+    def __init__(self, ranks: Watched, size: int, on_end: Callable[[str], object]) -> None:
+        self._ranks = ranks
+        self._size = size
+        self._on_end = on_end
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="RankWatch")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; returns when the thread is out of Ray, or after `WATCH_STOP_SECONDS`."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=WATCH_STOP_SECONDS)
+
+    def _watch(self) -> None:
+        ended: Sequence[Ending] | None = ()
+        while not ended:
+            if ended is None or self._stop.is_set():
+                return
+            ended = self._ranks.ended(1, POLL_SECONDS)
+        report = "a rank has ended"
+        try:
+            # The first to be heard of need not be the first that died.
+            report = self._ranks.report(self._ranks.ended(self._size, SETTLE_SECONDS) or ended)
+        finally:
+            # Whatever keeps the cause from being found, the engine must not go on.
+            if not self._stop.is_set():
+                self._on_end(report)

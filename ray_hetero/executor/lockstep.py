@@ -21,10 +21,10 @@ POLL_SECONDS = 0.05
 class Ranks(Protocol):
     """How the driver talks to the ranks."""
 
-    def send(self, per_stage: Sequence[Sequence[Step]]) -> None:
+    def send_steps(self, per_stage: Sequence[Sequence[Step]]) -> None:
         """Send every stage its steps, in order."""
 
-    def answer(self, rank: int, timeout_s: float) -> Any:
+    def next_answer(self, rank: int, timeout_s: float) -> Any:
         """The rank's next answer; TimeoutError when there is none in time."""
 
 
@@ -60,7 +60,7 @@ def run_schedule(
         RankError: a rank is late, on another step, or answered with an error.
 
     """
-    ranks.send(steps)
+    ranks.send_steps(steps)
     values: dict[int, dict[int, Any]] = {seat.rank: {} for seat in world.seats}
     progress = {seat.rank: _Progress(0, time.monotonic()) for seat in world.seats}
     while pending := [s for s in world.seats if progress[s.rank].done < len(steps[s.stage])]:
@@ -68,7 +68,7 @@ def run_schedule(
             state = progress[seat.rank]
             step = steps[seat.stage][state.done]
             try:
-                answer = ranks.answer(seat.rank, POLL_SECONDS)
+                answer = ranks.next_answer(seat.rank, POLL_SECONDS)
             except TimeoutError:
                 _check_late(world, progress, seat.rank, step, step_timeout_s, look)
                 continue
@@ -82,7 +82,7 @@ def run_schedule(
 def _check_same(world: World, rank: int, expected: Step, acknowledged: int) -> None:
     if acknowledged != expected.number:
         raise RankError(
-            f"warm-up: {describe(world, rank)} acknowledged step {acknowledged}, "
+            f"warm-up: {world.describe(rank)} acknowledged step {acknowledged}, "
             f"expected {expected}. The ranks run different schedules."
         )
 
@@ -102,13 +102,7 @@ def _check_late(
         f"rank {other}: {state.done} steps done" for other, state in sorted(progress.items())
     )
     raise RankError(
-        f"warm-up: {describe(world, rank)} did not finish {step} in {waited:.0f} s "
+        f"warm-up: {world.describe(rank)} did not finish {step} in {waited:.0f} s "
         f"(warmup.step_timeout_s = {timeout_s:g}). {others}. Look at that rank's log, or raise "
         f"the limit. {look()}"
     )
-
-
-def describe(world: World, rank: int) -> str:
-    """Name a rank for people: its device and its node."""
-    seat = world.seats[rank]
-    return f"rank {rank} ({seat.kind}, {seat.device}, node {seat.node_name})"

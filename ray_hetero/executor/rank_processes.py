@@ -17,7 +17,6 @@ from typing import TypeVar
 import ray
 
 from placement.cluster import ray_cluster
-from ray_hetero.executor.lockstep import describe
 from ray_hetero.runtime.process_state import (
     STACKS_SIGNAL,
     Place,
@@ -28,17 +27,21 @@ from ray_hetero.runtime.process_state import (
 from ray_hetero.world import World
 
 ANSWER_SECONDS = 5.0
-"""Longest wait for a node; one that is gone must not delay the end of an engine."""
-GONE_SECONDS = 4.0
-"""Longest wait for a killed process to be gone."""
+"""Longest wait for a node, in seconds; one that is gone must not delay the end of an engine."""
+ASKED_SECONDS = 1.0
+"""How long a process that Ray has asked to end may take, in seconds."""
+GONE_SECONDS = 3.0
+"""Longest wait for a killed process to be gone, in seconds."""
 POLL_SECONDS = 0.05
+"""How often a node looks whether a process is gone, in seconds."""
 LOG_TAIL_BYTES = 1 << 16
+"""End of a rank's log that is searched for a crash, in bytes."""
 
 T = TypeVar("T")
 
 
 class RankProcesses:
-    """The processes of all ranks.
+    """The processes of one generation of ranks.
 
     Args:
         world: who is on which node.
@@ -60,7 +63,7 @@ class RankProcesses:
 
     def describe(self, rank: int) -> str:
         """Name a rank for people: device, node and process."""
-        return f"{describe(self._world, rank)}, {self._places[rank].process}"
+        return f"{self._world.describe(rank)}, {self._places[rank].process}"
 
     def look(self) -> str:
         """What every rank is doing, the likeliest culprit of a hang first.
@@ -90,13 +93,14 @@ class RankProcesses:
         answers = self._on_nodes(lambda places: _traces_of(places[rank]), {node})
         return answers.get(node, "its node does not answer")
 
-    def kill(self) -> None:
-        """Kill what is left of the ranks, and wait until it is gone.
+    def end(self) -> None:
+        """Wait until the ranks that Ray has asked to end are gone, and kill those that stay.
 
-        Ray asks a process to end before it kills it, which a stopped one does not hear.  Once it
-        is gone its socket's claim and its GPU's memory are free.
+        A stopped process does not hear Ray.  One that is killed before it has answered Ray looks to
+        Ray like a crash, of which it warns the user at length.  Once a process is gone its socket's
+        claim and its GPU's memory are free.
         """
-        self._on_nodes(_kill_here)
+        self._on_nodes(_end_here)
 
     def _on_nodes(
         self,
@@ -117,13 +121,20 @@ def _look_here(places: Mapping[int, Place]) -> dict[int, ProcessState]:
     return found
 
 
-def _kill_here(places: Mapping[int, Place]) -> None:
-    _send(signal.SIGKILL, places)
-    deadline = time.monotonic() + GONE_SECONDS
+def _end_here(places: Mapping[int, Place]) -> None:
+    if not _are_gone(places, ASKED_SECONDS):
+        _send(signal.SIGKILL, places)
+        _are_gone(places, GONE_SECONDS)
+
+
+def _are_gone(places: Mapping[int, Place], limit_s: float) -> bool:
+    """Wait until processes are gone; whether they are within the limit, in seconds."""
+    deadline = time.monotonic() + limit_s
     while any(place.process.is_there for place in places.values()):
         if time.monotonic() > deadline:
-            return
+            return False
         time.sleep(POLL_SECONDS)
+    return True
 
 
 def _send(number: signal.Signals, places: Mapping[int, Place]) -> None:

@@ -6,22 +6,21 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import ray
+import vllm.envs as envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from ray_hetero.errors import RankError, StartupError
+from ray_hetero.compat import message_queues
+from ray_hetero.errors import StartupError
 from ray_hetero.executor.failure import Failure
-from ray_hetero.executor.lockstep import describe
-from ray_hetero.worker.warmup import Step
 from ray_hetero.world import World
 
 POLL_SECONDS = 0.5
-"""How often a wait looks whether a rank has ended."""
-VERDICT_SECONDS = 6.0
-"""Longest wait for the watch to say which rank was the first to fail, after one has."""
+"""How often a wait looks whether a rank has ended, in seconds."""
 
 T = TypeVar("T")
 
@@ -43,6 +42,10 @@ def _in_slices(wait: Callable[[float], T], failure: Failure, limit_s: float | No
         except TimeoutError:
             if left <= POLL_SECONDS:
                 raise
+        except RuntimeError:
+            # A queue that is shut down only says that the wait was cancelled.
+            failure.check()
+            raise
         left = deadline - time.monotonic()
 
 
@@ -50,7 +53,26 @@ class RequestQueue(MessageQueue):  # type: ignore[misc]
     """The queue that every rank reads; full when a rank takes nothing out of it."""
 
     failure: Failure
+    """What ends a wait of this queue."""
     limit_s: float
+    """Longest wait for room in this queue, in seconds."""
+
+    @classmethod
+    def open(cls, world: World, failure: Failure, limit_s: float) -> RequestQueue:
+        """Open the queue to the ranks of a world, from the driver's process.
+
+        Ranks on the driver's node read shared memory, all others a socket.
+        """
+        local = [seat.rank for seat in world.seats if seat.is_driver_node]
+        queue = cls(
+            len(world.seats),
+            len(local),
+            local_reader_ranks=local,
+            max_chunk_bytes=envs.VLLM_MQ_MAX_CHUNK_BYTES_MB << 20,
+            connect_ip=ray.util.get_node_ip_address(),
+        )
+        queue.failure, queue.limit_s = failure, limit_s
+        return queue
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Put a message in.
@@ -62,16 +84,35 @@ class RequestQueue(MessageQueue):  # type: ignore[misc]
         limit_s = self.limit_s if timeout is None else timeout
         _in_slices(partial(super().enqueue, obj), self.failure, limit_s)
 
+    def unlink(self) -> None:
+        """Remove the name of the shared memory, which every rank has mapped."""
+        message_queues.unlink_once_attached(self)
+
+    def unlink_sockets(self) -> None:
+        """Remove the names of the sockets, to which every rank has connected."""
+        message_queues.unlink_sockets(self)
+
 
 class AnswerQueue:
-    """One rank's queue to the driver."""
+    """One rank's queue to the driver.
+
+    Args:
+        queue: the driver's end.
+        failure: what ends a wait.
+
+    """
 
     def __init__(self, queue: MessageQueue, failure: Failure) -> None:
         self._queue = queue
         self._failure = failure
 
+    @classmethod
+    def open(cls, handle: Any, failure: Failure) -> AnswerQueue:
+        """Open the queue that a rank has made, by its handle."""
+        return cls(MessageQueue.create_from_handle(handle, 0), failure)
+
     def dequeue(self, timeout: float | None = None) -> Any:
-        """The next answer.
+        """Take the next answer.
 
         Raises:
             RankError, TimeoutError: as `_in_slices`.
@@ -84,85 +125,60 @@ class AnswerQueue:
         self._queue.wait_until_ready()
 
     def shutdown(self) -> None:
-        """Wake up whoever waits."""
+        """Wake up whoever waits for an answer."""
         self._queue.shutdown()
 
 
+class Connectable(Protocol):
+    """The driver's end of a queue."""
+
+    def wait_until_ready(self) -> object:
+        """Wait until the other ends have connected."""
+
+
 def wait_until_ready(
-    queues: Sequence[MessageQueue | AnswerQueue], failure: Failure, limit_s: float, key: str
+    queues: Sequence[Connectable], failure: Failure, limit_s: float, key: str
 ) -> None:
     """Wait until all ranks have connected to the queues.
 
     Args:
         queues: the driver's ends.
         failure: what ends the wait.
-        limit_s: longest wait.
+        limit_s: longest wait, in seconds.
         key: name of the setting that holds the limit.
 
     Raises:
         RankError: a rank has ended.
-        StartupError: a rank did not connect in time.
+        StartupError: a rank did not connect in time, or not as it should.
 
     """
-    # vLLM's own wait has no limit and cannot be woken up.
-    waiting = threading.Thread(
-        target=lambda: [queue.wait_until_ready() for queue in queues], daemon=True
-    )
-    waiting.start()
+    is_ready: Future[None] = Future()
 
-    def ready(slice_s: float) -> None:
-        waiting.join(slice_s)
-        if waiting.is_alive():
-            raise TimeoutError
+    def connect() -> None:
+        try:
+            for queue in queues:
+                queue.wait_until_ready()
+        # A thread has nobody to raise to: whatever it is, the wait below tells of it.
+        except BaseException as error:  # noqa: BLE001
+            is_ready.set_exception(error)
+        else:
+            is_ready.set_result(None)
+
+    # vLLM's own wait has no limit and cannot be woken up.
+    threading.Thread(target=connect, daemon=True, name="QueuesReady").start()
+
+    def ended(slice_s: float) -> BaseException | None:
+        return is_ready.exception(slice_s)
 
     try:
-        _in_slices(ready, failure, limit_s)
+        error = _in_slices(ended, failure, limit_s)
     except TimeoutError:
         raise StartupError(
             f"a rank did not connect to its message queues in {limit_s:g} s ({key}). Look at the "
             "ranks' logs, or raise the limit."
         ) from None
-
-
-class RankQueues:
-    """Sends steps of the warm-up to all ranks and takes their answers one by one.
-
-    Args:
-        world: for naming ranks.
-        requests: queue that every rank reads.
-        answers: one queue a rank, by rank.
-        failure: what is known of a dead rank.
-
-    """
-
-    def __init__(
-        self,
-        world: World,
-        requests: MessageQueue,
-        answers: Sequence[AnswerQueue],
-        failure: Failure,
-    ) -> None:
-        self._world = world
-        self._requests = requests
-        self._answers = answers
-        self._failure = failure
-
-    def send(self, per_stage: Sequence[Sequence[Step]]) -> None:
-        """Send the n-th steps of all stages in one message, for each n; each rank takes its own."""
-        for by_stage in zip(*per_stage, strict=True):
-            self._requests.enqueue(("perform_step", (by_stage,), {}, None))
-
-    def answer(self, rank: int, timeout_s: float) -> Any:
-        """The rank's next answer; TimeoutError when there is none in time.
-
-        Raises:
-            RankError: the rank answered with an error, or a rank died.
-
-        """
-        status, result = self._answers[rank].dequeue(timeout=timeout_s)
-        if status != WorkerProc.ResponseStatus.SUCCESS:
-            # Its error may follow from another rank's end, which the watch tells apart.
-            report = self._failure.wait(VERDICT_SECONDS)
-            said = f"warm-up: {describe(self._world, rank)} failed: {result}"
-            raise RankError(report or said)
-        return result
+    if error is not None:
+        raise StartupError(
+            f"a rank's message queue did not open: expected the other end's greeting, got "
+            f"{error!r}. Look at the ranks' logs."
+        ) from error

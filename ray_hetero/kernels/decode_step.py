@@ -10,23 +10,37 @@ layer (decoder_layers.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 
+from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.post_attention import Beginning, BetweenAttentions
+from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.token_rows import is_few_rows, token_rows
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.decoder_layers import Attention
 
-TILES, ROWS = "amx", "vec"
-"""How vLLM's CPU backend lays keys and values out in a block (`_get_attn_isa`)."""
 SPAN = 32
 """Of a head's size and a block's tokens: what csrc/kernels/attention.h takes at once."""
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """Requests of one token each, of which several may be one of vLLM's."""
+
+    positions: torch.Tensor
+    """[requests], int64; as the others."""
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    """[requests], int32."""
+    blocks: torch.Tensor
+    """[requests, most blocks], int32."""
 
 
 class DecodeStep:
@@ -73,18 +87,65 @@ class DecodeStep:
             metadata is None
             or slots is None
             or not is_few_rows(metadata, slots, tokens)
-            or not _is_known(cache, first.isa)
+            or not is_known(cache, first.isa)
             or any(one is not metadata or other.stride() != cache.stride()
                    for one, _, other, _ in contexts)
         ):  # fmt: skip
             return None
+        lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
+        requests = _Requests(positions, slots, lengths, blocks)
+        return self._run(requests, contexts, hidden, residual)
+
+    def decode(
+        self,
+        rows: StepRows,
+        contexts: Sequence[Any],
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the decoding requests of a step that has others too.
+
+        Args:
+            rows: of the step, with at most as many decoding as a step may have.
+            contexts: vLLM's forward context of each layer, with known caches.
+            positions: of all tokens; so are the others.
+            hidden: [M, N], bf16.
+            residual: [M, N], bf16; None at the beginning of a model.
+
+        Returns:
+            As a call, for the decoding rows.
+
+        """
+        metadata, _, _, slots = contexts[0]
+        own = rows.decoding_rows
+        requests = _Requests(
+            positions[own], slots[own], metadata.seq_lens[rows.decoding],
+            metadata.block_table[rows.decoding],
+        )  # fmt: skip
+        return self._run(
+            requests, contexts, hidden[own], None if residual is None else residual[own]
+        )
+
+    def _run(
+        self, requests: _Requests, contexts: Sequence[Any], hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        _, first, cache, _ = contexts[0]
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
-        # Named, so that they outlive the call that reads their memory.
-        lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
         self._layers.run(
-            requests=self._requests(positions, slots, lengths, blocks, cache, first.isa),
+            requests=self._kernel.native.Requests(
+                m=len(requests.positions),
+                positions=requests.positions.data_ptr(),
+                slots=requests.slots.data_ptr(),
+                lengths=requests.lengths.data_ptr(),
+                blocks=requests.blocks.data_ptr(),
+                most_blocks=requests.blocks.stride(0),
+                block=cache.shape[2],
+                tiles=first.isa == TILES,
+            ),
             caches=[other.data_ptr() for _, _, other, _ in contexts],
             block_stride=cache.stride(0),
             head_stride=cache.stride(1),
@@ -92,24 +153,9 @@ class DecodeStep:
             residual=0 if residual is None else residual.data_ptr(),
             y=y.data_ptr(),
             sum=total.data_ptr(),
-            use_amx=self._kernel.has_amx,
+            level=self._kernel.level,
         )
         return y, total
-
-    def _requests(
-        self, positions: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor,
-        blocks: torch.Tensor, cache: torch.Tensor, isa: str,
-    ) -> Any:  # fmt: skip
-        return self._kernel.native.Requests(
-            m=len(positions),
-            positions=positions.data_ptr(),
-            slots=slots.data_ptr(),
-            lengths=lengths.data_ptr(),
-            blocks=blocks.data_ptr(),
-            most_blocks=blocks.stride(0),
-            block=cache.shape[2],
-            tiles=isa == TILES,
-        )
 
 
 def known_scale(attention: Any) -> float | None:
@@ -128,7 +174,7 @@ def known_scale(attention: Any) -> float | None:
     return float(impl.scale) if is_known else None
 
 
-def _is_known(cache: torch.Tensor, isa: str) -> bool:
+def is_known(cache: torch.Tensor, isa: str) -> bool:
     """[blocks, heads, tokens of a block, 2 · size], keys and values of a head neighbours."""
     return (
         isa in {TILES, ROWS}

@@ -3,9 +3,10 @@
 vLLM runs a layer as a dozen operators, compiled or not.  In a decode step each of them has little
 to do, and most of what it costs is to call it: Python and instructions that the weights have driven
 out of the caches since the layer before.  Here all layers of a stage that follow one another are
-one operator.  A decode step is one native call (decode_step.py); any other step calls what is left
-of each layer: vLLM's kernels of the attention, and all that lies between two attentions
-(between_attentions.py).
+one operator.  A decode step is one native call (decode_step.py); the prompts of a step of many
+tokens are computed by a GPU, where one is borrowed, while the cores decode the rest of the step
+(gpu_layers.py); any other step calls what is left of each layer: vLLM's kernels of the attention,
+and all that lies between two attentions (post_attention.py).
 
 The attentions' own modules stay what they are, and vLLM finds them where it has registered them.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,8 +25,12 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.kernels import decode_step
+from placement.units import GIB
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import decode_step, gpu_layers
 from ray_hetero.kernels.decode_step import DecodeStep
+from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
+from ray_hetero.kernels.gpu_prefill import BorrowedGpu
 from ray_hetero.kernels.post_attention import (
     Beginning,
     BetweenAttentions,
@@ -35,7 +39,9 @@ from ray_hetero.kernels.post_attention import (
     Parts,
     add_and_norm,
 )
+from ray_hetero.kernels.step_rows import StepRows, one_prompt, step_rows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.log import logger
 
 MODELS = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -57,25 +63,31 @@ class Attention:
 
     Args:
         module: vLLM's, of a known class.
-        native: the module of the kernels.
+        kernel: what computes linear layers.
 
     """
 
-    def __init__(self, module: Any, native: ModuleType) -> None:
+    def __init__(self, module: Any, kernel: StreamingLinear) -> None:
         self.name: str = module.attn.layer_name
         self.scale = decode_step.known_scale(module.attn)
         self._sizes = [module.q_size, module.kv_size, module.kv_size]
         self._head = int(module.attn.head_size)
-        self._cos_sin = module.rotary_emb.cos_sin_cache.to(torch.bfloat16).contiguous()
-        self._norms = [norm for norm in map(as_norm, _head_norms(module)) if norm is not None]
-        self.rotation = native.Rotation(
-            heads=module.q_size // self._head,
-            kv_heads=module.kv_size // self._head,
+        self.shape = AttentionShape(
+            module.q_size // self._head, module.kv_size // self._head, self._head
+        )
+        self.cos_sin = module.rotary_emb.cos_sin_cache.to(torch.bfloat16).contiguous()
+        """[positions, rotated elements of a head]: cosines, then sines."""
+        self.norms = [norm for norm in map(as_norm, _head_norms(module)) if norm is not None]
+        """Of heads of queries and of keys; none in most models."""
+        self._level = kernel.level
+        self.rotation = kernel.native.Rotation(
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
             size=self._head,
-            cos_sin=self._cos_sin.data_ptr(),
-            rotated=self._cos_sin.shape[1],
-            query_norm=self._norms[0].native if self._norms else None,
-            key_norm=self._norms[1].native if self._norms else None,
+            cos_sin=self.cos_sin.data_ptr(),
+            rotated=self.cos_sin.shape[1],
+            query_norm=self.norms[0].native if self.norms else None,
+            key_norm=self.norms[1].native if self.norms else None,
         )
 
     def __call__(self, positions: torch.Tensor, stacked: torch.Tensor) -> torch.Tensor:
@@ -90,7 +102,7 @@ class Attention:
 
         """
         tokens, stride = len(stacked), stacked.stride(0)
-        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens)
+        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens, self._level)
         queries, keys, values = stacked.split(self._sizes, dim=-1)
         metadata, attention, cache, slots = get_attention_context(self.name)
         if metadata is None:
@@ -120,10 +132,14 @@ class DecoderLayers:
     Args:
         layers: at least one.
         kernel: what computes linear layers.
+        memory: for attention on the GPU that computes prompts, if it computes whole layers.
 
     """
 
-    def __init__(self, layers: Sequence[Layer], kernel: StreamingLinear) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], kernel: StreamingLinear,
+        memory: AttentionMemory | None = None,
+    ) -> None:  # fmt: skip
         self._kernel = kernel
         self._beginning = layers[0].beginning
         following = [*(layer.beginning for layer in layers[1:]), None]
@@ -136,6 +152,10 @@ class DecoderLayers:
             if all(attention.scale is not None for attention, _ in self._layers)
             else None
         )
+        self._on_gpu: GpuLayers | None = None
+        many = kernel.prompts
+        if many is not None and memory is not None and _has_weights(layers, many.gpu):
+            self._on_gpu = GpuLayers(layers, many.gpu, memory)
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -153,7 +173,81 @@ class DecoderLayers:
         """
         positions = positions.to(torch.int64).contiguous()
         step = self._decode_step and self._decode_step(positions, hidden, residual)
+        if step is None and self._on_gpu is not None:
+            try:
+                step = self._with_gpu(self._on_gpu, positions, hidden, residual)
+            except torch.OutOfMemoryError as error:
+                logger.warning(
+                    "the GPU that computes this rank's prompts has run out of memory (%s): from "
+                    "now on it computes their linear layers only, and prompts of thousands of "
+                    "tokens take several times as long. Lower gpu.memory_utilization or "
+                    "--max-num-batched-tokens.",
+                    str(error).splitlines()[0],
+                )
+                self._on_gpu = None
         return step or self._layer_by_layer(positions, hidden, residual)
+
+    def _with_gpu(
+        self, on_gpu: GpuLayers, positions: torch.Tensor, hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+        """Prompts on the GPU and decoding requests on the cores; None if the step is another."""
+        assert self._kernel.prompts is not None
+        tokens, least = len(positions), self._kernel.prompts.from_tokens
+        if tokens < least or not on_gpu.suits(tokens):
+            return None
+        contexts = [get_attention_context(attention.name) for attention, _ in self._layers]
+        caches: Caches | None = None
+        if contexts[0][0] is None:
+            # A dummy run, for which vLLM attends to nothing; the GPU makes ready what it needs.
+            rows = one_prompt(tokens)
+        elif (found := self._divided(contexts, tokens)) is None or found.tokens < least:
+            return None
+        else:
+            rows = found
+            _, modules, kept, slots = zip(*contexts, strict=True)
+            caches = Caches(modules, kept, slots[0][:tokens][rows.rows])
+        if all(cache.numel() for _, _, cache, _ in contexts):
+            on_gpu.memory.uploads.lock([cache for _, _, cache, _ in contexts])
+        decoded: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def decode() -> None:
+            if len(rows.decoding):
+                assert self._decode_step is not None
+                decoded.append(
+                    self._decode_step.decode(rows, contexts, positions, hidden, residual)
+                )
+
+        y, total = on_gpu(positions, hidden, residual, rows, caches, decode)
+        if not decoded:
+            return y, total
+        whole = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        sums = torch.empty_like(whole)
+        for into, prompts, others in zip((whole, sums), (y, total), decoded[0], strict=True):
+            into[rows.rows] = prompts
+            into[rows.decoding_rows] = others
+        return whole, sums
+
+    def _divided(self, contexts: Sequence[Any], tokens: int) -> StepRows | None:
+        """Who computes which rows of a step; None if it is none that a GPU computes."""
+        metadata, first, cache, slots = contexts[0]
+        if (
+            slots is None
+            or metadata.num_actual_tokens != tokens
+            or metadata.max_query_len == 1
+            or not metadata.causal
+            or metadata.dynamic_causal is not None
+            or slots.dtype != torch.int64
+            or not gpu_layers.is_known(cache, first.isa)
+            or any(one is not metadata or other.stride() != cache.stride()
+                   for one, _, other, _ in contexts)
+        ):  # fmt: skip
+            return None
+        can_decode = self._decode_step is not None and decode_step.is_known(cache, first.isa)
+        return step_rows(
+            metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), metadata.block_table,
+            cache.shape[2], self._kernel.few_tokens if can_decode else 0,
+        )  # fmt: skip
 
     def _layer_by_layer(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -233,18 +327,48 @@ def fuse(model: nn.Module, linears: Mapping[nn.Module, Linear], kernel: Streamin
 
     """
     count = 0
+    memories: dict[AttentionShape, AttentionMemory | None] = {}
     for decoder in model.modules():
         # Hidden states that are wanted from between layers are not there any more.
         wanted = getattr(decoder, "aux_hidden_state_layers", ())
         if type(decoder).__name__ in MODELS and not wanted:
             for numbers, layers in _following(decoder, linears, kernel):
-                _runs.append(DecoderLayers(layers, kernel))
+                shape = gpu_layers.shape_of(layers)
+                if shape is not None and shape not in memories:
+                    memories[shape] = _memory(kernel, shape)
+                memory = None if shape is None else memories[shape]
+                _runs.append(DecoderLayers(layers, kernel, memory))
                 first, *others = numbers
                 decoder.layers[first] = _Run(len(_runs) - 1)
                 for other in others:
                     decoder.layers[other] = _Done()
                 count += len(layers)
     return count
+
+
+def _memory(kernel: StreamingLinear, shape: AttentionShape) -> AttentionMemory | None:
+    """What attention on the GPU needs, if a GPU computes prompts and has room for it."""
+    many = kernel.prompts
+    if many is None:
+        return None
+    try:
+        memory = AttentionMemory(many.gpu, shape, many.cores)
+    except UnsupportedError as error:
+        logger.warning("%s", error)
+        return None
+    logger.info(
+        "prompts are computed by the GPU in whole layers, their attention too, which takes %.1f "
+        "GiB more of its memory (cpu.prefill_on_gpu); requests that decode meanwhile stay on the "
+        "cores",
+        memory.gpu_bytes / GIB,
+    )
+    return memory
+
+
+def _has_weights(layers: Sequence[Layer], gpu: BorrowedGpu) -> bool:
+    linears = [linear for layer in layers
+               for linear in (layer.beginning.stacked, *layer.parts.linears)]  # fmt: skip
+    return all(gpu.suits(linear.weight.data, 1) for linear in linears)
 
 
 def _following(
@@ -283,7 +407,7 @@ def _layer(
     stacked, output, gate_up, down = (linears[one] for one in own)
     return Layer(
         Beginning(input_norm, stacked),
-        Attention(attention, kernel.native),
+        Attention(attention, kernel),
         Parts(output, norm, gate_up, down),
     )
 

@@ -22,31 +22,29 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.packed_weights import BLOCK, PAIR_PARTS, ROW, PackedWeight
 from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, gpu_bytes, piece_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.post_attention import Linear, Norm, Parts
 
 LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
-EXCEPTION_BYTES = 10
-"""Of a weight that compact rows do not hold: its place and its value."""
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = 2048
 """Whose norms and gates are computed together."""
 
 
 @dataclass(eq=False)
 class _Piece:
-    """Neighbouring blocks of a packed weight [outputs, inputs]."""
+    """Neighbouring blocks of a weight [outputs, inputs]."""
 
     weight: torch.Tensor
-    """[end - begin, …] of `PackedWeight.data`, in host memory."""
+    """[end - begin, …] of `HostWeight.data`, in host memory."""
     begin: int
     end: int
     inputs: int
-    compact: _Compact | None = None
+    expansion: Expansion
     after: _Piece | None = None
     """The one that was computed with next the last time."""
 
@@ -62,19 +60,6 @@ class _Slot:
     free: Any
     """Event: nothing reads it any more."""
     piece: _Piece | None = None
-
-
-@dataclass(frozen=True)
-class _Compact:
-    """What belongs to a compact piece beside its rows; on the GPU."""
-
-    upper: torch.Tensor
-    """[256], int32: for a byte of two numbers the upper bytes, as int16 each, shifted to their
-    place."""
-    places: torch.Tensor
-    """Of weights that the rows do not hold, in [end - begin, inputs]."""
-    values: torch.Tensor
-    """Theirs, bf16."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +92,13 @@ class BorrowedGpu:
     def __init__(self, device: torch.device, tokens: int) -> None:
         self._device = device
         self._tokens = tokens
-        self._weights: dict[int, PackedWeight] = {}
+        self._weights: dict[int, HostWeight] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         self._constants: dict[int, _Constant] = {}
         self._ahead: deque[_Slot] = deque()
         self._last: _Piece | None = None
 
-    def add(self, weight: PackedWeight) -> None:
+    def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
         if weight.data.nbytes >= LEAST_BYTES:
             self._weights[weight.data.data_ptr()] = weight
@@ -130,9 +115,7 @@ class BorrowedGpu:
             return Taken(0, 0)
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
         needed = gpu_bytes(outputs, inputs, self._tokens)
-        needed += EXCEPTION_BYTES * sum(
-            weight.compact.outliers_count for weight in weights if weight.compact is not None
-        )
+        needed += sum(weight.gpu_bytes for weight in weights)
         try:
             self._lock_pages()
             self._allocate(outputs, inputs)
@@ -159,6 +142,7 @@ class BorrowedGpu:
         device = self._device
         # vLLM's CPU worker puts things that do nothing into their places in torch.cuda.
         module: Any = torch.cuda.streams if device.type == "cuda" else torch.cpu
+        self._module = module
         self._computing, self._copying = module.Stream(), module.Stream()
         self._done = module.Event()
 
@@ -173,31 +157,46 @@ class BorrowedGpu:
         self._slots = itertools.cycle(slots)
         self._unpacked = memory(piece)
         self._x, self._y = memory(self._tokens * inputs), memory(self._tokens * outputs)
-        self._x_host = self._host_memory(self._tokens * inputs)
+        self._x_host = self.host_memory(self._tokens * inputs)
         # A residual is the input of some layer.
         self._residual = memory(self._tokens * inputs)
-        self._residual_host = self._host_memory(self._tokens * inputs)
+        self._residual_host = self.host_memory(self._tokens * inputs)
 
-    def _host_memory(self, *shape: int) -> torch.Tensor:
+    def host_memory(self, *shape: int) -> torch.Tensor:
+        """Make host memory, bf16, that the GPU copies from and to by itself."""
         is_gpu = self._device.type == "cuda"
         return torch.empty(shape, dtype=torch.bfloat16, device="cpu", pin_memory=is_gpu)
 
-    def _cut(self, weight: PackedWeight) -> Iterator[_Piece]:
+    def _cut(self, weight: HostWeight) -> Iterator[_Piece]:
         outputs, inputs = weight.shape
         step = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
-        native = weight.compact
-        upper = None if native is None else _upper_bytes(native.codebook).to(self._device)
         for begin in range(0, outputs, step):
             end = min(begin + step, outputs)
-            compact = None
-            if upper is not None:
-                places, values = native.outliers(begin // BLOCK, end // BLOCK)
-                compact = _Compact(
-                    upper,
-                    torch.from_numpy(places).to(self._device),
-                    torch.from_numpy(values).view(torch.bfloat16).to(self._device),
-                )
-            yield _Piece(weight.data[begin:end], begin, end, inputs, compact)
+            expansion = weight.expansion(begin, end, self._device)
+            yield _Piece(weight.data[begin:end], begin, end, inputs, expansion)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._device
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a step."""
+        return self._tokens
+
+    def stream(self) -> Any:
+        """Make a stream of this device."""
+        return self._module.Stream()
+
+    def event(self) -> Any:
+        """Make an event of this device."""
+        return self._module.Event()
+
+    @property
+    def computing(self) -> Any:
+        """The stream that products are computed on."""
+        return self._computing
 
     def suits(self, packed: torch.Tensor, tokens: int) -> bool:
         """Whether a weight is here, and there is room for so many tokens."""
@@ -210,48 +209,76 @@ class BorrowedGpu:
 
         Args:
             x: [M, K], bf16, in host memory.
-            packed: `PackedWeight.data` of W [N, K], one that `suits`.
+            packed: `HostWeight.data` of W [N, K], one that `suits`.
             bias: [N], float32.
 
         Returns:
             [M, N], bf16, in host memory.
 
         """
-        with _current(self._computing):
+        with current(self._computing):
             y = self._multiply(self._sent(x, self._x_host, self._x), packed, bias)
-            (y_host,) = self._received(y)
+            (y_host,) = self.received(y)
         return y_host
 
     def between(
         self, parts: Parts, attended: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `BetweenAttentions` computes; shapes as there, all in host memory."""
-        with _current(self._computing):
+        with current(self._computing):
             x = self._sent(attended, self._x_host, self._x)
             total = self._sent(residual, self._residual_host, self._residual)
-            x = self._add_and_norm(self._product(x, parts.output), total, parts.norm)
-            x = self._gated(self._product(x, parts.gate_up))
-            y = self._product(x, parts.down)
+            x = self.add_and_norm(self.product(x, parts.output), total, parts.norm)
+            x = self.gated(self.product(x, parts.gate_up))
+            y = self.product(x, parts.down)
             if parts.next is not None:
-                y = self._add_and_norm(y, total, parts.next.norm)
-                y = self._product(y, parts.next.stacked)
-            y_host, total_host = self._received(y, total)
+                y = self.add_and_norm(y, total, parts.next.norm)
+                y = self.product(y, parts.next.stacked)
+            y_host, total_host = self.received(y, total)
         return y_host, total_host
 
-    def _sent(self, x: torch.Tensor, host: torch.Tensor, gpu: torch.Tensor) -> torch.Tensor:
-        host, gpu = (memory[: x.numel()].view(x.shape) for memory in (host, gpu))
-        host.copy_(x)
-        return gpu.copy_(host, non_blocking=True)
+    def stage(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy a step's input, [M, N] each, to where the GPU reads it.
 
-    def _received(self, *results: torch.Tensor) -> list[torch.Tensor]:
-        received = [self._host_memory(*result.shape) for result in results]
+        Args:
+            hidden: of all tokens.
+            residual: of all tokens, if there is one.
+            rows: which tokens the GPU computes.
+
+        """
+        return (
+            _gathered(hidden, rows, self._x_host),
+            None if residual is None else _gathered(residual, rows, self._residual_host),
+        )
+
+    def sent(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Send what `stage` has given: what is to be added to the residual, and the residual.
+
+        In the model's first layer there is nothing to add: the hidden state is the residual.
+        """
+        if residual is None:
+            return None, _like(self._residual, hidden).copy_(hidden, non_blocking=True)
+        x = _like(self._y, hidden).copy_(hidden, non_blocking=True)
+        return x, _like(self._residual, residual).copy_(residual, non_blocking=True)
+
+    def _sent(self, x: torch.Tensor, host: torch.Tensor, gpu: torch.Tensor) -> torch.Tensor:
+        return _like(gpu, x).copy_(_like(host, x).copy_(x), non_blocking=True)
+
+    def received(self, *results: torch.Tensor) -> list[torch.Tensor]:
+        """Results in host memory; waits for all that was computed before."""
+        received = [self.host_memory(*result.shape) for result in results]
         for host, result in zip(received, results, strict=True):
             host.copy_(result, non_blocking=True)
         self._done.record(self._computing)
         self._done.synchronize()
         return received
 
-    def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """x · Wᵀ + bias, [M, N], in memory that the next product overwrites."""
         return self._multiply(x, linear.weight.data, linear.bias)
 
     def _multiply(
@@ -260,7 +287,7 @@ class BorrowedGpu:
         tokens, outputs = x.shape[0], packed.shape[0]
         y = self._y[: tokens * outputs].view(tokens, outputs)
         # It was bf16 before vLLM widened it.
-        added = None if bias is None else self._constant(bias)
+        added = None if bias is None else self.constant(bias)
         for piece in self._pieces[packed.data_ptr()]:
             weight = self._unpack(piece).t()
             part = y[:, piece.begin : piece.end]
@@ -270,28 +297,34 @@ class BorrowedGpu:
                 torch.addmm(added[piece.begin : piece.end], x, weight, out=part)
         return y
 
-    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A bias or a norm's weight, which the GPU keeps."""
         if tensor.data_ptr() not in self._constants:
             there = tensor.to(self._device, torch.bfloat16)
             self._constants[tensor.data_ptr()] = _Constant(tensor, there)
         return self._constants[tensor.data_ptr()].there
 
-    def _add_and_norm(self, y: torch.Tensor, total: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Add y to `total`; the norm of the sum, where the products' inputs are."""
-        x, weight = self._x[: y.numel()].view(y.shape), self._constant(norm.weight)
-        for rows in _chunks(len(y)):
-            both = y[rows].float() + total[rows].float()
-            total[rows] = both
-            scale = torch.rsqrt(both.square().mean(-1, keepdim=True) + norm.epsilon)
-            torch.mul((both * scale).bfloat16(), weight, out=x[rows])
+    def add_and_norm(self, y: torch.Tensor | None, total: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Add y to `total`; the norm of the sum, [M, N], in memory that the next one overwrites.
+
+        Args:
+            y: [M, N]; None adds nothing.
+            total: [M, N].
+            norm: of rows.
+
+        """
+        x, weight = _like(self._x, total), self.constant(norm.weight)
+        for rows in chunks(len(total)):
+            if y is not None:
+                total[rows] += y[rows]
+            x[rows] = rms_norm(total[rows], weight, norm.epsilon)
         return x
 
-    def _gated(self, y: torch.Tensor) -> torch.Tensor:
-        """silu(gate) ∘ up of y [M, 2 · N], where the products' inputs are."""
+    def gated(self, y: torch.Tensor) -> torch.Tensor:
+        """silu(gate) ∘ up of y [M, 2 · N], [M, N], in the memory of norms."""
         tokens, inputs = y.shape[0], y.shape[1] // 2
         x = self._x[: tokens * inputs].view(tokens, inputs)
-        for rows in _chunks(tokens):
+        for rows in chunks(tokens):
             gate, up = y[rows].chunk(2, dim=1)
             torch.mul(torch.nn.functional.silu(gate), up, out=x[rows])
         return x
@@ -305,12 +338,7 @@ class BorrowedGpu:
         self._computing.wait_event(slot.ready)
         rows, inputs = piece.end - piece.begin, piece.inputs
         weight = self._unpacked[: rows * inputs]
-        memory = slot.memory[: piece.weight.nbytes]
-        if piece.compact is None:
-            packed = memory.view(torch.bfloat16).view(rows // BLOCK, inputs // 2, BLOCK, 2)
-            weight.view(rows // BLOCK, BLOCK, inputs // 2, 2).copy_(packed.permute(0, 2, 1, 3))
-        else:
-            _expand(memory, piece.compact, inputs, weight)
+        piece.expansion(slot.memory[: piece.weight.nbytes], weight)
         slot.free.record(self._computing)
         self._read_ahead()
         return weight.view(rows, inputs)
@@ -333,7 +361,7 @@ class BorrowedGpu:
 
     def _fetch(self, piece: _Piece) -> None:
         slot = next(self._slots)
-        with _current(self._copying):
+        with current(self._copying):
             self._copying.wait_event(slot.free)
             sent = piece.weight.view(torch.uint8).view(-1)
             slot.memory[: sent.numel()].copy_(sent, non_blocking=True)
@@ -342,33 +370,28 @@ class BorrowedGpu:
         self._ahead.append(slot)
 
 
-def _current(stream: Any) -> AbstractContextManager[object]:
+def current(stream: Any) -> AbstractContextManager[object]:
     """Make a stream the current one, without torch.cuda.stream, which the worker replaces too."""
     return stream if isinstance(stream, torch.Stream) else nullcontext()
 
 
-def _chunks(tokens: int) -> Iterator[slice]:
+def chunks(tokens: int) -> Iterator[slice]:
+    """Tokens of a step, as many at a time as intermediate results have room for."""
     for begin in range(0, tokens, CHUNK_TOKENS):
         yield slice(begin, begin + CHUNK_TOKENS)
 
 
-def _upper_bytes(book: list[int]) -> torch.Tensor:
-    """`_Compact.upper` of a book."""
-    shifted = torch.tensor(book, dtype=torch.uint8).view(torch.int8).to(torch.int16) << 8
-    both = torch.arange(256)
-    return torch.stack([shifted[both & 15], shifted[both >> 4]], dim=1).view(torch.int32).flatten()
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The root-mean-square norm of the last dimension, bf16; on a GPU one kernel."""
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)
 
 
-def _expand(rows: torch.Tensor, compact: _Compact, inputs: int, weight: torch.Tensor) -> None:
-    """Write compact rows, given as bytes, as a weight [outputs, inputs], given as its elements."""
-    parts = rows.view(-1, PAIR_PARTS, ROW)
-    lower, numbers = parts[:, :2], parts[:, 2]
-    upper = compact.upper[numbers.int()].view(torch.int16).view(-1, ROW, 2)
-    both = lower.transpose(1, 2) + upper
-    # Bytes of a row lie as VPUNPCKLBW and VPUNPCKHBW take them: a quarter of the outputs of each
-    # half after the other.
-    packed = both.view(-1, inputs // 4, 4, 2, 4, 2, 2)
-    order = (0, 3, 2, 4, 1, 6, 5)
-    into = weight.view(torch.int16).view(-1, 2, 4, 4, inputs // 4, 2, 2)
-    into.copy_(packed.permute(order))
-    weight.index_copy_(0, compact.places, compact.values)
+def _like(memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return memory[: x.numel()].view(x.shape)
+
+
+def _gathered(x: torch.Tensor, rows: torch.Tensor | slice, host: torch.Tensor) -> torch.Tensor:
+    if isinstance(rows, slice):
+        return _like(host, x[rows]).copy_(x[rows])
+    into = host[: len(rows) * x.shape[1]].view(len(rows), x.shape[1])
+    return torch.index_select(x, 0, rows, out=into)

@@ -11,7 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from placement.cluster import ray_cluster
-from ray_hetero.compat import api_server, engine_clients
+from placement.cluster.layout import Layout
+from ray_hetero.compat import api_server, engine_clients, engine_processes
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
@@ -42,17 +43,21 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
 
     exit_reason.catch()
     engine_clients.end_engines_at_exit(exit_reason.engine_was_killed)
+    engine_processes.wait_for_engines_to_end()
     check_ray_version()
     group = ray_cluster.current_group()
     engines = engines_together(engine_args)
     gpus = known_gpus() if group is None else None
+    config = load_config(engine_args.additional_config)
+    take_sizes(engine_args, config)
     config = resolve_auto_layout(
-        load_config(engine_args.additional_config),
+        config,
         engine_args.pipeline_parallel_size,
         engine_args.tensor_parallel_size,
         gpus if gpus is None else gpus // engines,
     )
-    refuse_unsupported(engine_args, config, has_cpu=_may_have_cpu_ranks(config))
+    is_stock = _is_surely_stock(config)
+    refuse_unsupported(engine_args, config, is_stock=is_stock)
     spec = EngineSpec(
         _as_written(engine_args),
         config,
@@ -68,7 +73,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     if spec.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    _choose_runner(engine_args, has_cpu=_may_have_cpu_ranks(config))
+    _choose_runner(engine_args, is_stock=is_stock)
     return spec
 
 
@@ -80,18 +85,27 @@ def _as_written(engine_args: EngineArgs) -> EngineArgs:
     return written
 
 
-def _choose_runner(engine_args: EngineArgs, *, has_cpu: bool) -> None:
-    """Tell vLLM the model runner and the scheduling that CPU ranks have.
+def take_sizes(engine_args: EngineArgs, config: HeteroConfig) -> None:
+    """Take vLLM's sizes from a layout that was written, where they were left at 1."""
+    sizes = (engine_args.pipeline_parallel_size, engine_args.tensor_parallel_size)
+    if config.layout != "auto" and sizes == (1, 1):
+        engine_args.pipeline_parallel_size = len(config.layout)
+        engine_args.tensor_parallel_size = max(map(len, config.layout))
+
+
+def _choose_runner(engine_args: EngineArgs, *, is_stock: bool) -> None:
+    """Tell vLLM the model runner and the scheduling that CPU ranks and unequal stages have.
 
     Every process of the engine must agree, and vLLM reads both while it builds the driver's
-    configuration.  Without CPU ranks the choice is vLLM's own, also after an engine with them.
+    configuration.  Without these the choice is vLLM's own, also after an engine with them.
     """
-    if has_cpu:
+    if not is_stock:
         os.environ |= {RUNNER: "0", CHOSEN: "1"}
         engine_args.async_scheduling = False
     elif os.environ.pop(CHOSEN, None):
         del os.environ[RUNNER]
 
 
-def _may_have_cpu_ranks(config: HeteroConfig) -> bool:
-    return config.layout == "auto" or any("cpu" in stage for stage in config.layout)
+def _is_surely_stock(config: HeteroConfig) -> bool:
+    """Whether the ranks are known to be GPUs in stages of one size."""
+    return config.layout != "auto" and Layout(tuple(map(tuple, config.layout))).is_stock

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +60,6 @@ def info_of(
     model: str,
     plan: LayerPlan,
     shape: ModelShape | None,
-    threads: Mapping[int, Sequence[int]],
     metrics_path: str = "",
 ) -> EngineInfo:
     """Describe the engine whose driver is this process.
@@ -69,9 +67,8 @@ def info_of(
     Args:
         instance_id: vLLM's.
         model: path or name, as the user gave it.
-        plan: devices and layers of its ranks.
+        plan: devices, layers and threads of its ranks.
         shape: sizes of the model; None where they are unknown.
-        threads: logical CPUs of each CPU rank's compute threads, by rank.
         metrics_path: where the server reads the figures of the ranks.
 
     """
@@ -87,7 +84,7 @@ def info_of(
                 kind=seat.kind,
                 node=seat.node_name,
                 device=seat.device,
-                threads=tuple(threads.get(seat.rank, ())) if seat.kind == "cpu" else (),
+                threads=plan.threads.get(seat.rank, ()),
                 first_layer=sum(world.layers[: seat.stage]),
                 layers=world.layers[seat.stage],
                 actor=actor_name(instance_id, seat),

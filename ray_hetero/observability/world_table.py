@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from placement.host.cpulist import format_cpulist
 from ray_hetero.world import World
 
 
@@ -30,7 +31,7 @@ def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table
             seat.kind,
             seat.node_name,
             seat.device,
-            _ranges(threads.get(seat.rank, ())) if seat.kind == "cpu" else "",
+            format_cpulist(threads.get(seat.rank, ())) if seat.kind == "cpu" else "",
             layer_span(first, world.layers[seat.stage]),
         )
     return table
@@ -48,13 +49,3 @@ def as_text(table: Table, width: int = 120) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()
-
-
-def _ranges(cpus: Sequence[int]) -> str:
-    parts: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if parts and cpu == parts[-1][-1] + 1:
-            parts[-1][1:] = [cpu]
-        else:
-            parts.append([cpu])
-    return ",".join("-".join(map(str, part)) for part in parts)

@@ -7,7 +7,7 @@ The user's own layers win.  Worlds of one kind get equal shares; worlds of both 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from placement.cluster.assignment import ALONE, Node, Seat, Turn
@@ -18,7 +18,7 @@ from placement.plan.devices import StageDevices, stages_of
 from placement.plan.split import RankPlan, Split, choose_split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
-from ray_hetero.planning.prefill_memory import gpu_bytes
+from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES, UnknownDeviceError, rank_devices
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
@@ -51,6 +51,8 @@ class LayerPlan:
     kv_tokens: int = 0
     """Tokens that the KV cache will hold."""
     warning: str = ""
+    threads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Logical CPUs of each CPU rank's compute threads, by rank."""
 
     def forecast(self, rank: int) -> Forecast | None:
         """What the plan expects of one rank."""
@@ -109,32 +111,42 @@ def plan_layers(
         layers=split_layers(config, facts.hidden_layers, pipeline_parallel_size, partition),
         turn=turn,
     )
+    threads = {
+        seat.rank: compute_threads(seat, config.cpu) for seat in world.seats if seat.kind == "cpu"
+    }
     is_given = config.layers != "auto" or bool(partition)
     is_chosen = world.has_cpu and not world.is_cpu_only and not is_given
     if facts.shape is None:
-        return LayerPlan(world, None, warning=_equal(facts.why_no_shape) if is_chosen else "")
+        warning = _equal(facts.why_no_shape) if is_chosen else ""
+        return LayerPlan(world, None, warning=warning, threads=threads)
     try:
-        stages = _stages(config, world, nodes, facts, measure)
+        stages = _stages(config, world, nodes, facts, threads, measure)
     except UnknownDeviceError as error:
-        return LayerPlan(world, None, warning=_equal(str(error)) if is_chosen else "")
+        warning = _equal(str(error)) if is_chosen else ""
+        return LayerPlan(world, None, warning=warning, threads=threads)
     search = SplitSearch(config, facts, facts.shape, stages)
     if is_chosen:
-        return _planned(_ordered(world, search.best()), facts)
+        split = search.best()
+        moved = enumerate(_moved(world, split))
+        threads = {rank: threads[seat.rank] for rank, seat in moved if seat.rank in threads}
+        return _planned(_ordered(world, split), facts, threads)
     try:
         split = search.priced(world.layers)
     except DoesNotFitError as error:
-        return LayerPlan(world, None, warning=f"this may not fit: {error}")
-    return _planned((world, split), facts)
+        return LayerPlan(world, None, warning=f"this may not fit: {error}", threads=threads)
+    return _planned((world, split), facts, threads)
 
 
 def _equal(reason: str) -> str:
     return f"layers: auto takes equal shares, because nothing better is known: {reason}"
 
 
-def _planned(found: tuple[World, Split], facts: EngineFacts) -> LayerPlan:
+def _planned(
+    found: tuple[World, Split], facts: EngineFacts, threads: Mapping[int, tuple[int, ...]]
+) -> LayerPlan:
     world, split = found
     limits = [_kv_limit(rank, split, facts) for rank in split.ranks if rank.device.kind == "cpu"]
-    return LayerPlan(world, split, min([split.kv_tokens, *limits]))
+    return LayerPlan(world, split, min([split.kv_tokens, *limits]), threads=threads)
 
 
 def _kv_limit(rank: RankPlan, split: Split, facts: EngineFacts) -> int:
@@ -152,11 +164,9 @@ def _stages(
     world: World,
     nodes: Sequence[Node],
     facts: EngineFacts,
+    threads: Threads,
     measure: Measure,
 ) -> tuple[StageDevices, ...]:
-    threads = {
-        seat.rank: compute_threads(seat, config.cpu) for seat in world.seats if seat.kind == "cpu"
-    }
     known = config.cpu.bandwidth_gb_s is not None or not threads
     devices = rank_devices(
         config,
@@ -170,7 +180,7 @@ def _stages(
         is_bf16=facts.is_bf16,
         can_fuse=_can_fuse(facts),
     )
-    return tuple(stages_of(devices, world.layout.tensor_parallel_size))
+    return tuple(stages_of(devices, world.layout.sizes))
 
 
 def _can_fuse(facts: EngineFacts) -> bool:
@@ -183,11 +193,17 @@ def _can_fuse(facts: EngineFacts) -> bool:
 
 def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
     """Memory of a GPU that a CPU rank takes which has it compute prompts."""
-    assert facts.shape is not None
-    hidden = facts.shape.hidden_size
+    shape = facts.shape
+    assert shape is not None
+    hidden, tokens = shape.hidden_size, facts.max_num_batched_tokens
     # Gate and up are one matrix, of which a rank has its tensor-parallel share.
-    wide = facts.shape.intermediate_size // world.layout.tensor_parallel_size
-    return gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), facts.max_num_batched_tokens)
+    sizes = [len(stage) for stage in world.layout.stages if "cpu" in stage]
+    size = min(sizes, default=1)
+    wide = shape.intermediate_size // size
+    linears = gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), tokens)
+    if size > 1 or not _can_fuse(facts):
+        return linears
+    return linears + attention_bytes(shape.num_heads, shape.num_kv_heads, shape.head_dim, tokens)
 
 
 @dataclass(frozen=True)
@@ -235,17 +251,22 @@ class SplitSearch:
         )
 
 
+def _moved(world: World, split: Split) -> list[Seat]:
+    """The seats in the order that they have when the stages are in the split's."""
+    return [seat for place in split.order for seat in world.seats if seat.stage == place]
+
+
 def _ordered(world: World, split: Split) -> tuple[World, Split]:
     """The world with its stages in the split's order, every stage on the devices it had."""
     layout = Layout(tuple(world.layout.stages[place] for place in split.order))
-    moved = [seat for place in split.order for seat in world.seats if seat.stage == place]
-    size = world.layout.tensor_parallel_size
+    stage_of = {place: stage for stage, place in enumerate(split.order)}
+    moved = [replace(seat, stage=stage_of[seat.stage]) for seat in _moved(world, split)]
     used: dict[tuple[str, str], int] = {}
     seats = []
     for rank, seat in enumerate(moved):
         key = (seat.node_id, seat.kind)
         used[key] = used.get(key, 0) + 1
-        seats.append(replace(seat, rank=rank, stage=rank // size, local_rank=used[key] - 1))
+        seats.append(replace(seat, rank=rank, local_rank=used[key] - 1))
     return World(layout, tuple(seats), split.layers), split
 
 

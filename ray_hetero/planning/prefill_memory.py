@@ -33,3 +33,27 @@ def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
 def piece_bytes(inputs: int) -> int:
     """Bytes of a piece of a weight with so many inputs: at least one block."""
     return max(PIECE_BYTES, BF16_BYTES * BLOCK_OUTPUTS * inputs)
+
+
+KV_SPAN_BYTES = 64 << 20
+"""Of a layer's cached keys and values that attention reads at once: 16384 tokens of an 8B model."""
+KV_SLOTS = 2
+"""Spans that are on their way to the GPU, or wait there as they lie in the cache."""
+KV_RETURNS = 2
+"""Layers whose new keys and values the GPU keeps until they are in host memory."""
+
+
+def attention_bytes(heads: int, kv_heads: int, size: int, tokens: int) -> int:
+    """Bytes of GPU memory that a rank takes which has attention computed there too.
+
+    Args:
+        heads: of queries.
+        kv_heads: of keys, and of values.
+        size: of a head.
+        tokens: most tokens of a step.
+
+    """
+    # Two results, which are put together where a prompt has cached keys.
+    results = 2 * BF16_BYTES * tokens * heads * size
+    returns = KV_RETURNS * 2 * BF16_BYTES * tokens * kv_heads * size
+    return results + returns + (KV_SLOTS + 1) * KV_SPAN_BYTES

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from placement.cluster.assignment import ALONE, Node, Seat, Turn, assign
 from placement.cluster.layout import auto_layout, given_layout
 from placement.errors import LayoutError
+from placement.given import numbers
 from placement.host.topology import Core, Host, Socket
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
@@ -87,7 +88,11 @@ def split_layers(
     if config.layers != "auto":
         given = config.layers
     elif partition:
-        given = _numbers(partition)
+        given = numbers(partition)
+        if given is None:
+            raise ConfigError(
+                f"VLLM_PP_LAYER_PARTITION={partition!r}: expected numbers with commas, like 20,12"
+            )
     if given is None:
         if hidden_layers < stages:
             raise ConfigError(
@@ -104,15 +109,6 @@ def split_layers(
             f"at least 1 that add up to {hidden_layers}."
         )
     return tuple(given)
-
-
-def _numbers(partition: str) -> list[int]:
-    try:
-        return [int(part) for part in partition.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"VLLM_PP_LAYER_PARTITION={partition!r}: expected numbers with commas, like 20,12"
-        ) from None
 
 
 def compute_threads(seat: Seat, config: CpuConfig) -> tuple[int, ...]:

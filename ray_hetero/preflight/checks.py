@@ -106,29 +106,22 @@ def check_torchvision(torch: str | None, companions: dict[str, str]) -> Check:
     return Check("torchvision", "ok", names or "not installed, not needed")
 
 
-def ipex_matches(ipex: str, torch: str) -> bool:
-    """Whether a build of IPEX is for a torch: their first two numbers are the same."""
-    return Version(ipex).release[:2] == Version(torch).release[:2]
-
-
 def check_ipex(ipex: str | None, torch: str | None) -> Check:
-    """IPEX is only for the torch it was built for; importing it under another ends the process."""
+    """IPEX is nothing that a CPU rank computes with; importing it may end a process."""
     instead = "vLLM's own oneDNN and AMX kernels are used"
     if ipex is None:
         found = f"not installed, not needed: it ended with 2.8 for torch 2.8; {instead}"
         return Check("IPEX", "ok", found)
-    if torch is not None and ipex_matches(ipex, torch):
-        return Check("IPEX", "ok", f"{ipex} matches torch {torch}: CPU ranks use it")
-    found = f"{ipex} is for another torch than {torch} and is never imported; {instead}"
+    found = f"{ipex} beside torch {torch} is never imported; {instead}"
     return Check("IPEX", "warn", found, f"pip uninstall --yes {IPEX_PACKAGE}")
 
 
-def check_libnuma(library: str | None, py_libnuma: str | None) -> Check:
+def check_libnuma(library: str | None) -> Check:
     """libnuma is there: vLLM's CPU kernels link against it."""
     if library is None:
         remedy = "apt install libnuma1 (Debian, Ubuntu) or dnf install numactl-libs"
         return Check("libnuma", "fail", "libnuma.so.1 not found; CPU kernels need it", remedy)
-    return Check("libnuma", "ok", f"{library}, py-libnuma {py_libnuma or 'not installed'}")
+    return Check("libnuma", "ok", library)
 
 
 def check_instructions(instruction_sets: Set[str], cpu_model: str | None) -> Check:

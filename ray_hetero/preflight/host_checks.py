@@ -88,7 +88,7 @@ def _software_checks() -> Iterator[Check]:
     found = {name: installed_version(name) for name in COMPANIONS}
     yield checks.check_torchvision(torch, {name: v for name, v in found.items() if v is not None})
     yield checks.check_ipex(installed_version(checks.IPEX_PACKAGE), torch)
-    yield checks.check_libnuma(ctypes.util.find_library("numa"), installed_version("py-libnuma"))
+    yield checks.check_libnuma(ctypes.util.find_library("numa"))
     yield _native_check()
 
 

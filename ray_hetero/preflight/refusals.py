@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from placement.cluster.layout import Layout, sizes_to_type
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
 from ray_hetero.preflight.unsupported_checkpoints import (
@@ -146,7 +147,7 @@ WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
     Refusal("--enable-eplb", lambda args: args.enable_eplb, "it moves experts between GPUs only"),
     Refusal("--enable-dbo", lambda args: args.enable_dbo, "it overlaps kernels of GPUs only"),
 )
-"""Refused where the world may have CPU ranks."""
+"""Refused where the world may have CPU ranks, or has stages of several sizes."""
 
 WITH_RESTARTS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
@@ -236,16 +237,17 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
 """All rows, by the worlds in which they are refused."""
 
 
-def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, has_cpu: bool) -> None:
+def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stock: bool) -> None:
     """Raise for the first option that cannot work.
 
     Args:
         engine_args: what vLLM was asked for.
         config: what this backend was asked for.
-        has_cpu: whether the world may have CPU ranks.
+        is_stock: whether the ranks are known to be GPUs in stages of one size.
 
     Raises:
-        UnsupportedError: the option does not work with CPU ranks or with this backend at all.
+        UnsupportedError: the option does not work with CPU ranks, with stages of several sizes, or
+            with this backend at all.
         ConfigError: the sizes asked for contradict each other.
 
     """
@@ -254,7 +256,7 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, has_cpu
     ranks = engine_args.tensor_parallel_size
     _check_layout(config, stages, ranks)
     _check_layers(config, stages)
-    asked = [*ALWAYS, *(WITH_CPU_RANKS if has_cpu else ())]
+    asked = [*ALWAYS, *(() if is_stock else WITH_CPU_RANKS)]
     for refusal in (*asked, *(WITH_RESTARTS if config.max_restarts else ())):
         refusal.check(engine_args)
 
@@ -273,11 +275,12 @@ def _check_layout(config: HeteroConfig, stages: int, ranks: int) -> None:
     if config.layout == "auto":
         return
     given = [len(stage) for stage in config.layout]
-    if given != [ranks] * stages:
+    if (len(given), max(given)) != (stages, ranks):
+        of = " and ".join(map(str, sorted(set(given))))
         raise ConfigError(
-            f"layout: {len(given)} stages of {given[0]} ranks, but vLLM was asked for "
+            f"layout: {len(given)} stages of {of} ranks, but vLLM was asked for "
             f"--pipeline-parallel-size {stages} --tensor-parallel-size {ranks}. "
-            f"Type: --pipeline-parallel-size {len(given)} --tensor-parallel-size {given[0]}"
+            f"{sizes_to_type(given)}"
         )
 
 
@@ -316,6 +319,33 @@ def refuse_drafting(drafting: Drafting) -> None:
     """
     for refusal in DRAFTING_OF_CPU_RANKS:
         refusal.check(drafting)
+
+
+def refuse_heads(model: ModelConfig, layout: Layout) -> None:
+    """Refuse stages whose number of ranks does not divide the heads of a model.
+
+    Raises:
+        UnsupportedError: names the stage, the arithmetic and the numbers that do.
+
+    """
+    heads: int = model.model_arch_config.total_num_attention_heads
+    kv_heads: int = model.get_total_num_kv_heads()
+    if not heads or not kv_heads:
+        return
+
+    def divides(size: int) -> bool:
+        # With more ranks than KV heads, several keep the same one.
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    for stage, size in enumerate(layout.sizes):
+        if not divides(size):
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if divides(n))
+            raise UnsupportedError(
+                f"stage {stage} of layout {layout} has {size} tensor-parallel ranks, but the model "
+                f"has {heads} attention heads and {kv_heads} KV heads: {heads} / {size} = "
+                f"{heads / size:g}, {kv_heads} / {size} = {kv_heads / size:g}. Numbers of ranks in "
+                f"a stage that fit: {fitting}."
+            )
 
 
 def refuse_shared_experts(parallel: ParallelConfig) -> None:

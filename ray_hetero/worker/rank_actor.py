@@ -26,10 +26,17 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.cluster.claims import claim_socket
 from placement.units import GIB
-from ray_hetero.compat import cpu_linear, cpu_worker, message_queues, model_runner, parallel_state
+from ray_hetero.compat import (
+    cpu_linear,
+    cpu_worker,
+    layer_partition,
+    message_queues,
+    model_config,
+    model_runner,
+    parallel_state,
+)
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.ipex import use_ipex
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
@@ -174,10 +181,17 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         """
         seat, world = self._rank.seat, self._rank.world
         device_backend = current_platform.dist_backend
-        if world.has_cpu:
+        if not world.is_stock:
             device_backend = parallel_state.use_gloo_world()
         set_world(world, device_backend)
         parallel_state.use_groups(HeteroGroup)
+        if not world.layout.is_even:
+            parallel_state.use_stages(
+                [list(world.layout.ranks(stage)) for stage in range(len(world.layout.stages))],
+                # A rank's own pipeline comes last, which is the one that its group keeps.
+                [list(ranks) for ranks in reversed(world.layout.pipelines())],
+            )
+            model_config.use_stage(seat.stage)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
             if seat.kind == "gpu":
@@ -186,11 +200,11 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             cpu_worker.bind_memory_to(seat.socket.numa_nodes)
         linear_layers = None
         if seat.kind == "cpu":
-            use_ipex()
             linear_layers = LinearLayers(
                 self._rank.engine.config.cpu,
                 self._lender(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
+                self._rank.spare,
             )
             is_last = seat.stage == len(world.layout.stages) - 1
             is_tied = any(
@@ -198,7 +212,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 for model in models_of(self._vllm_config)
             )
             cpu_linear.keep_embeddings_once(has_tied_output=is_tied and is_last)
-        os.environ["VLLM_PP_LAYER_PARTITION"] = self._rank.layer_partition
+        layer_partition.set_partition(world.layers)
         speculation = Speculation.of(self._vllm_config, world, seat)
         if speculation is not None:
             speculation.before_loading()

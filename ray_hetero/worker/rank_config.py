@@ -10,6 +10,7 @@ from dataclasses import field as dataclass_field
 from functools import reduce
 from typing import TYPE_CHECKING
 
+from placement.cluster.layout import Layout
 from placement.units import GIB
 from ray_hetero.errors import AgreementError
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE
@@ -43,7 +44,7 @@ SHARED_FIELDS = (
     "scheduler_config.max_num_seqs",
     "scheduler_config.async_scheduling",
     "scheduler_config.enable_chunked_prefill",
-    "parallel_config.tensor_parallel_size",
+    "parallel_config.world_size",
     "parallel_config.pipeline_parallel_size",
     "parallel_config.data_parallel_size",
     "num_speculative_tokens",
@@ -64,18 +65,20 @@ class Fingerprint:
 
 
 def shared_settings(
-    driver: VllmConfig, *, has_cpu: bool, graph_tokens: tuple[int, ...] = ()
+    driver: VllmConfig, layout: Layout, *, graph_tokens: tuple[int, ...] = ()
 ) -> SharedSettings:
     """Read what all ranks must share off the driver's configuration.
 
-    With CPU ranks the driver's own configuration is changed too where its platform chose
-    otherwise: block size (unless the user set it) and synchronous scheduling.
+    The driver's own configuration is changed too where its platform chose otherwise: the number of
+    ranks where stages differ in size, synchronous scheduling, and with CPU ranks the block size
+    (unless the user set it).
     """
     cache = driver.cache_config
-    if has_cpu:
+    driver.parallel_config.world_size = layout.world_size
+    if not layout.is_stock:
         driver.scheduler_config.async_scheduling = False
-        if not cache.user_specified_block_size:
-            cache.block_size = _cpu_block_size(driver)
+    if layout.count("cpu") and not cache.user_specified_block_size:
+        cache.block_size = _cpu_block_size(driver)
     return SharedSettings(
         instance_id=driver.instance_id,
         dtype=str(driver.model_config.dtype).removeprefix("torch."),
@@ -116,6 +119,9 @@ def build_rank_config(rank: RankSpec) -> VllmConfig:
     shared, config = rank.shared, rank.engine.config
     # vLLM's GPU worker checks local ranks against nnodes for every other backend name.
     args.distributed_executor_backend = "ray"
+    # vLLM knows one size for all stages; a rank is told that of its own.
+    args.pipeline_parallel_size = len(rank.world.layout.stages)
+    args.tensor_parallel_size = rank.world.layout.sizes[rank.seat.stage]
     args.dtype = shared.dtype
     args.max_model_len = shared.max_model_len
     args.block_size = shared.block_size
@@ -142,6 +148,7 @@ def build_rank_config(rank: RankSpec) -> VllmConfig:
     if is_in_mixed:
         mixed_groups.split_at_collectives(vllm_config)
     _impose(vllm_config, shared)
+    vllm_config.parallel_config.world_size = rank.world.layout.world_size
     return vllm_config
 
 

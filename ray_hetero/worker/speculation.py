@@ -27,9 +27,9 @@ class Speculation:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, world: World, seat: Seat) -> Speculation | None:
-        """None without speculation, and for GPUs alone, whose model runner knows what to do."""
+        """None without speculation, and in worlds of vLLM's own, whose runner knows what to do."""
         config = vllm_config.speculative_config
-        if config is None or not world.has_cpu:
+        if config is None or world.is_stock:
             return None
         reads_layers = False
         if config.method == "eagle3":

@@ -19,9 +19,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import libnuma
+
 from placement.cluster import claims
 from placement.errors import ClaimError, NativeError
-from placement.host import libnuma, native, numa_maps, syscalls
+from placement.host import native, numa_maps, syscalls
 from placement.host.sockets import sockets_of
 from placement.host.sysfs import read_host
 
@@ -226,7 +228,7 @@ def claims_of_processes() -> str:
 
 
 LIMITED = """
-from placement.host import libnuma
+import libnuma
 from placement.host.sockets import sockets_of
 from placement.host.sysfs import read_host
 host = read_host()

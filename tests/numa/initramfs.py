@@ -82,6 +82,7 @@ def _files() -> Iterator[tuple[str, Path]]:
     for folder, target in ((stdlib, f"python/lib/{stdlib.name}"), (numa, "packages/numa")):
         yield from _below(folder, target)
     yield from _below(ROOT / "placement", "packages/placement")
+    yield "packages/libnuma.py", HERE / "libnuma.py"
 
 
 def _below(folder: Path, target: str) -> Iterator[tuple[str, Path]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from ray.util.tracing.tracing_helper import _inject_tracing_into_class
+from vllm.config import ModelConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
@@ -27,9 +28,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import SamplerOutput
@@ -39,10 +42,18 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from worlds import layout, world
 
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.compat import engine_args, engine_clients, message_queues, patching, spec_decode
+from ray_hetero.compat import (
+    engine_args,
+    engine_clients,
+    engine_processes,
+    message_queues,
+    patching,
+    spec_decode,
+)
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
@@ -62,7 +73,8 @@ PACKAGE = Path(plugin.__file__).parent
 
 OVERRIDES: dict[type, set[str]] = {
     HeteroExecutor: {
-        "_init_executor", "get_supported_kv_cache_layouts", "determine_available_memory",
+        "_init_executor", "_get_output_rank", "get_supported_kv_cache_layouts",
+        "get_kv_cache_specs", "determine_available_memory", "initialize_from_config",
         "compile_or_warm_up_model", "shutdown",
     },
     GuardedExecutor: {"collective_rpc"},
@@ -155,6 +167,7 @@ PRIVATE: list[tuple[str, type, str]] = [
     ("compat/engine_clients", EngineCoreClient, "make_async_mp_client"),
     ("compat/engine_clients", MPClient, "shutdown"),
     ("compat/engine_clients", InprocClient, "shutdown"),
+    ("compat/engine_processes", CoreEngineProcManager, "shutdown"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
@@ -168,7 +181,7 @@ PRIVATE: list[tuple[str, type, str]] = [
     ("worker/rank_actor", RankActor, "create_dist_init_method"),
     ("worker/rank_actor", RankActor, "get_node_and_physical_gpu_ids"),
     ("worker/rank_actor", RankActor, "wait_for_init"),
-    ("executor/hetero_executor", HeteroExecutor, "_get_output_rank"),
+    ("compat/model_config", ModelConfig, "get_layers_start_end_indices"),
     ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
 ]
 
@@ -346,6 +359,33 @@ def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyP
     assert list(clients) == [left]
 
 
+def test_an_engine_of_ours_that_is_up_gets_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+    asked = ["handshake_socket", "core_engines", "parallel_config", "coordinated_dp",
+             "cache_config", "launch"]  # fmt: skip
+    wait_for_startup = engine_utils.wait_for_engine_startup
+    assert list(inspect.signature(inspect.unwrap(wait_for_startup)).parameters) == asked
+
+    class Manager:
+        def shutdown(self, timeout: float | None = None) -> None:
+            limits.append(timeout)
+
+    monkeypatch.setattr(engine_utils, "CoreEngineProcManager", Manager)
+    monkeypatch.setattr(engine_utils, "wait_for_engine_startup", lambda *args: "up")
+    for _ in range(2):
+        engine_processes.wait_for_engines_to_end(30)
+    for backend in (HeteroExecutor, "mp"):
+        manager = Manager()
+        manager.shutdown()
+        config = SimpleNamespace(distributed_executor_backend=backend)
+        launch = SimpleNamespace(engine_manager=manager)
+        answer = engine_utils.wait_for_engine_startup(None, [], config, False, None, launch)
+        assert answer == "up"
+        for given in (None, 0, 5):
+            manager.shutdown(timeout=given)
+    assert limits == [None, 30, 30, 5, None, None, 0, 5]
+
+
 @pytest.fixture
 def from_a_launcher(monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend that a launcher has chosen, for which ours stands in."""
@@ -401,26 +441,23 @@ def test_every_shared_field_exists(arguments: EngineArgs) -> None:
     assert set(fingerprint(0, config, ()).fields) == set(SHARED_FIELDS)
     for path in SHARED_FIELDS:
         reduce(getattr, path.split("."), config)
-    shared = shared_settings(config, has_cpu=True)
+    shared = shared_settings(config, layout("c", "c"))
     assert shared.max_model_len == 128
     assert {name for name, _ in shared.data_parallel} >= {"data_parallel_size"}
 
 
 def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
-    from worlds import world
-
     from ray_hetero.world import EngineSpec, RankSpec
 
     engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
     arguments.distributed_executor_backend = "ray_hetero"
     arguments.max_num_seqs = 7
     driver = arguments.create_engine_config()
-    shared: SharedSettings = shared_settings(driver, has_cpu=True)
+    shared: SharedSettings = shared_settings(driver, layout("c", "c"))
     there = world("c", "c", layers=1)
     spec: EngineSpec = engine_args.spec_of(driver)
     ranks = [
-        build_rank_config(RankSpec(there, seat, spec, shared, (0,), (), "1,1"))
-        for seat in there.seats
+        build_rank_config(RankSpec(there, seat, spec, shared, (0,), ())) for seat in there.seats
     ]
     prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]
     assert prints[0].fields == prints[1].fields == fingerprint(9, driver, ()).fields

@@ -19,9 +19,9 @@ from placement.plan.described import described
 from placement.units import GB, GIB
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import CpuConfig, HeteroConfig
-from ray_hetero.kernels.gpu_prefill import gpu_bytes
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import LayerPlan, describe_split, plan_layers
+from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES
 
 AUTO = HeteroConfig()
@@ -124,7 +124,7 @@ def test_what_cpu_ranks_borrow_of_a_gpu_is_left_free_on_it(sockets: int, ranks: 
         return gpu.usable_bytes
 
     # Gate and up are 28672 outputs of 4096 inputs, down has 14336 inputs; 2048 tokens.
-    share = gpu_bytes(28672, 14336, 2048)
+    share = gpu_bytes(28672, 14336, 2048) + attention_bytes(32, 8, 128, 2048)
     assert usable() - usable(linear_kernel="streaming") == ranks * share
     assert usable(linear_kernel="streaming", prefill_on_gpu=False) == usable()
 

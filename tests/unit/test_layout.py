@@ -72,12 +72,55 @@ def test_a_given_layout_keeps_its_order() -> None:
     assert str(made) == "[gpu, cpu] → [cpu, gpu]"
 
 
+def test_stages_of_different_size_say_the_size_of_the_largest() -> None:
+    made = given_layout([["cpu", "cpu"], ["gpu"]], 2, 2, gpus=1, sockets=2)
+    assert made == layout("cc", "g")
+    assert (made.sizes, made.world_size, made.tensor_parallel_size) == ((2, 1), 3, 2)
+    assert not made.is_even
+    assert [made.first_rank(stage) for stage in (0, 1)] == [0, 2]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_every_rank_receives_from_one_that_sends_to_it(sizes: list[int]) -> None:
+    made = layout(*("g" * size for size in sizes))
+    places = [(stage, tensor) for stage, size in enumerate(sizes) for tensor in range(size)]
+    numbered = {place: rank for rank, place in enumerate(places)}
+    assert [rank for stage in range(len(sizes)) for rank in made.ranks(stage)] == [
+        *range(made.world_size)
+    ]
+    for (stage, tensor), rank in numbered.items():
+        if stage:
+            sender = made.sender(stage, tensor)
+            (from_,) = (place for place in places if numbered[place] == sender)
+            assert from_[0] == stage - 1
+            assert rank in made.receivers(*from_)
+        assert all(
+            made.sender(stage + 1, other - made.first_rank(stage + 1)) == rank
+            for other in made.receivers(stage, tensor)
+        )
+    for pipeline in made.pipelines():
+        assert [rank in made.ranks(stage) for stage, rank in enumerate(pipeline)] == [True] * len(
+            sizes
+        )
+        for stage, rank in enumerate(pipeline[1:], start=1):
+            own = made.pipelines()[rank - made.first_rank(stage)]
+            assert own[stage - 1] == made.sender(stage, rank - made.first_rank(stage))
+
+
+@pytest.mark.parametrize(
+    ("stages", "is_stock"),
+    [(["gg", "gg"], True), (["gg", "g"], False), (["c"], False), (["gc"], False), (["g"], True)],
+)
+def test_gpus_in_stages_of_one_size_are_vllms_own(stages: list[str], *, is_stock: bool) -> None:
+    assert layout(*stages).is_stock == is_stock
+
+
 @pytest.mark.parametrize(
     ("stages", "pipeline", "tensor", "said"),
     [
         ([["cpu"]], 2, 1, r"1 stages of \[1\] ranks.*--pipeline-parallel-size 2"),
-        ([["cpu", "cpu"]], 1, 1, r"\[2\] ranks.*--tensor-parallel-size 1"),
-        ([["cpu"], ["cpu", "cpu"]], 2, 1, r"\[1, 2\]"),
+        ([["cpu", "cpu"]], 1, 1, r"\[2\] ranks.*type: .*-size 1 --tensor-parallel-size 2"),
+        ([["cpu"], ["cpu", "cpu"]], 2, 1, r"\[1, 2\].*type: .*-size 2 --tensor-parallel-size 2"),
         ([["cpu"], ["cpu"], ["cpu"]], 3, 1, "asks for 3 CPU sockets, but 2 are free"),
         ([["gpu"], ["gpu"]], 2, 1, "asks for 2 GPUs, but 1 are free"),
     ],

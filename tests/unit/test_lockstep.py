@@ -11,7 +11,7 @@ import pytest
 from worlds import world
 
 from ray_hetero.errors import RankError
-from ray_hetero.executor.lockstep import describe, run_schedule
+from ray_hetero.executor.lockstep import run_schedule
 from ray_hetero.worker.warmup import Phase, Step, WarmupSizes, schedule
 from ray_hetero.worker.warmup_actions import Acknowledged
 from ray_hetero.world import World
@@ -25,10 +25,10 @@ class FakeRanks:
     def __init__(self, world: World, fault: Callable[[int, Step], Any] = lambda rank, step: step):
         self.world, self.fault, self.todo = world, fault, {}
 
-    def send(self, per_stage: Sequence[Sequence[Step]]) -> None:
+    def send_steps(self, per_stage: Sequence[Sequence[Step]]) -> None:
         self.todo = {seat.rank: deque(per_stage[seat.stage]) for seat in self.world.seats}
 
-    def answer(self, rank: int, timeout_s: float) -> Acknowledged:
+    def next_answer(self, rank: int, timeout_s: float) -> Acknowledged:
         done = self.fault(rank, self.todo[rank][0])
         if done is None:
             time.sleep(timeout_s)
@@ -66,7 +66,7 @@ def test_a_late_rank_is_named_with_its_step() -> None:
         run(ranks)
     assert time.monotonic() - start < 5
     message = str(caught.value)
-    assert describe(ranks.world, 3) in message
+    assert ranks.world.describe(3) in message
     assert "rank 3 (cpu, socket 2" in message
     assert "step 2: size the KV cache" in message
     assert "warmup.step_timeout_s = 0.3" in message

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 from placement.errors import NativeError
-from placement.host import libnuma, native, numa_maps, syscalls
+from placement.host import native, numa_maps, syscalls
 from placement.host.sysfs import read_host
 
 PAGE = mmap.PAGESIZE
@@ -243,28 +243,6 @@ def test_bandwidth_of_nonsense(cpus: list[int], nbytes: int, seconds: float) -> 
 def test_threads_tell_their_cpus() -> None:
     found = native.thread_cpus()
     assert found[threading.get_native_id()] == tuple(sorted(os.sched_getaffinity(0)))
-
-
-def test_libnuma_tells_the_same() -> None:
-    host = read_host(gpus=False)
-    if libnuma.numa_nodes(host) is None:
-        pytest.skip("libnuma or py-libnuma is not installed")
-    assert libnuma.cross_check(host) == ()
-
-
-@pytest.mark.parametrize(
-    "broken", ["raise OSError('no libnuma')", "import no_such_module", "x = 1"]
-)
-def test_without_libnuma_nothing_fails(
-    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "numa.py").write_text(broken)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "numa", raising=False)
-    host = read_host(gpus=False)
-    assert libnuma.numa_nodes(host) is None
-    assert libnuma.cross_check(host) == ()
-    monkeypatch.delitem(sys.modules, "numa", raising=False)
 
 
 def test_placement_imports_neither_vllm_nor_torch_nor_ray() -> None:

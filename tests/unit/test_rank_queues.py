@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch  # noqa: F401  (the ring buffer maps its memory as a tensor)
@@ -88,10 +87,20 @@ def test_a_rank_that_never_connects_is_not_waited_for_for_ever() -> None:
         wait_until_ready([requests], failure, 30, "the.key")
 
 
-def test_the_first_report_of_a_failure_stays() -> None:
-    failure = Failure()
-    failure.check()
-    assert failure.wait(0) is None
-    told: list[Any] = [failure.tell("first"), failure.tell("second")]
-    assert told == [True, False]
-    assert failure.wait(0) == failure.report == "first"
+def test_a_queue_that_raises_is_not_ready() -> None:
+    class Strange:
+        def wait_until_ready(self) -> None:
+            raise OSError("no such socket")
+
+    with pytest.raises(StartupError, match=r"did not open: .* OSError\('no such socket'\)"):
+        wait_until_ready([Strange()], Failure(), 30, "the.key")
+
+
+def test_a_wait_for_a_queue_that_is_shut_down_says_what_ended_the_ranks(pair: Pair) -> None:
+    def shut_down() -> None:
+        pair.failure.tell("rank 1 died")
+        pair.answers.shutdown()
+
+    threading.Timer(0.2, shut_down).start()
+    with pytest.raises(RankError, match="rank 1 died"):
+        pair.answers.dequeue(10)

@@ -90,7 +90,7 @@ def test_it_is_named_with_a_reason_and_a_remedy(
     named = re.escape(option.format(found="medusa"))
     said = rf"{named} does not work with ray_hetero: [^.]+\. (Leave it out|Unset it)"
     with pytest.raises(UnsupportedError, match=said):
-        refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+        refuse_unsupported(args, HeteroConfig(), is_stock=False)
 
 
 @pytest.mark.parametrize("method", [*METHODS, "deepseek_mtp"])
@@ -136,12 +136,12 @@ def test_without_cpu_ranks_it_is_for_vllm_to_say(
 ) -> None:
     args = _asked(tmp_path, monkeypatch, option)
     layout = [["gpu"] * args.tensor_parallel_size]
-    refuse_unsupported(args, HeteroConfig(layout=layout), has_cpu=False)
+    refuse_unsupported(args, HeteroConfig(layout=layout), is_stock=True)
 
 
-@pytest.mark.parametrize("has_cpu", [True, False])
-def test_what_vllm_does_by_default_is_not_refused(*, has_cpu: bool, tmp_path: Path) -> None:
-    refuse_unsupported(EngineArgs(model=str(tmp_path)), HeteroConfig(), has_cpu=has_cpu)
+@pytest.mark.parametrize("is_stock", [True, False])
+def test_what_vllm_does_by_default_is_not_refused(*, is_stock: bool, tmp_path: Path) -> None:
+    refuse_unsupported(EngineArgs(model=str(tmp_path)), HeteroConfig(), is_stock=is_stock)
 
 
 def test_restarts_need_an_engine_of_their_own(

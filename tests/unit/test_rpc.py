@@ -3,56 +3,45 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
-from vllm.v1.executor.multiproc_executor import WorkerProc
+from fake_ranks import DONE, FAILED, Answers, rank_set
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import RankError
 from ray_hetero.executor.rpc import GuardedExecutor
 
-DONE, FAILED = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
 STEP = SimpleNamespace(total_num_scheduled_tokens=5)
 CONFIG = {"warmup": {"step_timeout_s": 7}, "serving": {"step_timeout_s": 3}}
 
 
-class Rank:
-    """A rank that gives the answers it was made with, and then none."""
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers, self.waits = deque(answers), list[float]()
-
-    def dequeue(self, timeout: float) -> Any:
-        self.waits.append(timeout)
-        if not self.answers:
-            raise TimeoutError
-        return self.answers.popleft()
-
-
 class Guarded(GuardedExecutor):
-    """Ranks without processes."""
+    """An executor of ranks without processes."""
 
-    def __init__(self, *ranks: Rank, restarts: int = 0, **config: Any) -> None:
+    def __init__(self, *ranks: Answers, restarts: int = 0, **config: Any) -> None:
         self._config = HeteroConfig.model_validate({**CONFIG, **config})
         self._guard(restarts)
-        self.asked: list[Any] = []
-        self.rpc_broadcast_mq = SimpleNamespace(enqueue=self.asked.append)
-        self.response_mqs = list(ranks)
+        self.set = rank_set(*ranks, on_failure=self._on_failure, on_stopped=self._on_stopped)
+        self._ranks = self.set
         self.output_rank = len(ranks) - 1
         self.kv_output_aggregator = self.ec_output_aggregator = None
 
     @property
+    def asked(self) -> list[Any]:
+        requests: Any = self.set._requests
+        return requests.asked
+
+    @property
     def failed(self) -> str | None:
-        return self._failure.report
+        return self.set.failure.report
 
 
 def test_an_answer_comes_back_and_a_step_is_waited_for_within_its_limit() -> None:
-    last = Rank((DONE, "tokens"))
-    executor = Guarded(Rank(), last)
+    last = Answers((DONE, "tokens"))
+    executor = Guarded(Answers(), last)
     assert executor.execute_model(STEP) == "tokens"
     assert executor.asked == [("execute_model", (STEP,), {}, 1)]
     assert last.waits == [pytest.approx(3, abs=1)]
@@ -60,7 +49,7 @@ def test_an_answer_comes_back_and_a_step_is_waited_for_within_its_limit() -> Non
 
 
 def test_answers_are_taken_in_the_order_of_the_calls() -> None:
-    executor = Guarded(Rank((DONE, "first"), (DONE, "second"), (DONE, "third")))
+    executor = Guarded(Answers((DONE, "first"), (DONE, "second"), (DONE, "third")))
     first = executor.collective_rpc("a", non_block=True)
     assert executor.collective_rpc("b") == ["second"]
     assert first.result() == ["first"]
@@ -68,7 +57,7 @@ def test_answers_are_taken_in_the_order_of_the_calls() -> None:
 
 
 def test_an_aggregator_gets_the_outputs_of_all_ranks() -> None:
-    executor = Guarded(Rank((DONE, 1)), Rank((DONE, 2)))
+    executor = Guarded(Answers((DONE, 1)), Answers((DONE, 2)))
     adding = SimpleNamespace(aggregate=lambda outputs, output_rank: (sum(outputs), output_rank))
     found = executor.collective_rpc("a", unique_reply_rank=1, ec_output_aggregator=adding)
     assert found == (3, 1)
@@ -76,7 +65,7 @@ def test_an_aggregator_gets_the_outputs_of_all_ranks() -> None:
 
 
 def test_a_function_is_sent_to_the_ranks() -> None:
-    executor = Guarded(Rank((DONE, "rank 0")))
+    executor = Guarded(Answers((DONE, "rank 0")))
     assert executor.collective_rpc(lambda worker, more: worker + more, args=(2,)) == ["rank 0"]
     ((sent, args, _, _),) = executor.asked
     assert cloudpickle.loads(sent)(1, *args) == 3
@@ -84,14 +73,14 @@ def test_a_function_is_sent_to_the_ranks() -> None:
 
 def test_vllms_own_limit_holds_where_ours_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "77")
-    last = Rank((DONE, "tokens"))
+    last = Answers((DONE, "tokens"))
     executor = Guarded(last, serving={})
     executor.execute_model(STEP)
     assert last.waits == [pytest.approx(77, abs=1)]
 
 
 def test_a_late_step_is_a_failure_that_is_named() -> None:
-    executor = Guarded(Rank(), Rank((DONE, "tokens")))
+    executor = Guarded(Answers(), Answers((DONE, "tokens")))
     executor.execute_model(STEP)
     future = executor.sample_tokens(None, non_block=True)
     with pytest.raises(RankError, match=r"step 1 \(sample_tokens\) was not done in 3 s \(serving"):
@@ -102,7 +91,7 @@ def test_a_late_step_is_a_failure_that_is_named() -> None:
 
 
 def test_every_other_call_has_a_limit_too_but_the_callers_own_is_the_callers() -> None:
-    executor = Guarded(Rank())
+    executor = Guarded(Answers())
     with pytest.raises(TimeoutError, match=r"^check_health was not done in 10 s$"):
         executor.collective_rpc("check_health", timeout=10)
     assert not executor.is_failed
@@ -111,23 +100,23 @@ def test_every_other_call_has_a_limit_too_but_the_callers_own_is_the_callers() -
 
 
 def test_a_rank_that_answers_a_step_with_an_error_has_failed() -> None:
-    executor = Guarded(Rank(), Rank((FAILED, "no such kernel")))
-    executor.verdict = lambda: None  # type: ignore[method-assign]
+    executor = Guarded(Answers(), Answers((FAILED, "no such kernel")))
+    executor.set.verdict = lambda: None  # type: ignore[method-assign]
     with pytest.raises(RankError, match=r"step 1 \(execute_model of 5 tokens\).*no such kernel"):
         executor.execute_model(STEP)
     assert executor.is_failed
 
 
 def test_the_error_of_another_call_is_the_callers() -> None:
-    executor = Guarded(Rank((FAILED, "no such adapter")))
+    executor = Guarded(Answers((FAILED, "no such adapter")))
     with pytest.raises(RuntimeError, match="no such adapter"):
         executor.collective_rpc("add_lora", args=(None,))
     assert not executor.is_failed
 
 
 def test_the_cause_is_waited_for_and_is_told_in_place_of_what_followed() -> None:
-    executor = Guarded(Rank((FAILED, "Connection closed by peer")))
-    told = threading.Timer(0.3, executor._fail, ("rank 0 died",))
+    executor = Guarded(Answers((FAILED, "Connection closed by peer")))
+    told = threading.Timer(0.3, executor.set.fail, ("rank 0 died",))
     told.start()
     with pytest.raises(RankError, match=r"^rank 0 died$"):
         executor.execute_model(STEP)
@@ -135,16 +124,16 @@ def test_the_cause_is_waited_for_and_is_told_in_place_of_what_followed() -> None
 
 
 def test_vllm_is_told_once_of_a_failure() -> None:
-    executor, calls = Guarded(Rank()), []
+    executor, calls = Guarded(Answers()), []
     executor.register_failure_callback(lambda: calls.append("failed"))
-    executor._fail("rank 0 died")
-    executor._fail("rank 1 lost its peer")
+    executor.set.fail("rank 0 died")
+    executor.set.fail("rank 1 lost its peer")
     assert calls == ["failed"]
     assert executor.verdict() == "rank 0 died"
 
 
 def test_new_ranks_are_asked_for_what_the_first_were_asked_on_the_way_up() -> None:
-    rank = Rank((DONE, ["kv"]), (DONE, None), (DONE, "x"), (DONE, ["kv"]), (DONE, None))
+    rank = Answers((DONE, ["kv"]), (DONE, None), (DONE, "x"), (DONE, ["kv"]), (DONE, None))
     executor = Guarded(rank)
     executor.collective_rpc("get_kv_cache_spec")
     executor.collective_rpc("initialize_from_config", args=(["blocks"],))

@@ -214,13 +214,31 @@ def test_layers_that_do_not_add_up(layers: list[int], message: str) -> None:
 
 
 def test_senseless_questions_are_refused() -> None:
-    one, two = stage(device("H100 SXM")), stage(device("H100 SXM"), device("H100 SXM", 1))
+    one = stage(device("H100 SXM"))
     with pytest.raises(LayoutError, match="batch must be 1 or more, got 0"):
         choose_split(SMALL, [one], batch=0, context=1, max_sequences=1)
     with pytest.raises(LayoutError, match="13 pipeline stages for 12 layers"):
         choose_split(SMALL, [one] * 13, batch=1, context=1, max_sequences=1)
-    with pytest.raises(LayoutError, match=r"\[1, 2\] ranks"):
-        choose_split(SMALL, [one, two], batch=1, context=1, max_sequences=1)
+    with pytest.raises(LayoutError, match=r"\[1, 0\] ranks"):
+        choose_split(SMALL, [one, stage()], batch=1, context=1, max_sequences=1)
+
+
+def test_a_stage_is_priced_and_filled_by_its_own_size() -> None:
+    alone, pair = stage(device("H100 SXM")), stage(device("Xeon 8480+"), device("Xeon 8480+", 1))
+    question = {"batch": 1, "context": 64, "max_sequences": 1, "order": "fixed"}
+    found = choose_split(SMALL, [pair, alone], layers=[6, 6], **question)  # type: ignore[arg-type]
+    first, second = found.stages
+    assert [rank.rank for rank in found.ranks] == [0, 1, 2]
+    # 6 layers of 28.3 MB each; the pair has the halves of them and of the embedding.
+    weights = 6 * SMALL.layers[0].nbytes
+    embedding = (SMALL.weight_bytes - 12 * SMALL.layers[0].nbytes) // 2
+    for rank in first.ranks:
+        assert rank.memory.weights == pytest.approx((weights + embedding) / 2, rel=1e-3)
+    assert second.ranks[0].memory.weights == pytest.approx(weights + embedding, rel=1e-3)
+    assert second.ranks[0].kv_bytes == pytest.approx(2 * first.ranks[0].kv_bytes, rel=1e-3)
+    single = choose_split(SMALL, [stage(device("Xeon 8480+")), alone], layers=[6, 6], **question)  # type: ignore[arg-type]
+    assert first.decode.weights == pytest.approx(single.stages[0].decode.weights / 2, rel=1e-2)
+    assert second.decode == single.stages[1].decode
 
 
 def refusal(**question: object) -> str:

@@ -30,7 +30,7 @@ def world() -> World:
 
 @pytest.fixture
 def info(world: World) -> EngineInfo:
-    return info_of("1a2b3", "models/tiny", LayerPlan(world, None), None, {0: (2, 3), 1: (0,)})
+    return info_of("1a2b3", "models/tiny", LayerPlan(world, None, threads={0: (2, 3)}), None)
 
 
 @pytest.fixture

@@ -6,7 +6,14 @@ import pytest
 import torch.distributed as dist
 
 from placement.errors import ClaimError
-from ray_hetero.executor.endings import Ending, Severity, causes, ending, plain
+from ray_hetero.executor.failure import (
+    Ending,
+    Failure,
+    Severity,
+    causes,
+    ending,
+    plain,
+)
 
 GONE = """The actor died unexpectedly before finishing this task.
 \tclass_name: RankActor
@@ -53,3 +60,11 @@ def test_what_a_rank_says_for_the_user_is_kept_as_it_is() -> None:
 def test_of_an_error_of_several_lines_the_first_is_said() -> None:
     cuda = RuntimeError("CUDA error: an assertion failed\nFor debugging consider …")
     assert ending(1, cuda).text == "failed: RuntimeError('CUDA error: an assertion failed')"
+
+
+def test_the_first_report_of_a_failure_stays() -> None:
+    failure = Failure()
+    failure.check()
+    assert failure.wait(0) is None
+    assert [failure.tell("first"), failure.tell("second")] == [True, False]
+    assert failure.wait(0) == failure.report == "first"

@@ -1,4 +1,4 @@
-"""The same NUMA nodes asked of libnuma, to check what `sysfs` reads.  Optional: py-libnuma.
+"""The NUMA nodes as libnuma tells them, to check what `placement.host.sysfs` reads; py-libnuma.
 
 py-libnuma opens the shared library when it is imported and fails there without it (it loads the
 process's own symbols instead, or the loader refuses), so it is imported on use only.

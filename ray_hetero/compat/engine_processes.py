@@ -1,0 +1,60 @@
+"""vLLM's engine processes: the time that one of this backend gets to end in order."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ray_hetero.compat.patching import original
+
+END_SECONDS = 30.0
+"""Longest wait for an engine process that has been asked to end, in seconds.  Without a request
+under way it takes two or three, most of it for a Ray that was started for it."""
+ENDS_IN_ORDER = "_ray_hetero_ends_in_order"
+
+
+def wait_for_engines_to_end(limit_s: float = END_SECONDS) -> None:
+    """In a process that starts engines: let those of this backend end before they are killed.
+
+    Why: CoreEngineProcManager.shutdown kills an engine process and everything below it at once
+    (`vllm serve`, whose --shutdown-timeout is 0) or after five seconds, and warns of that each
+    time.  vLLM waits longer for ROCm only (get_engine_process_shutdown_timeout).
+    Can go when: an executor class can say how long its end takes.
+
+    An engine that is still on its way up is killed as before: it would not hear of its end.  So is
+    one whose --shutdown-timeout is over, which vLLM leaves to that.
+    """
+    from vllm.v1.engine import utils
+
+    manager = original(utils, "CoreEngineProcManager")
+    shut_down = original(manager, "shutdown")
+    if hasattr(shut_down, "__ray_hetero__"):
+        return
+    wait_for_startup = original(utils, "wait_for_engine_startup")
+
+    @functools.wraps(wait_for_startup)
+    def wait_for_engine_startup(
+        handshake_socket: Any,
+        core_engines: Any,
+        parallel_config: Any,
+        coordinated_dp: Any,
+        cache_config: Any,
+        launch: Any,
+    ) -> Any:
+        answer = wait_for_startup(
+            handshake_socket, core_engines, parallel_config, coordinated_dp, cache_config, launch
+        )
+        backend = parallel_config.distributed_executor_backend
+        if getattr(backend, "is_ray_hetero", False) and launch.engine_manager is not None:
+            setattr(launch.engine_manager, ENDS_IN_ORDER, True)
+        return answer
+
+    @functools.wraps(shut_down)
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        if not timeout and hasattr(self, ENDS_IN_ORDER):
+            timeout = limit_s
+        shut_down(self, timeout)
+
+    shutdown.__ray_hetero__ = True  # type: ignore[attr-defined]
+    utils.wait_for_engine_startup = wait_for_engine_startup
+    manager.shutdown = shutdown

@@ -1,0 +1,65 @@
+"""What each rank's process is told, from the plan and the nodes that it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placement.cluster.assignment import Node
+from ray_hetero.planning import world_plan
+from ray_hetero.planning.layer_plan import LayerPlan
+from ray_hetero.world import EngineSpec, RankSpec, SharedSettings
+
+
+def rank_specs(
+    plan: LayerPlan, nodes: Sequence[Node], engine: EngineSpec, shared: SharedSettings
+) -> tuple[RankSpec, ...]:
+    """Put together what each rank is told, by rank.
+
+    Args:
+        plan: seats, layers and threads.
+        nodes: the cluster that the plan was made for.
+        engine: what was asked for.
+        shared: what all ranks have in common with the driver.
+
+    """
+    hosts = {node.node_id: node.host for node in nodes}
+    spare = {node.node_id: spare_cpus(plan, node) for node in nodes}
+    near_gpus = {
+        node.node_id: world_plan.cpus_near_gpus(
+            node.host,
+            _computing(plan, node),
+            engine.config.cpu,
+            is_driver_node=node.is_driver,
+        )
+        for node in nodes
+    }
+    return tuple(
+        RankSpec(
+            world=plan.world,
+            seat=seat,
+            engine=engine,
+            shared=shared,
+            threads=plan.threads.get(seat.rank, ()),
+            spare=spare[seat.node_id],
+            forecast=plan.forecast(seat.rank),
+            gpus_beside=world_plan.gpus_beside(seat, hosts[seat.node_id]),
+            near_gpus=near_gpus[seat.node_id],
+        )
+        for seat in plan.world.seats
+    )
+
+
+def spare_cpus(plan: LayerPlan, node: Node) -> tuple[int, ...]:
+    """Logical CPUs of a node that no CPU rank of this engine computes on; may be none."""
+    seats = [seat for seat in plan.world.seats if seat.node_id == node.node_id]
+    sockets = [seat for seat in seats if seat.kind == "cpu"]
+    return world_plan.spare_cpus(sockets, _computing(plan, node))
+
+
+def _computing(plan: LayerPlan, node: Node) -> list[tuple[int, ...]]:
+    """Logical CPUs of each CPU rank's compute threads on a node."""
+    return [
+        plan.threads[seat.rank]
+        for seat in plan.world.seats
+        if seat.node_id == node.node_id and seat.kind == "cpu"
+    ]

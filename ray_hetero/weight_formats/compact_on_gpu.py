@@ -1,0 +1,114 @@
+"""Compact weights on a GPU as bf16 again.
+
+A compact weight crosses the link in 12 bits a value (compact.py).  Its products want bf16:
+one kernel reads a piece of it once and writes the piece once, where Triton is installed; torch's
+operators do the same with intermediates of several times the size.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ray_hetero.log import logger
+from ray_hetero.weight_formats.base import BLOCK
+
+PAIR_PARTS = 3
+"""Parts of two compact rows: lower bytes of the first, of the second, codes of upper bytes."""
+ROW = 64
+"""Weights of a row: two inputs of a block."""
+PAIRS = 16
+"""Pairs of rows that a program of the kernel expands: 64 inputs of a block, 128 bytes of each of
+its outputs."""
+CHECKED_INPUTS = 160
+"""Of the weight that the kernel is tried with: a whole number of programs and a part of one."""
+
+Expand = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+
+
+def upper_bytes(book: list[int]) -> torch.Tensor:
+    """Upper bytes of two weights by the byte that holds the numbers of both.
+
+    Args:
+        book: the 16 upper bytes that the numbers stand for.
+
+    Returns:
+        [256], int32: two int16 each, the first weight's in the lower half, shifted to their place.
+
+    """
+    shifted = torch.tensor(book, dtype=torch.uint8).view(torch.int8).to(torch.int16) << 8
+    both = torch.arange(256)
+    return torch.stack([shifted[both & 15], shifted[both >> 4]], dim=1).view(torch.int32).flatten()
+
+
+def expand_with_torch(
+    rows: torch.Tensor, upper: torch.Tensor, inputs: int, weight: torch.Tensor
+) -> None:
+    """Write compact rows as bf16.
+
+    Args:
+        rows: bytes of whole blocks, one after the other.
+        upper: as `upper_bytes` has them, on the same device.
+        inputs: of the weight.
+        weight: its elements [outputs · inputs], written.
+
+    """
+    parts = rows.view(-1, PAIR_PARTS, ROW)
+    lower, numbers = parts[:, :2], parts[:, 2]
+    both = lower.transpose(1, 2) + upper[numbers.int()].view(torch.int16).view(-1, ROW, 2)
+    # Bytes of a row lie as VPUNPCKLBW and VPUNPCKHBW take them: a quarter of the outputs of each
+    # half after the other.
+    packed = both.view(-1, inputs // 4, 4, 2, 4, 2, 2)
+    order = (0, 3, 2, 4, 1, 6, 5)
+    into = weight.view(torch.int16).view(-1, 2, 4, 4, inputs // 4, 2, 2)
+    into.copy_(packed.permute(order))
+
+
+def expand_with_triton(
+    rows: torch.Tensor, upper: torch.Tensor, inputs: int, weight: torch.Tensor
+) -> None:
+    """Write compact rows as bf16 in one kernel; arguments as of `expand_with_torch`."""
+    blocks, pairs = weight.numel() // (BLOCK * inputs), inputs // 4
+    grid = (-(-pairs // PAIRS), blocks)
+    _kernel()[grid](rows, upper, weight.view(torch.int16), inputs, pairs, PAIRS)
+
+
+@functools.cache
+def choose_expand(device: torch.device) -> Expand:
+    """What expands compact rows on a device."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return expand_with_torch
+    try:
+        is_right = _is_right(device)
+    except (RuntimeError, OSError) as error:
+        # Triton builds a launcher with the host's compiler, and reads the driver's library.
+        logger.warning(
+            "compact weights are expanded by torch's operators, which costs a prompt some 2 ms a "
+            "layer of an 8B model: Triton cannot be used here: %s", str(error).splitlines()[0],
+        )  # fmt: skip
+        return expand_with_torch
+    assert is_right, "the kernel and torch's operators expand a weight differently"
+    return expand_with_triton
+
+
+def _is_right(device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    elements = 2 * BLOCK * CHECKED_INPUTS
+    size = (elements * PAIR_PARTS // 2,)
+    rows = torch.randint(256, size, dtype=torch.uint8, generator=generator).to(device)
+    upper = upper_bytes(list(range(100, 116))).to(device)
+    expected, found = torch.empty((2, elements), dtype=torch.bfloat16, device=device)
+    expand_with_torch(rows, upper, CHECKED_INPUTS, expected)
+    expand_with_triton(rows, upper, CHECKED_INPUTS, found)
+    return bool(torch.equal(expected.view(torch.int16), found.view(torch.int16)))
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The kernel, imported when it is first used: builds for CPUs alone have no Triton."""
+    return importlib.import_module("ray_hetero.weight_formats.compact_on_gpu_triton").kernel

@@ -1,0 +1,184 @@
+"""Steps of requests through decoder layers with a paged cache, and what they must give.
+
+Each request's whole sequence is computed at once as torch computes it: chunks, cached prefixes and
+decoding must give the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from decoder_parts import HEAD, HIDDEN, model
+from native_module import native
+from vllm.v1.attention.backends import cpu_attn
+
+from ray_hetero.kernels import decode_step, decoder_layers
+from ray_hetero.kernels.decoder_layers import DecoderLayers
+from ray_hetero.kernels.gpu_layers import AttentionMemory, shape_of
+from ray_hetero.kernels.gpu_prefill import BorrowedGpu
+from ray_hetero.kernels.post_attention import Linear
+from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.weight_formats import CompactWeight, PackedWeight
+from ray_hetero.weight_formats.base import pack
+
+CPU = torch.device("cpu")
+SCALE = 0.2
+CLOSE = {"rtol": 2**-5, "atol": 2**-3}
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A request."""
+
+    inputs: torch.Tensor
+    """[tokens, hidden], bf16: hidden states of all its tokens before the first layer."""
+    blocks: list[int] = field(default_factory=list)
+
+
+class Steps:
+    """Layers with caches, and requests that are computed step by step.
+
+    Args:
+        monkeypatch: replaces vLLM's forward context.
+        device: where prompts are computed.
+        least: tokens of a step from which they are.
+        most: tokens of a step.
+        is_compact: whether weights are.
+        parts: more arguments of `decoder_parts.model`.
+
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
+        least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
+        is_compact: bool = False, isa: str = "vec", **parts: Any,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(0)
+        heads, kv_heads = parts.setdefault("heads", 6), parts.setdefault("kv_heads", 2)
+        self.block, self.isa = block, isa
+        self.decoder = model(layers, **parts)
+        self.layers = list(self.decoder.layers)[1:-1]
+        self.heads, self.kv_heads = heads, kv_heads
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+        monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
+        self.contexts: dict[str, Any] = {}
+        self.caches = []
+        for layer in self.layers:
+            attention = layer.self_attn.attn
+            attention.impl = cpu_attn.CPUAttentionBackendImpl(
+                heads, HEAD, SCALE, kv_heads, alibi_slopes=None, sliding_window=None,
+                kv_cache_dtype="auto",
+            )  # fmt: skip
+            attention.isa, attention._k_scale_float, attention._v_scale_float = isa, 1.0, 1.0
+            # What was never written must not be read.
+            shape = (blocks, kv_heads, block, 2 * HEAD)
+            self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
+        for module in (decoder_layers, decode_step):
+            monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
+        self.made = self._made(device, least, most, is_compact)
+        self._free = torch.randperm(blocks - 1).add(1).tolist()
+
+    def _made(self, device: torch.device, least: int, most: int, is_compact: bool) -> DecoderLayers:
+        kernel = StreamingLinear(native)
+        linears, gpu = {}, BorrowedGpu(device, most)
+        for module in self.decoder.modules():
+            if hasattr(module, "matrix"):
+                kind = CompactWeight if is_compact else PackedWeight
+                held = kind.made(pack(module.matrix), native)
+                assert held is not None
+                linears[module] = Linear(held, None)
+                gpu.add(held)
+        gpu.take()
+        kernel.prompts = Prompts(gpu, least)
+        layers = [decoder_layers._layer(layer, linears, kernel) for layer in self.layers]
+        known = [layer for layer in layers if layer is not None]
+        assert len(known) == len(self.layers)
+        shape = shape_of(known)
+        assert shape is not None
+        return DecoderLayers(known, kernel, AttentionMemory(gpu, shape))
+
+    def request(
+        self, tokens: int, after: Conversation | None = None, shared: int = 0
+    ) -> Conversation:
+        """A request of so many tokens, the first blocks of it those of another one."""
+        inputs = torch.randn(tokens, HIDDEN).bfloat16()
+        made = Conversation(inputs)
+        if after is not None:
+            inputs[: shared * self.block] = after.inputs[: shared * self.block]
+            made.blocks = after.blocks[:shared]
+        while len(made.blocks) * self.block < tokens:
+            made.blocks.append(self._free.pop())
+        return made
+
+    def expected(self, request: Conversation) -> torch.Tensor:
+        """[tokens, hidden]: the sum of what a call gives for the whole sequence."""
+        positions = torch.arange(len(request.inputs))
+        total, y = request.inputs.float(), None
+        for layer in self.layers:
+            total = total if y is None else total + y.float()
+            x = layer.input_layernorm(total.bfloat16())
+            attended = self._attended(layer.self_attn, positions, x)
+            total = total + layer.self_attn.o_proj(attended)[0].float()
+            x = layer.mlp.gate_up_proj(layer.post_attention_layernorm(total.bfloat16()))[0]
+            y = layer.mlp.down_proj(layer.mlp.act_fn(x))[0]
+        assert y is not None
+        return total + y.float()
+
+    def _attended(self, module: Any, positions: Any, x: Any) -> Any:
+        tokens = len(x)
+        sizes = [module.q_size, module.kv_size, module.kv_size]
+        q, k, v = module.qkv_proj(x)[0].split(sizes, dim=-1)
+        if hasattr(module, "q_norm"):
+            q, k = (norm(one.reshape(tokens, -1, HEAD)).reshape(tokens, -1)
+                    for norm, one in ((module.q_norm, q), (module.k_norm, k)))  # fmt: skip
+        q, k = module.rotary_emb.forward_native(positions, q, k)
+        q, k, v = (one.reshape(tokens, -1, HEAD).transpose(0, 1).float() for one in (q, k, v))
+        each = self.heads // self.kv_heads
+        k, v = (one.repeat_interleave(each, dim=0) for one in (k, v))
+        found = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=SCALE
+        )
+        return found.transpose(0, 1).reshape(tokens, -1).bfloat16()
+
+    def begin(self, parts: Sequence[tuple[Conversation, int, int]]) -> tuple[Any, Any]:
+        """Let vLLM's forward context be that of a step; positions and hidden states.
+
+        Args:
+            parts: requests, each with its first token of the step and the one behind its last.
+
+        """
+        counts = [end - begin for _, begin, end in parts]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        lengths = torch.tensor([end for *_, end in parts], dtype=torch.int32)
+        most = max(len(request.blocks) for request, *_ in parts)
+        table = torch.tensor(
+            [request.blocks + [0] * (most - len(request.blocks)) for request, *_ in parts],
+            dtype=torch.int32,
+        )
+        positions = torch.cat([torch.arange(begin, end) for _, begin, end in parts])
+        slots = torch.cat([
+            torch.tensor(request.blocks)[torch.arange(begin, end) // self.block] * self.block
+            + torch.arange(begin, end) % self.block
+            for request, begin, end in parts
+        ])  # fmt: skip
+        metadata = cpu_attn.CPUAttentionMetadata(
+            num_actual_tokens=len(positions), max_query_len=max(counts), query_start_loc=starts,
+            max_seq_len=int(lengths.max()), seq_lens=lengths, block_table=table,
+            slot_mapping=slots, scheduler_metadata=None,
+        )  # fmt: skip
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            attention = layer.self_attn.attn
+            self.contexts[attention.layer_name] = metadata, attention, cache, slots
+        return positions, torch.cat([request.inputs[b:e] for request, b, e in parts])
+
+    def check(self, *parts: tuple[Conversation, int, int]) -> None:
+        """Compute a step, and compare it with the whole sequences."""
+        positions, hidden = self.begin(parts)
+        y, total = self.made(positions, hidden, None)
+        expected = torch.cat([self.expected(request)[begin:end] for request, begin, end in parts])
+        torch.testing.assert_close(y.float() + total.float(), expected, **CLOSE)
