@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "kernels/weight.h"
+#include "kernels/levels.h"
 
 #include <sys/mman.h>
 

@@ -3,20 +3,26 @@
 #pragma once
 
 #include "read_ahead.h"
+#include "vectors.h"
 
 #include <omp.h>
+#include <sched.h>
 
 #include <atomic>
 #include <cstdint>
 #include <optional>
 
-#if defined(__x86_64__)
-#include <sched.h>
-#endif
 
 namespace ray_hetero {
 
+// Leave the core's units to its other thread for a moment.
+inline void pause() {
 #if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 // OpenMP's own barrier does nothing while a thread waits; here memory is not idle meanwhile.
 class Barrier {
@@ -32,7 +38,7 @@ class Barrier {
     }
     for (int turn = 1; round_.load(std::memory_order_acquire) == round; ++turn) {
       ahead.fetch();
-      _mm_pause();
+      pause();
       // Somebody may wait for this core.
       if (turn % kTurns == 0) sched_yield();
     }
@@ -57,7 +63,5 @@ void together(const Work& work) {
     work(omp_get_thread_num(), omp_get_num_threads(), *barrier);
   }
 }
-
-#endif
 
 }  // namespace ray_hetero

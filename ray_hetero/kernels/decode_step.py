@@ -150,7 +150,7 @@ class DecodeStep:
             residual=0 if residual is None else residual.data_ptr(),
             y=y.data_ptr(),
             sum=total.data_ptr(),
-            use_amx=self._kernel.has_amx,
+            level=self._kernel.level,
         )
         return y, total
 

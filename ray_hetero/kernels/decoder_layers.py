@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,6 +53,13 @@ their subclasses may do something else."""
 HEAD_MULTIPLE = 16
 """Of a head's size, and of half of what is rotated of it; a vector's."""
 
+PROMPT_TOKENS = 16
+"""Of a request, from which its attention is worth sending its cached keys to a GPU: for fewer
+queries reading them where they are takes less time."""
+
+Memories = dict[AttentionShape, AttentionMemory | None]
+"""What was made of each shape; None where there was no room."""
+
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _runs: list[DecoderLayers] = []
 """Of this process, by the number that the operator is called with."""
@@ -64,11 +70,11 @@ class Attention:
 
     Args:
         module: vLLM's, of a known class.
-        native: the module of the kernels.
+        kernel: what computes linear layers.
 
     """
 
-    def __init__(self, module: Any, native: ModuleType) -> None:
+    def __init__(self, module: Any, kernel: StreamingLinear) -> None:
         self.name: str = module.attn.layer_name
         self.scale = decode_step.known_scale(module.attn)
         self._sizes = [module.q_size, module.kv_size, module.kv_size]
@@ -80,7 +86,8 @@ class Attention:
         """[positions, rotated elements of a head]: cosines, then sines."""
         self.norms = [norm for norm in map(as_norm, _head_norms(module)) if norm is not None]
         """Of heads of queries and of keys; none in most models."""
-        self.rotation = native.Rotation(
+        self._level = kernel.level
+        self.rotation = kernel.native.Rotation(
             heads=self.shape.heads,
             kv_heads=self.shape.kv_heads,
             size=self._head,
@@ -102,7 +109,7 @@ class Attention:
 
         """
         tokens, stride = len(stacked), stacked.stride(0)
-        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens)
+        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens, self._level)
         queries, keys, values = stacked.split(self._sizes, dim=-1)
         metadata, attention, cache, slots = get_attention_context(self.name)
         if metadata is None:
@@ -153,9 +160,9 @@ class DecoderLayers:
             else None
         )
         self._on_gpu: GpuLayers | None = None
-        many = kernel.prompts
-        if many is not None and memory is not None and _has_weights(layers, many.gpu):
-            self._on_gpu = GpuLayers(layers, many.gpu, memory)
+        if memory is not None:
+            assert kernel.prompts is not None
+            self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -234,7 +241,7 @@ class DecoderLayers:
         if (
             slots is None
             or metadata.num_actual_tokens != tokens
-            or metadata.max_query_len == 1
+            or metadata.max_query_len < PROMPT_TOKENS
             or not metadata.causal
             or metadata.dynamic_causal is not None
             or slots.dtype != torch.int64
@@ -327,16 +334,13 @@ def fuse(model: nn.Module, linears: Mapping[nn.Module, Linear], kernel: Streamin
 
     """
     count = 0
-    memories: dict[AttentionShape, AttentionMemory | None] = {}
+    memories: Memories = {}
     for decoder in model.modules():
         # Hidden states that are wanted from between layers are not there any more.
         wanted = getattr(decoder, "aux_hidden_state_layers", ())
         if type(decoder).__name__ in MODELS and not wanted:
             for numbers, layers in _following(decoder, linears, kernel):
-                shape = gpu_layers.shape_of(layers)
-                if shape is not None and shape not in memories:
-                    memories[shape] = _memory(kernel, shape)
-                memory = None if shape is None else memories[shape]
+                memory = _memory(layers, kernel, memories)
                 _runs.append(DecoderLayers(layers, kernel, memory))
                 first, *others = numbers
                 decoder.layers[first] = _Run(len(_runs) - 1)
@@ -346,14 +350,19 @@ def fuse(model: nn.Module, linears: Mapping[nn.Module, Linear], kernel: Streamin
     return count
 
 
-def _memory(kernel: StreamingLinear, shape: AttentionShape) -> AttentionMemory | None:
-    """What attention on the GPU needs, if a GPU computes prompts and has room for it."""
-    many = kernel.prompts
-    if many is None:
+def _memory(
+    layers: Sequence[Layer], kernel: StreamingLinear, made: Memories
+) -> AttentionMemory | None:
+    """What attention on the GPU needs, if a GPU computes these layers and has room for it."""
+    many, shape = kernel.prompts, gpu_layers.shape_of(layers)
+    if many is None or shape is None or not _has_weights(layers, many.gpu):
         return None
+    if shape in made:
+        return made[shape]
     try:
-        memory = AttentionMemory(many.gpu, shape, many.cores)
+        memory = made[shape] = AttentionMemory(many.gpu, shape, many.cores)
     except UnsupportedError as error:
+        made[shape] = None
         logger.warning("%s", error)
         return None
     logger.info(
@@ -407,7 +416,7 @@ def _layer(
     stacked, output, gate_up, down = (linears[one] for one in own)
     return Layer(
         Beginning(input_norm, stacked),
-        Attention(attention, kernel.native),
+        Attention(attention, kernel),
         Parts(output, norm, gate_up, down),
     )
 

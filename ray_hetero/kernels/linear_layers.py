@@ -6,6 +6,7 @@ socket, many by a GPU of the node where the rank may borrow one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -18,10 +19,11 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import streaming_linear
 from ray_hetero.kernels.decoder_layers import fuse
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack
 from ray_hetero.kernels.post_attention import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.log import logger
+from ray_hetero.weight_formats import FORMATS, PackedWeight
+from ray_hetero.weight_formats.base import pack
 
 
 class LinearLayers:
@@ -52,7 +54,7 @@ class LinearLayers:
         if self._kernel is None:
             return
         self._kernel.prompts = None
-        self._kernel.compact.clear()
+        self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
             self._gpu = BorrowedGpu(gpu, tokens)
         cpu_linear.use_linear(
@@ -76,11 +78,10 @@ class LinearLayers:
         """What the kernel reads in the place of a layer's weight."""
         assert self._kernel is not None
         packed = pack(layer.weight.data)
-        weight = PackedWeight(packed)
-        # Without AMX vLLM's kernel computes prompts, from packed weights.
-        if self._config.holds_compact(has_amx=self._kernel.has_amx):
-            weight = made_compact(packed, self._kernel.native)
-            self._kernel.add(weight)
+        kind = FORMATS[self._config.weight_format(has_amx=self._kernel.has_amx)]
+        native = self._kernel.native
+        weight = kind.made(packed, native) or PackedWeight.made(packed, native)
+        self._kernel.add(weight)
         self._bytes += weight.data.nbytes
         self._bytes_before += packed.nbytes
         bias = getattr(layer, "bias", None)
@@ -116,8 +117,9 @@ class LinearLayers:
             fused = fuse(model, self._linears, self._kernel)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
-        compact = len(self._kernel.compact)
-        return f"streaming, {fused} decoder_layers, {compact} compact"
+        formats = Counter(weight.name for weight in self._kernel.weights.values())
+        held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
+        return f"streaming, {fused} decoder_layers, {held}"
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

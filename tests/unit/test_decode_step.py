@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from decoder_parts import HEAD, HIDDEN, POSITIONS, linears, model  # noqa: E402
-from native_module import native, needs_bf16  # noqa: E402
+from native_module import LEVELS, native, needs_native  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
@@ -21,9 +21,11 @@ from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
-pytestmark = needs_bf16
+pytestmark = needs_native
 
 LAYERS = 2
+HAS_TILES = hasattr(torch.ops._C, "weight_packed_linear")
+"""Whether this build of vLLM lays keys and values out for AMX; those for AVX2 do not."""
 CLOSE = {"rtol": 2**-5, "atol": 2**-4}
 
 
@@ -73,9 +75,10 @@ class Requests:
     def layers(self) -> list[Any]:
         return list(self.decoder.layers)[1:-1]
 
-    def made(self) -> DecoderLayers:
+    def made(self, level: str = LEVELS[-1] if LEVELS else "") -> DecoderLayers:
         given = linears(self.decoder)
-        kernel = StreamingLinear(native)
+        kernel = StreamingLinear(native, native.level(level))
+        kernel.few_tokens = native.FEW_TOKENS
         layers = [decoder_layers._layer(layer, given, kernel) for layer in self.layers]
         return DecoderLayers([layer for layer in layers if layer is not None], kernel)
 
@@ -84,6 +87,14 @@ class Requests:
         cache = torch.zeros(self.shape, dtype=torch.bfloat16)
         blocks, kv_heads, block, _ = self.shape
         keys, values = cache.view(blocks, kv_heads, 2 * block, HEAD).chunk(2, dim=2)
+        if isa == "amx" and not HAS_TILES:
+            by_block = [
+                x.view(blocks, block, kv_heads, HEAD).transpose(1, 2)
+                for x in (self.keys[layer], self.values[layer])
+            ]
+            keys.copy_(as_tiles(*by_block)[0].view_as(keys))
+            values.copy_(as_tiles(*by_block)[1].view_as(values))
+            return cache
         slots = torch.arange(blocks * block)
         ops.cpu_attn_reshape_and_cache(
             self.keys[layer], self.values[layer], keys, values, slots, isa
@@ -116,8 +127,11 @@ class Requests:
         return torch.randn(len(self.lengths), HIDDEN).bfloat16(), residual
 
 
-def expect_the_same(requests: Requests, *, isa: str = "vec", is_first: bool = True) -> None:
-    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=is_first)
+def expect_the_same(
+    requests: Requests, *, isa: str = "vec", is_first: bool = True,
+    level: str = LEVELS[-1] if LEVELS else "",
+) -> None:  # fmt: skip
+    layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=is_first)
     theirs = requests.begin("vec")
     expected = layers._layer_by_layer(requests.positions, hidden, residual)
     ours = requests.begin(isa)
@@ -133,6 +147,14 @@ def expect_the_same(requests: Requests, *, isa: str = "vec", is_first: bool = Tr
         torch.testing.assert_close(
             unpacked(mine, isa).float(), unpacked(vllms, "vec").float(), **CLOSE
         )
+
+
+def as_tiles(keys: Any, values: Any) -> tuple[Any, Any]:
+    """Keys and values [blocks, heads, tokens, size] as they lie in blocks for AMX."""
+    blocks, heads, block, size = keys.shape
+    keys = keys.reshape(blocks, heads, block // 16, 16, size // 2, 2).permute(0, 1, 2, 4, 3, 5)
+    values = values.reshape(blocks, heads, block // 2, 2, size // 16, 16).permute(0, 1, 4, 2, 5, 3)
+    return keys.contiguous(), values.contiguous()
 
 
 def unpacked(cache: Any, isa: str) -> Any:
@@ -159,6 +181,15 @@ def test_a_step_is_what_layers_are_one_by_one(
     lengths: list[int], block: int, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect_the_same(Requests(monkeypatch, lengths, block=block), isa=isa)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("lengths", [[33], [300, 1, 64, 512, *range(120, 136)]], ids=str)
+def test_so_it_is_at_each_level(
+    lengths: list[int], isa: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_the_same(Requests(monkeypatch, lengths), isa=isa, level=level)
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])

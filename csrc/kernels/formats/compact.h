@@ -9,30 +9,21 @@
 // 100% Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length Float",
 // 2025; lengths are fixed here, so that a row costs its reader six instructions.
 
-#pragma once
+#ifndef RAY_HETERO_FORMATS_COMPACT_H
+#define RAY_HETERO_FORMATS_COMPACT_H
 
-#include "../vectors.h"
-#include "packed.h"
+#include "encoding.h"
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
 namespace ray_hetero {
 
 constexpr int kCompactPair = 3 * kRow;  // bytes of two compact rows
-constexpr int kCodebook = 16;            // upper bytes; code 0 is 0
-
-// One weight of a block whose upper byte is not in the codebook.
-struct Outlier {
-  std::uint32_t k;
-  std::uint16_t output;  // of the block
-  std::uint16_t value;   // bf16
-};
+constexpr int kCodebook = 16;           // upper bytes; code 0 is 0
 
 // Where element e of a row is among its 64 bytes: VPUNPCKLBW and VPUNPCKHBW then give both halves.
 constexpr int compact_place(int e) {
@@ -41,31 +32,30 @@ constexpr int compact_place(int e) {
 }
 
 // What belongs to a compact weight beside its rows.
-class Compact {
+class Compact : public Encoding {
  public:
   // Write packed rows [n / 32][k / 2][32][2] as compact ones.
   Compact(const std::uint16_t* packed, std::int64_t n, std::int64_t k, std::uint8_t* rows)
-      : blocks_(n / kBlock), pairs_(k / 2), first_(blocks_ + 1) {
+      : Encoding(Format::kCompact, n, k, kCompactPair), first_(blocks() + 1) {
     make_codebook(packed);
-    std::vector<std::vector<Outlier>> found(blocks_);
+    std::vector<std::vector<Outlier>> found(blocks());
 #pragma omp parallel for schedule(static)
-    for (std::int64_t block = 0; block < blocks_; ++block) {
-      write_block(packed + block * pairs_ * kRow, rows + block * pairs_ / 2 * kCompactPair,
+    for (std::int64_t block = 0; block < blocks(); ++block) {
+      write_block(packed + block * pairs() * kRow, rows + block * pairs() / 2 * kCompactPair,
                   found[block]);
     }
-    for (std::int64_t block = 0; block < blocks_; ++block) {
+    for (std::int64_t block = 0; block < blocks(); ++block) {
       first_[block + 1] = first_[block] + static_cast<std::int64_t>(found[block].size());
     }
-    outliers_.reserve(first_[blocks_]);
+    outliers_.reserve(first_[blocks()]);
     for (const auto& some : found) outliers_.insert(outliers_.end(), some.begin(), some.end());
   }
 
   const std::array<std::uint8_t, kCodebook>& codebook() const { return codebook_; }
-  std::int64_t blocks() const { return blocks_; }
-  std::int64_t outliers() const { return first_[blocks_]; }
-  std::int64_t inputs() const { return 2 * pairs_; }
-  const Outlier* begin(std::int64_t block) const { return outliers_.data() + first_[block]; }
-  const Outlier* end(std::int64_t block) const { return begin(block + 1); }
+  std::int64_t outliers_count() const { return first_[blocks()]; }
+  Outliers outliers(std::int64_t block) const override {
+    return {outliers_.data() + first_[block], outliers_.data() + first_[block + 1]};
+  }
 
  private:
   // 0 and the 15 most frequent of the others.
@@ -75,7 +65,7 @@ class Compact {
     {
       std::array<std::int64_t, 256> mine{};
 #pragma omp for schedule(static)
-      for (std::int64_t i = 0; i < blocks_ * pairs_ * kRow; ++i) ++mine[packed[i] >> 8];
+      for (std::int64_t i = 0; i < blocks() * pairs() * kRow; ++i) ++mine[packed[i] >> 8];
 #pragma omp critical
       for (int byte = 0; byte < 256; ++byte) counts[byte] += mine[byte];
     }
@@ -91,7 +81,7 @@ class Compact {
 
   void write_block(const std::uint16_t* from, std::uint8_t* to,
                    std::vector<Outlier>& outliers) const {
-    for (std::int64_t row = 0; row < pairs_; ++row, from += kRow) {
+    for (std::int64_t row = 0; row < pairs(); ++row, from += kRow) {
       const bool is_second = row % 2 != 0;
       std::uint8_t* lower = to + row / 2 * kCompactPair + (is_second ? kRow : 0);
       std::uint8_t* codes = to + row / 2 * kCompactPair + 2 * kRow;
@@ -112,51 +102,52 @@ class Compact {
 
   static constexpr std::uint8_t kNone = 255;
 
-  std::int64_t blocks_, pairs_;
   std::array<std::uint8_t, kCodebook> codebook_;
   std::array<std::uint8_t, 256> codes_;  // of each upper byte, or kNone
-  std::vector<std::int64_t> first_;        // exception of each block
+  std::vector<std::int64_t> first_;      // outlier of each block
   std::vector<Outlier> outliers_;      // by block
 };
 
-#if defined(__x86_64__)
-
-// Two rows, each as it is multiplied: 16 outputs left, 16 right.
-struct TwoRows {
-  __m512i left[2], right[2];
-};
-
-RAY_HETERO_BF16 inline __m512i load_codebook(const Compact& compact) {
-  return _mm512_broadcast_i32x4(
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(compact.codebook().data())));
-}
-
-RAY_HETERO_BF16 RAY_HETERO_INLINE TwoRows expand_two(const std::uint8_t* at, __m512i codebook) {
-  const __m512i code = _mm512_set1_epi8(kCodebook - 1);
-  const __m512i both = _mm512_loadu_si512(at + 2 * kRow);
-  TwoRows rows;
-  for (int row = 0; row < 2; ++row) {
-    const __m512i codes = row == 0 ? both : _mm512_srli_epi16(both, 4);
-    const __m512i upper = _mm512_shuffle_epi8(codebook, _mm512_and_si512(codes, code));
-    const __m512i lower = _mm512_loadu_si512(at + row * kRow);
-    rows.left[row] = _mm512_unpacklo_epi8(lower, upper);
-    rows.right[row] = _mm512_unpackhi_epi8(lower, upper);
-  }
-  return rows;
-}
-
-// Packed rows of compact ones, an even number of them, without the outliers.
-RAY_HETERO_BF16 RAY_HETERO_INLINE void expand_rows(const std::uint8_t* from, __m512i codebook,
-                                                   std::int64_t rows, std::uint16_t* to) {
-  for (std::int64_t row = 0; row < rows; row += 2, from += kCompactPair, to += 2 * kRow) {
-    const TwoRows two = expand_two(from, codebook);
-    for (int one = 0; one < 2; ++one) {
-      _mm512_storeu_si512(to + one * kRow, two.left[one]);
-      _mm512_storeu_si512(to + one * kRow + kBlock, two.right[one]);
-    }
-  }
-}
+}  // namespace ray_hetero
 
 #endif
 
-}  // namespace ray_hetero
+#ifdef RAY_HETERO_LEVEL
+
+namespace ray_hetero::RAY_HETERO_LEVEL {
+
+// Reads rows of a block, two at a time, without the outliers.
+class CompactRows {
+ public:
+  static constexpr std::int64_t kPairBytes = kCompactPair;
+  static constexpr bool kIsExpanded = false;
+
+  RAY_HETERO_INLINE explicit CompactRows(const Stretch& stretch)
+      : at_(stretch.data),
+        codebook_(spread_quarter(
+            static_cast<const Compact&>(stretch.encoding).codebook().data())) {}
+
+  RAY_HETERO_INLINE const std::uint8_t* at() const { return at_; }
+
+  RAY_HETERO_INLINE TwoRows next() {
+    const Pairs both = load_pairs(at_ + 2 * kRow);
+    const Pairs codes[2] = {lower_halves(both), upper_halves(both)};
+    TwoRows rows;
+    for (int row = 0; row < 2; ++row) {
+      const Pairs upper = looked_up(codebook_, codes[row]);
+      const Pairs lower = load_pairs(at_ + row * kRow);
+      rows.left[row] = turns_of_first(lower, upper);
+      rows.right[row] = turns_of_second(lower, upper);
+    }
+    at_ += kPairBytes;
+    return rows;
+  }
+
+ private:
+  const std::uint8_t* at_;
+  const Pairs codebook_;
+};
+
+}  // namespace ray_hetero::RAY_HETERO_LEVEL
+
+#endif
