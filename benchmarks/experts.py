@@ -33,7 +33,7 @@ from placement.host.cpulist import parse_cpulist
 from placement.host.native import read_bandwidth
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.experts import RoutedExperts
-from ray_hetero.kernels.formats import FORMATS
+from ray_hetero.weight_formats import FORMATS
 
 DEGREES = 5
 VARIANTS = 4
