@@ -11,9 +11,9 @@ from placement.units import GIB
 from ray_hetero.compat import cpu_experts
 from ray_hetero.config import CpuConfig
 from ray_hetero.kernels.experts import MULTIPLE, SILU, SWIGLU_OAI, RoutedExperts
-from ray_hetero.weight_formats import FORMATS
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
+from ray_hetero.weight_formats import FORMATS
 
 ACTIVATIONS = {"silu": SILU, "swigluoai": SWIGLU_OAI}
 """By the value of vLLM's MoEActivation; gpt-oss has gate and up in turns."""
