@@ -45,6 +45,8 @@ class RandomCompact:
     def __init__(self, outputs: int, inputs: int) -> None:
         self.codebook = [0x30 + number % 16 for number in range(16)]
         self._inputs = inputs
+        self.shape = (outputs, inputs)
+        self.packed_blocks: list[int] = []
         self.outliers_count = int(OUTLIERS * outputs * inputs)
 
     def outliers(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:

@@ -96,10 +96,18 @@ class ExpertProduct {
     if (units.count == 0) return {nullptr, 0};
     const std::int64_t column = units.first / parts_, number = column / columns_;
     const std::int64_t block = column % columns_ * wide_, row = units.first % parts_ * rows_;
-    const Weight& w = weight(number);
+    const Stretch stretch = weight(number).stretch(block, row, 0);
     const std::int64_t left = (blocks_ - block) * pairs_ - row;
     const std::int64_t share = units.count * wide_ * rows_;
-    return {w.stretch(block, row, 0).data, std::min(left, share) / 2 * w.pair_bytes()};
+    return {stretch.data, std::min(left, share) / 2 * stretch.pair_bytes};
+  }
+
+  // A thread's own memory, which it has to have before it begins to work.
+  void reserve_own() const {
+    const std::int64_t few = 2 * std::min(routing_.most(), kFewTokens);
+    const std::int64_t many = wide_ * std::min(routing_.most(), kPieceTokens);
+    scratch(std::max(few, many) * kBlock, kOwnSums);
+    scratch_bf16(kPieceRows * kRow, kExpanded);
   }
 
   // One thread's share of the work; all of the team's threads have to come.
@@ -172,7 +180,7 @@ class ExpertProduct {
       return;
     }
     const Stretch stretch = w.stretch(block, row, rows);
-    const RowKernels& kernels = kernels_of(*w.encoding);
+    const RowKernels& kernels = kernels_of(stretch);
     if constexpr (kHasTiles) {
       const std::int64_t step = x.count * 2 * kTile;
       kernels.sum_tiles[x.count > kTile](x.data + row / kTile * step, step, stretch, sums);
@@ -210,13 +218,13 @@ class ExpertProduct {
                  bool is_first, const ExpertTokens& x, std::int64_t begin, std::int64_t tokens,
                  std::int64_t& set_up, float* sums) const {
     const Stretch stretch = w.stretch(block, row, rows);
-    const std::uint16_t* in_bf16 = kernels_of(*w.encoding)
-                                       .expanded(stretch, scratch_bf16(kPieceRows * kRow, kExpanded));
+    std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
+    const std::uint16_t* in_bf16 = kernels_of(stretch).expanded(stretch, room);
     if constexpr (kHasTiles) {
       // The same block's next rows; they are read while this piece is multiplied.
-      const std::uint8_t* next = stretch.data + rows / 2 * w.pair_bytes();
+      const std::uint8_t* next = stretch.data + rows / 2 * stretch.pair_bytes;
       const std::int64_t groups = (tokens + kFewTokens - 1) / kFewTokens;
-      const std::int64_t tile_lines = kTile / 2 * w.pair_bytes() / kLineBytes;
+      const std::int64_t tile_lines = kTile / 2 * stretch.pair_bytes / kLineBytes;
       const std::int64_t lines = (tile_lines + groups - 1) / groups;
       for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
         const std::int64_t group = (begin + token) / kFewTokens, here = x.tokens(group);
@@ -303,7 +311,11 @@ class ExpertLayer {
   ExpertLayer& operator=(const ExpertLayer&) = delete;
 
   void run() {
-    together([&](int thread, int threads, Barrier& barrier) {
+    const auto reserve = [&] {
+      gate_up_.reserve_own();
+      down_.reserve_own();
+    };
+    together(reserve, [&](int thread, int threads, Barrier& barrier) {
       if (gathered_ != nullptr) {
         gather(thread, threads);
         ReadAhead gate_up = gate_up_.ahead(thread);

@@ -26,20 +26,21 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
     import torch
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    def preparing(prepare: Any) -> Any:
+    def taking(prepare: Any) -> Any:
         def process_weights_after_loading(self: Any, layer: Any) -> None:
             self.layer_number = take(layer)
             if self.layer_number is None:
                 prepare(self, layer)
                 return
             for name in ("w13_weight", "w2_weight"):
+                shape = getattr(layer, name).shape
                 # Who calls the kernel looks at the shapes.
-                nothing = getattr(layer, name).new_zeros(()).expand(getattr(layer, name).shape)
+                nothing = getattr(layer, name).new_zeros(()).expand(shape)
                 setattr(layer, name, torch.nn.Parameter(nothing, requires_grad=False))
 
         return process_weights_after_loading
 
-    def applying(apply: Any) -> Any:
+    def computing(apply: Any) -> Any:
         def apply_or_leave(
             self: Any,
             output: torch.Tensor,
@@ -71,8 +72,8 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
 
         return apply_or_leave
 
-    replace(CPUUnquantizedExperts, "process_weights_after_loading", preparing)
-    replace(CPUUnquantizedExperts, "apply", applying)
+    replace(CPUUnquantizedExperts, "process_weights_after_loading", taking)
+    replace(CPUUnquantizedExperts, "apply", computing)
 
 
 def other_methods(model: Any) -> Counter[str]:

@@ -92,6 +92,7 @@ class Attention:
             kv_heads=self.shape.kv_heads,
             size=self._head,
             cos_sin=self.cos_sin.data_ptr(),
+            positions=self.cos_sin.shape[0],
             rotated=self.cos_sin.shape[1],
             query_norm=self.norms[0].native if self.norms else None,
             key_norm=self.norms[1].native if self.norms else None,

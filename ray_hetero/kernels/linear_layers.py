@@ -26,6 +26,12 @@ from ray_hetero.log import logger
 from ray_hetero.weight_formats import FORMATS, PackedWeight
 from ray_hetero.weight_formats.base import pack
 
+RELOAD = (
+    "a CPU rank cannot load weights anew: its layers compute with packed copies of those that they "
+    "had at first (linear layers stream). Start a new engine, or set cpu.linear_kernel to vllm."
+)
+"""What a rank answers to `reload_weights`."""
+
 
 class LinearLayers:
     """The linear layers of this process.
@@ -49,6 +55,7 @@ class LinearLayers:
         self._gpu: BorrowedGpu | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
+        self._is_loaded = False
         self._experts: ExpertLayers | None = None
         self._kernel = streaming_linear.choose(config.linear_kernel)
         if config.prefill_on_gpu is True:
@@ -80,6 +87,8 @@ class LinearLayers:
     def _packed(self, layer: torch.nn.Module) -> torch.Tensor:
         """What the kernel reads in the place of a layer's weight."""
         assert self._kernel is not None
+        if self._is_loaded:
+            raise UnsupportedError(RELOAD)
         packed = pack(layer.weight.data)
         kind = FORMATS[self._config.weight_format(has_amx=self._kernel.has_amx)]
         native = self._kernel.native
@@ -120,6 +129,8 @@ class LinearLayers:
             fused = fuse(model, self._linears, self._kernel)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
+        self._is_loaded = True
+        cpu_linear.refuse_reload(RELOAD)
         formats = Counter(weight.name for weight in self._kernel.weights.values())
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         return f"streaming, {fused} decoder_layers, {held}, {self._experts.loaded(model)}"
