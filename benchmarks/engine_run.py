@@ -14,6 +14,9 @@ them.  `--repeating 16` makes prompts of 16 tokens over and over, for drafters t
 
 Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}` at the end.  With
 `--turns` it measures once for each line that it reads, and prints `DONE {}` after each.
+
+With `--arrival 8192` a prompt of so many tokens comes while each point's requests decode, and it
+prints a line `ARRIVAL {…}`: the usual time between two of their tokens, and the longest one.
 """
 
 from __future__ import annotations
@@ -100,6 +103,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--calls", type=int, default=0, help="empty calls of all ranks to time")
+    parser.add_argument("--arrival", type=int, default=0,
+                        help="tokens of a prompt that comes while others decode")  # fmt: skip
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens of every request")
     parser.add_argument("--accepted", type=float, default=0.0, help="chance of each draft token")
     parser.add_argument(
@@ -124,15 +129,17 @@ def engine(options: argparse.Namespace) -> Any:
         given["speculative_config"] = forced_drafts(drafts, options.accepted)
     elif "speculative_config" in given:
         drafts = given["speculative_config"]["num_speculative_tokens"]
-    longest = max(point.tokens for point in points) + 8 + drafts
+    longest = max([options.arrival, *(point.tokens for point in points)]) + 8 + drafts
     block = BLOCKS.get(options.backend, CPU_BLOCK)
     blocks = max(point.batch * -(-(point.tokens + drafts) // block) for point in points)
+    # A prompt that arrives, and the few tokens that it is answered with.
+    blocks += -(-(options.arrival + 8) // block) if options.arrival else 0
     settings: dict[str, Any] = {
         "model": str(write_shape(options.shape)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": longest,
-        "max_num_seqs": max(point.batch for point in points),
+        "max_num_seqs": max(point.batch for point in points) + bool(options.arrival),
         "max_num_batched_tokens": 8192,
         "block_size": block,
         # One block is vLLM's own; one request of the longest context must fit in any case.
@@ -213,6 +220,68 @@ def run_requests(llm: Any, point: Point, salt: int, repeating: int = 500) -> Tim
         if not first_ended and any(output.finished for output in outputs):
             first_ended = passed
     return Timeline(all_started, first_ended, full_tokens, passed, full_steps)
+
+
+def run_arrival(llm: Any, point: Point, prompt: int, salt: int) -> dict[str, Any]:
+    """Let a prompt come when the requests of a point have a quarter of their tokens.
+
+    Returns:
+        Milliseconds between two steps that bring tokens to the decoding requests: the median of
+        those before the prompt came, and all from then to its first token and one more.
+
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    def add(name: str, tokens: int, output: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True,
+                                detokenize=False, output_kind=RequestOutputKind.DELTA)  # fmt: skip
+        ids = [(salt + 31 * len(name) + 7 * i + sum(map(ord, name))) % 500 + 3
+               for i in range(tokens)]  # fmt: skip
+        llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, params)
+
+    for row in range(point.batch):
+        add(f"decoding-{salt}-{row}", point.prompt, point.output)
+    arrived = first = None
+    steps: list[tuple[float, float]] = []
+    last = got = 0.0
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+        now = time.perf_counter()
+        decoded = [output for output in outputs if output.request_id.startswith("decoding")]
+        if decoded:
+            if last:
+                steps.append((now, 1000 * (now - last)))
+            last = now
+            got += 1
+        if first is None and len(outputs) > len(decoded):
+            first = now
+        if arrived is None and got >= point.output // 4:
+            arrived = time.perf_counter()
+            add(f"prompt-{salt}", prompt, 8)
+    assert arrived is not None
+    assert first is not None
+    usual = statistics.median(ms for at, ms in steps if at < arrived)
+    after = [(at, ms) for at, ms in steps if at > arrived]
+    until = [ms for at, ms in after if at <= first] + [ms for at, ms in after if at > first][:1]
+    return {
+        "usual_ms": round(usual, 2),
+        "longest_ms": round(max(until), 2),
+        "first_token_s": round(first - arrived, 4),
+        "gaps_ms": [round(ms, 2) for ms in until],
+    }
+
+
+def measure_arrival(llm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the repeats of one point, and all of them."""
+    rounds = [run_arrival(llm, point, options.arrival, 1000 * repeat)
+              for repeat in range(options.repeats + 1)][1:]  # fmt: skip
+    medians = {
+        name: statistics.median(found[name] for found in rounds)
+        for name in ("usual_ms", "longest_ms", "first_token_s")
+    }
+    asked = {"batch": point.batch, "prompt": point.prompt, "arrival": options.arrival}
+    return asked | medians | {"rounds": rounds}
 
 
 def measure(llm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any]:
@@ -308,6 +377,10 @@ def main() -> None:
         print("DONE {}", flush=True)
     for _ in sys.stdin if options.turns else ["once"]:
         for point in points_of(options):
+            if options.arrival:
+                found = measure_arrival(llm, point, options)
+                print("ARRIVAL " + json.dumps(startup | found), flush=True)
+                continue
             print("RESULT " + json.dumps(startup | measure(llm, point, options)), flush=True)
         if options.calls:
             print("CALLS " + json.dumps({"call_us": call_us(llm, options.calls)}), flush=True)

@@ -3,6 +3,8 @@
     python benchmarks/side_by_side.py --out results                   # half of an 8B shape outside
     python benchmarks/side_by_side.py --case budget --out results-20b  # 40 GB in 24 GiB of GPU
     python benchmarks/side_by_side.py --case in-flight --out results-in-flight
+    python benchmarks/side_by_side.py --points 8x128x256 --arrival 8192 --step-tokens 2048 \\
+        --out results-arrival              # a prompt comes while eight requests decode
     python benchmarks/side_by_side.py --case drafts --out results-drafts  # speculative decoding
 
 On a host without a GPU, two CPU ranks beside vLLM's own `mp`.  `--list` names the contenders,
@@ -54,7 +56,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--output-tokens", type=int, help="of each request; 32, budget: 256, drafts: 128"
     )
-    parser.add_argument("--step-tokens", type=int, help="most tokens of a step, for in-flight")
+    parser.add_argument("--step-tokens", type=int, help="most tokens of a step")
+    parser.add_argument("--arrival", type=int, default=0,
+                        help="tokens of a prompt that comes while others decode")  # fmt: skip
     parser.add_argument("--gpu-budget-gib", type=float, help="that may be used; budget: 24")
     parser.add_argument("--prefetch-step", type=int, help="layers that vllm prefetch copies ahead")
     parser.add_argument("--repeats", type=int, default=5)
@@ -88,8 +92,10 @@ def main() -> None:
         earlier = found["contenders"].get(contender.name)
         found["contenders"][contender.name] = merged(earlier, outcome) if earlier else outcome
         write(options.out, found)
-        print(contender.name, outcome["status"], outcome["points"], flush=True)
-    print(table(found, width=130), end="")
+        print(contender.name, outcome["status"], outcome["points"] or outcome["arrivals"],
+              flush=True)  # fmt: skip
+    if not options.arrival:
+        print(table(found, width=130), end="")
 
 
 def split_of(options: argparse.Namespace, *, has_gpu: bool) -> Split:
@@ -118,7 +124,7 @@ def all_contenders(
     # In the budget case one step holds the prompts of all eight requests, and a second buffer for
     # prefetching does not fit beside half of the layers.
     is_half = options.case == "half"
-    engine = {"max_num_batched_tokens": 8192 if is_half else 1024}
+    engine = {"max_num_batched_tokens": options.step_tokens or (8192 if is_half else 1024)}
     ahead = options.prefetch_step or (2 if is_half else 1)
     budget = options.gpu_budget_gib or (None if is_half else 24)
     share = None if budget is None else round(budget * GIB / gpu["memory_bytes"], 4)
@@ -212,6 +218,7 @@ def run(
     command += ["--point-seconds", str(options.point_seconds)]
     tokens = options.output_tokens or OUTPUT_TOKENS.get(options.case, 32)
     command += ["--output-tokens", str(tokens)]
+    command += ["--arrival", str(options.arrival)] if options.arrival else []
     command += ["--eager"] if options.eager and "--eager" not in command else []
     log = Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
     outcome = contender_process.run(command, contender.environment, log, options.timeout)
@@ -221,6 +228,7 @@ def run(
         "reads": contender.reads,
         "command": [Path(command[1]).name, *command[2:]],
         "points": outcome.answers("RESULT "),
+        "arrivals": outcome.answers("ARRIVAL "),
         "memory": next(iter(outcome.answers("MEMORY ")), None),
         "end_of_output": outcome.end_of_output,
     }

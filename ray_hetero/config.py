@@ -93,7 +93,7 @@ class CpuConfig(_Section):
     """Whether linear layers that stream hold their weights in 12 bits instead of 16, without loss,
     where their values allow that; auto does where there is AMX."""
     prefill_on_gpu: bool | Auto = "auto"
-    """Whether a CPU rank has a GPU of its node compute its linear layers in steps of many tokens,
+    """Whether a CPU rank has a GPU of its node compute its layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""
     prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] = 96
     """Tokens of a step from which it does."""

@@ -48,6 +48,9 @@ def _one_stage() -> Iterator[None]:
 def keep_drafter_whole() -> None:
     """In a process of a pipeline's last stage: load and run the whole draft model there.
 
+    Replaces: `SpecDecodeBaseProposer._get_model`, `SpecDecodeBaseProposer.propose`,
+    `SpecDecodeBaseProposer.dummy_run`, `SpecDecodeBaseProposer._create_draft_vllm_config`,
+    `SpecDecodeBaseProposer._maybe_share_embeddings`, `DraftModelProposer._get_model`.
     Why: SpecDecodeBaseProposer builds draft models, and EAGLE heads, of vLLM's ordinary parts.
     These ask for the pipeline group, take the target's division of layers for their own, expect
     the hidden states of an earlier stage, and number their layers behind those of this stage only.
@@ -98,6 +101,7 @@ def _run_in_one_stage(owner: Any, name: str) -> None:
 def keep_own_output_matrix() -> None:
     """On a CPU rank: let a drafter that has an output matrix of its own keep it.
 
+    Replaces: `SpecDecodeBaseProposer._maybe_share_lm_head`.
     Why: SpecDecodeBaseProposer compares it with the target's, and takes the target's if they are
     equal.  What is packed for multiplication leaves an empty tensor behind, and empty tensors are
     all equal.
@@ -120,6 +124,7 @@ def keep_own_output_matrix() -> None:
 def share_drafts() -> None:
     """In a process of a mixed group: let tensor-parallel rank 0 decide what the drafter drafts.
 
+    Replaces: `SpecDecodeBaseProposer._sample_draft_tokens`.
     Why: every rank samples its drafts for itself (SpecDecodeBaseProposer._sample_draft_tokens) and
     drafts on from them; GPU and CPU differ in random numbers and in which of two equals is largest.
     Can go when: vLLM broadcasts draft tokens inside a tensor-parallel group.
@@ -140,6 +145,7 @@ def share_drafts() -> None:
 def leave_drafts_to_last_stage(runner: Any) -> None:
     """On a rank of an earlier stage, its weights being loaded: neither draft nor verify.
 
+    Replaces: `speculative_config` of the model runner, on earlier stages.
     Why: GPUModelRunner makes a drafter on the last stage only, and asks for it wherever there is a
     speculative configuration: in _dummy_run, _build_attention_metadata and initialize_attn_backend.
     How many tokens a request has in a step it keeps in fields of their own, which stay.
@@ -153,6 +159,7 @@ def leave_drafts_to_last_stage(runner: Any) -> None:
 def learn_accepted_tokens(runner: Any) -> None:
     """On a rank of an earlier stage: know the tokens of its requests, accepted drafts too.
 
+    Replaces: `GPUModelRunner._update_states`, on earlier stages.
     Why: Scheduler._make_cached_request_data sends an earlier stage the tokens that a step is to
     compute, and GPUModelRunner._update_states takes whatever is missing from their end.  With
     speculation a step leaves several tokens behind, of which the next one computes the last; the
@@ -191,6 +198,8 @@ def pass_hidden_states_on(runner: Any, layers: Sequence[int]) -> None:
     """On a rank of a pipeline, its weights being loaded: reserve places in what stages exchange for
     the hidden states between layers that an EAGLE-3 drafter reads, and fill them.
 
+    Replaces: `make_empty_intermediate_tensors` of the model, and
+    `GPUModelRunner._model_forward`.
     Why: LlamaModel adds those of its own layers to the IntermediateTensors and expects all on the
     last stage, but make_empty_intermediate_tensors leaves them out, and stages in between do not
     hand on what they receive.

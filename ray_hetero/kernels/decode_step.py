@@ -144,6 +144,7 @@ class DecodeStep:
                 blocks=requests.blocks.data_ptr(),
                 most_blocks=requests.blocks.stride(0),
                 block=cache.shape[2],
+                cache_blocks=cache.shape[0],
                 tiles=first.isa == TILES,
             ),
             caches=[other.data_ptr() for _, _, other, _ in contexts],

@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
-from vllm import _custom_ops as vllm_ops
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
 from ray_hetero.weight_formats import HostWeight, PackedWeight

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from placement.cluster import ray_cluster
 from placement.cluster.layout import Layout
-from ray_hetero.compat import api_server, engine_clients, engine_processes
+from ray_hetero.compat import api_server, engine_clients, engine_environment, engine_processes
 from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.launch.chosen_stages import choose_stages, take_sizes
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
 from ray_hetero.observability import metrics
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-CHOSEN = "RAY_HETERO_CHOSE_RUNNER"
-"""Set beside it where this package, not the user, has chosen."""
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def prepare(engine_args: EngineArgs) -> EngineSpec:
@@ -50,6 +50,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     gpus = known_gpus() if group is None else None
     config = load_config(engine_args.additional_config)
     take_sizes(engine_args, config)
+    config = choose_stages(engine_args, config, group, engines)
     config = resolve_auto_layout(
         config,
         engine_args.pipeline_parallel_size,
@@ -72,7 +73,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         api_server.turn_away_while_unhealthy()
     if spec.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, is_stock=is_stock)
     return spec
 
@@ -85,25 +86,15 @@ def _as_written(engine_args: EngineArgs) -> EngineArgs:
     return written
 
 
-def take_sizes(engine_args: EngineArgs, config: HeteroConfig) -> None:
-    """Take vLLM's sizes from a layout that was written, where they were left at 1."""
-    sizes = (engine_args.pipeline_parallel_size, engine_args.tensor_parallel_size)
-    if config.layout != "auto" and sizes == (1, 1):
-        engine_args.pipeline_parallel_size = len(config.layout)
-        engine_args.tensor_parallel_size = max(map(len, config.layout))
-
-
 def _choose_runner(engine_args: EngineArgs, *, is_stock: bool) -> None:
     """Tell vLLM the model runner and the scheduling that CPU ranks and unequal stages have.
 
     Every process of the engine must agree, and vLLM reads both while it builds the driver's
-    configuration.  Without these the choice is vLLM's own, also after an engine with them.
+    configuration.  Without these the choice is vLLM's own.
     """
     if not is_stock:
-        os.environ |= {RUNNER: "0", CHOSEN: "1"}
+        engine_environment.put(RUNNER, "0")
         engine_args.async_scheduling = False
-    elif os.environ.pop(CHOSEN, None):
-        del os.environ[RUNNER]
 
 
 def _is_surely_stock(config: HeteroConfig) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from placement.cluster.layout import Layout, sizes_to_type
+from placement.cluster.layout import Layout, heads_problem, sizes_to_type
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
 from ray_hetero.preflight.unsupported_checkpoints import (
@@ -330,22 +330,8 @@ def refuse_heads(model: ModelConfig, layout: Layout) -> None:
     """
     heads: int = model.model_arch_config.total_num_attention_heads
     kv_heads: int = model.get_total_num_kv_heads()
-    if not heads or not kv_heads:
-        return
-
-    def divides(size: int) -> bool:
-        # With more ranks than KV heads, several keep the same one.
-        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-
-    for stage, size in enumerate(layout.sizes):
-        if not divides(size):
-            fitting = ", ".join(str(n) for n in range(1, heads + 1) if divides(n))
-            raise UnsupportedError(
-                f"stage {stage} of layout {layout} has {size} tensor-parallel ranks, but the model "
-                f"has {heads} attention heads and {kv_heads} KV heads: {heads} / {size} = "
-                f"{heads / size:g}, {kv_heads} / {size} = {kv_heads / size:g}. Numbers of ranks in "
-                f"a stage that fit: {fitting}."
-            )
+    if heads and kv_heads and (problem := heads_problem(layout, heads, kv_heads)):
+        raise UnsupportedError(problem)
 
 
 def refuse_shared_experts(parallel: ParallelConfig) -> None:
