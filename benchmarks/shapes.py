@@ -38,7 +38,7 @@ def write_shape(name: str, *, layers: int | None = None) -> Path:
     shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
         "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     directory = Path(tempfile.gettempdir()) / "ray_hetero_shapes" / f"{name}-{layers or 'all'}"

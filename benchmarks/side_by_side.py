@@ -3,6 +3,9 @@
     python benchmarks/side_by_side.py --out results                   # half of an 8B shape outside
     python benchmarks/side_by_side.py --case budget --out results-20b  # 40 GB in 24 GiB of GPU
     python benchmarks/side_by_side.py --case in-flight --out results-in-flight
+    python benchmarks/side_by_side.py --points 8x128x256 --arrival 8192 --step-tokens 2048 \\
+        --out results-arrival              # a prompt comes while eight requests decode
+    python benchmarks/side_by_side.py --case drafts --out results-drafts  # speculative decoding
 
 On a host without a GPU, two CPU ranks beside vLLM's own `mp`.  `--list` names the contenders,
 `--contenders` chooses some.  Results are written after each contender, into what `--out` already
@@ -30,8 +33,9 @@ from engine_run import Point
 from shapes import SHAPES, head_bytes, layer_bytes
 from side_by_side_report import table
 
-CASES = {"half": "8b", "budget": "20b", "in-flight": "8b"}
+CASES = {"half": "8b", "budget": "20b", "in-flight": "8b", "drafts": "8b"}
 """Shape of each case where there is a GPU; without one it is a smaller one."""
+OUTPUT_TOKENS = {"budget": 256, "drafts": 128}
 IN_FLIGHT = "32x128"
 BATCHES = (1, 8, 32, 128)
 PROMPTS = (128, 1024, 8192)
@@ -49,8 +53,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--points", help="batch x prompt, or batch x prompt x output, with commas")
     parser.add_argument("--most-prompt-tokens", type=int, default=16384,
                         help="of all requests of a point; larger points are left out")  # fmt: skip
-    parser.add_argument("--output-tokens", type=int, help="of each request; 32, budget: 256")
-    parser.add_argument("--step-tokens", type=int, help="most tokens of a step, for in-flight")
+    parser.add_argument(
+        "--output-tokens", type=int, help="of each request; 32, budget: 256, drafts: 128"
+    )
+    parser.add_argument("--step-tokens", type=int, help="most tokens of a step")
+    parser.add_argument("--arrival", type=int, default=0,
+                        help="tokens of a prompt that comes while others decode")  # fmt: skip
     parser.add_argument("--gpu-budget-gib", type=float, help="that may be used; budget: 24")
     parser.add_argument("--prefetch-step", type=int, help="layers that vllm prefetch copies ahead")
     parser.add_argument("--repeats", type=int, default=5)
@@ -84,8 +92,10 @@ def main() -> None:
         earlier = found["contenders"].get(contender.name)
         found["contenders"][contender.name] = merged(earlier, outcome) if earlier else outcome
         write(options.out, found)
-        print(contender.name, outcome["status"], outcome["points"], flush=True)
-    print(table(found, width=130), end="")
+        print(contender.name, outcome["status"], outcome["points"] or outcome["arrivals"],
+              flush=True)  # fmt: skip
+    if not options.arrival:
+        print(table(found, width=130), end="")
 
 
 def split_of(options: argparse.Namespace, *, has_gpu: bool) -> Split:
@@ -107,12 +117,14 @@ def all_contenders(
         points = [Point.parse(text, options.output_tokens or 32) for text in texts]
         sockets = None if gpu else floor.sockets()
         return contenders.in_flight(split, points, sockets=sockets, step_tokens=options.step_tokens)
+    if options.case == "drafts":
+        return contenders.drafting(split, sockets=None if gpu else floor.sockets())
     if gpu is None:
         return contenders.cpu_only(floor.sockets())
     # In the budget case one step holds the prompts of all eight requests, and a second buffer for
     # prefetching does not fit beside half of the layers.
     is_half = options.case == "half"
-    engine = {"max_num_batched_tokens": 8192 if is_half else 1024}
+    engine = {"max_num_batched_tokens": options.step_tokens or (8192 if is_half else 1024)}
     ahead = options.prefetch_step or (2 if is_half else 1)
     budget = options.gpu_budget_gib or (None if is_half else 24)
     share = None if budget is None else round(budget * GIB / gpu["memory_bytes"], 4)
@@ -135,6 +147,8 @@ def points_of(options: argparse.Namespace) -> tuple[str, list[str]]:
         return options.points, []
     if options.case == "budget":
         return "8x128", []
+    if options.case == "drafts":
+        return "1x128,8x128", []
     every = sorted(((b, p) for b in BATCHES for p in PROMPTS), key=lambda x: (x[0] * x[1], x))
     small = [f"{b}x{p}" for b, p in every if b * p <= options.most_prompt_tokens]
     return ",".join(small), [f"{b}x{p}" for b, p in every if b * p > options.most_prompt_tokens]
@@ -202,8 +216,9 @@ def run(
     command = [*contender.command, "--shape", split.shape]
     command += ["--points", contender.points or points, "--repeats", str(options.repeats)]
     command += ["--point-seconds", str(options.point_seconds)]
-    tokens = options.output_tokens or (256 if options.case == "budget" else 32)
+    tokens = options.output_tokens or OUTPUT_TOKENS.get(options.case, 32)
     command += ["--output-tokens", str(tokens)]
+    command += ["--arrival", str(options.arrival)] if options.arrival else []
     command += ["--eager"] if options.eager and "--eager" not in command else []
     log = Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
     outcome = contender_process.run(command, contender.environment, log, options.timeout)
@@ -213,6 +228,7 @@ def run(
         "reads": contender.reads,
         "command": [Path(command[1]).name, *command[2:]],
         "points": outcome.answers("RESULT "),
+        "arrivals": outcome.answers("ARRIVAL "),
         "memory": next(iter(outcome.answers("MEMORY ")), None),
         "end_of_output": outcome.end_of_output,
     }

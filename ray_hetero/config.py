@@ -93,7 +93,7 @@ class CpuConfig(_Section):
     """Whether linear layers that stream hold their weights in 12 bits instead of 16, without loss,
     where their values allow that; auto does where there is AMX."""
     prefill_on_gpu: bool | Auto = "auto"
-    """Whether a CPU rank has a GPU of its node compute its linear layers in steps of many tokens,
+    """Whether a CPU rank has a GPU of its node compute its layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""
     prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] = 96
     """Tokens of a step from which it does."""
@@ -150,8 +150,8 @@ class PipelineConfig(_Section):
     batches_in_flight: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """Batches that are between the first and the last stage at once.  Each one reads every weight
     of a stage again, so auto is 1 where there are both kinds of stage, unless the objective is
-    throughput; else one per stage.  With a number, or for throughput, requests that decode are
-    divided among the batches."""
+    throughput, and 1 with speculative decoding; else one per stage.  With a number, or for
+    throughput, requests that decode are divided among the batches."""
 
 
 class ExchangeConfig(_Section):

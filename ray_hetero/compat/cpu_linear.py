@@ -80,3 +80,28 @@ def keep_embeddings_once(*, has_tied_output: bool) -> None:
         return process_weights_after_loading
 
     replace(UnquantizedEmbeddingMethod, "process_weights_after_loading", make)
+
+
+def refuse_reload(reason: str) -> None:
+    """Have a rank refuse to load weights anew, before it has touched any.
+
+    Replaces: `GPUModelRunner.reload_weights`.
+    Why: reload_weights loads into a model's parameters, of which the layers of this rank have made
+    copies of their own: old and new weights would be mixed.
+    Can go when: layers are told that their weights were loaded anew.
+
+    Args:
+        reason: why not, and what to do.
+
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from ray_hetero.errors import UnsupportedError
+
+    def make(stock: Any) -> Any:
+        def reload_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+            raise UnsupportedError(reason)
+
+        return reload_weights
+
+    replace(GPUModelRunner, "reload_weights", make)

@@ -53,6 +53,13 @@ their subclasses may do something else."""
 HEAD_MULTIPLE = 16
 """Of a head's size, and of half of what is rotated of it; a vector's."""
 
+PROMPT_TOKENS = 16
+"""Of a request, from which its attention is worth sending its cached keys to a GPU: for fewer
+queries reading them where they are takes less time."""
+
+Memories = dict[AttentionShape, AttentionMemory | None]
+"""What was made of each shape; None where there was no room."""
+
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _runs: list[DecoderLayers] = []
 """Of this process, by the number that the operator is called with."""
@@ -85,6 +92,7 @@ class Attention:
             kv_heads=self.shape.kv_heads,
             size=self._head,
             cos_sin=self.cos_sin.data_ptr(),
+            positions=self.cos_sin.shape[0],
             rotated=self.cos_sin.shape[1],
             query_norm=self.norms[0].native if self.norms else None,
             key_norm=self.norms[1].native if self.norms else None,
@@ -153,9 +161,9 @@ class DecoderLayers:
             else None
         )
         self._on_gpu: GpuLayers | None = None
-        many = kernel.prompts
-        if many is not None and memory is not None and _has_weights(layers, many.gpu):
-            self._on_gpu = GpuLayers(layers, many.gpu, memory)
+        if memory is not None:
+            assert kernel.prompts is not None
+            self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -234,7 +242,7 @@ class DecoderLayers:
         if (
             slots is None
             or metadata.num_actual_tokens != tokens
-            or metadata.max_query_len == 1
+            or metadata.max_query_len < PROMPT_TOKENS
             or not metadata.causal
             or metadata.dynamic_causal is not None
             or slots.dtype != torch.int64
@@ -327,16 +335,13 @@ def fuse(model: nn.Module, linears: Mapping[nn.Module, Linear], kernel: Streamin
 
     """
     count = 0
-    memories: dict[AttentionShape, AttentionMemory | None] = {}
+    memories: Memories = {}
     for decoder in model.modules():
         # Hidden states that are wanted from between layers are not there any more.
         wanted = getattr(decoder, "aux_hidden_state_layers", ())
         if type(decoder).__name__ in MODELS and not wanted:
             for numbers, layers in _following(decoder, linears, kernel):
-                shape = gpu_layers.shape_of(layers)
-                if shape is not None and shape not in memories:
-                    memories[shape] = _memory(kernel, shape)
-                memory = None if shape is None else memories[shape]
+                memory = _memory(layers, kernel, memories)
                 _runs.append(DecoderLayers(layers, kernel, memory))
                 first, *others = numbers
                 decoder.layers[first] = _Run(len(_runs) - 1)
@@ -346,14 +351,19 @@ def fuse(model: nn.Module, linears: Mapping[nn.Module, Linear], kernel: Streamin
     return count
 
 
-def _memory(kernel: StreamingLinear, shape: AttentionShape) -> AttentionMemory | None:
-    """What attention on the GPU needs, if a GPU computes prompts and has room for it."""
-    many = kernel.prompts
-    if many is None:
+def _memory(
+    layers: Sequence[Layer], kernel: StreamingLinear, made: Memories
+) -> AttentionMemory | None:
+    """What attention on the GPU needs, if a GPU computes these layers and has room for it."""
+    many, shape = kernel.prompts, gpu_layers.shape_of(layers)
+    if many is None or shape is None or not _has_weights(layers, many.gpu):
         return None
+    if shape in made:
+        return made[shape]
     try:
-        memory = AttentionMemory(many.gpu, shape, many.cores)
+        memory = made[shape] = AttentionMemory(many.gpu, shape, many.cores)
     except UnsupportedError as error:
+        made[shape] = None
         logger.warning("%s", error)
         return None
     logger.info(

@@ -227,9 +227,12 @@ class _Step:
         """Compute all layers from staged input; results in host memory."""
         gpu = self._gpu
         with torch.inference_mode(), current(gpu.computing):
-            y, total = gpu.sent(hidden, residual)
+            # What this thread waits for comes first: the rest is ordered ahead of the GPU.
+            for layer in self._layers:
+                self._angles(layer.attention.cos_sin)
             self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
             self._spans = self._begin_uploads()
+            y, total = gpu.sent(hidden, residual)
             for layer in self._layers:
                 x = gpu.add_and_norm(y, total, layer.beginning.norm)
                 attended = self._attend(layer.attention, gpu.product(x, layer.beginning.stacked))

@@ -18,12 +18,19 @@ from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import streaming_linear
 from ray_hetero.kernels.decoder_layers import fuse
+from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
 from ray_hetero.kernels.post_attention import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.weight_formats import FORMATS, PackedWeight
 from ray_hetero.weight_formats.base import pack
+
+RELOAD = (
+    "a CPU rank cannot load weights anew: its layers compute with packed copies of those that they "
+    "had at first (linear layers stream). Start a new engine, or set cpu.linear_kernel to vllm."
+)
+"""What a rank answers to `reload_weights`."""
 
 
 class LinearLayers:
@@ -48,6 +55,8 @@ class LinearLayers:
         self._gpu: BorrowedGpu | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
+        self._is_loaded = False
+        self._experts: ExpertLayers | None = None
         self._kernel = streaming_linear.choose(config.linear_kernel)
         if config.prefill_on_gpu is True:
             self._check_borrowing(gpu)
@@ -60,6 +69,7 @@ class LinearLayers:
         cpu_linear.use_linear(
             torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
         )
+        self._experts = ExpertLayers(config, self._kernel)
         logger.info("linear layers stream their weights (cpu.linear_kernel)")
 
     def _check_borrowing(self, gpu: torch.device | None) -> None:
@@ -77,6 +87,8 @@ class LinearLayers:
     def _packed(self, layer: torch.nn.Module) -> torch.Tensor:
         """What the kernel reads in the place of a layer's weight."""
         assert self._kernel is not None
+        if self._is_loaded:
+            raise UnsupportedError(RELOAD)
         packed = pack(layer.weight.data)
         kind = FORMATS[self._config.weight_format(has_amx=self._kernel.has_amx)]
         native = self._kernel.native
@@ -102,7 +114,7 @@ class LinearLayers:
                 host's.
 
         """
-        if self._kernel is None:
+        if self._kernel is None or self._experts is None:
             return "vllm"
         if self._bytes < self._bytes_before:
             logger.info(
@@ -117,9 +129,11 @@ class LinearLayers:
             fused = fuse(model, self._linears, self._kernel)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
+        self._is_loaded = True
+        cpu_linear.refuse_reload(RELOAD)
         formats = Counter(weight.name for weight in self._kernel.weights.values())
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
-        return f"streaming, {fused} decoder_layers, {held}"
+        return f"streaming, {fused} decoder_layers, {held}, {self._experts.loaded(model)}"
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

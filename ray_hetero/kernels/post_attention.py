@@ -4,7 +4,7 @@ A decode step's time on a socket is that of reading the weights, and of what lie
 products: operators whose instructions the weights have driven out of the caches, each of which
 calls all threads together anew.  Here the products between two attentions, with their norms and
 the activation, are one call of csrc/kernels/post_attention.h; a GPU that computes prompts
-(borrowed_gpu.py) gets them as one piece of work too, and sends back one result instead of four.
+(gpu_prefill.py) gets them as one piece of work too, and sends back one result instead of four.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     is_stock = _is_surely_stock(config)
     refuse_unsupported(engine_args, config, is_stock=is_stock)
     spec = EngineSpec(
-        copy.copy(engine_args),
+        _as_written(engine_args),
         config,
         ray_for_all(engine_args),
         placement_group=group,
@@ -76,6 +76,14 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, is_stock=is_stock)
     return spec
+
+
+def _as_written(engine_args: EngineArgs) -> EngineArgs:
+    """A copy; vLLM adds what it finds out to the mapping of the speculative configuration."""
+    written = copy.copy(engine_args)
+    if isinstance(engine_args.speculative_config, dict):
+        written.speculative_config = dict(engine_args.speculative_config)
+    return written
 
 
 def _choose_runner(engine_args: EngineArgs, *, is_stock: bool) -> None:

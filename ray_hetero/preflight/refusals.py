@@ -25,6 +25,14 @@ from ray_hetero.preflight.unsupported_checkpoints import (
     architecture_without_kernel,
     layers_without_kernel,
 )
+from ray_hetero.preflight.unsupported_drafters import (
+    METHODS,
+    Drafting,
+    batches_in_flight,
+    has_recurrent_states,
+    method_found,
+    method_named,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
@@ -91,12 +99,11 @@ ALWAYS: Sequence[Refusal[EngineArgs]] = (
 ONLY_V2 = "it needs vLLM's V2 model runner, CPU ranks have V1"
 WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
-        "--speculative-config",
-        lambda args: args.speculative_config or args.spec_method or args.spec_model,
-        "drafts run on one kind only",
-        seen="In a pipeline vLLM's CPU runner fails at the first request: only its last stage has "
-        "a drafter. N-gram drafts in a single stage gave the right tokens; other methods were not "
-        "tried there.",
+        "--speculative-config with the method {found}",
+        method_named,
+        f"only {', '.join(METHODS)} are known to have all that they need on CPU ranks",
+        "Leave it out, or name one of them.",
+        seen="What each of them asks for: [speculative decoding](speculation.md).",
     ),
     Refusal(
         "--enable-sleep-mode",
@@ -187,9 +194,44 @@ ENGINES_OF_CPU_RANKS: Sequence[Refusal[ParallelConfig]] = (
 """Engines beside each other that are refused in a world with CPU ranks.  Engines of a model without
 experts are independent, and vLLM has told each by then that it is the only one."""
 
+DRAFTING_OF_CPU_RANKS: Sequence[Refusal[Drafting]] = (
+    Refusal(
+        "--speculative-config with a drafter of the kind {found}",
+        method_found,
+        "none was run on CPU ranks yet",
+        f"Leave it out, or take one of {', '.join(METHODS)}.",
+    ),
+    Refusal(
+        "--speculative-config with parallel_drafting",
+        lambda drafting: drafting.vllm_config.speculative_config.parallel_drafting,
+        "no such drafter was run on CPU ranks yet",
+        "Set it to false.",
+    ),
+    Refusal(
+        "--speculative-config with pipeline.batches_in_flight {found}",
+        batches_in_flight,
+        "vLLM's scheduler needs the tokens of one batch before it can have drafts verified in the "
+        "next one",
+        "Set it to 1, or leave it out.",
+    ),
+    Refusal(
+        "--speculative-config with a pipeline of a model with recurrent states",
+        has_recurrent_states,
+        "the states go back by as many tokens as were refused, which only the last stage knows",
+        "Write a layout of one stage, or leave it out.",
+        seen="Follows from vLLM's code.",
+    ),
+)
+"""Speculative decoding that is refused in a world with CPU ranks."""
+
 REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
     "always": ALWAYS,
-    "with CPU ranks": (*WITH_CPU_RANKS, *MODELS_OF_CPU_RANKS, *ENGINES_OF_CPU_RANKS),
+    "with CPU ranks": (
+        *WITH_CPU_RANKS,
+        *MODELS_OF_CPU_RANKS,
+        *ENGINES_OF_CPU_RANKS,
+        *DRAFTING_OF_CPU_RANKS,
+    ),
     "with `max_restarts`": WITH_RESTARTS,
 }
 """All rows, by the worlds in which they are refused."""
@@ -266,6 +308,17 @@ def refuse_checkpoint(model: ModelConfig) -> None:
     """
     for refusal in MODELS_OF_CPU_RANKS:
         refusal.check(model)
+
+
+def refuse_drafting(drafting: Drafting) -> None:
+    """Refuse speculative decoding that cannot work; for worlds with CPU ranks.
+
+    Raises:
+        UnsupportedError: the method, the model or a setting beside it does not work.
+
+    """
+    for refusal in DRAFTING_OF_CPU_RANKS:
+        refusal.check(drafting)
 
 
 def refuse_heads(model: ModelConfig, layout: Layout) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -83,14 +84,16 @@ def choose_expand(device: torch.device) -> Expand:
     """What expands compact rows on a device."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return expand_with_torch
+    triton_error = importlib.import_module("triton.errors").TritonError
     try:
         is_right = _is_right(device)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, subprocess.SubprocessError, triton_error) as error:
         # Triton builds a launcher with the host's compiler, and reads the driver's library.
         logger.warning(
             "compact weights are expanded by torch's operators, which costs a prompt some 2 ms a "
-            "layer of an 8B model: Triton cannot be used here: %s", str(error).splitlines()[0],
-        )  # fmt: skip
+            "layer of an 8B model: Triton cannot be used here: %s",
+            (str(error).splitlines() or [repr(error)])[0],
+        )
         return expand_with_torch
     assert is_right, "the kernel and torch's operators expand a weight differently"
     return expand_with_triton

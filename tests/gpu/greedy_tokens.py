@@ -1,7 +1,7 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
-The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "shares"}; an empty
-layout is stock vLLM on one GPU.
+The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "long", "shares"};
+an empty layout is stock vLLM on one GPU.
 """
 
 from __future__ import annotations
@@ -30,13 +30,23 @@ def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
     ]  # fmt: skip
 
 
+def long_prompts(vocabulary: int) -> list[dict[str, list[int]]]:
+    """Prompts of up to 640 tokens, every other one beginning as the first does."""
+    lengths = [640, 300, 513, 20, 129, 385, 70, 600, 257, 1, 33, 450]
+    return [
+        {"prompt_token_ids": [(11 * (row if row % 2 or i >= 256 else 0) + 7 * i * (1 + row % 2))
+                              % (vocabulary - 8) + 4 for i in range(length)]}
+        for row, length in enumerate(lengths)
+    ]  # fmt: skip
+
+
 def settings(run: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the engine."""
     common = {
         "model": run["model"],
         "dtype": run["dtype"],
         "enforce_eager": not run["compiled"],
-        "max_model_len": 256,
+        "max_model_len": 1024 if run["long"] else 256,
         # Several engines share the GPU here, so none may size itself by what is free.
         "kv_cache_memory_bytes": 1 << 30,
         "gpu_memory_utilization": 0.2,
@@ -53,6 +63,10 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
             "prefill_on_gpu": True,
             "prefill_on_gpu_tokens": 8,
         }
+    if run["long"]:
+        # Prompts come in chunks, beside those that decode; small chunks stay on the cores.
+        cpu["prefill_on_gpu_tokens"] = 64
+        common["max_num_batched_tokens"] = 160
     gpu = {"in_mixed_groups": "graphs"} if run["compiled"] else {}
     return common | {
         "distributed_executor_backend": "ray_hetero",
@@ -71,8 +85,14 @@ def answer(run: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     started = time.monotonic()
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
-    given = prompts(llm.get_tokenizer().vocab_size)
-    outputs = [output.outputs[0] for output in llm.generate(given, sampling, use_tqdm=False)]
+    vocabulary = llm.get_tokenizer().vocab_size
+    # The second time all prompts are in the prefix cache, but for their last blocks.
+    rounds = [long_prompts(vocabulary)] * 2 if run["long"] else [prompts(vocabulary)]
+    outputs = [
+        output.outputs[0]
+        for given in rounds
+        for output in llm.generate(given, sampling, use_tqdm=False)
+    ]
     config = llm.llm_engine.vllm_config
     return {
         "tokens": [list(output.token_ids) for output in outputs],

@@ -27,6 +27,8 @@ CASES = [
     Case("opt-wide", "bfloat16", "c/g", is_borrowing=True),
     Case("llama-wide", "bfloat16", "gc", is_borrowing=True),
     Case("llama-wide", "bfloat16", "g/c", is_borrowing=True),
+    Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, is_long=True),
+    Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True),
 ]
 
 
@@ -82,4 +84,7 @@ def test_tokens_are_those_of_the_gpu_alone(
 ) -> None:
     check(case, answers)
     log = "".join(path.read_text(errors="replace") for path in logs.glob("lane*"))
-    assert "steps of 8 tokens and more are computed by the GPU" in log
+    tokens = 64 if case.is_long else 8
+    assert f"steps of {tokens} tokens and more are computed by the GPU" in log
+    if "opt" not in case.model:
+        assert "prompts are computed by the GPU in whole layers" in log

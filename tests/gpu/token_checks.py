@@ -47,12 +47,16 @@ class Case:
     is_compiled: bool = False
     is_borrowing: bool = False
     """Whether CPU ranks have a GPU compute steps of 8 tokens and more."""
+    is_long: bool = False
+    """Whether prompts are long, come in chunks, share prefixes and are asked twice; CPU ranks then
+    have a GPU compute steps of 64 tokens and more."""
 
     def __str__(self) -> str:
         """Name of the test."""
         compiled = ["compiled"] if self.is_compiled else []
         borrowing = ["borrowing"] if self.is_borrowing else []
-        return "-".join([self.model, self.dtype, self.layout, *compiled, *borrowing])
+        long = ["long"] if self.is_long else []
+        return "-".join([self.model, self.dtype, self.layout, *compiled, *borrowing, *long])
 
     @property
     def stages(self) -> Layout:
@@ -65,7 +69,7 @@ class Case:
     @property
     def reference(self) -> Case:
         """What it is compared with."""
-        return Case(self.model, self.dtype)
+        return Case(self.model, self.dtype, is_long=self.is_long)
 
     @property
     def tolerance(self) -> float:
@@ -123,6 +127,7 @@ def _run(
             "layout": case.stages,
             "compiled": case.is_compiled,
             "borrowing": case.is_borrowing,
+            "long": case.is_long,
             "shares": SHARES,
         }
         for case in cases

@@ -30,25 +30,33 @@ CLOSE = {"rtol": 2**-5, "atol": 2**-4}
 
 
 class Requests:
-    """Layers with caches in which requests of some lengths are, and a token more of each.
+    """Layers with caches in which requests of some lengths are, and the tokens of a step.
 
     Args:
-        lengths: tokens of each request, with the one that comes.
+        lengths: tokens of each request, with those that come.
         block: tokens of a block.
+        rows: tokens of each request that come.
 
     """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, lengths: list[int], *, block: int = 32,
         heads: int = 6, kv_heads: int = 2, attends: str = "LlamaAttention",
-        impl: dict[str, Any] | None = None,
+        impl: dict[str, Any] | None = None, rows: list[int] | None = None,
     ) -> None:  # fmt: skip
         torch.manual_seed(sum(lengths) + block)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
-        self.positions = self.lengths.long() - 1
+        self.rows = torch.tensor(rows or [1] * len(lengths), dtype=torch.int32)
+        self.starts = torch.cat([torch.zeros(1, dtype=torch.int32), self.rows.cumsum(0).int()])
+        request = torch.arange(len(lengths)).repeat_interleave(self.rows)
+        self.tokens = len(request)
+        self.positions = torch.cat(
+            [torch.arange(length - count, length)
+             for length, count in zip(lengths, self.rows.tolist(), strict=True)]
+        )  # fmt: skip
         most = -(-max(lengths) // block)
         self.blocks = torch.randperm(len(lengths) * most).int().view(len(lengths), most)
-        places = self.blocks.long()[torch.arange(len(lengths)), self.positions // block]
+        places = self.blocks.long()[request, self.positions // block]
         self.slots = places * block + self.positions % block
         self.shape = (self.blocks.numel(), kv_heads, block, 2 * HEAD)
         self.keys, self.values = torch.randn(
@@ -103,14 +111,14 @@ class Requests:
 
     def begin(self, isa: str, **metadata: Any) -> list[Any]:
         """Let vLLM's forward context be that of a step; gives the caches."""
-        starts = torch.arange(len(self.lengths) + 1, dtype=torch.int32)
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(self.lengths), num_heads=self.heads, num_kv_heads=self.kv_heads,
-            head_dim=HEAD, seq_lens=self.lengths, dtype=torch.bfloat16, query_start_loc=starts,
+            head_dim=HEAD, seq_lens=self.lengths, dtype=torch.bfloat16, query_start_loc=self.starts,
             causal=True, sliding_window_size=-1, isa="vec", enable_kv_split=True,
         )  # fmt: skip
         described = {
-            "num_actual_tokens": len(self.lengths), "max_query_len": 1, "query_start_loc": starts,
+            "num_actual_tokens": self.tokens, "max_query_len": int(self.rows.max()),
+            "query_start_loc": self.starts,
             "max_seq_len": int(self.lengths.max()), "seq_lens": self.lengths,
             "block_table": self.blocks, "slot_mapping": self.slots, "scheduler_metadata": plan,
         } | metadata  # fmt: skip
@@ -123,8 +131,8 @@ class Requests:
         return caches
 
     def inputs(self, *, is_first: bool) -> tuple[Any, Any]:
-        residual = None if is_first else torch.randn(len(self.lengths), HIDDEN).bfloat16()
-        return torch.randn(len(self.lengths), HIDDEN).bfloat16(), residual
+        residual = None if is_first else torch.randn(self.tokens, HIDDEN).bfloat16()
+        return torch.randn(self.tokens, HIDDEN).bfloat16(), residual
 
 
 def expect_the_same(
@@ -198,6 +206,18 @@ def test_long_requests_are_too(isa: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize(
+    "rows", [[4, 4], [1, 8], [2, 16, 1], [16, 16]], ids=lambda rows: "-".join(map(str, rows))
+)
+def test_requests_that_verify_drafts_have_several_tokens(
+    rows: list[int], isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Drafts begin in one block and end in the next one.
+    lengths = [130, 513, 40][: len(rows)]
+    expect_the_same(Requests(monkeypatch, lengths, block=128, rows=rows), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (10, 1), (4, 2), (8, 1), (20, 2)])
 def test_heads_of_keys_may_have_any_number_of_heads_of_queries(
     heads: int, kv_heads: int, isa: str, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +248,71 @@ def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) 
         assert all(map(torch.equal, found[0], one))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("lengths", [[1, 31, 33], [96, 130, 17, 2]], ids=str)
+def test_what_others_have_left_in_a_block_does_not_matter(
+    lengths: list[int], isa: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(monkeypatch, lengths)
+    layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=True)
+    assert layers._decode_step is not None
+    found = []
+    for left in (0.0, float("nan"), float("inf")):
+        # All but what the requests have written before.
+        slots = torch.ones(requests.blocks.numel() * 32, dtype=torch.bool)
+        for blocks, length in zip(requests.blocks, lengths, strict=True):
+            at = torch.arange(length - 1)
+            slots[blocks.long()[at // 32] * 32 + at % 32] = False
+        requests.keys[:, slots], requests.values[:, slots] = left, left
+        requests.begin(isa)
+        found.append(layers._decode_step(requests.positions, hidden, residual))
+        assert found[-1] is not None
+        assert all(bool(one.isfinite().all()) for one in found[-1])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [0, 41]}, "a length from 1 to 64, got 0 for request 0"),
+        ({"lengths": [40, 65]}, "a length from 1 to 64, got 65 for request 1"),
+        ({"slots": [3, 128]}, "a slot below 128, got 128 for request 1"),
+        ({"blocks": [[0, 1], [2, 4]]}, "a block from 0 on, below 4, got 4 for request 1"),
+        ({"blocks": [[-1, 1], [2, 3]]}, "a block from 0 on, below 4, got -1 for request 0"),
+    ],
+)
+def test_what_is_not_in_the_cache_is_refused(change: dict[str, Any], message: str) -> None:
+    given = {"lengths": [40, 41], "slots": [3, -1], "blocks": [[0, 1], [2, 3]]} | change
+    lengths, blocks = (torch.tensor(given[name]).int() for name in ("lengths", "blocks"))
+    slots, positions = torch.tensor(given["slots"]), torch.tensor([39, 40])
+    with pytest.raises(ValueError, match=message):
+        native.Requests(
+            m=2, positions=positions.data_ptr(), slots=slots.data_ptr(),
+            lengths=lengths.data_ptr(), blocks=blocks.data_ptr(), most_blocks=2, block=32,
+            cache_blocks=4, tiles=False,
+        )  # fmt: skip
+
+
+def test_a_block_that_is_not_needed_may_be_any() -> None:
+    lengths, blocks = torch.tensor([32]).int(), torch.tensor([[0, -1]]).int()
+    one = torch.zeros(1).long()
+    assert native.Requests(
+        m=1, positions=one.data_ptr(), slots=one.data_ptr(), lengths=lengths.data_ptr(),
+        blocks=blocks.data_ptr(), most_blocks=2, block=32, cache_blocks=1, tiles=False,
+    )  # fmt: skip
+
+
+def test_a_position_that_no_angle_is_known_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [40])
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
+    requests.begin("vec")
+    assert layers._decode_step is not None
+    with pytest.raises(ValueError, match=f"below {POSITIONS}, got {POSITIONS} for request 0"):
+        layers._decode_step(torch.tensor([POSITIONS]), hidden, residual)
+
+
 def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests(monkeypatch, [40, 41])
     requests.slots[1] = -1
@@ -244,8 +329,8 @@ def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "change",
     [
-        {"max_query_len": 2}, {"num_actual_tokens": 1}, {"dynamic_causal": torch.ones(2)},
-        {"seq_lens": torch.tensor([40, 41])},
+        {"max_query_len": 17}, {"num_actual_tokens": 1}, {"dynamic_causal": torch.ones(2)},
+        {"seq_lens": torch.tensor([40, 41])}, {"causal": False},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
@@ -294,7 +379,7 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="at least one layer"):
         native.DecoderLayers(first=beginning, layers=[])
     some = SimpleNamespace(m=1, positions=0, slots=0, lengths=0, blocks=0, most_blocks=1, block=32,
-                           tiles=False)  # fmt: skip
+                           cache_blocks=1, tiles=False)  # fmt: skip
     for change, message in (({"m": 33}, "1 to 32 requests"), ({"block": 16}, "multiples of 32")):
         with pytest.raises(ValueError, match=message):
             native.Requests(**(vars(some) | change))

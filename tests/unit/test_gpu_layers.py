@@ -18,11 +18,12 @@ pytest.importorskip("vllm")
 
 from decoder_parts import HIDDEN  # noqa: E402
 from native_module import needs_native  # noqa: E402
-from paged_steps import CPU, Steps  # noqa: E402
+from paged_steps import CPU, Steps, write_tokens  # noqa: E402
+from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels import gpu_layers, gpu_prefill  # noqa: E402
+from ray_hetero.kernels import decoder_layers, gpu_layers, gpu_prefill  # noqa: E402
 from ray_hetero.kernels.gpu_attention import Lengths, attend, put_together  # noqa: E402
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, GpuLayers  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu  # noqa: E402
@@ -69,8 +70,9 @@ def test_prompts_alone_and_together(
     assert on_gpu == [70, 42]
 
 
-def test_chunks_of_a_prompt(monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]) -> None:
-    steps = Steps(monkeypatch)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_chunks_of_a_prompt(isa: str, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]) -> None:
+    steps = Steps(monkeypatch, isa=isa)
     request, other = steps.request(300), steps.request(200)
     steps.check((request, 0, 50))
     steps.check((request, 50, 64), (other, 0, 40))
@@ -197,19 +199,18 @@ def test_memory_by_hand() -> None:
 def test_blocks_are_read_token_by_token(isa: str) -> None:
     count, heads, block, size = 2, 3, 32, 64
     keys, values = torch.randn(2, count, block, heads, size).bfloat16()
-    blocks = torch.empty(count, heads, 2, block * size, dtype=torch.bfloat16)
-    t, i = torch.meshgrid(torch.arange(block), torch.arange(size), indexing="ij")
+    blocks = torch.empty(count, heads, block, 2 * size, dtype=torch.bfloat16)
+    slots = torch.arange(count * block)
+    write_tokens(keys.flatten(0, 1), values.flatten(0, 1), blocks, slots, isa)
     if isa == "vec":
-        key_at, value_at = i * block + t, t * size + i
-    else:
-        key_at = t // 16 * 16 * size + i // 2 * 32 + t % 16 * 2 + i % 2
-        value_at = i // 16 * 16 * block + t // 2 * 32 + i % 16 * 2 + t % 2
-    for b in range(count):
-        for head in range(heads):
-            blocks[b, head, 0, key_at] = keys[b, :, head]
-            blocks[b, head, 1, value_at] = values[b, :, head]
+        expected = torch.zeros_like(blocks)
+        halves = expected.view(count, heads, 2 * block, size).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            keys.flatten(0, 1), values.flatten(0, 1), *halves, slots, isa
+        )
+        assert torch.equal(blocks, expected)
     found = torch.empty(2, count * block, heads, size, dtype=torch.bfloat16)
-    unpack_blocks(blocks.view(count, heads, block, 2 * size), isa, found)
+    unpack_blocks(blocks, isa, found)
     assert torch.equal(found[0], keys.flatten(0, 1))
     assert torch.equal(found[1], values.flatten(0, 1))
 
@@ -290,3 +291,13 @@ def test_the_kernel_for_compact_weights_gives_what_torch_gives() -> None:
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.stdout.strip().endswith("True"), done.stderr
+
+
+def test_layers_whose_weights_are_too_small_for_the_gpu_stay_on_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1 << 30)
+    steps = Steps(monkeypatch, has_memory=False)
+    assert steps.made._on_gpu is None
+    kernel = steps.made._kernel
+    assert decoder_layers._memory(steps.known, kernel, {}) is None

@@ -1,0 +1,237 @@
+"""Whole layers of an 8B shape on a GPU, their weights streamed from host memory: where time goes.
+
+    python benchmarks/prefill_layers.py --tokens 128,512,1024,2048,4096,8192
+    python benchmarks/prefill_layers.py --tokens 2048 --cached 0,6144,30720   # later chunks
+    python benchmarks/prefill_layers.py --tokens 8192 --profile               # which kernels
+
+Needs torch with CUDA, and neither vLLM nor Ray.  Milliseconds a step, medians:
+
+    link      all weights copied to the GPU, nothing computed
+    gpu       all computed, the weights not copied
+    step      both, hidden states in and out, keys and values down; what a stage takes
+    floor     the larger of `link` and `gpu`
+
+Weights are random bits of the compact format (12 bits a weight; `--packed` has 16), so results mean
+nothing; the cores write keys and values into the cache with torch, not with vLLM's kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import SHAPES
+
+from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
+from ray_hetero.kernels.gpu_prefill import BorrowedGpu
+from ray_hetero.kernels.step_rows import Request, StepRows
+from ray_hetero.weight_formats import CompactWeight, PackedWeight
+
+BLOCK = 128
+OUTLIERS = 3e-4
+"""Share of weights beside the rows, as trained weights have it."""
+
+
+class RandomCompact:
+    """What belongs to a compact weight beside its rows, of random weights."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        self.codebook = [0x30 + number % 16 for number in range(16)]
+        self._inputs = inputs
+        self.shape = (outputs, inputs)
+        self.packed_blocks: list[int] = []
+        self.outliers_count = int(OUTLIERS * outputs * inputs)
+
+    def outliers(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Places and values in some blocks."""
+        weights = (end - begin) * 32 * self._inputs
+        count = int(OUTLIERS * weights)
+        return np.arange(count, dtype=np.int64) * (weights // max(1, count)), np.zeros(
+            count, dtype=np.uint16
+        )
+
+
+class NoCopies(BorrowedGpu):
+    """The same without copies of weights."""
+
+    copies = True
+
+    def _fetch(self, piece: Any) -> None:
+        if self.copies:
+            super()._fetch(piece)
+            return
+        slot = next(self._slots)
+        slot.piece = piece
+        self._ahead.append(slot)
+
+
+def linear(outputs: int, inputs: int, *, is_compact: bool, gpu: BorrowedGpu) -> Any:
+    """A linear layer of random bits."""
+    some = torch.randint(0x30, 0x3F, (1 << 20,), dtype=torch.uint8)
+    width = inputs * 3 // 2 if is_compact else 2 * inputs
+    data = torch.empty(outputs * width, dtype=torch.uint8)
+    for begin in range(0, len(data), len(some)):
+        data[begin : begin + len(some)] = some[: len(data) - begin]
+    rows = data.view(outputs, width)
+    weight = (
+        CompactWeight(rows, RandomCompact(outputs, inputs))
+        if is_compact
+        else PackedWeight(rows.view(torch.bfloat16), SimpleNamespace(shape=(outputs, inputs)))
+    )
+    gpu.add(weight)
+    return SimpleNamespace(weight=weight, bias=None)
+
+
+def made_layers(options: argparse.Namespace, gpu: BorrowedGpu) -> tuple[list[Any], AttentionShape]:
+    """Layers as `GpuLayers` takes them."""
+    shape = SHAPES[options.shape]
+    hidden, inner, heads = (
+        shape[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    attention = AttentionShape(heads, shape["num_key_value_heads"], hidden // heads)
+    cos_sin = torch.rand(options.most + options.cached[-1] + 1, attention.size).bfloat16()
+
+    def norm() -> Any:
+        return SimpleNamespace(weight=torch.ones(hidden).bfloat16(), epsilon=1e-5)
+
+    def product(outputs: int, inputs: int) -> Any:
+        return linear(outputs, inputs, is_compact=not options.packed, gpu=gpu)
+
+    layers = [
+        SimpleNamespace(
+            beginning=SimpleNamespace(
+                norm=norm(), stacked=product(hidden + 2 * attention.keys, hidden)
+            ),
+            attention=SimpleNamespace(cos_sin=cos_sin, norms=[], scale=attention.size**-0.5),
+            parts=SimpleNamespace(
+                output=product(hidden, hidden), norm=norm(), gate_up=product(2 * inner, hidden),
+                down=product(hidden, inner),
+            ),
+        )
+        for _ in range(options.layers)
+    ]  # fmt: skip
+    return layers, attention
+
+
+class Write:
+    """Writes keys and values into a cache: as many bytes as vLLM's kernel writes."""
+
+    isa = "amx"
+
+    def __init__(self) -> None:
+        self.impl = self
+
+    def do_kv_cache_update(
+        self, _: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write them somewhere."""
+        heads, size = keys.shape[1:]
+        flat = cache.view(-1, heads, 2 * size)
+        flat[slots, :, :size], flat[slots, :, size:] = keys, values
+
+
+def milliseconds(work: Callable[[], Any], repeats: int) -> float:
+    """Median of so many."""
+    times = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    return round(statistics.median(times[2:]), 2)
+
+
+def link_only(gpu: NoCopies) -> None:
+    """Copy all weights once."""
+    pieces = [piece for found in gpu._pieces.values() for piece in found]
+    for piece in pieces:
+        gpu._ahead.clear()
+        gpu._fetch(piece)
+    gpu._ahead.clear()
+
+
+def main() -> None:
+    """Measure, and print a line for each number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tokens", default="128,256,512,1024,2048,4096,8192")
+    parser.add_argument("--cached", default="0", help="tokens before the step's, with commas")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--packed", action="store_true", help="16 bits a weight")
+    parser.add_argument("--profile", action="store_true", help="name the kernels of a step")
+    options = parser.parse_args()
+    tokens = sorted(map(int, options.tokens.split(",")))
+    options.most, options.cached = tokens[-1], sorted(map(int, options.cached.split(",")))
+    gpu = NoCopies(torch.device("cuda:0"), options.most)
+    layers, shape = made_layers(options, gpu)
+    start = time.perf_counter()
+    taken = gpu.take()
+    memory = AttentionMemory(gpu, shape)
+    about = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": len(layers),
+        "weight_gib": round(taken.weight_bytes / 2**30, 2),
+        "taken_gib": round((taken.gpu_bytes + memory.gpu_bytes) / 2**30, 2),
+        "allocated_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
+        "expanded_by": gpu._expand.__name__, "take_s": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
+    print("ABOUT " + json.dumps(about), flush=True)
+    blocks = -(-(options.most + options.cached[-1]) // BLOCK)
+    caches = tuple(
+        torch.zeros(blocks, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
+        for _ in layers
+    )
+    memory.uploads.lock(caches)
+    on_gpu = GpuLayers(layers, gpu, memory)
+    link = milliseconds(lambda: link_only(gpu), options.repeats)
+    for count in tokens:
+        for cached in options.cached:
+            measure(options, on_gpu, gpu, caches, count, cached, link)
+
+
+def measure(
+    options: argparse.Namespace, on_gpu: GpuLayers, gpu: NoCopies,
+    caches: tuple[torch.Tensor, ...], count: int, cached: int, link: float,
+) -> None:  # fmt: skip
+    """Measure one step and print it."""
+    hidden = torch.randn(count, SHAPES[options.shape]["hidden_size"]).bfloat16()
+    blocks = tuple(range(-(-cached // BLOCK)))
+    none = torch.empty(0, dtype=torch.int64)
+    rows = StepRows(none, none, slice(0, count), (Request(0, count, cached, blocks),))
+    slots = torch.arange(cached, cached + count)
+    places = Caches(tuple(Write() for _ in caches), caches, slots)
+
+    def step() -> None:
+        on_gpu(slots, hidden, None, rows, places, lambda: None)
+
+    gpu.copies = False
+    gpu._ahead.clear()
+    alone = milliseconds(step, options.repeats)
+    gpu.copies = True
+    gpu._ahead.clear()
+    both = milliseconds(step, options.repeats)
+    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    result = {
+        "tokens": count, "cached": cached, "link_ms": link, "gpu_ms": alone, "step_ms": both,
+        "floor_ms": max(link, alone), "peak_gib": peak,
+    }  # fmt: skip
+    print("RESULT " + json.dumps(result), flush=True)
+    if options.profile:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            step()
+            torch.cuda.synchronize()
+        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=16))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Whole decoder layers on a real GPU, as a CPU rank has it compute them; engines are in
+test_borrowing.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_host import IS_PRETENDED, needs_gpus
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+pytest.register_assert_rewrite("paged_steps")
+
+from native_module import native, needs_native  # noqa: E402
+from paged_steps import Steps  # noqa: E402
+
+from ray_hetero.kernels import gpu_prefill  # noqa: E402
+from ray_hetero.kernels.gpu_attention import (  # noqa: E402
+    Lengths,
+    _attend_with_torch,
+    attend,
+    put_together,
+)
+from ray_hetero.planning import prefill_memory  # noqa: E402
+from ray_hetero.weight_formats import compact_on_gpu  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")
+
+
+class _Nothing:
+    """What vLLM's CPU worker has in the place of streams and events, for all of its process."""
+
+    def __init__(self, *args: object) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, _Nothing)
+    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
+    monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [128], [5, 1, 300], [16, 48]], ids=str)
+def test_attention_is_that_of_torch(lengths: list[int], is_causal: bool) -> None:
+    torch.manual_seed(0)
+    keys_of = lengths if is_causal else [3 * length + 7 for length in lengths]
+    for heads, kv_heads, size in ((8, 2, 128), (4, 4, 64), (128, 8, 32)):
+        # Rows of queries, keys and values together, as they come out of one product.
+        width = (heads + 2 * kv_heads) * size
+        rows = torch.randn(sum(lengths), width).bfloat16().view(-1, heads + 2 * kv_heads, size)
+        more = torch.randn(sum(keys_of), 2, kv_heads, size).bfloat16()
+
+        def parts(device: Any, rows: Any = rows, more: Any = more, heads: int = heads,
+                  kv_heads: int = kv_heads) -> list[Any]:  # fmt: skip
+            there = rows.to(device)
+            own = there[:, heads : heads + kv_heads], there[:, heads + kv_heads :]
+            other = more.to(device).unbind(1)
+            given = [Lengths.of(some, device) for some in (lengths, keys_of)]
+            return [there[:, :heads], *(own if is_causal else other), *given]
+
+        expected = _attend_with_torch(*parts(torch.device("cpu")), 0.1, is_causal=is_causal)
+        found = attend(*parts(GPU), 0.1, is_causal=is_causal)
+        torch.testing.assert_close(found.values.cpu(), expected.values, rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(found.lse.cpu(), expected.lse, rtol=1e-3, atol=1e-3)
+
+
+def test_attention_in_parts_is_attention_to_all_keys() -> None:
+    torch.manual_seed(0)
+    queries = torch.randn(100, 8, 128).bfloat16().to(GPU)
+    keys, values = torch.randn(2, 900, 2, 128).bfloat16().to(GPU)
+    own, every = Lengths.of([100], GPU), Lengths.of([900], GPU)
+    whole = attend(queries, keys, values, own, every, 0.1, is_causal=False)
+    first, rest = (Lengths.of([count], GPU) for count in (500, 400))
+    found = attend(queries, keys[:500], values[:500], own, first, 0.1, is_causal=False)
+    put_together(
+        found, attend(queries, keys[500:], values[500:], own, rest, 0.1, is_causal=False), None
+    )
+    torch.testing.assert_close(found.values, whole.values, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(found.lse, whole.lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no kernel of Triton's")
+def test_compact_weights_are_expanded_by_one_kernel_that_gives_what_torch_gives() -> None:
+    torch.cuda.set_device(GPU)
+    assert compact_on_gpu.choose_expand(GPU) is compact_on_gpu.expand_with_triton
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("attends", ["LlamaAttention", "Qwen3Attention"])
+def test_prompts_chunks_and_prefixes(
+    attends: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, device=GPU, attends=attends, isa=isa, layers=3)
+    one, other = steps.request(300), steps.request(200)
+    steps.check((one, 0, 50))
+    steps.check((one, 50, 64), (other, 0, 40))
+    steps.check((one, 64, 180), (other, 40, 45))
+    steps.check((other, 45, 190), (one, 180, 300))
+    again = steps.request(120, after=one, shared=3)
+    steps.check((again, 96, 120))
+    first = steps.request(100)
+    second, third = (steps.request(tokens, after=first, shared=2) for tokens in (70, 65))
+    steps.check((first, 0, 100), (second, 64, 70), (third, 64, 65))
+
+
+@needs_native
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_requests_decode_beside_prompts(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
+    steps = Steps(monkeypatch, device=GPU, is_compact=is_compact, isa=isa, layers=3)
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 90, 150))
+    steps.check((one, 0, 58), (other, 0, 88))
+    steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
+    steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 90))
