@@ -22,7 +22,7 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.expand_compact import choose_expand, upper_bytes
+from ray_hetero.kernels.expand_compact import choose_expand, expand_with_triton, upper_bytes
 from ray_hetero.kernels.packed_weights import BLOCK, PackedWeight
 from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, gpu_bytes, piece_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
@@ -206,6 +206,11 @@ class BorrowedGpu:
     def device(self) -> torch.device:
         """Where it computes."""
         return self._device
+
+    @property
+    def uses_triton(self) -> bool:
+        """Whether kernels of Triton's run there."""
+        return self._expand is expand_with_triton
 
     @property
     def tokens(self) -> int:

@@ -99,7 +99,7 @@ def _together(rows: np.ndarray) -> torch.Tensor | slice:
 def _bound(counts: Sequence[int], lengths: Sequence[int], table: Any, block: int) -> frozenset[int]:
     """Requests that read a block which another one writes in this step, and those others."""
     reads, readers, writes, writers = [], [], [], []
-    for index, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+    for index, (count, length) in enumerate(zip(counts, lengths, strict=False)):
         if not count:
             continue
         # Only whole blocks are shared.

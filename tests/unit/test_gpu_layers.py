@@ -279,13 +279,25 @@ def test_a_request_that_reads_what_another_one_writes_is_not_decoded_beside_it()
     assert rows.decoding.tolist() == []
 
 
-def test_the_kernel_for_compact_weights_gives_what_torch_gives() -> None:
+def test_kernels_give_what_torch_gives() -> None:
     pytest.importorskip("triton")
     # Triton decides when it is imported whether it interprets.
-    code = (
-        "import torch; from ray_hetero.kernels import expand_compact as e;"
-        "print(e._is_right(torch.device('cpu')))"
-    )
+    code = """
+import torch
+from ray_hetero.kernels import expand_compact
+from ray_hetero.kernels.gpu_rotation import rotate
+assert expand_compact._is_right(torch.device("cpu"))
+for size, half in ((64, 32), (96, 24)):
+    rows = torch.randn(3, 7 * size).bfloat16()
+    # Queries and keys are followed by values, which stay as they are.
+    heads = [rows.clone().view(3, 7, size)[:, :5] for _ in range(2)]
+    cos, sin = torch.rand(2, 3, 1, half)
+    rotate(heads[0], cos, sin, uses_triton=False)
+    rotate(heads[1], cos, sin, uses_triton=True)
+    assert not torch.equal(heads[0], rows.view(3, 7, size)[:, :5])
+    torch.testing.assert_close(heads[0], heads[1], rtol=2**-7, atol=2**-7)
+print(True)
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=300, check=False,
