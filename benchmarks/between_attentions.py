@@ -21,9 +21,10 @@ import torch
 from shapes import SHAPES, layer_bytes
 
 from ray_hetero.kernels import streaming_linear
-from ray_hetero.kernels.packed_weights import PackedWeight, pack
 from ray_hetero.kernels.post_attention import Beginning, BetweenAttentions, Linear, Norm, Parts
 from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.weight_formats import PackedWeight
+from ray_hetero.weight_formats.base import pack
 
 Ways = dict[str, Callable[[torch.Tensor, torch.Tensor], None]]
 
@@ -31,7 +32,7 @@ Ways = dict[str, Callable[[torch.Tensor, torch.Tensor], None]]
 def packed(outputs: int, inputs: int) -> Linear:
     """Random weights."""
     weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
-    return Linear(PackedWeight(pack(weight)), None)
+    return Linear(PackedWeight.made(pack(weight), streaming_linear._native), None)
 
 
 def made(shape: dict[str, int], kernel: StreamingLinear) -> BetweenAttentions:

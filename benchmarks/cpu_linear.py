@@ -18,9 +18,12 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 
 from ray_hetero import _streaming_linear
-from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack
+from ray_hetero.weight_formats import FORMATS, HostWeight
+from ray_hetero.weight_formats.base import pack
 
-KERNELS = ("onednn", "sgl", "streaming-avx512", "streaming-amx", "compact-avx512", "compact-amx")
+LEVELS = {level.name: level for level in _streaming_linear.levels()[2:]}
+"""Sets of instructions that this processor has, without those for tests."""
+KERNELS = ("onednn", "sgl", "torch", *(f"{name}-{level}" for name in FORMATS for level in LEVELS))
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
@@ -29,26 +32,28 @@ def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Te
     from vllm import _custom_ops as ops
 
     made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-    handler = ops.create_onednn_mm(weight.t(), 32)
-    made["onednn"] = lambda x: ops.onednn_mm(handler, x, None)
     packed = pack(weight)
-    made["sgl"] = lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None)
     made["torch"] = lambda x: torch.nn.functional.linear(x, weight)
-    plain, compact = PackedWeight(packed), made_compact(packed, _streaming_linear)
-    assert compact.compact is not None
-    for name, use_amx in (("avx512", False), ("amx", True)):
-        if use_amx <= _streaming_linear.has_amx():
-            made[f"streaming-{name}"] = functools.partial(_streaming, plain, use_amx)
-            made[f"compact-{name}"] = functools.partial(_streaming, compact, use_amx)
+    # Builds of vLLM for AVX2 lack some of these.
+    if hasattr(torch.ops._C, "create_onednn_mm_handler"):
+        handler = ops.create_onednn_mm(weight.t(), 32)
+        made["onednn"] = lambda x: ops.onednn_mm(handler, x, None)
+    if hasattr(torch.ops._C, "weight_packed_linear"):
+        made["sgl"] = lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None)
+    for name, kind in FORMATS.items():
+        held = kind.made(packed, _streaming_linear)
+        assert held is not None
+        for level in LEVELS:
+            made[f"{name}-{level}"] = functools.partial(_streaming, held, LEVELS[level])
     return made
 
 
-def _streaming(weight: PackedWeight, use_amx: bool, x: torch.Tensor) -> torch.Tensor:
-    (outputs, inputs), tokens = weight.shape, x.shape[0]
-    y = torch.empty(tokens, outputs, dtype=x.dtype)
+def _streaming(weight: HostWeight, level: object, x: torch.Tensor) -> torch.Tensor:
+    tokens = x.shape[0]
+    y = torch.empty(tokens, weight.shape[0], dtype=x.dtype)
     _streaming_linear.linear(
-        x.data_ptr(), x.stride(0), weight.data.data_ptr(), 0, y.data_ptr(), tokens, outputs, inputs,
-        use_amx, weight.compact,
+        x=x.data_ptr(), stride=x.stride(0), w=weight.data.data_ptr(), encoding=weight.encoding,
+        bias=0, y=y.data_ptr(), m=tokens, level=level,
     )  # fmt: skip
     return y
 
@@ -74,7 +79,7 @@ def main() -> None:
             weight = random[shape].clone()
             nbytes += weight.nbytes
             layers.append((shape[1], {k: f for k, f in kernels(weight).items() if k in wanted}))
-    for name in wanted:
+    for name in (name for name in wanted if name in layers[0][1]):
         for tokens in map(int, options.tokens.split(",")):
             inputs = {k: torch.randn(tokens, k).to(torch.bfloat16) for k in (4096, 14336)}
             times = []

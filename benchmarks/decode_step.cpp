@@ -1,13 +1,12 @@
 // A decode step of a CPU stage's layers, 8B-shaped, in a program of its own: nothing but a compiler
 // is needed.
 //
-//     g++ -O3 -march=native -fopenmp -std=c++17 -Icsrc -o decode_step benchmarks/decode_step.cpp
+//     g++ -O3 -fopenmp -std=c++17 -Icsrc -o decode_step benchmarks/decode_step.cpp
 //     OMP_NUM_THREADS=14 GOMP_CPU_AFFINITY=2-15 ./decode_step LAYERS REQUESTSxCONTEXT…
 //
 // Times whole steps with compact weights, their linear layers alone, and plain reads of the same
 // bytes, in turns; medians.  GB/s are of weights and of keys and values really read.
 
-#include "kernels/decode_step.h"
 #include "measuring.h"
 
 #include <sys/mman.h>
@@ -39,9 +38,9 @@ Weight made(long n, long k) {
   fill(packed, n * k);
   auto* rows = allocate<std::uint8_t>(static_cast<std::size_t>(n * k * 3 / 2));
   // Kept until the end.
-  auto* compact = new Compact(packed, n, k, rows);
+  auto* compact = Compact::made(packed, n, k, rows).release();
   munmap(packed, static_cast<std::size_t>(n * k) * sizeof(Bf16));
-  return {rows, n, k, compact};
+  return {rows, compact};
 }
 
 }  // namespace
@@ -52,7 +51,7 @@ int main(int count, char** words) {
     return 2;
   }
   const int layers = std::atoi(words[1]);
-  const bool use_amx = has_amx();
+  const Level level = levels().back();
   auto* norm_weight = allocate<Bf16>(kHidden);
   auto* cos_sin = allocate<Bf16>(kPositions * kSize);
   fill(norm_weight, kHidden);
@@ -69,13 +68,13 @@ int main(int count, char** words) {
       weights.push_back(linear->w);
     }
     if (post_attention.next) weights.push_back(post_attention.next->qkv.w);
-    const Rotation rotation{kHeads, kKvHeads, kSize, cos_sin, kSize, {}, {}};
+    const Rotation rotation{kHeads, kKvHeads, kSize, cos_sin, kPositions, kSize, {}, {}};
     model.layers.push_back({rotation, 0.088f, post_attention});
   }
   double weight_bytes = 0;
-  for (const Weight& weight : weights) weight_bytes += 1.5 * double(weight.n) * double(weight.k);
+  for (const Weight& weight : weights) weight_bytes += 1.5 * double(weight.n()) * double(weight.k());
   std::printf("%d threads, %s, %d layers, %.2f GB\n", omp_get_max_threads(),
-              use_amx ? "AMX" : "AVX-512", layers, weight_bytes / 1e9);
+              level.name, layers, weight_bytes / 1e9);
   auto* x = allocate<Bf16>(kFewTokens * kWide);
   auto* y = allocate<Bf16>(kFewTokens * 2 * kWide);
   auto* sum = allocate<Bf16>(kFewTokens * kHidden);
@@ -97,14 +96,16 @@ int main(int count, char** words) {
     }
     const Requests requests{m, positions.data(), slots.data(), lengths.data(), table.data(), blocks,
                             kBlockTokens, Layout::kTiles};
-    const Step step{x, nullptr, y, sum, use_amx};
+    const Step step{x, nullptr, y, sum};
     std::vector<double> steps, linear, reads;
     for (int round = 0; round <= kRounds; ++round) {
       double start = now();
-      run(model, caches, requests, step);
+      level.kernels.decode_step(model, caches, requests, step);
       const double stepped = now() - start;
       start = now();
-      for (const Weight& w : weights) run(Task{x, w, nullptr, y, m, w.k, use_amx});
+      for (const Weight& w : weights) {
+        level.kernels.linear(Task{x, w, nullptr, y, m, w.k()});
+      }
       const double multiplied = now() - start, read = read_once(weights);
       // The first round warms up.
       if (round > 0) steps.push_back(stepped), linear.push_back(multiplied), reads.push_back(read);

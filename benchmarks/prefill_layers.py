@@ -31,8 +31,8 @@ from shapes import SHAPES
 
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.packed_weights import PackedWeight
 from ray_hetero.kernels.step_rows import Request, StepRows
+from ray_hetero.weight_formats import CompactWeight, PackedWeight
 
 BLOCK = 128
 OUTLIERS = 3e-4
@@ -45,6 +45,8 @@ class RandomCompact:
     def __init__(self, outputs: int, inputs: int) -> None:
         self.codebook = [0x30 + number % 16 for number in range(16)]
         self._inputs = inputs
+        self.shape = (outputs, inputs)
+        self.packed_blocks: list[int] = []
         self.outliers_count = int(OUTLIERS * outputs * inputs)
 
     def outliers(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,9 +81,9 @@ def linear(outputs: int, inputs: int, *, is_compact: bool, gpu: BorrowedGpu) -> 
         data[begin : begin + len(some)] = some[: len(data) - begin]
     rows = data.view(outputs, width)
     weight = (
-        PackedWeight(rows, RandomCompact(outputs, inputs))
+        CompactWeight(rows, RandomCompact(outputs, inputs))
         if is_compact
-        else PackedWeight(rows.view(torch.bfloat16))
+        else PackedWeight(rows.view(torch.bfloat16), SimpleNamespace(shape=(outputs, inputs)))
     )
     gpu.add(weight)
     return SimpleNamespace(weight=weight, bias=None)

@@ -1,15 +1,14 @@
 // Bandwidth of the streaming linear kernel on the weights of 8B-shaped layers, in a program of its
 // own: nothing but a compiler is needed.
 //
-//     g++ -O3 -march=native -fopenmp -std=c++17 -Icsrc -o streaming_linear benchmarks/streaming_linear.cpp
+//     g++ -O3 -fopenmp -std=c++17 -Icsrc -o streaming_linear benchmarks/streaming_linear.cpp
 //     OMP_NUM_THREADS=14 GOMP_CPU_AFFINITY=2-15 ./streaming_linear LAYERS TOKENS…
 //
 // First every kernel's outputs are compared with plain sums, then each number of tokens is timed:
-// median of several rounds over all layers, packed and compact, with AVX-512 and AMX, beside plain
-// reads of the packed weights.  GB/s are of bytes really read.
+// median of several rounds over all layers, packed and compact, at each level of this processor,
+// beside plain reads of the packed weights.  GB/s are of bytes really read.
 
 #include "measuring.h"
-#include "kernels/linear.h"
 
 #include <cmath>
 #include <cstdio>
@@ -32,16 +31,18 @@ struct Layer {
   Bf16* packed;
   std::uint8_t* rows;  // compact
   std::unique_ptr<ray_hetero::Compact> compact;
+  std::unique_ptr<ray_hetero::Packed> plain;
 
   ray_hetero::Weight weight(bool is_compact) const {
-    if (is_compact) return {rows, n, k, compact.get()};
-    return {reinterpret_cast<const std::uint8_t*>(packed), n, k, nullptr};
+    if (is_compact) return {rows, compact.get()};
+    return {reinterpret_cast<const std::uint8_t*>(packed), plain.get()};
   }
 };
 
 struct Way {
-  const char* name;
-  bool is_compact, use_amx;
+  std::string name;
+  bool is_compact;
+  ray_hetero::Level level;
 
   double bytes(double elements) const { return elements * (is_compact ? 1.5 : 2.0); }
 };
@@ -82,14 +83,15 @@ std::vector<Layer> make_layers(int layers) {
       for (long i = 0; i < count; ++i) packed[i] = weight(static_cast<std::uint64_t>(i));
       auto* rows = allocate<std::uint8_t>(static_cast<std::size_t>(count * 3 / 2));
       made.push_back({shape[0], shape[1], packed, rows,
-                      std::make_unique<ray_hetero::Compact>(packed, shape[0], shape[1], rows)});
+                      ray_hetero::Compact::made(packed, shape[0], shape[1], rows),
+                      std::make_unique<ray_hetero::Packed>(shape[0], shape[1])});
     }
   }
   return made;
 }
 
 Task task_of(const Layer& layer, const Bf16* x, Bf16* y, long tokens, const Way& way) {
-  return {x, layer.weight(way.is_compact), nullptr, y, tokens, layer.k, way.use_amx};
+  return {x, layer.weight(way.is_compact), nullptr, y, tokens, layer.k};
 }
 
 float plain_sum(const Layer& layer, const Bf16* x, long token, long output) {
@@ -104,7 +106,7 @@ float plain_sum(const Layer& layer, const Bf16* x, long token, long output) {
 
 bool is_right(const Layer& layer, const Bf16* x, Bf16* y, long tokens, const Way& way) {
   std::memset(y, 0xff, sizeof(Bf16) * static_cast<std::size_t>(tokens * layer.n));
-  ray_hetero::run(task_of(layer, x, y, tokens, way));
+  way.level.kernels.linear(task_of(layer, x, y, tokens, way));
   float worst = 0, largest = 0;
   for (long sample = 0; sample < 200; ++sample) {
     const long token = sample % 3 == 0 ? tokens - 1 : sample * 37 % tokens;
@@ -116,7 +118,7 @@ bool is_right(const Layer& layer, const Bf16* x, Bf16* y, long tokens, const Way
   }
   // One rounding to bf16, 8 bits.
   if (worst < largest / 200) return true;
-  std::printf("WRONG: %s, %ld tokens, [%ld, %ld]: off by %g of %g\n", way.name, tokens, layer.n,
+  std::printf("WRONG: %s, %ld tokens, [%ld, %ld]: off by %g of %g\n", way.name.c_str(), tokens, layer.n,
               layer.k, double(worst), double(largest));
   return false;
 }
@@ -134,9 +136,13 @@ int main(int count, char** words) {
     std::printf("usage: %s LAYERS TOKENS…\n", words[0]);
     return 2;
   }
-  std::vector<Way> ways = {{"packed, AVX-512", false, false}, {"compact, AVX-512", true, false}};
-  if (ray_hetero::has_amx()) {
-    ways.insert(ways.end(), {{"packed, AMX", false, true}, {"compact, AMX", true, true}});
+  std::vector<Way> ways;
+  for (const ray_hetero::Level& level : ray_hetero::levels()) {
+    const std::string name = level.name;
+    // These are for tests of what is computed.
+    if (name == "portable" || name == "software_tiles") continue;
+    ways.push_back({"packed, " + name, false, level});
+    ways.push_back({"compact, " + name, true, level});
   }
   const std::vector<Layer> layers = make_layers(std::atoi(words[1]));
   double elements = 0;
@@ -151,7 +157,7 @@ int main(int count, char** words) {
   bool right = true;
   for (const Way& way : ways) {
     for (long tokens : {1, 5, 16, 17, 32, 33, 100, 513, 1024}) {
-      if (tokens > 100 && !way.use_amx) break;
+      if (tokens > 100 && !way.level.kernels.has_tiles) break;
       for (int layer = 0; layer < 4; ++layer) {
         right &= is_right(layers[layer], x, y, tokens, way);
       }
@@ -170,7 +176,7 @@ int main(int count, char** words) {
       for (std::size_t way = 0; way < ways.size(); ++way) {
         const double start = now();
         for (const Layer& layer : layers) {
-          ray_hetero::run(task_of(layer, x, y, tokens, ways[way]));
+          ways[way].level.kernels.linear(task_of(layer, x, y, tokens, ways[way]));
         }
         if (round > 0) runs[way].push_back(now() - start);
       }

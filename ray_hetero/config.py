@@ -106,9 +106,11 @@ class CpuConfig(_Section):
     env: Environment = {}
     """Added to the environment of CPU ranks."""
 
-    def holds_compact(self, *, has_amx: bool) -> bool:
-        """Whether linear layers that stream are to hold compact weights."""
-        return has_amx if self.compact_weights == "auto" else self.compact_weights
+    def weight_format(self, *, has_amx: bool) -> str:
+        """Name of the format (weight_formats/) that linear layers that stream are to hold."""
+        # Without AMX vLLM's kernel may compute prompts, from packed weights.
+        is_compact = has_amx if self.compact_weights == "auto" else self.compact_weights
+        return "compact" if is_compact else "packed"
 
 
 class PlacementConfig(_Section):

@@ -1,114 +1,119 @@
-// Python's face of the headers here; the typed ones are ray_hetero/packed_weights.py,
+// Python's face of the headers here; the typed ones are ray_hetero/weight_formats/,
 // streaming_linear.py, between_attentions.py, decoder_layers.py and decode_step.py.
 
-#include "post_attention.h"
-#include "decode_step.h"
-#include "rotation.h"
-#include "linear.h"
-#include "weight.h"
+#include "levels.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+namespace ray_hetero {
+
+inline void check_shape(std::int64_t n, std::int64_t k) {
+  if (n % kBlock != 0 || k % (2 * kTile) != 0 || n <= 0 || k <= 0) {
+    throw pybind11::value_error("expected N and K in multiples of 32, got " + std::to_string(n) +
+                                " and " + std::to_string(k));
+  }
+}
+
+}  // namespace ray_hetero
+
+// The formats' faces.
+#define RAY_HETERO_PYTHON
+#include "formats/all.h"
+#undef RAY_HETERO_PYTHON
+
 namespace py = pybind11;
 
 namespace {
+
+using namespace ray_hetero;
 
 template <typename T>
 T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void check(std::int64_t n, std::int64_t k) {
-  if (!ray_hetero::has_bf16()) throw py::value_error("this processor has no AVX-512-BF16");
-  if (n % ray_hetero::kBlock != 0 || k % (2 * ray_hetero::kTile) != 0 || n <= 0 || k <= 0) {
-    throw py::value_error("expected N and K in multiples of 32");
+Level level(const std::string& name) {
+  std::string names;
+  for (const Level& one : levels()) {
+    if (one.name == name) return one;
+    names += (names.empty() ? "" : ", ") + std::string(one.name);
   }
+  throw py::value_error("expected a level that this processor has (" + names + "), got " + name);
 }
 
-ray_hetero::Weight as_weight(std::uintptr_t data, std::int64_t n, std::int64_t k,
-                             const ray_hetero::Compact* compact) {
-  check(n, k);
-  if (compact != nullptr &&
-      (compact->blocks() * ray_hetero::kBlock != n || compact->inputs() != k)) {
-    throw py::value_error("expected the shape that was made compact");
-  }
-  return {pointer<const std::uint8_t>(data), n, k, compact};
-}
-
-using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t,
-                            const ray_hetero::Compact*>;
+using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, const Encoding&>;
 using AsNorm = std::tuple<std::uintptr_t, float>;
 
-ray_hetero::Linear as_linear(const AsLinear& given) {
-  const auto [w, bias, n, k, compact] = given;
-  return {as_weight(w, n, k, compact), pointer<const float>(bias)};
+Linear as_linear(const AsLinear& given) {
+  const auto& [w, bias, encoding] = given;
+  return {{pointer<const std::uint8_t>(w), &encoding}, pointer<const float>(bias)};
 }
 
-ray_hetero::Norm as_norm(const AsNorm& given) {
+Norm as_norm(const AsNorm& given) {
   return {pointer<const std::uint16_t>(std::get<0>(given)), std::get<1>(given)};
 }
 
-ray_hetero::PostAttention post_attention(const AsLinear& output, const AsNorm& norm, const AsLinear& gate_up,
+PostAttention post_attention(const AsLinear& output, const AsNorm& norm, const AsLinear& gate_up,
                             const AsLinear& down,
                             const std::optional<std::tuple<AsNorm, AsLinear>>& next) {
-  ray_hetero::PostAttention made;
+  PostAttention made;
   made.output = as_linear(output);
   made.norm = as_norm(norm);
   made.gate_up = as_linear(gate_up);
   made.down = as_linear(down);
   if (next) made.next = {as_norm(std::get<0>(*next)), as_linear(std::get<1>(*next))};
-  const std::int64_t hidden = made.output.w.n;
-  if (made.gate_up.w.k != hidden || made.gate_up.w.n != 2 * made.down.w.k ||
-      made.down.w.n != hidden || (made.next && made.next->qkv.w.k != hidden)) {
+  const std::int64_t hidden = made.output.w.n();
+  if (made.gate_up.w.k() != hidden || made.gate_up.w.n() != 2 * made.down.w.k() ||
+      made.down.w.n() != hidden || (made.next && made.next->qkv.w.k() != hidden)) {
     throw py::value_error("expected the layers' inputs and outputs to fit together");
   }
   return made;
 }
 
-ray_hetero::Rotation rotation(std::int64_t heads, std::int64_t kv_heads, std::int64_t size,
-                              std::uintptr_t cos_sin, std::int64_t rotated,
-                              const std::optional<AsNorm>& query_norm,
-                              const std::optional<AsNorm>& key_norm) {
-  if (!ray_hetero::has_bf16()) throw py::value_error("this processor has no AVX-512-BF16");
-  const bool fits = size > 0 && size % ray_hetero::kTile == 0 && rotated > 0 && rotated <= size &&
-                    rotated % (2 * ray_hetero::kTile) == 0;
+Rotation rotation(std::int64_t heads, std::int64_t kv_heads, std::int64_t size,
+                  std::uintptr_t cos_sin, std::int64_t positions, std::int64_t rotated,
+                  const std::optional<AsNorm>& query_norm,
+                  const std::optional<AsNorm>& key_norm) {
+  const bool fits = size > 0 && size % kLanes == 0 && rotated > 0 && rotated <= size &&
+                    rotated % (2 * kLanes) == 0;
   if (!fits) throw py::value_error("expected heads in multiples of 16 and what turns of 32");
-  ray_hetero::Rotation made{heads, kv_heads, size, pointer<const std::uint16_t>(cos_sin), rotated,
-                            {}, {}};
+  Rotation made{heads, kv_heads, size, pointer<const std::uint16_t>(cos_sin), positions,
+                rotated, {}, {}};
   if (query_norm) made.query_norm = as_norm(*query_norm);
   if (key_norm) made.key_norm = as_norm(*key_norm);
   return made;
 }
 
-void run_post_attention(const ray_hetero::PostAttention& layer, std::uintptr_t attended, std::uintptr_t residual,
-                 std::int64_t m, std::uintptr_t sum, std::uintptr_t y, bool use_amx) {
+void run_post_attention(const PostAttention& layer, std::uintptr_t attended,
+                        std::uintptr_t residual, std::int64_t m, std::uintptr_t sum,
+                        std::uintptr_t y, const Level& level) {
   py::gil_scoped_release release;
-  ray_hetero::run(layer, pointer<const std::uint16_t>(attended),
-                  pointer<const std::uint16_t>(residual), m, pointer<std::uint16_t>(sum),
-                  pointer<std::uint16_t>(y), use_amx);
+  level.kernels.post_attention(layer, pointer<const std::uint16_t>(attended),
+                               pointer<const std::uint16_t>(residual), m,
+                               pointer<std::uint16_t>(sum), pointer<std::uint16_t>(y));
 }
 
-ray_hetero::DecoderLayers decoder_layers(
+DecoderLayers decoder_layers(
     const std::tuple<AsNorm, AsLinear>& first,
-    const std::vector<std::tuple<ray_hetero::Rotation, float, ray_hetero::PostAttention>>& layers) {
+    const std::vector<std::tuple<Rotation, float, PostAttention>>& layers) {
   if (layers.empty()) throw py::value_error("expected at least one layer");
-  ray_hetero::DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))}, {}};
-  const std::int64_t hidden = made.first.qkv.w.k;
-  const ray_hetero::Rotation& like = std::get<0>(layers.front());
+  DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))}, {}};
+  const std::int64_t hidden = made.first.qkv.w.k();
+  const Rotation& like = std::get<0>(layers.front());
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const auto& [rotation, scale, post_attention] = layers[i];
     const std::int64_t queries = rotation.heads * rotation.size;
     const std::int64_t qkv = queries + 2 * rotation.kv_heads * rotation.size;
     const bool is_last = i + 1 == layers.size();
-    if (post_attention.output.w.n != hidden || post_attention.output.w.k != queries ||
-        made.first.qkv.w.n != qkv || post_attention.next.has_value() == is_last ||
-        (post_attention.next && post_attention.next->qkv.w.n != qkv)) {
+    if (post_attention.output.w.n() != hidden || post_attention.output.w.k() != queries ||
+        made.first.qkv.w.n() != qkv || post_attention.next.has_value() == is_last ||
+        (post_attention.next && post_attention.next->qkv.w.n() != qkv)) {
       throw py::value_error("expected layers of one shape, each but the last with the next one");
     }
     if (rotation.kv_heads <= 0 || rotation.heads % rotation.kv_heads != 0 ||
-        rotation.size % ray_hetero::kSpan != 0 || rotation.kv_heads != like.kv_heads ||
+        rotation.size % kSpan != 0 || rotation.kv_heads != like.kv_heads ||
         rotation.size != like.size) {
       throw py::value_error("expected the same heads in each layer, their sizes multiples of 32, "
                             "and a multiple of the heads of keys for queries");
@@ -118,80 +123,84 @@ ray_hetero::DecoderLayers decoder_layers(
   return made;
 }
 
-ray_hetero::Requests as_requests(std::int64_t m, std::uintptr_t positions, std::uintptr_t slots,
-                                 std::uintptr_t lengths, std::uintptr_t blocks,
-                                 std::int64_t most_blocks, std::int64_t block, bool tiles) {
-  if (m <= 0 || m > ray_hetero::kFewTokens) throw py::value_error("expected 1 to 32 requests");
-  if (block <= 0 || block % ray_hetero::kSpan != 0) {
-    throw py::value_error("expected blocks in multiples of 32 tokens");
-  }
-  return {m,
-          pointer<const std::int64_t>(positions),
-          pointer<const std::int64_t>(slots),
-          pointer<const std::int32_t>(lengths),
-          pointer<const std::int32_t>(blocks),
-          most_blocks,
-          block,
-          tiles ? ray_hetero::Layout::kTiles : ray_hetero::Layout::kRows};
+[[noreturn]] void refuse(const char* what, std::int64_t request, std::int64_t found,
+                         const char* expected, std::int64_t most) {
+  throw py::value_error(std::string("expected ") + what + " " + expected + " " +
+                        std::to_string(most) + ", got " + std::to_string(found) + " for request " +
+                        std::to_string(request));
 }
 
-void run_step(const ray_hetero::DecoderLayers& layers, const ray_hetero::Requests& requests,
+// Cheap beside a step, and what is wrong here would be read and written anywhere.
+void check_requests(const Requests& requests, std::int64_t cache_blocks) {
+  for (std::int64_t i = 0; i < requests.m; ++i) {
+    const std::int64_t length = requests.lengths[i];
+    const std::int64_t most = requests.most_blocks * requests.block;
+    if (length < 1 || length > most) refuse("a length", i, length, "from 1 to", most);
+    const std::int64_t slots = cache_blocks * requests.block;
+    if (requests.slots[i] >= slots) refuse("a slot", i, requests.slots[i], "below", slots);
+    const std::int32_t* blocks = requests.blocks + i * requests.most_blocks;
+    for (std::int64_t at = 0; at * requests.block < length; ++at) {
+      if (blocks[at] < 0 || blocks[at] >= cache_blocks) {
+        refuse("a block from 0 on,", i, blocks[at], "below", cache_blocks);
+      }
+    }
+  }
+}
+
+Requests as_requests(std::int64_t m, std::uintptr_t positions, std::uintptr_t slots,
+                     std::uintptr_t lengths, std::uintptr_t blocks, std::int64_t most_blocks,
+                     std::int64_t block, std::int64_t cache_blocks, bool tiles) {
+  if (m <= 0 || m > kFewTokens) throw py::value_error("expected 1 to 32 requests");
+  if (block <= 0 || block % kSpan != 0) {
+    throw py::value_error("expected blocks in multiples of 32 tokens");
+  }
+  const Requests made{m,
+                      pointer<const std::int64_t>(positions),
+                      pointer<const std::int64_t>(slots),
+                      pointer<const std::int32_t>(lengths),
+                      pointer<const std::int32_t>(blocks),
+                      most_blocks,
+                      block,
+                      tiles ? Layout::kTiles : Layout::kRows};
+  check_requests(made, cache_blocks);
+  return made;
+}
+
+void check_positions(const Rotation& rotation, const std::int64_t* positions, std::int64_t m) {
+  for (std::int64_t i = 0; i < m; ++i) {
+    if (positions[i] < 0 || positions[i] >= rotation.positions) {
+      refuse("a position from 0 on,", i, positions[i], "below", rotation.positions);
+    }
+  }
+}
+
+void run_step(const DecoderLayers& layers, const Requests& requests,
               const std::vector<std::uintptr_t>& caches, std::int64_t block_stride,
               std::int64_t head_stride, std::uintptr_t hidden, std::uintptr_t residual,
-              std::uintptr_t y, std::uintptr_t sum, bool use_amx) {
-  if (caches.size() != layers.layers.size()) throw py::value_error("expected a cache for each layer");
-  std::vector<ray_hetero::Cache> made;
+              std::uintptr_t y, std::uintptr_t sum, const Level& level) {
+  if (caches.size() != layers.layers.size()) {
+    throw py::value_error("expected a cache for each layer");
+  }
+  for (const DecoderLayer& layer : layers.layers) {
+    check_positions(layer.rotation, requests.positions, requests.m);
+  }
+  std::vector<Cache> made;
   for (const std::uintptr_t cache : caches) {
     made.push_back({pointer<std::uint16_t>(cache), block_stride, head_stride});
   }
-  const ray_hetero::Step step{pointer<const std::uint16_t>(hidden),
-                              pointer<const std::uint16_t>(residual), pointer<std::uint16_t>(y),
-                              pointer<std::uint16_t>(sum), use_amx};
+  const Step step{pointer<const std::uint16_t>(hidden), pointer<const std::uint16_t>(residual),
+                  pointer<std::uint16_t>(y), pointer<std::uint16_t>(sum)};
   py::gil_scoped_release release;
-  ray_hetero::run(layers, made, requests, step);
+  level.kernels.decode_step(layers, made, requests, step);
 }
 
-void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, std::uintptr_t bias,
-            std::uintptr_t y, std::int64_t m, std::int64_t n, std::int64_t k, bool use_amx,
-            const ray_hetero::Compact* compact) {
+void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, const Encoding& encoding,
+            std::uintptr_t bias, std::uintptr_t y, std::int64_t m, const Level& level) {
   if (m < 0) throw py::value_error("expected no negative number of tokens");
-  const ray_hetero::Task task{pointer<const std::uint16_t>(x),
-                              as_weight(w, n, k, compact),
-                              pointer<const float>(bias),
-                              pointer<std::uint16_t>(y),
-                              m,
-                              stride,
-                              use_amx};
+  const Task task{pointer<const std::uint16_t>(x), {pointer<const std::uint8_t>(w), &encoding},
+                  pointer<const float>(bias), pointer<std::uint16_t>(y), m, stride};
   py::gil_scoped_release release;
-  ray_hetero::run(task);
-}
-
-ray_hetero::Compact make_compact(std::uintptr_t packed, std::int64_t n, std::int64_t k,
-                                 std::uintptr_t rows) {
-  check(n, k);
-  py::gil_scoped_release release;
-  return {pointer<const std::uint16_t>(packed), n, k, pointer<std::uint8_t>(rows)};
-}
-
-// Places in [outputs, inputs] of some blocks, and bf16 values.
-std::pair<py::array_t<std::int64_t>, py::array_t<std::int16_t>> outliers(
-    const ray_hetero::Compact& compact, std::int64_t first, std::int64_t last) {
-  if (first < 0 || last < first || last > compact.blocks()) {
-    throw py::value_error("expected a range of blocks");
-  }
-  const auto count = compact.begin(last) - compact.begin(first);
-  py::array_t<std::int64_t> places(count);
-  py::array_t<std::int16_t> values(count);
-  std::int64_t* place = places.mutable_data();
-  std::int16_t* value = values.mutable_data();
-  for (std::int64_t block = first; block < last; ++block) {
-    const std::int64_t output = (block - first) * ray_hetero::kBlock;
-    for (const auto* one = compact.begin(block); one != compact.end(block); ++one) {
-      *place++ = (output + one->output) * compact.inputs() + one->k;
-      *value++ = static_cast<std::int16_t>(one->value);
-    }
-  }
-  return {places, values};
+  level.kernels.linear(task);
 }
 
 }  // namespace
@@ -199,88 +208,88 @@ std::pair<py::array_t<std::int64_t>, py::array_t<std::int16_t>> outliers(
 PYBIND11_MODULE(_streaming_linear, module) {
   module.doc() = "Linear layers in bf16; few tokens at the bandwidth of the socket.";
   // Up to which a step does nothing but read weights, with AMX.
-  module.attr("FEW_TOKENS") = ray_hetero::kFewTokens;
-  module.def("has_bf16", &ray_hetero::has_bf16, "Whether this processor has AVX-512-BF16.");
-  module.def("has_amx", &ray_hetero::has_amx,
-             "Whether this process may use AMX-BF16; asks the kernel for it.");
-  module.def("linear", &linear, py::arg("x"), py::arg("stride"), py::arg("w"), py::arg("bias"),
-             py::arg("y"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("use_amx"),
-             py::arg("compact") = nullptr,
-             "y [m, n] = x [m, k] · Wᵀ + bias, all bf16 but the bias (float32), given by address.\n\n"
-             "`stride` is elements between tokens of x; w is packed as [n / 32][k / 2][32][2], or\n"
-             "the rows of `compact`; bias may be 0.  Uses the threads of the OpenMP runtime that\n"
-             "the process has.\n"
-             "Raises ValueError: shapes that the layout cannot hold, or a processor without\n"
-             "AVX-512-BF16.");
-
-  py::class_<ray_hetero::Compact>(module, "Compact",
-                                  "What belongs to a compact weight beside its rows.")
-      .def(py::init(&make_compact), py::arg("packed"), py::arg("n"), py::arg("k"), py::arg("rows"),
-           "Write packed rows, bf16, as compact ones, n · k · 3 / 2 bytes; both by address.\n"
-           "Raises ValueError: shapes that the layout cannot hold, or a processor without\n"
-           "AVX-512-BF16.")
+  module.attr("FEW_TOKENS") = kFewTokens;
+  py::class_<Level>(module, "Level",
+                    "A set of instructions that kernels are compiled for, and this process may use.")
+      .def_property_readonly("name", [](const Level& level) { return level.name; })
       .def_property_readonly(
-          "codebook",
-          [](const ray_hetero::Compact& compact) {
-            return std::vector<int>(compact.codebook().begin(), compact.codebook().end());
-          },
-          "Upper bytes by their code.")
-      .def_property_readonly("outliers_count", &ray_hetero::Compact::outliers,
-                             "Weights that the rows do not hold.")
-      .def("outliers", &outliers, py::arg("first"), py::arg("last"),
-           "Weights of blocks `first` to `last` that the rows do not hold: places in [outputs, k]\n"
-           "of these blocks, values. Raises ValueError: no such blocks.")
-      .def(
-          "expand",
-          [](const ray_hetero::Compact& compact, std::uintptr_t rows, std::uintptr_t packed) {
-            const auto outputs = compact.blocks() * ray_hetero::kBlock;
-            const auto weight = as_weight(rows, outputs, compact.inputs(), &compact);
-            py::gil_scoped_release release;
-            ray_hetero::expand(weight, pointer<std::uint16_t>(packed));
-          },
-          py::arg("rows"), py::arg("packed"), "The packed rows again; both by address.");
+          "has_tiles", [](const Level& level) { return level.kernels.has_tiles; },
+          "Whether tokens are multiplied as tiles, up to FEW_TOKENS of them at once.")
+      .def("__repr__", [](const Level& level) { return "Level " + std::string(level.name); });
+  module.def("levels", &levels,
+             "Levels that this process may use, from those for tests to the best.\n\n"
+             "\"portable\" is plain C++, \"software_tiles\" the same with AMX's tiles in software.");
+  module.def("level", &level, py::arg("name"),
+             "The level of a name.  Raises ValueError: this process has none.");
 
-  py::class_<ray_hetero::Rotation>(module, "Rotation",
+  py::class_<Encoding>(module, "Encoding", "What belongs to a weight [N, K] beside its rows.")
+      .def_property_readonly("shape", [](const Encoding& encoding) {
+        return std::pair(encoding.n(), encoding.k());
+      });
+#define RAY_HETERO_FORMAT(name) bind(module, static_cast<const name*>(nullptr));
+  RAY_HETERO_FORMATS(RAY_HETERO_FORMAT)
+#undef RAY_HETERO_FORMAT
+
+  module.def("linear", &linear, py::kw_only(), py::arg("x"), py::arg("stride"), py::arg("w"),
+             py::arg("encoding"), py::arg("bias"), py::arg("y"), py::arg("m"), py::arg("level"),
+             "y [m, N] = x [m, K] · Wᵀ + bias, all bf16 but the bias (float32), given by address.\n\n"
+             "`stride` is elements between tokens of x; `encoding` says what w is; bias may be 0.\n"
+             "Uses the threads of the OpenMP runtime that the process has.\n"
+             "Raises ValueError: a negative number of tokens.");
+  module.def(
+      "expand",
+      [](std::uintptr_t w, const Encoding& encoding, std::uintptr_t packed, const Level& level) {
+        py::gil_scoped_release release;
+        level.kernels.expand({pointer<const std::uint8_t>(w), &encoding},
+                             pointer<std::uint16_t>(packed));
+      },
+      py::kw_only(), py::arg("w"), py::arg("encoding"), py::arg("packed"), py::arg("level"),
+      "Write any weight as packed rows; both by address.");
+
+  py::class_<Rotation>(module, "Rotation",
                                    "Heads normalised and rotated by their tokens' positions.")
       .def(py::init(&rotation), py::kw_only(), py::arg("heads"), py::arg("kv_heads"),
-           py::arg("size"), py::arg("cos_sin"), py::arg("rotated"), py::arg("query_norm"),
+           py::arg("size"), py::arg("cos_sin"), py::arg("positions"), py::arg("rotated"), py::arg("query_norm"),
            py::arg("key_norm"),
            "Norms are (address, epsilon) or None; cos_sin [positions, rotated], bf16, by address.\n"
-           "Raises ValueError: sizes that are no multiples of what a vector holds, or a processor\n"
-           "without AVX-512-BF16.")
+           "Raises ValueError: sizes that are no multiples of what a vector holds.")
       .def(
           "run",
-          [](const ray_hetero::Rotation& rotation, std::uintptr_t qkv, std::int64_t stride,
-             std::uintptr_t positions, std::int64_t m) {
+          [](const Rotation& rotation, std::uintptr_t qkv, std::int64_t stride,
+             std::uintptr_t positions, std::int64_t m, const Level& level) {
+            check_positions(rotation, pointer<const std::int64_t>(positions), m);
             py::gil_scoped_release release;
-            ray_hetero::rotate(rotation, pointer<std::uint16_t>(qkv), stride,
-                               pointer<const std::int64_t>(positions), m);
+            level.kernels.rotate(rotation, pointer<std::uint16_t>(qkv), stride,
+                                 pointer<const std::int64_t>(positions), m);
           },
-          py::arg("qkv"), py::arg("stride"), py::arg("positions"), py::arg("m"),
-          "Queries and keys of qkv [m, stride], bf16, by address, in place; positions int64.");
+          py::arg("qkv"), py::arg("stride"), py::arg("positions"), py::arg("m"), py::arg("level"),
+          "Queries and keys of qkv [m, stride], bf16, by address, in place; positions int64.\n"
+          "Raises ValueError: a position that cos_sin does not have.");
 
-  py::class_<ray_hetero::PostAttention>(module, "PostAttention",
+  py::class_<PostAttention>(module, "PostAttention",
                                   "What a decoder layer computes from one attention to the next.")
       .def(py::init(&post_attention), py::kw_only(), py::arg("output"), py::arg("norm"),
            py::arg("gate_up"), py::arg("down"), py::arg("next"),
-           "Layers are (address of W, of the bias or 0, N, K, Compact or None), norms (address,\n"
+           "Layers are (address of W, of the bias or 0, its Encoding), norms (address,\n"
            "epsilon), `next` a norm and a layer, or None; what they point at must outlive this.\n"
            "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_post_attention, py::arg("attended"), py::arg("residual"), py::arg("m"),
-           py::arg("sum"), py::arg("y"), py::arg("use_amx"),
+           py::arg("sum"), py::arg("y"), py::arg("level"),
            "sum [m, N], y [m, N of next or down] from attended [m, K], residual [m, N]: bf16, by\n"
            "address.");
 
-  py::class_<ray_hetero::Requests>(module, "Requests", "What a decode step's layers have in common.")
+  py::class_<Requests>(module, "Requests", "What a decode step's layers have in common.")
       .def(py::init(&as_requests), py::kw_only(), py::arg("m"), py::arg("positions"),
            py::arg("slots"), py::arg("lengths"), py::arg("blocks"), py::arg("most_blocks"),
-           py::arg("block"), py::arg("tiles"),
+           py::arg("block"), py::arg("cache_blocks"), py::arg("tiles"),
            "m requests of one token each, by address: positions and slots [m], int64; lengths [m]\n"
-           "and blocks [m, most_blocks], int32.  `block` is a block's tokens, `tiles` whether keys\n"
-           "and values lie in them as vLLM's kernel for AMX wants them.\n"
-           "Raises ValueError: more than 32 requests, or blocks of no multiple of 32 tokens.");
+           "and blocks [m, most_blocks], int32.  `block` is a block's tokens, `cache_blocks`\n"
+           "their number, `tiles` whether keys and values lie in them as vLLM's kernel for AMX\n"
+           "wants them.\n"
+           "Raises ValueError: more than 32 requests, blocks of no multiple of 32 tokens, a request\n"
+           "without a token, or one that is not in the cache.");
 
-  py::class_<ray_hetero::DecoderLayers>(module, "DecoderLayers",
+  py::class_<DecoderLayers>(module, "DecoderLayers",
                                         "Decoder layers that follow one another.")
       .def(py::init(&decoder_layers), py::kw_only(), py::arg("first"), py::arg("layers"),
            "`first` is a norm and the qkv layer of queries, keys and values, each layer its\n"
@@ -288,7 +297,7 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_step, py::kw_only(), py::arg("requests"), py::arg("caches"),
            py::arg("block_stride"), py::arg("head_stride"), py::arg("hidden"), py::arg("residual"),
-           py::arg("y"), py::arg("sum"), py::arg("use_amx"),
+           py::arg("y"), py::arg("sum"), py::arg("level"),
            "A decode step: hidden, residual (or 0) → y, which is still to be added to sum, all\n"
            "[m, N], bf16, by address.  Each layer's cache by address, [blocks, heads of keys, keys\n"
            "and values of a block], strides in elements.\n"

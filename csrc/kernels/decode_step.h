@@ -2,69 +2,40 @@
 //
 // Called layer by layer, each attention costs three operators of Python's, and calling all threads
 // together twice, several times what it computes while conversations are short.
+//
+// Included once for each level, see levels.h.
 
-#pragma once
-
-#include "attention.h"
-#include "post_attention.h"
-#include "rotation.h"
-#include "linear.h"
-
-#include <deque>
-#include <vector>
-
-namespace ray_hetero {
-
-struct DecoderLayer {
-  Rotation rotation;
-  float scale = 1;  // of scores
-  PostAttention post_attention;
-};
-
-struct DecoderLayers {
-  QkvInput first;
-  std::vector<DecoderLayer> layers;
-};
-
-// hidden [m][n], residual [m][n] or nullptr → y [m][n], still to be added to sum [m][n]; all bf16.
-struct Step {
-  const std::uint16_t* hidden = nullptr;
-  const std::uint16_t* residual = nullptr;
-  std::uint16_t* y = nullptr;
-  std::uint16_t* sum = nullptr;
-  bool use_amx = false;
-};
-
-#if defined(__x86_64__)
+namespace ray_hetero::RAY_HETERO_LEVEL {
 
 class DecodeStep {
  public:
   DecodeStep(const DecoderLayers& layers, const std::vector<Cache>& caches,
              const Requests& requests, const Step& step)
       : layers_(layers), requests_(requests), step_(step),
-        normed_places_{requests.m, layers.first.qkv.w.k, step.use_amx},
+        normed_places_{requests.m, layers.first.qkv.w.k(), kHasTiles},
         parts_(requests, layers.layers.front().rotation.kv_heads) {
-    const std::int64_t m = requests.m, qkv = layers.first.qkv.w.n;
-    const Places places{m, layers.layers.front().post_attention.output.w.k, step.use_amx};
+    const std::int64_t m = requests.m, qkv = layers.first.qkv.w.n();
+    const Places places{m, layers.layers.front().post_attention.output.w.k(),
+                        kHasTiles};
     reserve();
     normed_ = scratch_bf16(normed_places_.elements() + qkv * m + places.elements(), kLayers);
     std::uint16_t* qkv_at = normed_ + normed_places_.elements();
     std::uint16_t* attended = qkv_at + qkv * m;
     first_task_ =
-        task_of(layers.first.qkv, normed_, normed_places_, qkv_at, step.use_amx);
+        task_of(layers.first.qkv, normed_, normed_places_, qkv_at);
     first_.emplace(first_task_);
     for (std::size_t i = 0; i < layers.layers.size(); ++i) {
       const DecoderLayer& layer = layers.layers[i];
       std::uint16_t* y = layer.post_attention.next ? qkv_at : step.y;
       attentions_.emplace_back(layer.rotation, layer.scale, caches[i], requests_, parts_,
                                qkv_at, attended, places);
-      blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y,
-                             step.use_amx);
+      blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y);
     }
   }
 
   void run() {
-    together([this](int thread, int threads, Barrier& barrier) { work(thread, threads, barrier); });
+    together([this] { reserve_own(); },
+             [this](int thread, int threads, Barrier& barrier) { work(thread, threads, barrier); });
   }
 
  private:
@@ -75,6 +46,12 @@ class DecodeStep {
       PostAttentionBlock::reserve(layer.post_attention, requests_.m);
       scratch(Attention::partial(layer.rotation, parts_), kPartial);
     }
+  }
+
+  // A thread's own memory.
+  void reserve_own() const {
+    FewTokens::reserve_own(first_task_);
+    for (const PostAttentionBlock& block : blocks_) block.reserve_own();
   }
 
   void work(int thread, int threads, Barrier& barrier) {
@@ -111,10 +88,4 @@ inline void run(const DecoderLayers& layers, const std::vector<Cache>& caches,
   DecodeStep(layers, caches, requests, step).run();
 }
 
-#else
-
-inline void run(const DecoderLayers&, const std::vector<Cache>&, const Requests&, const Step&) {}
-
-#endif
-
-}  // namespace ray_hetero
+}  // namespace ray_hetero::RAY_HETERO_LEVEL

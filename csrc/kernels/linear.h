@@ -1,6 +1,6 @@
 // y = x · Wᵀ + b in bf16, for the linear layers of a CPU rank.
 //
-// W is packed or compact, see weight.h.
+// Included once for each level, see levels.h.
 //
 // Few tokens (a decode step): every weight is read once, so the only thing that counts is that all
 // threads stream W without a pause.  W is cut into units of up to 64 KiB, parts of blocks; each thread
@@ -11,126 +11,66 @@
 // A sum is always taken over the same pieces in the same order, whichever thread took them: the
 // result depends neither on the number of threads nor on chance.
 
-#pragma once
+namespace ray_hetero::RAY_HETERO_LEVEL {
 
-#include "amx.h"
-#include "processor.h"
-#include "read_ahead.h"
-#include "scratch.h"
-#include "team.h"
-#include "tokens.h"
-#include "vectors.h"
-#include "weight.h"
-#include "work_queue.h"
-
-#include <omp.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <memory>
-
-namespace ray_hetero {
-
-constexpr std::int64_t kUnitRows = 512;     // most rows of a unit of few tokens
-constexpr std::int64_t kFewTokens = 32;     // with AMX: two tiles
-constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
-constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
-static_assert(kRing > kAhead);
-constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
-constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
-constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
-constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them
-
-struct Task {
-  const std::uint16_t* x;  // bf16, see places()
-  Weight w;
-  const float* bias;  // [n], or nullptr
-  std::uint16_t* y;   // [m][n] bf16
-  std::int64_t m, stride;
-  bool use_amx;
-  bool x_is_tiles = false;  // for AMX, and few tokens
-
-  Places places() const { return {m, stride, x_is_tiles}; }
-};
-
-#if defined(__x86_64__)
-
-RAY_HETERO_BF16 inline void store_token(const Task& task, std::int64_t token, std::int64_t block,
-                                        const float* sums) {
-  for (int half = 0; half < kBlock; half += kTile) {
+RAY_HETERO_INLINE void store_token(const Task& task, std::int64_t token, std::int64_t block,
+                                   const float* sums) {
+  for (int half = 0; half < kBlock; half += kLanes) {
     const std::int64_t at = block * kBlock + half;
-    __m512 sum = _mm512_loadu_ps(sums + half);
-    if (task.bias != nullptr) sum = _mm512_add_ps(sum, _mm512_loadu_ps(task.bias + at));
-    store_bf16(task.y + token * task.w.n + at, sum);
+    Floats sum = load_floats(sums + half);
+    if (task.bias != nullptr) sum = plus(sum, load_floats(task.bias + at));
+    store_bf16(task.y + token * task.w.n() + at, sum);
   }
 }
 
-// An even number of rows, compact ones with their codebook.
-template <int M, bool kCompact>
-RAY_HETERO_BF16 void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint8_t* w,
-                              const Compact* compact, std::int64_t rows, float* to) {
+// ---- rows of a format ---------------------------------------------------------------------------
+
+// Sums [M][kBlock] of M tokens, whose pairs for these rows begin at x.
+template <int M, typename Rows>
+void sum_rows(const std::uint16_t* x, std::int64_t stride, const Stretch& stretch, float* to) {
   Sums<M> sums;
   sums.clear();
-  constexpr std::int64_t kBytes = kCompact ? kCompactPair : 2 * kRowBytes;
-  __m512i codebook = _mm512_setzero_si512();
-  if constexpr (kCompact) codebook = load_codebook(*compact);
-  for (std::int64_t row = 0; row < rows; row += 2, w += kBytes, x += 4) {
-    prefetch_lines(w, kBytes);
-    if constexpr (kCompact) {
-      const TwoRows two = expand_two(w, codebook);
-      add_row<M>(x, stride, two.left[0], two.right[0], sums);
-      add_row<M>(x + 2, stride, two.left[1], two.right[1], sums);
-    } else {
-      const std::uint8_t* next = w + kRowBytes;
-      add_row<M>(x, stride, _mm512_loadu_si512(w), _mm512_loadu_si512(w + kRow), sums);
-      add_row<M>(x + 2, stride, _mm512_loadu_si512(next), _mm512_loadu_si512(next + kRow), sums);
-    }
+  Rows rows(stretch);
+  for (std::int64_t row = 0; row < stretch.rows; row += 2, x += 4) {
+    prefetch_lines(rows.at(), Rows::kPairBytes);
+    const TwoRows two = rows.next();
+    add_row<M>(x, stride, two.left[0], two.right[0], sums);
+    add_row<M>(x + 2, stride, two.left[1], two.right[1], sums);
   }
   sums.store(to, kBlock);
 }
 
-using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint8_t*, const Compact*,
-                         std::int64_t, float*);
-template <bool kCompact>
-constexpr AddRows kAddRows[kGroup + 1] = {
-    nullptr,
-    add_rows<1, kCompact>, add_rows<2, kCompact>, add_rows<3, kCompact>, add_rows<4, kCompact>,
-    add_rows<5, kCompact>, add_rows<6, kCompact>, add_rows<7, kCompact>, add_rows<8, kCompact>,
-};
-
-inline void sum_avx(const Task& task, std::int64_t block, std::int64_t row, std::int64_t rows,
-                    float* sums) {
-  const auto* add = task.w.compact != nullptr ? kAddRows<true> : kAddRows<false>;
-  for (std::int64_t token = 0; token < task.m; token += kGroup) {
-    const auto group = std::min<std::int64_t>(kGroup, task.m - token);
-    add[group](task.x + token * task.stride + 2 * row, task.stride, task.w.rows(block, row),
-               task.w.compact, rows, sums + token * kBlock);
-  }
-}
-
-// What a block's outliers add to the sums [tokens][kBlock] of tokens from `begin` on.
-inline void add_outliers(const Task& task, std::int64_t block, std::int64_t begin,
-                           std::int64_t tokens, float* sums) {
-  if (task.w.compact == nullptr) return;
-  const Outlier* end = task.w.compact->end(block);
-  for (const Outlier* one = task.w.compact->begin(block); one != end; ++one) {
-    const float value = as_float(one->value);
-    for (std::int64_t token = 0; token < tokens; ++token) {
-      const float x = as_float(task.x[task.places().at(begin + token, one->k)]);
-      sums[token * kBlock + one->output] += value * x;
+template <typename Rows>
+RAY_HETERO_INLINE void expand_rows(Rows& rows, std::int64_t count, std::uint16_t* to) {
+  for (std::int64_t row = 0; row < count; row += 2, to += 2 * kRow) {
+    const TwoRows two = rows.next();
+    for (int one = 0; one < 2; ++one) {
+      store_pairs(to + one * kRow, two.left[one]);
+      store_pairs(to + one * kRow + kBlock, two.right[one]);
     }
   }
 }
 
-// Rows of a unit, compact ones expanded tile by tile.
-template <bool kTwo>
-RAY_HETERO_AMX void sum_tiles(const std::uint16_t* x, std::int64_t step, const std::uint8_t* w,
-                              const Compact* compact, std::int64_t rows, float* sums) {
-  constexpr std::int64_t kTilePairs = kTile / 2;
+// Rows in bf16; those that are not lie in `room` then.
+template <typename Rows>
+const std::uint16_t* expanded(const Stretch& stretch, std::uint16_t* room) {
+  if constexpr (Rows::kIsExpanded) {
+    return reinterpret_cast<const std::uint16_t*>(stretch.data);
+  } else {
+    Rows rows(stretch);
+    expand_rows(rows, stretch.rows, room);
+    return room;
+  }
+}
+
+// Sums of up to 32 tokens, whose tiles for these rows begin at x, `step` elements apart.
+template <bool kTwo, typename Rows>
+void sum_tiles(const std::uint16_t* x, std::int64_t step, const Stretch& stretch, float* sums) {
   clear_sums<kTwo>();
-  if (compact == nullptr) {
-    for (std::int64_t row = 0; row < rows; row += kTile, x += step, w += kTile * kRowBytes) {
+  const std::int64_t tiles = stretch.rows / kTile;
+  if constexpr (Rows::kIsExpanded) {
+    const std::uint8_t* w = stretch.data;
+    for (std::int64_t tile = 0; tile < tiles; ++tile, x += step, w += kTile * kRowBytes) {
       prefetch_lines(w, kTile * kRowBytes);
       multiply<kTwo>(x, reinterpret_cast<const std::uint16_t*>(w));
     }
@@ -138,13 +78,11 @@ RAY_HETERO_AMX void sum_tiles(const std::uint16_t* x, std::int64_t step, const s
     // A tile cannot be loaded from stores that are still on their way to the cache, so the next
     // tiles are expanded while this one is multiplied.
     std::uint16_t* ring = scratch_bf16(kRing * kTile * kRow, kExpanded);
-    const __m512i codebook = load_codebook(*compact);
-    const std::int64_t tiles = rows / kTile;
+    Rows rows(stretch);
     for (std::int64_t tile = -kAhead; tile < tiles; ++tile) {
       if (tile + kAhead < tiles) {
-        prefetch_lines(w, kTilePairs * kCompactPair);
-        expand_rows(w, codebook, kTile, ring + (tile + kAhead) % kRing * kTile * kRow);
-        w += kTilePairs * kCompactPair;
+        prefetch_lines(rows.at(), kTile / 2 * Rows::kPairBytes);
+        expand_rows(rows, kTile, ring + (tile + kAhead) % kRing * kTile * kRow);
       }
       if (tile >= 0) multiply<kTwo>(x + tile * step, ring + tile % kRing * kTile * kRow);
     }
@@ -152,14 +90,94 @@ RAY_HETERO_AMX void sum_tiles(const std::uint16_t* x, std::int64_t step, const s
   store_sums<kTwo>(sums);
 }
 
+// What a format's rows are computed with.
+struct RowKernels {
+  using SumRows = void (*)(const std::uint16_t*, std::int64_t, const Stretch&, float*);
+  SumRows sum[kGroup];   // for one token and more; where there are no tiles
+  SumRows sum_tiles[2];  // for one tile of tokens and two; where there are tiles
+  const std::uint16_t* (*expanded)(const Stretch&, std::uint16_t*);
+};
+
+template <typename Rows, int... kLess>
+constexpr RowKernels row_kernels(std::integer_sequence<int, kLess...>) {
+  if constexpr (kHasTiles) {
+    return {{}, {sum_tiles<false, Rows>, sum_tiles<true, Rows>}, expanded<Rows>};
+  } else {
+    return {{sum_rows<kLess + 1, Rows>...}, {}, expanded<Rows>};
+  }
+}
+
+#define RAY_HETERO_FORMAT(name) row_kernels<name##Rows>(std::make_integer_sequence<int, kGroup>()),
+constexpr RowKernels kRowKernels[] = {RAY_HETERO_FORMATS(RAY_HETERO_FORMAT)};
+#undef RAY_HETERO_FORMAT
+
+inline const RowKernels& kernels_of(const Stretch& stretch) {
+  return kRowKernels[static_cast<int>(stretch.format)];
+}
+
+// What outliers of one output add to the sums [tokens][kBlock] of tokens from `begin` on.
+inline void add_outliers_of_output(const Task& task, const Outliers& outliers, std::int64_t begin,
+                                   std::int64_t tokens, float* sums) {
+  const Places places = task.places();
+  const std::int64_t step = places.at(1, 0) - places.at(0, 0);
+  for (std::int64_t token = 0; token < tokens; token += kLanes) {
+    Floats sum = zeros();
+    for (const Outlier& one : outliers) {
+      const std::uint16_t* pairs = task.x + places.at(begin + token, one.k & ~1u);
+      const Floats x = gathered(pairs, one.k % 2 != 0, step, tokens - token);
+      sum = times_plus(spread(as_float(one.value)), x, sum);
+    }
+    float added[kLanes];
+    store_floats(added, sum);
+    for (std::int64_t i = 0; i < std::min<std::int64_t>(kLanes, tokens - token); ++i) {
+      sums[(token + i) * kBlock] += added[i];
+    }
+  }
+}
+
+// What a block's outliers add to the sums [tokens][kBlock] of tokens from `begin` on.
+inline void add_outliers(const Task& task, std::int64_t block, std::int64_t begin,
+                         std::int64_t tokens, float* sums) {
+  const Outliers all = task.w.encoding->outliers(block);
+  if (tokens <= kScalarTokens) {
+    const Places places = task.places();
+    for (const Outlier& one : all) {
+      for (std::int64_t token = 0; token < tokens; ++token) {
+        const float x = as_float(task.x[places.at(begin + token, one.k)]);
+        sums[token * kBlock + one.output] += as_float(one.value) * x;
+      }
+    }
+    return;
+  }
+  // Those of an output are neighbours.
+  for (const Outlier *first = all.begin(), *last = first; first != all.end(); first = last) {
+    while (last != all.end() && last->output == first->output) ++last;
+    add_outliers_of_output(task, {first, last}, begin, tokens, sums + first->output);
+  }
+}
+
+// The packed rows of a weight.
+inline void expand(const Weight& weight, std::uint16_t* packed) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t block = 0; block < weight.blocks(); ++block) {
+    const std::int64_t elements = weight.pairs() * kRow;
+    std::uint16_t* to = packed + block * elements;
+    const Stretch stretch = weight.stretch(block, 0, weight.pairs());
+    const std::uint16_t* from = kernels_of(stretch).expanded(stretch, to);
+    if (from != to) std::memcpy(to, from, elements * sizeof(std::uint16_t));
+    for (const Outlier& one : weight.encoding->outliers(block)) {
+      to[one.k / 2 * kRow + 2 * one.output + one.k % 2] = one.value;
+    }
+  }
+}
+
 // x [m][stride] as tiles [k / 32][m][32], so that the rows of a tile are neighbours.
-RAY_HETERO_BF16 inline void pack_tokens(const Task& task, std::int64_t begin, std::int64_t end,
-                                        std::uint16_t* packed) {
-  const Places rows = task.places(), tiles{task.m, task.w.k, true};
+inline void pack_tokens(const Task& task, std::int64_t begin, std::int64_t end,
+                        std::uint16_t* packed) {
+  const Places rows = task.places(), tiles{task.m, task.w.k(), true};
   for (std::int64_t token = 0; token < task.m; ++token) {
     for (std::int64_t at = begin * 2 * kTile; at < end * 2 * kTile; at += 2 * kTile) {
-      _mm512_storeu_si512(packed + tiles.at(token, at),
-                          _mm512_loadu_si512(task.x + rows.at(token, at)));
+      store_pairs(packed + tiles.at(token, at), load_pairs(task.x + rows.at(token, at)));
     }
   }
 }
@@ -182,8 +200,14 @@ class FewTokens {
   }
 
   void run() {
+    Shortage shortage;
 #pragma omp parallel num_threads(threads_)
-    work(omp_get_thread_num());
+    {
+      // Other threads take the units of one that has no memory.
+      const bool has = shortage.has([this] { reserve_own(task_); });
+      if (has) work(omp_get_thread_num());
+    }
+    shortage.raise();
   }
 
   // Memory for the sums; products that share it have to reserve it before the first one begins.
@@ -192,17 +216,28 @@ class FewTokens {
     return scratch(static_cast<std::size_t>(w.blocks() * parts * m * kBlock), kSums);
   }
 
+  // A thread's own memory, which it has to have before it begins to work.
+  static void reserve_own(const Task& task) {
+    scratch(2 * task.m * kBlock, kOwnSums);
+    if constexpr (kHasTiles) {
+      if (!task.x_is_tiles) scratch_bf16(task.m * task.w.k(), kOwnTokens);
+      scratch_bf16(kRing * kTile * kRow, kExpanded);
+    }
+  }
+
   // The first weights of this thread's share.
   ReadAhead ahead(int thread) const {
     const Units units = queue_.first(thread);
-    const std::int64_t bytes = units.count * rows_ / 2 * task_.w.pair_bytes();
-    return {task_.w.rows(units.first / parts_, units.first % parts_ * rows_), bytes};
+    if (units.count == 0) return {nullptr, 0};
+    const std::int64_t block = units.first / parts_, row = units.first % parts_ * rows_;
+    const Stretch stretch = task_.w.stretch(block, row, rows_);
+    return {stretch.data, units.count * rows_ / 2 * stretch.pair_bytes};
   }
 
   // One thread's share of the work; all of the team's threads have to come.
   void work(int thread) {
     const std::uint16_t* packed = nullptr;
-    if (task_.use_amx) {
+    if constexpr (kHasTiles) {
       packed = task_.x_is_tiles ? task_.x : own_tiles();
       configure_tiles(task_.m);
     }
@@ -213,13 +248,13 @@ class FewTokens {
         one_part(units.first, packed);
       }
     }
-    if (task_.use_amx) release_tiles();
+    if constexpr (kHasTiles) release_tiles();
   }
 
  private:
   // A copy for each thread: a shared one would have all of them wait until it is there.
   const std::uint16_t* own_tiles() const {
-    std::uint16_t* tiles = scratch_bf16(task_.m * task_.w.k, kOwnTokens);
+    std::uint16_t* tiles = scratch_bf16(task_.m * task_.w.k(), kOwnTokens);
     pack_tokens(task_, 0, task_.w.pairs() / kTile, tiles);
     return tiles;
   }
@@ -248,20 +283,24 @@ class FewTokens {
 
   void sum(std::int64_t unit, const std::uint16_t* packed, float* sums) const {
     const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
-    const std::int64_t rows = std::min(rows_, task_.w.pairs() - row);
-    if (packed == nullptr) {
-      sum_avx(task_, block, row, rows, sums);
-    } else {
-      const auto add = task_.m > kTile ? sum_tiles<true> : sum_tiles<false>;
+    const Stretch stretch =
+        task_.w.stretch(block, row, std::min(rows_, task_.w.pairs() - row));
+    const RowKernels& kernels = kernels_of(stretch);
+    if constexpr (kHasTiles) {
       const std::int64_t step = task_.m * 2 * kTile;
-      add(packed + row / kTile * step, step, task_.w.rows(block, row), task_.w.compact, rows, sums);
+      kernels.sum_tiles[task_.m > kTile](packed + row / kTile * step, step, stretch, sums);
+    } else {
+      for (std::int64_t token = 0; token < task_.m; token += kGroup) {
+        const auto group = std::min<std::int64_t>(kGroup, task_.m - token);
+        kernels.sum[group - 1](task_.x + token * task_.stride + 2 * row, task_.stride, stretch,
+                               sums + token * kBlock);
+      }
     }
   }
 
-  RAY_HETERO_BF16 void add(float* sums, const float* more) const {
-    for (std::int64_t at = 0; at < task_.m * kBlock; at += kTile) {
-      _mm512_storeu_ps(sums + at,
-                       _mm512_add_ps(_mm512_loadu_ps(sums + at), _mm512_loadu_ps(more + at)));
+  void add(float* sums, const float* more) const {
+    for (std::int64_t at = 0; at < task_.m * kBlock; at += kLanes) {
+      store_floats(sums + at, plus(load_floats(sums + at), load_floats(more + at)));
     }
   }
 
@@ -280,7 +319,32 @@ class FewTokens {
   float* sums_;                                  // [units][m][kBlock]
 };
 
-// ---- many tokens, AMX only ----------------------------------------------------------------------
+// ---- many tokens --------------------------------------------------------------------------------
+
+// Sums [M][kBlock] of M tokens plus what some rows in bf16 add to them.
+template <int M>
+void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
+              std::int64_t rows, bool is_first, float* to) {
+  Sums<M> sums;
+  if (is_first) {
+    sums.clear();
+  } else {
+    sums.load(to, kBlock);
+  }
+  for (std::int64_t row = 0; row < rows; ++row, x += 2, w += kRow) {
+    add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
+  }
+  sums.store(to, kBlock);
+}
+
+using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
+                         bool, float*);
+template <int... kLess>
+constexpr std::array<AddRows, kGroup> add_rows_of(std::integer_sequence<int, kLess...>) {
+  return {add_rows<kLess + 1>...};
+}
+constexpr std::array<AddRows, kGroup> kAddRows =
+    add_rows_of(std::make_integer_sequence<int, kGroup>());
 
 class ManyTokens {
  public:
@@ -292,20 +356,29 @@ class ManyTokens {
         wide_(std::clamp<std::int64_t>(task.w.blocks() * groups_ / (4 * threads_), 1,
                                        kPieceBlocks)),
         columns_((task.w.blocks() + wide_ - 1) / wide_),
-        packed_(scratch_bf16(task.m * task.w.k, kSharedTokens)),
+        packed_(kHasTiles ? scratch_bf16(task.m * task.w.k(), kSharedTokens) : nullptr),
         queue_(columns_ * groups_, threads_) {}
 
   void run() {
+    Shortage shortage;
 #pragma omp parallel num_threads(threads_)
     {
+      const bool has = shortage.has([this] {
+        scratch_bf16(kPieceRows * kRow, kExpanded);
+        scratch(wide_ * tokens_ * kBlock, kSums);
+      });
+      if constexpr (kHasTiles) {
 #pragma omp for schedule(static)
-      for (std::int64_t tile = 0; tile < task_.w.pairs() / kTile; ++tile) {
-        pack_tokens(task_, tile, tile + 1, packed_);
+        for (std::int64_t tile = 0; tile < task_.w.pairs() / kTile; ++tile) {
+          pack_tokens(task_, tile, tile + 1, packed_);
+        }
       }
       const int thread = omp_get_thread_num();
-      for (Units units; (units = queue_.next(thread)).count > 0;) sum(units.first);
-      release_tiles();
+      // Other threads take the units of one that has no memory.
+      for (Units units; has && (units = queue_.next(thread)).count > 0;) sum(units.first);
+      if constexpr (kHasTiles) release_tiles();
     }
+    shortage.raise();
   }
 
  private:
@@ -331,25 +404,34 @@ class ManyTokens {
     }
   }
 
-  RAY_HETERO_AMX void add_piece(std::int64_t block, std::int64_t row, std::int64_t rows,
-                                std::int64_t begin, std::int64_t tokens, float* sums) {
-    const std::int64_t step = task_.m * 2 * kTile;
-    const std::uint8_t* at = task_.w.rows(block, row);
-    const auto* w = reinterpret_cast<const std::uint16_t*>(at);
-    if (task_.w.compact != nullptr) {
-      std::uint16_t* expanded = scratch_bf16(kPieceRows * kRow, kExpanded);
-      expand_rows(at, load_codebook(*task_.w.compact), rows, expanded);
-      w = expanded;
+  void add_piece(std::int64_t block, std::int64_t row, std::int64_t rows, std::int64_t begin,
+                 std::int64_t tokens, float* sums) {
+    const Stretch stretch = task_.w.stretch(block, row, rows);
+    std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
+    const std::uint16_t* w = kernels_of(stretch).expanded(stretch, room);
+    if constexpr (kHasTiles) {
+      add_tiles(stretch, w, begin, tokens, sums);
+    } else {
+      for (std::int64_t token = 0; token < tokens; token += kGroup) {
+        const auto group = std::min<std::int64_t>(kGroup, tokens - token);
+        kAddRows[group - 1](task_.x + (begin + token) * task_.stride + 2 * row, task_.stride, w,
+                            rows, row == 0, sums + token * kBlock);
+      }
     }
+  }
+
+  void add_tiles(const Stretch& stretch, const std::uint16_t* w, std::int64_t begin,
+                 std::int64_t tokens, float* sums) {
+    const std::int64_t row = stretch.first, rows = stretch.rows, step = task_.m * 2 * kTile;
     // The same block's next rows; they are read while this piece is multiplied.
-    const std::uint8_t* next = at + rows / 2 * task_.w.pair_bytes();
+    const std::uint8_t* next = stretch.data + rows / 2 * stretch.pair_bytes;
     const std::int64_t groups = (tokens + 2 * kTile - 1) / (2 * kTile);
-    const std::int64_t tile_lines = kTile / 2 * task_.w.pair_bytes() / kLineBytes;
+    const std::int64_t tile_lines = kTile / 2 * stretch.pair_bytes / kLineBytes;
     const std::int64_t lines = (tile_lines + groups - 1) / groups;
     for (std::int64_t token = 0; token < tokens; token += 2 * kTile) {
       const std::int64_t here = std::min<std::int64_t>(2 * kTile, tokens - token);
       if (token == 0 || here < 2 * kTile) configure_tiles(here);
-      const auto add = here > kTile ? add_tiles<true> : add_tiles<false>;
+      const auto add = here > kTile ? add_two<true> : add_two<false>;
       add(packed_ + row / kTile * step + (begin + token) * 2 * kTile, step, w, rows,
           row == 0, next + token / (2 * kTile) * rows / kTile * lines * kLineBytes, lines,
           sums + token * kBlock);
@@ -357,7 +439,7 @@ class ManyTokens {
   }
 
   template <bool kTwo>
-  RAY_HETERO_AMX static void add_tiles(const std::uint16_t* x, std::int64_t step,
+  static void add_two(const std::uint16_t* x, std::int64_t step,
                                        const std::uint16_t* w, std::int64_t rows, bool is_first,
                                        const std::uint8_t* next, std::int64_t lines, float* sums) {
     if (is_first) {
@@ -366,9 +448,7 @@ class ManyTokens {
       load_sums<kTwo>(sums);
     }
     for (std::int64_t row = 0; row < rows; row += kTile, x += step) {
-      for (std::int64_t line = 0; line < lines; ++line, next += kLineBytes) {
-        _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
-      }
+      for (std::int64_t line = 0; line < lines; ++line, next += kLineBytes) prefetch_l2(next);
       multiply<kTwo>(x, w + row * kRow);
     }
     store_sums<kTwo>(sums);
@@ -382,23 +462,18 @@ class ManyTokens {
   WorkQueue queue_;
 };
 
-inline void run(Task task) {
+inline void run(const Task& given) {
+  Task task = given;
   for (std::int64_t left = task.m; left > 0; left -= task.m) {
-    task.m = task.use_amx ? std::min(left, kSlab) : left;
-    if (task.use_amx && task.m > kFewTokens) {
+    task.m = std::min(left, kSlab);
+    if (task.m > kFewTokens) {
       ManyTokens(task).run();
     } else {
       FewTokens(task).run();
     }
     task.x += task.m * task.stride;
-    task.y += task.m * task.w.n;
+    task.y += task.m * task.w.n();
   }
 }
 
-#else
-
-inline void run(Task) {}
-
-#endif
-
-}  // namespace ray_hetero
+}  // namespace ray_hetero::RAY_HETERO_LEVEL

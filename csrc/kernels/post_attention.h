@@ -8,65 +8,32 @@
 //
 // Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16, a norm is
 // taken of the sum before it is rounded.
+//
+// Included once for each level, see levels.h.
 
-#pragma once
-
-#include "linear.h"
-#include "vectors.h"
-
-#include <cmath>
-#include <optional>
-
-namespace ray_hetero {
-
-struct Linear {
-  Weight w;
-  const float* bias = nullptr;  // [n], or nullptr
-};
-
-struct Norm {
-  const std::uint16_t* weight = nullptr;  // bf16
-  float epsilon = 0;
-};
-
-// How a layer begins.
-struct QkvInput {
-  Norm norm;       // before the attention
-  Linear qkv;  // queries, keys and values
-};
-
-struct PostAttention {
-  Linear output;            // of the attention that was
-  Norm norm;                // before the multi-layer perceptron
-  Linear gate_up, down;     // gate and up qkv: [2 · k of down]
-  std::optional<QkvInput> next;  // of the layer that comes; none after the last
-
-  std::int64_t outputs() const { return next ? next->qkv.w.n : down.w.n; }
-};
-
-#if defined(__x86_64__)
+namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // What a root-mean-square norm multiplies n values with, by the sums of their squares.
-RAY_HETERO_BF16 inline __m512 scale_of(__m512 squares, const Norm& norm, std::int64_t n) {
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(n);
-  return _mm512_set1_ps(1.0f / std::sqrt(mean + norm.epsilon));
+inline Floats scale_of(Floats squares, const Norm& norm, std::int64_t n) {
+  const float mean = sum_of(squares) / static_cast<float>(n);
+  return spread(1.0f / std::sqrt(mean + norm.epsilon));
 }
 
-RAY_HETERO_BF16 inline void store_normed(std::uint16_t* at, __m512 values, __m512 scale,
+inline void store_normed(std::uint16_t* at, Floats values, Floats scale,
                                          const std::uint16_t* weight) {
-  store_bf16(at, _mm512_mul_ps(rounded(_mm512_mul_ps(values, scale)), load_bf16(weight)));
+  store_bf16(at, times(rounded(times(values, scale)), load_bf16(weight)));
 }
 
 // x + residual, or x where there is no residual.
-RAY_HETERO_BF16 inline __m512 added(const std::uint16_t* x, const std::uint16_t* residual,
+inline Floats added(const std::uint16_t* x, const std::uint16_t* residual,
                                     std::int64_t i) {
-  const __m512 value = load_bf16(x + i);
-  return residual == nullptr ? value : _mm512_add_ps(value, load_bf16(residual + i));
+  const Floats value = load_bf16(x + i);
+  return residual == nullptr ? value : plus(value, load_bf16(residual + i));
 }
 
 // sum ← x + residual, y ← norm(x + residual), of one token.  x, residual (or nullptr) and sum are
 // [m][n], y is as `places` says; n is a multiple of 16.
-RAY_HETERO_BF16 inline void add_and_norm(std::int64_t token, const std::uint16_t* x,
+inline void add_and_norm(std::int64_t token, const std::uint16_t* x,
                                          const std::uint16_t* residual, const Norm& norm,
                                          std::uint16_t* sum, std::uint16_t* y,
                                          const Places& places) {
@@ -74,26 +41,26 @@ RAY_HETERO_BF16 inline void add_and_norm(std::int64_t token, const std::uint16_t
   x += token * n;
   residual = residual == nullptr ? nullptr : residual + token * n;
   sum += token * n;
-  __m512 squares = _mm512_setzero_ps();
-  for (std::int64_t i = 0; i < n; i += kTile) {
-    const __m512 both = added(x, residual, i);
-    squares = _mm512_fmadd_ps(both, both, squares);
+  Floats squares = zeros();
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    const Floats both = added(x, residual, i);
+    squares = times_plus(both, both, squares);
   }
-  const __m512 scale = scale_of(squares, norm, n);
-  for (std::int64_t i = 0; i < n; i += kTile) {
-    const __m512 both = added(x, residual, i);
+  const Floats scale = scale_of(squares, norm, n);
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    const Floats both = added(x, residual, i);
     store_bf16(sum + i, both);
     store_normed(y + places.at(token, i), both, scale, norm.weight + i);
   }
 }
 
 // silu(gate) ∘ up, 16 at a time.  For a negative gate e^-gate may be infinite: the quotient is then 0.
-RAY_HETERO_BF16 inline void gate(const std::uint16_t* gate, const std::uint16_t* up,
+inline void gate(const std::uint16_t* gate, const std::uint16_t* up,
                                  std::uint16_t* y) {
-  const __m512 x = load_bf16(gate), one = _mm512_set1_ps(1.0f);
-  const __m512 power = power_of_two(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2E)));
-  const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(one, power));
-  store_bf16(y, _mm512_mul_ps(silu, load_bf16(up)));
+  const Floats x = load_bf16(gate), one = spread(1.0f);
+  const Floats power = power_of_two(times(x, spread(-kLog2E)));
+  const Floats silu = over(x, plus(one, power));
+  store_bf16(y, times(silu, load_bf16(up)));
 }
 
 // A thread's share of the tokens.
@@ -106,32 +73,30 @@ inline void add_and_norm_some(int thread, int threads, const std::uint16_t* x,
 }
 
 inline Task task_of(const Linear& linear, const std::uint16_t* from, const Places& places,
-                    std::uint16_t* to, bool use_amx) {
-  return {from, linear.w, linear.bias, to, places.m, linear.w.k, use_amx, places.are_tiles};
+                    std::uint16_t* to) {
+  return {from, linear.w, linear.bias, to, places.m, linear.w.k(), places.are_tiles};
 }
 
 class PostAttentionBlock {
  public:
-  // attended [m][output.w.k] at `places`, residual [m][hidden] → sum [m][hidden],
+  // attended [m][output.w.k()] at `places`, residual [m][hidden] → sum [m][hidden],
   // y [m][outputs()], all bf16; sum may be the residual.  reserve() must have been called for all
   // that work at the same time.
   PostAttentionBlock(const PostAttention& layer, const std::uint16_t* attended, const Places& places,
-                    const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y,
-                    bool use_amx)
-      : layer_(layer), residual_(residual), normed_places_{places.m, layer.output.w.n, use_amx},
-        gated_places_{places.m, layer.down.w.k, use_amx}, sum_(sum),
+                    const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y)
+      : layer_(layer), residual_(residual), normed_places_{places.m, layer.output.w.n(), kHasTiles},
+        gated_places_{places.m, layer.down.w.k(), kHasTiles}, sum_(sum),
         projected_(scratch_bf16(elements(layer, places.m), kBetween)),
         normed_(projected_ + normed_places_.elements()),
         gate_up_(normed_ + normed_places_.elements()),
         gated_(gate_up_ + 2 * gated_places_.elements()),
         sum_between_(layer.next ? gated_ + gated_places_.elements() : sum),
-        output_task_(task_of(layer.output, attended, places, projected_, use_amx)),
-        up_task_(task_of(layer.gate_up, normed_, normed_places_, gate_up_, use_amx)),
-        down_task_(task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
-                           use_amx)),
+        output_task_(task_of(layer.output, attended, places, projected_)),
+        up_task_(task_of(layer.gate_up, normed_, normed_places_, gate_up_)),
+        down_task_(task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y)),
         output_(output_task_), up_(up_task_), down_(down_task_) {
     if (layer.next) {
-      next_task_ = task_of(layer.next->qkv, normed_, normed_places_, y, use_amx);
+      next_task_ = task_of(layer.next->qkv, normed_, normed_places_, y);
       next_.emplace(next_task_);
     }
   }
@@ -145,6 +110,12 @@ class PostAttentionBlock {
       FewTokens::reserve(linear->w, m);
     }
     if (layer.next) FewTokens::reserve(layer.next->qkv.w, m);
+  }
+
+  // A thread's own memory, which it has to have before it begins to work.
+  void reserve_own() const {
+    for (const Task* task : {&output_task_, &up_task_, &down_task_}) FewTokens::reserve_own(*task);
+    if (next_) FewTokens::reserve_own(next_task_);
   }
 
   // A thread's share; all of the team's have to come.
@@ -173,7 +144,7 @@ class PostAttentionBlock {
 
  private:
   static std::int64_t elements(const PostAttention& layer, std::int64_t m) {
-    return (3 * layer.output.w.n + 3 * layer.down.w.k) * m;
+    return (3 * layer.output.w.n() + 3 * layer.down.w.k()) * m;
   }
 
   void norm(int thread, int threads, const std::uint16_t* residual, const Norm& norm,
@@ -182,10 +153,10 @@ class PostAttentionBlock {
   }
 
   void gates(int thread, int threads) const {
-    const std::int64_t wide = gated_places_.stride, parts = wide / kTile;
+    const std::int64_t wide = gated_places_.stride, parts = wide / kLanes;
     const std::int64_t all = gated_places_.m * parts;
     for (std::int64_t i = all * thread / threads; i < all * (thread + 1) / threads; ++i) {
-      const std::int64_t token = i / parts, at = i % parts * kTile;
+      const std::int64_t token = i / parts, at = i % parts * kLanes;
       const std::uint16_t* from = gate_up_ + token * 2 * wide + at;
       gate(from, from + wide, gated_ + gated_places_.at(token, at));
     }
@@ -202,28 +173,23 @@ class PostAttentionBlock {
 };
 
 // More tokens than a decode step should have are computed in several parts.
-inline void run(const PostAttention& layer, const std::uint16_t* attended, const std::uint16_t* residual,
-                std::int64_t m, std::uint16_t* sum, std::uint16_t* y, bool use_amx) {
+inline void run(const PostAttention& layer, const std::uint16_t* attended,
+                const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
+                std::uint16_t* y) {
   for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {
     const std::int64_t tokens = std::min(left, kFewTokens);
     PostAttentionBlock::reserve(layer, tokens);
-    const Places places{tokens, layer.output.w.k, false};
-    PostAttentionBlock block(layer, attended, places, residual, sum, y, use_amx);
-    together([&](int thread, int threads, Barrier& barrier) {
-      block.work(thread, threads, barrier);
-    });
-    attended += tokens * layer.output.w.k;
-    residual += tokens * layer.output.w.n;
-    sum += tokens * layer.output.w.n;
+    const Places places{tokens, layer.output.w.k(), false};
+    PostAttentionBlock block(layer, attended, places, residual, sum, y);
+    together([&] { block.reserve_own(); },
+             [&](int thread, int threads, Barrier& barrier) {
+               block.work(thread, threads, barrier);
+             });
+    attended += tokens * layer.output.w.k();
+    residual += tokens * layer.output.w.n();
+    sum += tokens * layer.output.w.n();
     y += tokens * layer.outputs();
   }
 }
 
-#else
-
-inline void run(const PostAttention&, const std::uint16_t*, const std::uint16_t*, std::int64_t,
-                std::uint16_t*, std::uint16_t*, bool) {}
-
-#endif
-
-}  // namespace ray_hetero
+}  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -1,9 +1,7 @@
-// Weights asked for before they are needed.  The hardware's prefetcher stops at the end of each page,
-// and tile loads hardly set it off.
+// Weights asked for before they are needed.  The hardware's prefetcher stops at the end of each
+// page, and tile loads hardly set it off.
 
 #pragma once
-
-#include "vectors.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -11,16 +9,17 @@
 namespace ray_hetero {
 
 constexpr std::int64_t kPrefetchL2Bytes = 8192;  // bytes from a load to its prefetch into the L2 cache
-constexpr std::int64_t kPrefetchL1Bytes = 2048;  // … and into L1, whose fill buffers are few
+constexpr std::int64_t kPrefetchL1Bytes = 2048;  // and into L1, whose fill buffers are few
 constexpr std::int64_t kLineBytes = 64;  // of a cache line
 
-#if defined(__x86_64__)
+inline void prefetch_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
+inline void prefetch_l1(const void* at) { __builtin_prefetch(at, 0, 3); }
 
-// The hardware's prefetcher stops at the end of each page, and tile loads hardly set it off.
+// Lines that will be read soon after those at `at`.
 inline void prefetch_lines(const std::uint8_t* at, std::int64_t bytes) {
   for (std::int64_t line = 0; line < bytes; line += kLineBytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(at + line + kPrefetchL2Bytes), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(at + line + kPrefetchL1Bytes), _MM_HINT_T0);
+    prefetch_l2(at + line + kPrefetchL2Bytes);
+    prefetch_l1(at + line + kPrefetchL1Bytes);
   }
 }
 
@@ -32,9 +31,7 @@ class ReadAhead {
 
   // Have a few more lines come.
   void fetch() {
-    for (int line = 0; line < kLines && at_ < end_; ++line, at_ += kLineBytes) {
-      _mm_prefetch(reinterpret_cast<const char*>(at_), _MM_HINT_T1);
-    }
+    for (int line = 0; line < kLines && at_ < end_; ++line, at_ += kLineBytes) prefetch_l2(at_);
   }
 
  private:
@@ -43,7 +40,5 @@ class ReadAhead {
 
   const std::uint8_t *at_, *end_;
 };
-
-#endif
 
 }  // namespace ray_hetero

@@ -2,48 +2,33 @@
 // rotated by its token's position.
 //
 // Rounding is that of vLLM's operators: a norm is rounded before it is weighted, and after it.
+//
+// Included once for each level, see levels.h.
 
-#pragma once
-
-#include "post_attention.h"
-#include "linear.h"
-
-#include <optional>
-
-namespace ray_hetero {
-
-// What an attention does to each head before it attends.
-struct Rotation {
-  std::int64_t heads = 0, kv_heads = 0, size = 0;  // of queries, of keys, and elements of each
-  const std::uint16_t* cos_sin = nullptr;          // [positions][rotated], cosines first, bf16
-  std::int64_t rotated = 0;                        // elements of a head that are, from the first on
-  std::optional<Norm> query_norm, key_norm;
-};
-
-#if defined(__x86_64__)
+namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // x ← norm(x) for one head.
-RAY_HETERO_BF16 inline void norm_head(std::uint16_t* x, const Norm& norm, std::int64_t size) {
-  __m512 squares = _mm512_setzero_ps();
-  for (std::int64_t i = 0; i < size; i += kTile) {
-    const __m512 values = load_bf16(x + i);
-    squares = _mm512_fmadd_ps(values, values, squares);
+inline void norm_head(std::uint16_t* x, const Norm& norm, std::int64_t size) {
+  Floats squares = zeros();
+  for (std::int64_t i = 0; i < size; i += kLanes) {
+    const Floats values = load_bf16(x + i);
+    squares = times_plus(values, values, squares);
   }
-  const __m512 scale = scale_of(squares, norm, size);
-  for (std::int64_t i = 0; i < size; i += kTile) {
+  const Floats scale = scale_of(squares, norm, size);
+  for (std::int64_t i = 0; i < size; i += kLanes) {
     store_normed(x + i, load_bf16(x + i), scale, norm.weight + i);
   }
 }
 
 // Elements i and i + rotated / 2 of a head are the coordinates that turn together.
-RAY_HETERO_BF16 inline void rotate_head(std::uint16_t* x, const std::uint16_t* cos_sin,
+inline void rotate_head(std::uint16_t* x, const std::uint16_t* cos_sin,
                                         std::int64_t rotated) {
   const std::int64_t half = rotated / 2;
-  for (std::int64_t i = 0; i < half; i += kTile) {
-    const __m512 cos = load_bf16(cos_sin + i), sin = load_bf16(cos_sin + half + i);
-    const __m512 left = load_bf16(x + i), right = load_bf16(x + half + i);
-    store_bf16(x + i, _mm512_fmsub_ps(left, cos, _mm512_mul_ps(right, sin)));
-    store_bf16(x + half + i, _mm512_fmadd_ps(right, cos, _mm512_mul_ps(left, sin)));
+  for (std::int64_t i = 0; i < half; i += kLanes) {
+    const Floats cos = load_bf16(cos_sin + i), sin = load_bf16(cos_sin + half + i);
+    const Floats left = load_bf16(x + i), right = load_bf16(x + half + i);
+    store_bf16(x + i, times_minus(left, cos, times(right, sin)));
+    store_bf16(x + half + i, times_plus(right, cos, times(left, sin)));
   }
 }
 
@@ -70,11 +55,4 @@ inline void rotate(const Rotation& rotation, std::uint16_t* qkv, std::int64_t st
   }
 }
 
-#else
-
-inline void rotate(const Rotation&, std::uint16_t*, std::int64_t, const std::int64_t*,
-                   std::int64_t) {}
-
-#endif
-
-}  // namespace ray_hetero
+}  // namespace ray_hetero::RAY_HETERO_LEVEL

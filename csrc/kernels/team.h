@@ -3,20 +3,26 @@
 #pragma once
 
 #include "read_ahead.h"
+#include "vectors.h"
 
 #include <omp.h>
+#include <sched.h>
 
 #include <atomic>
 #include <cstdint>
+#include <new>
 #include <optional>
-
-#if defined(__x86_64__)
-#include <sched.h>
-#endif
 
 namespace ray_hetero {
 
+// Leave the core's units to its other thread for a moment.
+inline void pause() {
 #if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 // OpenMP's own barrier does nothing while a thread waits; here memory is not idle meanwhile.
 class Barrier {
@@ -32,7 +38,7 @@ class Barrier {
     }
     for (int turn = 1; round_.load(std::memory_order_acquire) == round; ++turn) {
       ahead.fetch();
-      _mm_pause();
+      pause();
       // Somebody may wait for this core.
       if (turn % kTurns == 0) sched_yield();
     }
@@ -46,18 +52,45 @@ class Barrier {
   alignas(64) std::atomic<int> round_{0};
 };
 
-// Have all threads do something; a runtime may give fewer than it could.
-template <typename Work>
-void together(const Work& work) {
+// Memory that threads of a parallel region did not get; what they throw must not leave the region.
+class Shortage {
+ public:
+  // Whether a thread has got what it takes.
+  template <typename Take>
+  bool has(const Take& take) {
+    try {
+      take();
+      return true;
+    } catch (const std::bad_alloc&) {
+      is_.store(true, std::memory_order_relaxed);
+      return false;
+    }
+  }
+  bool is() const { return is_.load(std::memory_order_relaxed); }
+  // Behind the region.
+  void raise() const {
+    if (is()) throw std::bad_alloc();
+  }
+
+ private:
+  std::atomic<bool> is_{false};
+};
+
+// Have all threads do something, once each has taken its memory; a runtime may give fewer threads
+// than it could.
+template <typename Take, typename Work>
+void together(const Take& take, const Work& work) {
   std::optional<Barrier> barrier;
+  Shortage shortage;
 #pragma omp parallel
   {
+    shortage.has(take);
 #pragma omp single
     barrier.emplace(omp_get_num_threads());
-    work(omp_get_thread_num(), omp_get_num_threads(), *barrier);
+    // All have come to the end of `single`, so all see the same.
+    if (!shortage.is()) work(omp_get_thread_num(), omp_get_num_threads(), *barrier);
   }
+  shortage.raise();
 }
-
-#endif
 
 }  // namespace ray_hetero

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "formats/packed.h"
+#include "formats/rows.h"
 
 #include <cstdint>
 

@@ -11,6 +11,9 @@ from ray_hetero.compat.patching import original
 def turn_away_while_unhealthy() -> None:
     """In the API server: answer 503 while the engine has told it that it is not healthy.
 
+    Replaces: `AsyncLLM.check_admission`, `AsyncLLM.check_health`,
+    `GenerateBaseServing._raise_if_error`.
+    Uses: `AsyncMPClient._engine_status`.
     Why: AsyncLLM keeps the status that an engine's sentinel pushes, and shows it on
     /fault_tolerance/status only; requests would wait, and those in flight end as internal errors.
     Can go when: check_admission and check_health look at the status.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ray_hetero.compat.patching import original
+from ray_hetero.compat.patching import original, replace
 
 
 def use_linear(
@@ -15,6 +15,7 @@ def use_linear(
 ) -> None:
     """Compute a CPU rank's unquantised linear layers with another kernel.
 
+    Replaces: `layers.utils.dispatch_cpu_unquantized_gemm`.
     Why: dispatch_cpu_unquantized_gemm, called once a layer when its weights are loaded, chooses
     among vLLM's kernels only.
     Can go when: CPU linear kernels can be registered, as quantised ones can.
@@ -29,25 +30,27 @@ def use_linear(
     import torch
     from vllm.model_executor.layers import utils
 
-    choose = original(utils, "dispatch_cpu_unquantized_gemm")
+    def make(choose: Any) -> Any:
+        def dispatch(layer: Any, remove_weight: bool) -> None:
+            if not suits(layer.weight):
+                choose(layer, remove_weight)
+                return
+            if getattr(layer, "bias", None) is not None:
+                layer.bias.data = layer.bias.to(torch.float32)
+            packed = pack(layer)
+            layer.cpu_linear = lambda x, weight, bias: kernel(x, packed, bias)
+            if remove_weight:
+                layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        if not suits(layer.weight):
-            choose(layer, remove_weight)
-            return
-        if getattr(layer, "bias", None) is not None:
-            layer.bias.data = layer.bias.to(torch.float32)
-        packed = pack(layer)
-        layer.cpu_linear = lambda x, weight, bias: kernel(x, packed, bias)
-        if remove_weight:
-            layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+        return dispatch
 
-    utils.dispatch_cpu_unquantized_gemm = dispatch
+    replace(utils, "dispatch_cpu_unquantized_gemm", make)
 
 
 def keep_embeddings_once(*, has_tied_output: bool) -> None:
     """Let a CPU rank hold one copy of an embedding, and one of an output matrix.
 
+    Replaces: `UnquantizedEmbeddingMethod.process_weights_after_loading`.
     Why: UnquantizedEmbeddingMethod packs every embedding for multiplication and keeps the weights
     as they were too; an embedding is only looked up in, an output matrix only multiplied with.
     Can go when: it packs output matrices only, and keeps what is shared.
@@ -63,15 +66,42 @@ def keep_embeddings_once(*, has_tied_output: bool) -> None:
         UnquantizedEmbeddingMethod,
     )
 
-    stock = original(UnquantizedEmbeddingMethod, "process_weights_after_loading")
     original(utils, "dispatch_cpu_unquantized_gemm")
 
-    def process_weights_after_loading(self: Any, layer: Any) -> None:
-        if has_tied_output:
-            stock(self, layer)
-        elif isinstance(layer, ParallelLMHead):
-            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-        else:
-            layer.cpu_linear = torch.nn.functional.linear
+    def make(stock: Any) -> Any:
+        def process_weights_after_loading(self: Any, layer: Any) -> None:
+            if has_tied_output:
+                stock(self, layer)
+            elif isinstance(layer, ParallelLMHead):
+                utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+            else:
+                layer.cpu_linear = torch.nn.functional.linear
 
-    UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading
+        return process_weights_after_loading
+
+    replace(UnquantizedEmbeddingMethod, "process_weights_after_loading", make)
+
+
+def refuse_reload(reason: str) -> None:
+    """Have a rank refuse to load weights anew, before it has touched any.
+
+    Replaces: `GPUModelRunner.reload_weights`.
+    Why: reload_weights loads into a model's parameters, of which the layers of this rank have made
+    copies of their own: old and new weights would be mixed.
+    Can go when: layers are told that their weights were loaded anew.
+
+    Args:
+        reason: why not, and what to do.
+
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from ray_hetero.errors import UnsupportedError
+
+    def make(stock: Any) -> Any:
+        def reload_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+            raise UnsupportedError(reason)
+
+        return reload_weights
+
+    replace(GPUModelRunner, "reload_weights", make)

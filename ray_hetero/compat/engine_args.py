@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ray_hetero.compat import engine_environment
 from ray_hetero.compat.patching import original
 from ray_hetero.errors import UnsupportedError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ray_hetero.world import EngineSpec
 
 SPEC_ATTRIBUTE = "_ray_hetero_spec"
+RUNNER_ATTRIBUTE = "_ray_hetero_v2_model_runner"
 BATCHES_ATTRIBUTE = "_ray_hetero_batches_in_flight"
 
 
@@ -24,6 +26,7 @@ def teach_backend_name(
 ) -> None:
     """Patch EngineArgs.create_engine_config to understand the name `ray_hetero`.
 
+    Replaces: `EngineArgs.create_engine_config`.
     Why: vLLM takes unknown backend names for dotted paths and refuses pipeline parallelism for
     them (EngineArgs._check_feature_supported), and an executor is handed the driver's finished
     VllmConfig, while ranks of the other kind need one built on their own platform.
@@ -44,11 +47,15 @@ def teach_backend_name(
 
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Of an engine that was configured and never made.
+        engine_environment.take_back()
         if not is_ours(self.distributed_executor_backend):
             check_own_device()
             return create(self, *args, **kwargs)
-        spec = prepare(self)
-        vllm_config = create(self, *args, **kwargs)
+        with engine_environment.kept_on_success():
+            spec = prepare(self)
+            vllm_config = create(self, *args, **kwargs)
+            remember_runner(vllm_config)
         setattr(vllm_config, SPEC_ATTRIBUTE, spec)
         return vllm_config
 
@@ -75,18 +82,37 @@ def spec_of(vllm_config: VllmConfig) -> EngineSpec:
 def limit_batches_in_flight(vllm_config: VllmConfig, batches: int) -> None:
     """Set how many batches this engine keeps in the pipeline at once.
 
+    Replaces: `VllmConfig.max_concurrent_batches`.
     Why: VllmConfig.max_concurrent_batches is one per stage.  Every batch in flight has a stage
     read all of its weights again; where one stage is slow and bound by memory, two half-full
     batches take twice as long as one full batch, and the other stage's time is not worth hiding.
     Can go when: the number is an option.
     """
+    _let_configs_answer(vllm_config, "max_concurrent_batches", BATCHES_ATTRIBUTE, batches)
+
+
+def remember_runner(vllm_config: VllmConfig) -> None:
+    """Let a configuration remember which model runner its engine has.
+
+    Replaces: `VllmConfig.use_v2_model_runner`.
+    Why: it asks the environment each time, also in the user's process, where the variable is taken
+    back once the engine's processes are there.
+    Can go when: the model runner is an option of the configuration.
+    """
+    found = vllm_config.use_v2_model_runner
+    _let_configs_answer(vllm_config, "use_v2_model_runner", RUNNER_ATTRIBUTE, found)
+
+
+def _let_configs_answer(vllm_config: VllmConfig, name: str, attribute: str, value: object) -> None:
+    """Make a property of VllmConfig answer by an attribute, on this configuration."""
     own_class = type(vllm_config)
-    stock = original(own_class, "max_concurrent_batches")
+    stock = original(own_class, name)
     if not hasattr(stock.fget, "__ray_hetero__"):
 
-        def max_concurrent_batches(self: Any) -> int:
-            return getattr(self, BATCHES_ATTRIBUTE, None) or int(stock.fget(self))
+        def answer(self: Any) -> Any:
+            remembered = getattr(self, attribute, None)
+            return stock.fget(self) if remembered is None else remembered
 
-        max_concurrent_batches.__ray_hetero__ = True  # type: ignore[attr-defined]
-        own_class.max_concurrent_batches = property(max_concurrent_batches)
-    setattr(vllm_config, BATCHES_ATTRIBUTE, batches)
+        answer.__ray_hetero__ = True  # type: ignore[attr-defined]
+        setattr(own_class, name, property(answer))
+    setattr(vllm_config, attribute, value)

@@ -8,12 +8,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ray_hetero.compat import engine_environment
 from ray_hetero.compat.patching import original
 
 
 def end_engines_at_exit(killed: Callable[[int, int], None]) -> None:
     """Shut this process's engines down when the interpreter ends, while Ray is still there.
 
+    The variables that the engine's processes have inherited by then are taken back.
+
+    Replaces: `EngineCoreClient.make_client`, `EngineCoreClient.make_async_mp_client`.
+    Uses: `MPClient.resources`, `InprocClient.shutdown`, `MPClient.shutdown`.
     Why: vLLM leaves that to finalizers.  They run after Ray's own exit handler, which stops a
     cluster that this process has started; the engine then reports that its ranks have died.  And
     to vLLM's API server an engine process that was killed is an ordinary end.
@@ -42,7 +47,10 @@ def _remembering(
 ) -> Callable[..., Any]:
     @functools.wraps(make)
     def make_and_remember(*args: Any, **kwargs: Any) -> Any:
-        client = make(*args, **kwargs)
+        try:
+            client = make(*args, **kwargs)
+        finally:
+            engine_environment.take_back()
         clients.add(client)
         # An engine in this process has none.
         resources = getattr(client, "resources", None)

@@ -1,18 +1,23 @@
-"""vLLM's engine process: what its loop asks when a step raises."""
+"""vLLM's engine process: what its loop asks when a step raises, and what it keeps meanwhile."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.patching import original
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
 
 
 def ask_when_a_step_fails(vllm_config: VllmConfig, sentinel: type) -> None:
     """In the engine's process: let its loop ask our sentinel what to do about an error.
 
+    Replaces: `EngineCoreSentinel` in `vllm.v1.engine.core`.
+    Uses: `EngineCoreProc.enable_fault_tolerance`, `EngineCoreProc.ft_sentinel`.
     Why: fault_tolerant_wrapper asks one, but only under --enable-fault-tolerance, which is for
     data parallelism behind an external load balancer; and vLLM's own gives up once an executor
     has failed.
@@ -24,3 +29,64 @@ def ask_when_a_step_fails(vllm_config: VllmConfig, sentinel: type) -> None:
     core.EngineCoreSentinel = sentinel
     original(vllm_config.parallel_config, "enable_fault_tolerance")
     vllm_config.parallel_config.enable_fault_tolerance = True
+
+
+def end_all_requests(engine: EngineCoreProc) -> None:
+    """End all requests that an engine knows of with an error, those too that wait in its queue.
+
+    Uses: `Scheduler.finish_requests`, `EngineCoreProc.input_queue`,
+    `EngineCoreProc._send_error_outputs_to_client`.
+    """
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.request import RequestStatus
+
+    ended = engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+    by_client = defaultdict(list)
+    for request in [*ended, *(added for added, _ in _take(engine, EngineCoreRequestType.ADD))]:
+        by_client[request.client_index].append(request.request_id)
+    for client, requests in by_client.items():
+        engine._send_error_outputs_to_client(requests, client)
+
+
+def forget_ranks(engine: EngineCoreProc) -> None:
+    """Drop what was true of an engine's old ranks only: batches on their way, cached prefixes.
+
+    Uses: `EngineCoreProc.input_queue`, `EngineCore.batch_queue`, `Scheduler.reset_prefix_cache`,
+    `Scheduler.reset_encoder_cache`.
+    """
+    from vllm.v1.engine import EngineCoreRequestType
+
+    _take(engine, EngineCoreRequestType.EXECUTOR_FAILED)
+    if engine.batch_queue is not None:
+        engine.batch_queue.clear()
+    was_emptied = engine.scheduler.reset_prefix_cache()
+    assert was_emptied, "a request still holds blocks of the old ranks' KV cache"
+    engine.scheduler.reset_encoder_cache()
+
+
+def tell_api_servers(engine: EngineCoreProc, content: dict[str, Any]) -> None:
+    """Push an engine's status to all of its API servers.
+
+    Uses: `EngineCoreProc.addresses`, `EngineCoreProc.output_queue`.
+    """
+    from vllm.v1.engine import FT_STATUS_CALL_ID, EngineCoreOutputs, UtilityOutput
+    from vllm.v1.serial_utils import UtilityResult
+
+    message = UtilityOutput(FT_STATUS_CALL_ID, result=UtilityResult(content))
+    for client in range(len(engine.addresses.outputs)):
+        outputs = EngineCoreOutputs(utility_output=message, engine_index=content["id"])
+        engine.output_queue.put_nowait((client, outputs))
+
+
+def _take(engine: EngineCoreProc, wanted: EngineCoreRequestType) -> list[Any]:
+    """Take the contents of all messages of a kind out of an engine's queue."""
+    taken, others = [], []
+    while not engine.input_queue.empty():
+        kind, content = engine.input_queue.get_nowait()
+        if kind == wanted:
+            taken.append(content)
+        else:
+            others.append((kind, content))
+    for entry in others:
+        engine.input_queue.put_nowait(entry)
+    return taken

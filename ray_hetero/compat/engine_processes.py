@@ -16,6 +16,7 @@ ENDS_IN_ORDER = "_ray_hetero_ends_in_order"
 def wait_for_engines_to_end(limit_s: float = END_SECONDS) -> None:
     """In a process that starts engines: let those of this backend end before they are killed.
 
+    Replaces: `CoreEngineProcManager.shutdown`, `utils.wait_for_engine_startup` of vllm.v1.engine.
     Why: CoreEngineProcManager.shutdown kills an engine process and everything below it at once
     (`vllm serve`, whose --shutdown-timeout is 0) or after five seconds, and warns of that each
     time.  vLLM waits longer for ROCm only (get_engine_process_shutdown_timeout).

@@ -42,6 +42,8 @@ def config_of_rank(
 ) -> KVCacheConfig:
     """A rank's KV cache with as many blocks and another number of heads.
 
+    Replaces: nothing; changes what the engine has planned for a rank.
+    Uses: `kv_cache_utils.get_kv_cache_config_from_groups`, `kv_cache_utils._pool_bytes_per_block`.
     Why: get_kv_cache_configs wants the layers of all ranks to be alike, and where stages differ in
     size their ranks keep different numbers of heads.
     Can go when: it takes specifications that differ between stages for every kind of attention.

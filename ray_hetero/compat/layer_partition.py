@@ -1,5 +1,6 @@
 """vLLM's layers of each pipeline stage: an environment variable, which it reads when it is asked.
 
+Replaces: nothing; sets VLLM_PP_LAYER_PARTITION in the driver's process.
 Why: get_pp_indices knows of no other way to give stages different numbers of layers.
 Can go when: the partition is a field of ParallelConfig.
 """

@@ -13,6 +13,8 @@ from ray_hetero.compat.patching import original
 def unlink_once_attached(queue: Any) -> None:
     """Remove a message queue's name from /dev/shm once every reader has mapped it.
 
+    Replaces: ownership of a `MessageQueue`'s shared memory.
+    Uses: `MessageQueue.buffer`, `ShmRingBuffer.is_creator`, `ShmRingBuffer.shared_memory`.
     Why: ShmRingBuffer removes it when its creator is collected, which a killed process never
     does; mapped memory without a name goes away with the last process, however that one ends.
     Can go when: vLLM unlinks at attach time itself.
@@ -27,6 +29,8 @@ def unlink_sockets(queue: Any) -> None:
     """Remove the names of a message queue's ZeroMQ sockets; to be called by its writer once every
     reader has connected to both.
 
+    Replaces: names of a `MessageQueue`'s ZeroMQ sockets.
+    Uses: `MessageQueue.handle`.
     Why: as for the ring buffer: ZeroMQ removes them when they are closed, which in a killed process
     they never are.  Readers connect to the second one in the background, so only a message that a
     reader has sent since tells that it has.
@@ -41,6 +45,8 @@ def unlink_sockets(queue: Any) -> None:
 def unlink_cpu_shared_memory(communicator: Any) -> None:
     """Remove a CPU group's shared-memory names once all its ranks have mapped them.
 
+    Replaces: names of a CPU group's shared memory.
+    Uses: `CpuCommunicator.dist_module`.
     Why: as for the message queues; _CPUSHMDistributed leaves them to a destructor.
     Can go when: vLLM unlinks at attach time itself.
     """
@@ -54,6 +60,8 @@ def unlink_cpu_shared_memory(communicator: Any) -> None:
 def answer_untraced(process: Any) -> None:
     """In a rank's process: call what each answer passes through without Ray's wrapping.
 
+    Replaces: `WorkerProc._execute_worker_rpc`, `WorkerProc.handle_output`,
+    `WorkerProc.enqueue_output`, by a rank for itself.
     Why: Ray wraps every method of an actor's class, inherited ones too, to resume traces of remote
     calls; these are called here, three for each call of the driver, and mp has no such wrapping.
     Can go when: Ray wraps only what is called from outside.
@@ -66,3 +74,11 @@ def answer_untraced(process: Any) -> None:
 
     for name in ("_execute_worker_rpc", "handle_output", "enqueue_output"):
         setattr(process, name, MethodType(original(WorkerProc, name), process))
+
+
+def answer(process: Any, call: Any) -> None:
+    """In a rank's process: carry out one call of the driver, and answer it.
+
+    Uses: `WorkerProc._execute_worker_rpc`.
+    """
+    process._execute_worker_rpc(call)

@@ -10,6 +10,8 @@ from ray_hetero.compat.patching import original
 def use_stage(stage: int) -> None:
     """In a rank's process: tell ModelConfig.get_layers_start_end_indices the rank's stage.
 
+    Replaces: `ModelConfig.get_layers_start_end_indices`.
+    Uses: `utils.get_pp_indices` of vllm.distributed.
     Why: it takes the stage for rank // tensor_parallel_size, which is wrong where stages differ in
     size.
     Can go when: it asks the pipeline's group, as the model code does.

@@ -11,6 +11,7 @@ from ray_hetero.compat.patching import original
 def use_groups(group_class: type) -> None:
     """Replace the group class of vllm.distributed.parallel_state, in a rank's process.
 
+    Replaces: `parallel_state.GroupCoordinator`.
     Why: its groups all use the backend of the world, and NCCL cannot span a CPU rank.
     Can go when: init_model_parallel_group takes a backend per group.
     """
@@ -23,12 +24,14 @@ def use_groups(group_class: type) -> None:
 def use_gloo_world() -> str:
     """Make Gloo the backend of the world group on a GPU rank; answers the platform's own.
 
+    Replaces: `Platform.dist_backend` of the process.
     Why: GPUWorker.init_device takes it from the platform, where it is NCCL.
     Can go when: the world's backend is an option.
     """
     from vllm.platforms import current_platform
 
-    backend = str(original(current_platform, "dist_backend"))
+    # Of the class: this may be asked twice.
+    backend = str(original(type(current_platform), "dist_backend"))
     current_platform.dist_backend = "gloo"
     return backend
 
@@ -36,6 +39,8 @@ def use_gloo_world() -> str:
 def use_stages(stages: Sequence[list[int]], pipelines: Sequence[list[int]]) -> None:
     """In a rank's process: make the model-parallel groups of stages of several sizes.
 
+    Replaces: `parallel_state.initialize_model_parallel`, and the groups that it makes.
+    Uses: `parallel_state.init_model_parallel_group`.
     Why: initialize_model_parallel folds the ranks into stages of one size.
     Can go when: it takes the ranks of each stage.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ray_hetero.errors import UnsupportedError
@@ -22,3 +23,26 @@ def original(owner: Any, name: str) -> Any:
             f"ray_hetero does not work with this vLLM: {where}.{name} is gone. "
             "Install a supported version (`ray-hetero doctor` names them)."
         ) from None
+
+
+STOCK = "__ray_hetero_stock__"
+"""On a patch: what it stands for."""
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put a patch in the place of an object of vLLM's, or of an earlier patch in its place.
+
+    Args:
+        owner: a module, a class or an object.
+        name: of what is replaced there.
+        make: makes the patch, a function, from vLLM's own object.
+
+    Raises:
+        UnsupportedError: upstream renamed it.
+
+    """
+    found = original(owner, name)
+    stock = getattr(found, STOCK, found)
+    patch = make(stock)
+    setattr(patch, STOCK, stock)
+    setattr(owner, name, patch)

@@ -17,7 +17,12 @@ CLASS = f"{__name__}.SharingScheduler"
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler, with smaller batches while there are no prompts to read."""
+    """vLLM's scheduler, with smaller batches while there are no prompts to read.
+
+    Replaces: nothing; is named by `scheduler_cls` where more than one batch is in flight.
+    Why: vLLM's own puts every request that is not in flight into the next batch.
+    Can go when: it shares requests out among the batches of a pipeline.
+    """
 
     max_num_scheduled_tokens: int
 

@@ -20,7 +20,12 @@ ACCELERATORS = ("tpu", "cuda", "rocm", "xpu")
 
 
 def stand_in_platform() -> str | None:
-    """Name of the class that vLLM is to take here; None where it finds a platform by itself."""
+    """Name of the class that vLLM is to take here; None where it finds a platform by itself.
+
+    Replaces: nothing; answers where vLLM looks for a platform.
+    Why: a CUDA build finds none on a host without a GPU, and refuses every configuration there.
+    Can go when: a driver that computes nothing needs no platform.
+    """
     from vllm.platforms import builtin_platform_plugins
 
     if not cpu_site_needed() or any(plugin.name != OURS for plugin in entry_points(group=GROUP)):

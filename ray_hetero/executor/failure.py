@@ -178,8 +178,11 @@ class RankWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; returns when the thread is out of Ray, or after `WATCH_STOP_SECONDS`."""
+        """Report nothing from now on."""
         self._stop.set()
+
+    def join(self) -> None:
+        """Wait until the thread is out of Ray, but no longer than `WATCH_STOP_SECONDS`."""
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=WATCH_STOP_SECONDS)
 

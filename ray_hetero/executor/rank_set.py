@@ -269,8 +269,8 @@ class RankSet:
     def _late(self, call: Call) -> Exception:
         if not call.key:
             return TimeoutError(f"{call} was not done in {call.limit_s:g} s")
-        late = f"{call} was not done in {call.limit_s:g} s ({call.key})"
-        return self.fail(f"{late}: {self.look()}")
+        where = self.look()
+        return self.fail(f"{call} was not done in {call.limit_s:g} s ({call.key}): {where}")
 
     # --- steps of the warm-up: `lockstep.Ranks` -----------------------------------------------
 
@@ -357,6 +357,8 @@ class RankSet:
         if self._watch is not None:
             self._watch.stop()
         self.actors.end()
+        if self._watch is not None:
+            self._watch.join()
         if self._requests is not None:
             self._requests.unlink_sockets()
             self._requests.shutdown()

@@ -22,22 +22,14 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.v1.engine import (
-    FT_STATUS_CALL_ID,
-    EngineCoreOutputs,
-    EngineCoreRequestType,
-    EngineStatusType,
-    UtilityOutput,
-)
+from vllm.v1.engine import EngineStatusType
 from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
-from vllm.v1.request import RequestStatus
-from vllm.v1.serial_utils import UtilityResult
 
 from placement.errors import PlacementError
+from ray_hetero.compat import engine_core
 from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.log import logger
@@ -78,7 +70,7 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
                 exit_reason.leave(report)
         if not is_up:
             raise exc
-        self._forget()
+        engine_core.forget_ranks(self.engine)
         # The old queues' sockets and threads end when they are collected, and the error's frames
         # hold them in cycles.
         traceback.clear_frames(exc.__traceback__)
@@ -91,41 +83,11 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
         left = self.engine.model_executor.restarts_left
         fault = f"{report}. The engine starts its ranks again, {left} tries left; please retry"
         self._tell(EngineStatusType.UNHEALTHY, {"fault_info": fault})
-        ended = self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
-        by_client = defaultdict(list)
-        for request in [*ended, *(added for added, _ in self._take(EngineCoreRequestType.ADD))]:
-            by_client[request.client_index].append(request.request_id)
-        for client, requests in by_client.items():
-            self.engine._send_error_outputs_to_client(requests, client)
-
-    def _take(self, wanted: EngineCoreRequestType) -> list[Any]:
-        """Take the contents of all messages of a kind out of the engine's queue."""
-        taken, others = [], []
-        while not self.engine.input_queue.empty():
-            kind, content = self.engine.input_queue.get_nowait()
-            if kind == wanted:
-                taken.append(content)
-            else:
-                others.append((kind, content))
-        for entry in others:
-            self.engine.input_queue.put_nowait(entry)
-        return taken
-
-    def _forget(self) -> None:
-        """Drop what was true of the old ranks only."""
-        self._take(EngineCoreRequestType.EXECUTOR_FAILED)
-        if self.engine.batch_queue is not None:
-            self.engine.batch_queue.clear()
-        was_emptied = self.engine.scheduler.reset_prefix_cache()
-        assert was_emptied, "a request still holds blocks of the old ranks' KV cache"
-        self.engine.scheduler.reset_encoder_cache()
+        engine_core.end_all_requests(self.engine)
 
     def _tell(self, status: EngineStatusType, fault: dict[str, str]) -> None:
         """Tell all API servers; the clients of offline engines understand no such message."""
         if not isinstance(spec_of(self.engine.vllm_config).engine_args, AsyncEngineArgs):
             return
         content = {"id": self.engine_index, "status": status.name.lower(), **fault}
-        message = UtilityOutput(FT_STATUS_CALL_ID, result=UtilityResult(content))
-        for client in range(len(self.engine.addresses.outputs)):
-            outputs = EngineCoreOutputs(utility_output=message, engine_index=self.engine_index)
-            self.engine.output_queue.put_nowait((client, outputs))
+        engine_core.tell_api_servers(self.engine, content)

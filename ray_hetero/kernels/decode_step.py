@@ -141,6 +141,7 @@ class DecodeStep:
                 blocks=requests.blocks.data_ptr(),
                 most_blocks=requests.blocks.stride(0),
                 block=cache.shape[2],
+                cache_blocks=cache.shape[0],
                 tiles=first.isa == TILES,
             ),
             caches=[other.data_ptr() for _, _, other, _ in contexts],
@@ -150,7 +151,7 @@ class DecodeStep:
             residual=0 if residual is None else residual.data_ptr(),
             y=y.data_ptr(),
             sum=total.data_ptr(),
-            use_amx=self._kernel.has_amx,
+            level=self._kernel.level,
         )
         return y, total
 

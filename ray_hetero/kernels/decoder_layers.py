@@ -16,17 +16,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from vllm import _custom_ops as vllm_ops
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from placement.units import GIB
+from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import decode_step, gpu_layers
 from ray_hetero.kernels.decode_step import DecodeStep
@@ -71,11 +70,11 @@ class Attention:
 
     Args:
         module: vLLM's, of a known class.
-        native: the module of the kernels.
+        kernel: what computes linear layers.
 
     """
 
-    def __init__(self, module: Any, native: ModuleType) -> None:
+    def __init__(self, module: Any, kernel: StreamingLinear) -> None:
         self.name: str = module.attn.layer_name
         self.scale = decode_step.known_scale(module.attn)
         self._sizes = [module.q_size, module.kv_size, module.kv_size]
@@ -87,11 +86,13 @@ class Attention:
         """[positions, rotated elements of a head]: cosines, then sines."""
         self.norms = [norm for norm in map(as_norm, _head_norms(module)) if norm is not None]
         """Of heads of queries and of keys; none in most models."""
-        self.rotation = native.Rotation(
+        self._level = kernel.level
+        self.rotation = kernel.native.Rotation(
             heads=self.shape.heads,
             kv_heads=self.shape.kv_heads,
             size=self._head,
             cos_sin=self.cos_sin.data_ptr(),
+            positions=self.cos_sin.shape[0],
             rotated=self.cos_sin.shape[1],
             query_norm=self.norms[0].native if self.norms else None,
             key_norm=self.norms[1].native if self.norms else None,
@@ -109,7 +110,7 @@ class Attention:
 
         """
         tokens, stride = len(stacked), stacked.stride(0)
-        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens)
+        self.rotation.run(stacked.data_ptr(), stride, positions.data_ptr(), tokens, self._level)
         queries, keys, values = stacked.split(self._sizes, dim=-1)
         metadata, attention, cache, slots = get_attention_context(self.name)
         if metadata is None:
@@ -416,7 +417,7 @@ def _layer(
     stacked, output, gate_up, down = (linears[one] for one in own)
     return Layer(
         Beginning(input_norm, stacked),
-        Attention(attention, kernel.native),
+        Attention(attention, kernel),
         Parts(output, norm, gate_up, down),
     )
 

@@ -31,6 +31,7 @@ from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.kv_transfer import KvReturns, KvUploads, Span, spans_of
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.planning.prefill_memory import attention_bytes
+from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.decoder_layers import Attention, Layer
@@ -108,6 +109,7 @@ class AttentionMemory:
                 "of thousands of tokens take several times as long. Lower gpu.memory_utilization "
                 "or --max-num-batched-tokens."
             ) from None
+        self.uses_triton = choose_expand(gpu.device) is expand_with_triton
         self._ordering = ThreadPoolExecutor(
             1, thread_name_prefix="GpuLayers", initializer=_begin_thread, initargs=(gpu, cores)
         )
@@ -294,7 +296,7 @@ class _Step:
             for rows in chunks(len(heads)):
                 part[rows] = rms_norm(part[rows], weight, norm.epsilon)
         cos, sin = self._angles(attention.cos_sin)
-        rotate(heads, cos, sin, uses_triton=self._gpu.uses_triton)
+        rotate(heads, cos, sin, uses_triton=self._memory.uses_triton)
 
     def _angles(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[tokens, 1, rotated / 2] of this step, float32; layers have them in common."""

@@ -22,32 +22,29 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.expand_compact import choose_expand, expand_with_triton, upper_bytes
-from ray_hetero.kernels.packed_weights import BLOCK, PackedWeight
 from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, gpu_bytes, piece_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.post_attention import Linear, Norm, Parts
 
 LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
-EXCEPTION_BYTES = 10
-"""Of a weight that compact rows do not hold: its place and its value."""
 CHUNK_TOKENS = 2048
 """Whose norms and gates are computed together."""
 
 
 @dataclass(eq=False)
 class _Piece:
-    """Neighbouring blocks of a packed weight [outputs, inputs]."""
+    """Neighbouring blocks of a weight [outputs, inputs]."""
 
     weight: torch.Tensor
-    """[end - begin, …] of `PackedWeight.data`, in host memory."""
+    """[end - begin, …] of `HostWeight.data`, in host memory."""
     begin: int
     end: int
     inputs: int
-    compact: _Compact | None = None
+    expansion: Expansion
     after: _Piece | None = None
     """The one that was computed with next the last time."""
 
@@ -63,18 +60,6 @@ class _Slot:
     free: Any
     """Event: nothing reads it any more."""
     piece: _Piece | None = None
-
-
-@dataclass(frozen=True)
-class _Compact:
-    """What belongs to a compact piece beside its rows; on the GPU."""
-
-    upper: torch.Tensor
-    """As `upper_bytes` has them."""
-    places: torch.Tensor
-    """Of weights that the rows do not hold, in [end - begin, inputs]."""
-    values: torch.Tensor
-    """Theirs, bf16."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +92,13 @@ class BorrowedGpu:
     def __init__(self, device: torch.device, tokens: int) -> None:
         self._device = device
         self._tokens = tokens
-        self._weights: dict[int, PackedWeight] = {}
+        self._weights: dict[int, HostWeight] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         self._constants: dict[int, _Constant] = {}
         self._ahead: deque[_Slot] = deque()
         self._last: _Piece | None = None
 
-    def add(self, weight: PackedWeight) -> None:
+    def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
         if weight.data.nbytes >= LEAST_BYTES:
             self._weights[weight.data.data_ptr()] = weight
@@ -130,9 +115,7 @@ class BorrowedGpu:
             return Taken(0, 0)
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
         needed = gpu_bytes(outputs, inputs, self._tokens)
-        needed += EXCEPTION_BYTES * sum(
-            weight.compact.outliers_count for weight in weights if weight.compact is not None
-        )
+        needed += sum(weight.gpu_bytes for weight in weights)
         try:
             self._lock_pages()
             self._allocate(outputs, inputs)
@@ -162,7 +145,6 @@ class BorrowedGpu:
         self._module = module
         self._computing, self._copying = module.Stream(), module.Stream()
         self._done = module.Event()
-        self._expand = choose_expand(device)
 
         def memory(elements: int) -> torch.Tensor:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
@@ -185,32 +167,18 @@ class BorrowedGpu:
         is_gpu = self._device.type == "cuda"
         return torch.empty(shape, dtype=torch.bfloat16, device="cpu", pin_memory=is_gpu)
 
-    def _cut(self, weight: PackedWeight) -> Iterator[_Piece]:
+    def _cut(self, weight: HostWeight) -> Iterator[_Piece]:
         outputs, inputs = weight.shape
         step = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
-        native = weight.compact
-        upper = None if native is None else upper_bytes(native.codebook).to(self._device)
         for begin in range(0, outputs, step):
             end = min(begin + step, outputs)
-            compact = None
-            if upper is not None:
-                places, values = native.outliers(begin // BLOCK, end // BLOCK)
-                compact = _Compact(
-                    upper,
-                    torch.from_numpy(places).to(self._device),
-                    torch.from_numpy(values).view(torch.bfloat16).to(self._device),
-                )
-            yield _Piece(weight.data[begin:end], begin, end, inputs, compact)
+            expansion = weight.expansion(begin, end, self._device)
+            yield _Piece(weight.data[begin:end], begin, end, inputs, expansion)
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self._device
-
-    @property
-    def uses_triton(self) -> bool:
-        """Whether kernels of Triton's run there."""
-        return self._expand is expand_with_triton
 
     @property
     def tokens(self) -> int:
@@ -241,7 +209,7 @@ class BorrowedGpu:
 
         Args:
             x: [M, K], bf16, in host memory.
-            packed: `PackedWeight.data` of W [N, K], one that `suits`.
+            packed: `HostWeight.data` of W [N, K], one that `suits`.
             bias: [N], float32.
 
         Returns:
@@ -370,13 +338,7 @@ class BorrowedGpu:
         self._computing.wait_event(slot.ready)
         rows, inputs = piece.end - piece.begin, piece.inputs
         weight = self._unpacked[: rows * inputs]
-        memory = slot.memory[: piece.weight.nbytes]
-        if piece.compact is None:
-            packed = memory.view(torch.bfloat16).view(rows // BLOCK, inputs // 2, BLOCK, 2)
-            weight.view(rows // BLOCK, BLOCK, inputs // 2, 2).copy_(packed.permute(0, 2, 1, 3))
-        else:
-            self._expand(memory, piece.compact.upper, inputs, weight)
-            weight.index_copy_(0, piece.compact.places, piece.compact.values)
+        piece.expansion(slot.memory[: piece.weight.nbytes], weight)
         slot.free.record(self._computing)
         self._read_ahead()
         return weight.view(rows, inputs)

@@ -6,6 +6,7 @@ socket, many by a GPU of the node where the rank may borrow one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -18,10 +19,17 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import streaming_linear
 from ray_hetero.kernels.decoder_layers import fuse
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack
 from ray_hetero.kernels.post_attention import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.log import logger
+from ray_hetero.weight_formats import FORMATS, PackedWeight
+from ray_hetero.weight_formats.base import pack
+
+RELOAD = (
+    "a CPU rank cannot load weights anew: its layers compute with packed copies of those that they "
+    "had at first (linear layers stream). Start a new engine, or set cpu.linear_kernel to vllm."
+)
+"""What a rank answers to `reload_weights`."""
 
 
 class LinearLayers:
@@ -46,13 +54,14 @@ class LinearLayers:
         self._gpu: BorrowedGpu | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
+        self._is_loaded = False
         self._kernel = streaming_linear.choose(config.linear_kernel)
         if config.prefill_on_gpu is True:
             self._check_borrowing(gpu)
         if self._kernel is None:
             return
         self._kernel.prompts = None
-        self._kernel.compact.clear()
+        self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
             self._gpu = BorrowedGpu(gpu, tokens)
         cpu_linear.use_linear(
@@ -75,12 +84,13 @@ class LinearLayers:
     def _packed(self, layer: torch.nn.Module) -> torch.Tensor:
         """What the kernel reads in the place of a layer's weight."""
         assert self._kernel is not None
+        if self._is_loaded:
+            raise UnsupportedError(RELOAD)
         packed = pack(layer.weight.data)
-        weight = PackedWeight(packed)
-        # Without AMX vLLM's kernel computes prompts, from packed weights.
-        if self._config.holds_compact(has_amx=self._kernel.has_amx):
-            weight = made_compact(packed, self._kernel.native)
-            self._kernel.add(weight)
+        kind = FORMATS[self._config.weight_format(has_amx=self._kernel.has_amx)]
+        native = self._kernel.native
+        weight = kind.made(packed, native) or PackedWeight.made(packed, native)
+        self._kernel.add(weight)
         self._bytes += weight.data.nbytes
         self._bytes_before += packed.nbytes
         bias = getattr(layer, "bias", None)
@@ -116,8 +126,11 @@ class LinearLayers:
             fused = fuse(model, self._linears, self._kernel)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
-        compact = len(self._kernel.compact)
-        return f"streaming, {fused} decoder_layers, {compact} compact"
+        self._is_loaded = True
+        cpu_linear.refuse_reload(RELOAD)
+        formats = Counter(weight.name for weight in self._kernel.weights.values())
+        held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
+        return f"streaming, {fused} decoder_layers, {held}"
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

@@ -14,24 +14,24 @@ from typing import Any
 
 import torch
 
-from ray_hetero.kernels.packed_weights import PackedWeight
 from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.weight_formats import HostWeight
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
     """A linear layer."""
 
-    weight: PackedWeight
+    weight: HostWeight
     """W [N, K]."""
     bias: torch.Tensor | None
     """[N], float32."""
 
     @property
-    def native(self) -> tuple[int, int, int, int, Any]:
-        """What the native module takes: addresses, shape, what belongs to a compact weight."""
+    def native(self) -> tuple[int, int, Any]:
+        """What the native module takes: addresses of weight and bias, and the encoding."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        return self.weight.data.data_ptr(), bias, *self.weight.shape, self.weight.compact
+        return self.weight.data.data_ptr(), bias, self.weight.encoding
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ class BetweenAttentions:
             tokens,
             total.data_ptr(),
             result.data_ptr(),
-            self._kernel.has_amx,
+            self._kernel.level,
         )
         return result, total
 

@@ -3,8 +3,8 @@
 vLLM's kernels for CPUs divide a layer by its outputs, each thread a fixed share, and a decode step,
 which reads every weight for a handful of tokens, waits in every layer for the slowest thread.  Here
 threads that have finished take over from others (csrc/kernels/linear.h).  The weights are in the
-layout of vLLM's own packed kernel, which computes many tokens where there is no AMX, so they are
-held once.
+layout of vLLM's own packed kernel, which computes many tokens where there is no AMX and that kernel
+is there, so they are held once.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import functools
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from vllm import _custom_ops as vllm_ops
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.packed_weights import PackedWeight
+from ray_hetero.weight_formats import HostWeight, PackedWeight
 
 try:
     _native: ModuleType | None = importlib.import_module("ray_hetero._streaming_linear")
@@ -32,8 +32,9 @@ Choice = Literal["auto", "streaming", "vllm"]
 
 MULTIPLE = 32
 """Of inputs and outputs, as the packed layout has them."""
-MOST_TOKENS_WITHOUT_AMX = 4
-"""Above, vLLM's packed kernel is faster where there is no AMX; measured, see docs/tuning.md."""
+MOST_TOKENS_BESIDE_VLLMS = 4
+"""Tokens above which vLLM's packed kernel is faster where there is no AMX; measured with
+AVX512-BF16, see docs/tuning.md."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
@@ -49,67 +50,75 @@ class Prompts:
 
 
 class StreamingLinear:
-    """What this process computes linear layers with."""
+    """What this process computes linear layers with.
 
-    def __init__(self, native: ModuleType) -> None:
+    Args:
+        native: the module of the kernels.
+        level: which of its instruction sets; the best that this processor has unless it is given.
+
+    """
+
+    def __init__(self, native: ModuleType, level: Any = None) -> None:
         self.native = native
-        self.has_amx = bool(native.has_amx())
-        self.few_tokens = native.FEW_TOKENS if self.has_amx else MOST_TOKENS_WITHOUT_AMX
-        """Up to which a step does nothing but read weights."""
+        self.level = native.levels()[-1] if level is None else level
+        self.has_amx: bool = self.level.name == "amx"
+        has_vllms = not self.level.has_tiles and hasattr(torch.ops._C, "weight_packed_linear")
+        self.few_tokens: int = MOST_TOKENS_BESIDE_VLLMS if has_vllms else native.FEW_TOKENS
+        """Up to which a step is to do nothing but read weights."""
+        self._most_tokens = self.few_tokens if has_vllms else None
+        """Above, vLLM's packed kernel computes."""
         self.prompts: Prompts | None = None
         """Set once the weights are loaded."""
-        self.compact: dict[int, PackedWeight] = {}
-        """Compact weights by their address, which is all that an operator is given."""
+        self.weights: dict[int, HostWeight] = {}
+        """Known weights by their address, which is all that an operator is given."""
 
-    def add(self, weight: PackedWeight) -> None:
-        """Know a weight that may be compact."""
-        if weight.compact is not None:
-            self.compact[weight.data.data_ptr()] = weight
+    def add(self, weight: HostWeight) -> None:
+        """Know a weight."""
+        self.weights[weight.data.data_ptr()] = weight
 
     def __call__(
-        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """y = x · Wᵀ + bias.
 
         Args:
             x: […, K], bf16.
-            packed: `PackedWeight.data` of W [N, K]; a compact one has to be known.
+            data: `HostWeight.data` of W [N, K]; where W is not known, it is packed.
             bias: [N], float32.
 
         Returns:
             […, N], bf16.
 
         """
-        return self.compute(x, self.compact.get(packed.data_ptr()) or PackedWeight(packed), bias)
+        known = self.weights.get(data.data_ptr())
+        return self.compute(x, known or PackedWeight.made(data, self.native), bias)
 
     def compute(
-        self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: HostWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """The same with a weight that need not be known."""
-        packed = weight.data
         outputs, inputs = weight.shape
         tokens = x.numel() // inputs
         many = self.prompts
-        if many is not None and tokens >= many.from_tokens and many.gpu.suits(packed, tokens):
-            y = many.gpu.linear(x.reshape(tokens, inputs), packed, bias)
+        if many is not None and tokens >= many.from_tokens and many.gpu.suits(weight.data, tokens):
+            y = many.gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
             return y.view(*x.shape[:-1], outputs)
-        if not self.has_amx and tokens > MOST_TOKENS_WITHOUT_AMX:
-            return vllm_ops.weight_packed_linear_cpu(x, weight.packed(), outputs, bias)
+        if self._most_tokens is not None and tokens > self._most_tokens:
+            packed = weight.packed(self.native, self.level)
+            return vllm_ops.weight_packed_linear_cpu(x, packed, outputs, bias)
         rows = x.reshape(tokens, inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
         self.native.linear(
-            rows.data_ptr(),
-            rows.stride(0),
-            packed.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            tokens,
-            outputs,
-            inputs,
-            self.has_amx,
-            weight.compact,
+            x=rows.data_ptr(),
+            stride=rows.stride(0),
+            w=weight.data.data_ptr(),
+            encoding=weight.encoding,
+            bias=0 if bias is None else bias.data_ptr(),
+            y=y.data_ptr(),
+            m=tokens,
+            level=self.level,
         )
         return y
 
@@ -155,7 +164,7 @@ def choose(choice: Choice) -> StreamingLinear | None:
             f"cpu.linear_kernel is 'streaming', but {missing}. "
             "Leave the setting out for vLLM's kernels."
         )
-    if missing or _native is None or (choice == "auto" and not _native.has_amx()):
+    if missing or (choice == "auto" and not _has_amx()):
         return None
     return _registered()
 
@@ -163,11 +172,11 @@ def choose(choice: Choice) -> StreamingLinear | None:
 def _missing() -> str:
     if _native is None:
         return "ray-hetero was installed without a C++ compiler (see `ray-hetero doctor`)"
-    if not _native.has_bf16():
-        return "this processor has no AVX-512-BF16"
-    if not hasattr(torch.ops._C, "convert_weight_packed"):
-        return "this build of vLLM has no packed kernels"
     return ""
+
+
+def _has_amx() -> bool:
+    return _native is not None and any(level.name == "amx" for level in _native.levels())
 
 
 def suits(weight: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from placement.cluster import ray_cluster
 from placement.cluster.layout import Layout
-from ray_hetero.compat import api_server, engine_clients, engine_processes
+from ray_hetero.compat import api_server, engine_clients, engine_environment, engine_processes
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-CHOSEN = "RAY_HETERO_CHOSE_RUNNER"
-"""Set beside it where this package, not the user, has chosen."""
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def prepare(engine_args: EngineArgs) -> EngineSpec:
@@ -72,7 +71,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         api_server.turn_away_while_unhealthy()
     if spec.ray_address is not None:
         # A forked engine would take this process's connection to Ray for its own.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, is_stock=is_stock)
     return spec
 
@@ -89,13 +88,11 @@ def _choose_runner(engine_args: EngineArgs, *, is_stock: bool) -> None:
     """Tell vLLM the model runner and the scheduling that CPU ranks and unequal stages have.
 
     Every process of the engine must agree, and vLLM reads both while it builds the driver's
-    configuration.  Without these the choice is vLLM's own, also after an engine with them.
+    configuration.  Without these the choice is vLLM's own.
     """
     if not is_stock:
-        os.environ |= {RUNNER: "0", CHOSEN: "1"}
+        engine_environment.put(RUNNER, "0")
         engine_args.async_scheduling = False
-    elif os.environ.pop(CHOSEN, None):
-        del os.environ[RUNNER]
 
 
 def _is_surely_stock(config: HeteroConfig) -> bool:

@@ -13,6 +13,7 @@ from placement.plan.part_names import part_called
 from placement.units import GB, GIB
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import RayHeteroError
+from ray_hetero.weight_formats import FORMATS
 
 ASSUMED_HOST_LINK = 25 * GB
 """Bytes per second between a GPU and its host where the part is not in the table: PCIe 4 x16."""
@@ -54,8 +55,6 @@ FUSED = Latency(0.45e-3, 1.5e-3)
 shape on 14 cores beside an H100 (docs/gpu-host/2026-11-22-h100-decode-step.md)."""
 FUSED_MODEL_TYPES = {"llama", "qwen2", "qwen3"}
 """Models whose layers can be, see decoder_layers.py."""
-COMPACT_SHARE = 0.75
-"""12 bits in place of 16, see packed_weights.py."""
 
 
 class UnknownDeviceError(RayHeteroError):
@@ -152,9 +151,9 @@ def _socket_in_stage(
     streams = is_bf16 and _streams(config, host)
     is_fused = streams and can_fuse and config.fuse_layers and len(stage) == 1
     latency = FUSED if is_fused else LATENCIES["cpu", is_eager]
-    is_compact = streams and config.holds_compact(has_amx=_has_amx(host))
+    name = config.weight_format(has_amx=_has_amx(host)) if streams else "packed"
     figures = _with_latency(device.figures, latency)
-    return replace(device, figures=replace(figures, read_share=COMPACT_SHARE if is_compact else 1))
+    return replace(device, figures=replace(figures, read_share=FORMATS[name].read_share))
 
 
 def _with_latency(figures: DeviceFigures, latency: Latency) -> DeviceFigures:

@@ -276,9 +276,9 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         for queue in (self.worker_response_mq, get_tp_group().mq_broadcaster):
             if queue is not None:
                 message_queues.unlink_sockets(queue)
-        self._execute_worker_rpc(first)
+        message_queues.answer(self, first)
         while self.worker.failure is None:
-            self._execute_worker_rpc(self.rpc_broadcast_mq.dequeue(indefinite=True))
+            message_queues.answer(self, self.rpc_broadcast_mq.dequeue(indefinite=True))
         raise self.worker.failure
 
     def _report(self) -> RankReport:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from placement.cluster.layout import Layout
 from placement.units import GIB
+from ray_hetero.compat import parallel_config
 from ray_hetero.errors import AgreementError
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE
 from ray_hetero.runtime.process_state import Place
@@ -19,16 +20,6 @@ from ray_hetero.world import RankSpec, SharedSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-DATA_PARALLEL_FIELDS = (
-    "data_parallel_size",
-    "data_parallel_size_local",
-    "data_parallel_rank",
-    "data_parallel_rank_local",
-    "data_parallel_index",
-    "data_parallel_master_ip",
-    "_coord_store_port",
-)
 
 SHARED_FIELDS = (
     "instance_id",
@@ -90,9 +81,7 @@ def shared_settings(
         enable_prefix_caching=cache.enable_prefix_caching,
         enable_chunked_prefill=driver.scheduler_config.enable_chunked_prefill,
         graph_tokens=graph_tokens,
-        data_parallel=tuple(
-            (name, getattr(driver.parallel_config, name)) for name in DATA_PARALLEL_FIELDS
-        ),
+        data_parallel=parallel_config.read_data_parallel(driver.parallel_config),
     )
 
 
@@ -157,8 +146,7 @@ def _impose(vllm_config: VllmConfig, shared: SharedSettings) -> None:
     vllm_config.scheduler_config.max_num_batched_tokens = shared.max_num_batched_tokens
     vllm_config.scheduler_config.enable_chunked_prefill = shared.enable_chunked_prefill
     vllm_config.cache_config.enable_prefix_caching = shared.enable_prefix_caching
-    for name, value in shared.data_parallel:
-        setattr(vllm_config.parallel_config, name, value)
+    parallel_config.impose_data_parallel(vllm_config.parallel_config, shared.data_parallel)
 
 
 def fingerprint(rank: int, vllm_config: VllmConfig, physical_gpus: Sequence[int]) -> Fingerprint:

@@ -9,12 +9,13 @@ from typing import Any
 
 import psutil
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import set_random_seed
 
+from ray_hetero.compat import warmup
 from ray_hetero.log import logger
 from ray_hetero.planning.world_plan import KV_ROUNDS, KV_SHARE_OF_FREE
 from ray_hetero.runtime.core_binding import lead_from_first_core
@@ -63,20 +64,12 @@ def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
 def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
     if current_platform.is_cuda():
         return int(worker.determine_available_memory())
-    if worker.vllm_config.compilation_config.mode == CompilationMode.NONE:
-        worker.model_runner.profile_run()
-    else:
-        worker.model_runner.warming_up_model()
+    warmup.measure_on_cpu(worker)
     return _kv_budget(worker, context, step)
 
 
 def _forward(worker: Any, context: RankContext, step: Step) -> None:
-    runner = worker.model_runner
-    if step.tokens == runner.max_num_tokens:
-        # Compiles too, unless eager.
-        runner.warming_up_model()
-    else:
-        runner._dummy_run(step.tokens, is_profile=True)
+    warmup.run_forward(worker.model_runner, step.tokens)
 
 
 def _kv_budget(worker: Any, context: RankContext, step: Step) -> int:
@@ -102,35 +95,17 @@ def _kv_budget(worker: Any, context: RankContext, step: Step) -> int:
 
 
 def _sample(worker: Any, context: RankContext, step: Step) -> None:
-    runner = worker.model_runner
-    hidden, last_hidden = runner._dummy_run(
-        num_tokens=step.tokens, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
-    )
-    if runner.is_pooling_model:
-        runner._dummy_pooler_run(hidden)
-    else:
-        runner._dummy_sampler_run(hidden_states=last_hidden)
+    warmup.run_and_sample(worker.model_runner, step.tokens)
 
 
 def _capture(worker: Any, context: RankContext, step: Step) -> None:
-    runner = worker.model_runner
     if not current_platform.is_cuda():
-        # A GPU rank makes a pass in which its kernels are compiled before the one it captures.
-        for _ in range(2):
-            runner._dummy_run(step.tokens, skip_eplb=True)
+        warmup.run_beside_capture(worker.model_runner, step.tokens)
         return
-    (graph,) = (
-        graph
-        for mode, graphs in runner.cudagraph_dispatcher.get_capture_descs()
-        for graph in graphs
-        if mode is CUDAGraphMode.PIECEWISE and graph.num_tokens == step.tokens
-    )
     stream, current = _capture_stream(), torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        runner._warmup_and_capture(
-            graph, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, num_warmups=1
-        )
+        warmup.capture_graph(worker.model_runner, step.tokens)
     current.wait_stream(stream)
 
 

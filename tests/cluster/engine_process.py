@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import ray
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -26,6 +27,10 @@ def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     if batch.get("embeds"):
         found = engine.embed(given, use_tqdm=False)
         return [{"embedding": list(output.outputs.embedding)} for output in found]
+    if batch.get("missing_adapter"):
+        # Every rank fails to read it, and answers so.
+        with pytest.raises(Exception, match=r"add_lora.*fail"):
+            engine.llm_engine.add_lora(LoRARequest("missing", 2, batch["missing_adapter"]))
     adapter = LoRARequest("adapter", 1, batch["adapter"]) if batch.get("adapter") else None
     sampling = SamplingParams(**batch["sampling"])
     outputs = engine.generate(given, sampling, use_tqdm=False, lora_request=adapter)

@@ -90,8 +90,10 @@ def _batches(feature: Feature, adapter: Path) -> list[Json]:
     plain = batch(prompts(), **asked.pop("sampling", {}))
     if "adapter" not in asked:
         return [plain | asked]
-    # With and without: the two must differ, and the second must not see the first.
-    return [plain | {"adapter": str(adapter)}, plain]
+    # With and without: the two must differ, and the second must not see the first.  An adapter that
+    # fails on every rank is the caller's error, and no answer of the next step.
+    missing = plain | {"missing_adapter": str(adapter / "missing")}
+    return [plain | {"adapter": str(adapter)}, plain, missing]
 
 
 def _arguments(path: Path, feature: Feature, *, is_ours: bool) -> Json:

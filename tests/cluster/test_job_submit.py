@@ -30,6 +30,7 @@ from engines import (
     start,
 )
 from leftovers import MARKER, Scene, clean_scene, marked_processes, wait_until
+from quiet import noise
 from ray_cluster import cluster, look
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -213,6 +214,7 @@ def test_without_the_token_one_line_says_what_to_type(stranger: Child, head: Hea
 
 def test_stop_leaves_nothing_and_the_cluster_goes_on(url: str, head: Head, scene: Scene) -> None:
     assert "was stopped" in head.job("stop", JOB)
+    assert noise(head.job("logs", JOB)) == []
     scene.assert_clean()
     found = look(head.scene, head.address)
     assert found == {"free": 2, "all": 2, "groups": [], "answer": 42}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from engines import (
     wait_until_healthy,
 )
 from leftovers import Scene, clean_scene, marked_processes, wait_until
+from quiet import noise
 from ray_cluster import cluster, look
 
 pytestmark = pytest.mark.timeout(600)
@@ -62,6 +64,27 @@ def test_ctrl_c_while_serving(scene: Scene, logs: Path, model: Model) -> None:
         # vLLM's HTTP server stays until its clients have left; the engine does not.
         assert wait_until(lambda: not _ray_processes(scene), STOP_SECONDS)
     server.child.wait(STOP_SECONDS)
+    assert noise(server.child.log) == []
+    scene.assert_clean()
+
+
+def test_a_script_that_ends_looks_normal(
+    scene: Scene, logs: Path, model: Model, stock: Stock
+) -> None:
+    # The script neither shuts its engine down nor drops it.
+    left = {**engine(model("llama", "bf16"), 2), "left": True}
+    (answered,) = run_engines(scene, logs / "ends", [(left, [batch(prompts())])])
+    assert tokens(answered[0]) == stock("llama-bf16")
+    assert noise((logs / "ends" / "log").read_text()) == []
+    scene.assert_clean()
+
+
+def test_sigterm_of_an_idle_server_looks_normal(scene: Scene, logs: Path, model: Model) -> None:
+    server = serve(scene, logs / "sigterm", model("llama", "bf16"), *backend(2))
+    wait_until_healthy(server)
+    server.child.signal(signal.SIGTERM)
+    assert server.child.wait(STOP_SECONDS) == 0, server.child.tail()
+    assert noise(server.child.log) == []
     scene.assert_clean()
 
 

@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from engines import HERE, START_SECONDS, start
 from leftovers import Scene
+from quiet import noise
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -67,6 +68,15 @@ def test_a_dropped_engine_gives_its_devices_to_the_next_one(cells: Cells) -> Non
     assert _shown(restarted)["text/plain"] == "True"
 
 
-def test_nothing_is_left(cells: Cells, scene: Scene) -> None:
+def test_nothing_runs_any_more(cells: Cells) -> None:
     assert _shown(cells["llm.llm_engine.engine_core.shutdown()"])["text/plain"] == "()"
+
+
+def test_both_ends_look_normal(cells: Cells, logs: Path) -> None:
+    shown = "\n".join(_text(outputs) for outputs in cells.values())
+    assert noise(shown) == []
+    assert noise((logs / "notebook").read_text()) == []
+
+
+def test_the_machine_is_as_before(cells: Cells, scene: Scene) -> None:
     scene.assert_clean()

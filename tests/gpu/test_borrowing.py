@@ -12,7 +12,8 @@ from leftovers import Scene
 from token_checks import Answer, Case, asked_for, check, run_cases, write_report
 
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.packed_weights import BLOCK, PackedWeight, made_compact
+from ray_hetero.weight_formats import FORMATS
+from ray_hetero.weight_formats.base import pack
 
 streaming_linear = pytest.importorskip("ray_hetero._streaming_linear")
 
@@ -31,13 +32,6 @@ CASES = [
 ]
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [N, K] in the layout of vLLM's packed kernel."""
-    (outputs, inputs), blocks = weight.shape, weight.shape[0] // BLOCK
-    pairs = weight.view(blocks, BLOCK, inputs // 2, 2).permute(0, 2, 1, 3)
-    return pairs.contiguous().view(outputs, inputs)
-
-
 class _Nothing:
     """What vLLM's CPU worker has in the place of streams and events, for all of its process."""
 
@@ -49,18 +43,17 @@ class _Nothing:
     def __exit__(self, *args: object) -> None: ...
 
 
-@pytest.mark.parametrize("is_compact", [False, True])
-def test_it_computes_what_torch_computes(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_computes_what_torch_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, _Nothing)
     torch.manual_seed(0)
     # The shapes of an 8B model: one, two and four pieces, the last of them smaller or not.
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     weights = [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in shapes]
-    borrowed = [PackedWeight(packed(weight)) for weight in weights]
-    if is_compact:
-        borrowed = [made_compact(weight.data, streaming_linear) for weight in borrowed]
-        assert all(weight.compact is not None for weight in borrowed)
+    found = [FORMATS[name].made(pack(weight), streaming_linear) for weight in weights]
+    borrowed = [weight for weight in found if weight is not None]
+    assert len(borrowed) == len(weights)
     gpu = BorrowedGpu(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)
     for weight in borrowed:
         gpu.add(weight)

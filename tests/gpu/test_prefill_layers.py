@@ -14,10 +14,10 @@ from gpu_host import IS_PRETENDED, needs_gpus
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 pytest.register_assert_rewrite("paged_steps")
 
-from native_module import native, needs_bf16  # noqa: E402
+from native_module import native, needs_native  # noqa: E402
 from paged_steps import Steps  # noqa: E402
 
-from ray_hetero.kernels import expand_compact, gpu_prefill  # noqa: E402
+from ray_hetero.kernels import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.gpu_attention import (  # noqa: E402
     Lengths,
     _attend_with_torch,
@@ -25,6 +25,7 @@ from ray_hetero.kernels.gpu_attention import (  # noqa: E402
     put_together,
 )
 from ray_hetero.planning import prefill_memory  # noqa: E402
+from ray_hetero.weight_formats import compact_on_gpu  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")
@@ -93,7 +94,7 @@ def test_attention_in_parts_is_attention_to_all_keys() -> None:
 @pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no kernel of Triton's")
 def test_compact_weights_are_expanded_by_one_kernel_that_gives_what_torch_gives() -> None:
     torch.cuda.set_device(GPU)
-    assert expand_compact.choose_expand(GPU) is expand_compact.expand_with_triton
+    assert compact_on_gpu.choose_expand(GPU) is compact_on_gpu.expand_with_triton
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
@@ -114,11 +115,11 @@ def test_prompts_chunks_and_prefixes(
     steps.check((first, 0, 100), (second, 64, 70), (third, 64, 65))
 
 
-@needs_bf16
+@needs_native
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_requests_decode_beside_prompts(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    isa = "amx" if native is not None and native.has_amx() else "vec"
-    steps = Steps(monkeypatch, native, device=GPU, is_compact=is_compact, isa=isa, layers=3)
+    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
+    steps = Steps(monkeypatch, device=GPU, is_compact=is_compact, isa=isa, layers=3)
     one, other, prompt = (steps.request(tokens) for tokens in (60, 90, 150))
     steps.check((one, 0, 58), (other, 0, 88))
     steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))

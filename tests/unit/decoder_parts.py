@@ -9,8 +9,9 @@ import torch
 from native_module import native
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack
 from ray_hetero.kernels.post_attention import Linear
+from ray_hetero.weight_formats import CompactWeight, PackedWeight
+from ray_hetero.weight_formats.base import pack
 
 HEADS, KV_HEADS, HEAD = 6, 2, 64
 HIDDEN, WIDE = 256, 416
@@ -141,9 +142,10 @@ def model(
 
 def linears(model: Any) -> dict[Any, Linear]:
     def held(matrix: Any) -> Linear:
-        packed = pack(matrix)
-        return Linear(made_compact(packed, native) if len(matrix) == HIDDEN
-                      else PackedWeight(packed), None)  # fmt: skip
+        kind = CompactWeight if len(matrix) == HIDDEN else PackedWeight
+        weight = kind.made(pack(matrix), native)
+        assert weight is not None
+        return Linear(weight, None)
 
     return {module: held(module.matrix) for module in model.modules()
             if isinstance(module, Product)}  # fmt: skip

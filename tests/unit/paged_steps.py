@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 import torch
 from decoder_parts import HEAD, HIDDEN, model
+from native_module import native
 from vllm.v1.attention.backends import cpu_attn
 
 from ray_hetero.kernels import decode_step, decoder_layers
 from ray_hetero.kernels.decoder_layers import DecoderLayers
 from ray_hetero.kernels.gpu_layers import AttentionMemory, shape_of
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack
 from ray_hetero.kernels.post_attention import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.weight_formats import CompactWeight, PackedWeight
+from ray_hetero.weight_formats.base import pack
 
 CPU = torch.device("cpu")
 SCALE = 0.2
@@ -48,19 +50,6 @@ def write_tokens(
     flat[slots[:, None, None] // block, head, block * size + value_at] = values
 
 
-class NoCores:
-    """In the place of the native module: layers whose steps are all the GPU's never call it."""
-
-    FEW_TOKENS = 4
-
-    @staticmethod
-    def has_amx() -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: SimpleNamespace()
-
-
 @dataclass(eq=False)
 class Conversation:
     """A request."""
@@ -75,7 +64,6 @@ class Steps:
 
     Args:
         monkeypatch: replaces vLLM's forward context.
-        native: the module of the kernels; None where the cores compute nothing.
         device: where prompts are computed.
         least: tokens of a step from which they are.
         most: tokens of a step.
@@ -85,7 +73,7 @@ class Steps:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, native: Any = None, *, device: torch.device = CPU,
+        self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
         least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
         is_compact: bool = False, isa: str = "vec", has_memory: bool = True, **parts: Any,
     ) -> None:  # fmt: skip
@@ -117,19 +105,20 @@ class Steps:
             self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
         for module in (decoder_layers, decode_step):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
-        self.made = self._made(native, device, least, most, is_compact, has_memory)
+        self.made = self._made(device, least, most, is_compact, has_memory)
         self._free = torch.randperm(blocks - 1).add(1).tolist()
 
     def _made(
-        self, native: Any, device: torch.device, least: int, most: int, is_compact: bool,
+        self, device: torch.device, least: int, most: int, is_compact: bool,
         has_memory: bool,
     ) -> DecoderLayers:  # fmt: skip
-        kernel = StreamingLinear(native or NoCores())
+        kernel = StreamingLinear(native)
         linears, gpu = {}, BorrowedGpu(device, most)
         for module in self.decoder.modules():
             if hasattr(module, "matrix"):
-                packed = pack(module.matrix)
-                held = made_compact(packed, native) if is_compact else PackedWeight(packed)
+                kind = CompactWeight if is_compact else PackedWeight
+                held = kind.made(pack(module.matrix), native)
+                assert held is not None
                 linears[module] = Linear(held, None)
                 gpu.add(held)
         gpu.take()

@@ -9,29 +9,43 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import os
+import pickle
+import re
 import signal
+import sys
+from collections import deque
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 from ray.util.tracing.tracing_helper import _inject_tracing_into_class
-from vllm.config import ModelConfig
+from vllm import envs
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import vllm as vllm_config_module
+from vllm.distributed import parallel_state
+from vllm.distributed import utils as distributed_utils
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.model_executor import layers
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
 from vllm.v1.engine.utils import CoreEngineProcManager
-from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -44,6 +58,7 @@ from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.compat import (
     engine_args,
     engine_clients,
+    engine_environment,
     engine_processes,
     message_queues,
     patching,
@@ -62,6 +77,10 @@ from ray_hetero.worker.rank_config import (
     shared_settings,
 )
 from ray_hetero.world import SharedSettings
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import write_upgrading_page as upgrading
 
 PACKAGE = Path(plugin.__file__).parent
 
@@ -134,18 +153,31 @@ def test_every_name_that_is_imported_exists(where: str, module: str, name: str) 
     assert hasattr(importlib.import_module(module), name), f"{where}.py imports it"
 
 
-PRIVATE: list[tuple[str, type, str]] = [
-    ("worker/warmup_actions", CPUModelRunner, "profile_run"),
-    ("worker/warmup_actions", CPUModelRunner, "warming_up_model"),
-    ("worker/warmup_actions", GPUModelRunner, "_dummy_run"),
-    ("worker/warmup_actions", GPUModelRunner, "_dummy_sampler_run"),
-    ("worker/warmup_actions", GPUModelRunner, "_dummy_pooler_run"),
+PRIVATE: list[tuple[str, Any, str]] = [
+    ("compat/cpu_linear", GPUModelRunner, "reload_weights"),
+    ("compat/warmup", CPUModelRunner, "profile_run"),
+    ("compat/warmup", CPUModelRunner, "warming_up_model"),
+    ("compat/warmup", GPUModelRunner, "_dummy_run"),
+    ("compat/warmup", GPUModelRunner, "_dummy_sampler_run"),
+    ("compat/warmup", GPUModelRunner, "_dummy_pooler_run"),
+    ("compat/warmup", GPUModelRunner, "_warmup_and_capture"),
+    ("compat/warmup", CudagraphDispatcher, "get_capture_descs"),
     ("worker/warmup_actions", CPUWorker, "compile_or_warm_up_model"),
     ("worker/warmup_actions", CPUWorker, "determine_available_memory"),
     ("worker/warmup_actions", CPUWorker, "get_kv_cache_spec"),
     ("compat/cpu_worker", CPUWorker, "init_device"),
     ("compat/model_runner", GPUModelRunner, "_sample"),
+    ("compat/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
     ("compat/engine_args", EngineArgs, "create_engine_config"),
+    ("compat/engine_args", VllmConfig, "max_concurrent_batches"),
+    ("compat/engine_args", VllmConfig, "use_v2_model_runner"),
+    ("compat/engine_environment", envs, "disable_envs_cache"),
+    ("compat/engine_environment", envs, "enable_envs_cache"),
+    ("compat/engine_environment", envs, "_is_envs_cache_enabled"),
+    ("compat/parallel_config", ParallelConfig, "_coord_store_port"),
+    ("compat/parallel_state", parallel_state, "GroupCoordinator"),
+    ("compat/parallel_state", Platform, "dist_backend"),
+    ("compat/cpu_linear", layers.utils, "dispatch_cpu_unquantized_gemm"),
     ("compat/engine_clients", EngineCoreClient, "make_client"),
     ("compat/engine_clients", EngineCoreClient, "make_async_mp_client"),
     ("compat/engine_clients", MPClient, "shutdown"),
@@ -155,47 +187,65 @@ PRIVATE: list[tuple[str, type, str]] = [
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
     ("compat/api_server", GenerateBaseServing, "_raise_if_error"),
-    ("executor/recovery", EngineCoreProc, "_send_error_outputs_to_client"),
-    ("executor/recovery", Scheduler, "finish_requests"),
-    ("executor/recovery", Scheduler, "reset_prefix_cache"),
-    ("executor/recovery", Scheduler, "reset_encoder_cache"),
+    ("compat/engine_core", EngineCoreProc, "_send_error_outputs_to_client"),
+    ("compat/engine_core", Scheduler, "finish_requests"),
+    ("compat/engine_core", Scheduler, "reset_prefix_cache"),
+    ("compat/engine_core", Scheduler, "reset_encoder_cache"),
+    ("compat/message_queues", WorkerProc, "_execute_worker_rpc"),
+    ("compat/message_queues", WorkerProc, "handle_output"),
+    ("compat/message_queues", WorkerProc, "enqueue_output"),
     ("worker/rank_actor", RankActor, "worker_busy_loop"),
-    ("worker/rank_actor", RankActor, "_execute_worker_rpc"),
     ("worker/rank_actor", RankActor, "create_dist_init_method"),
     ("worker/rank_actor", RankActor, "get_node_and_physical_gpu_ids"),
     ("worker/rank_actor", RankActor, "wait_for_init"),
+    ("compat/engine_processes", engine_utils, "wait_for_engine_startup"),
+    ("compat/kv_cache", kv_cache_utils, "get_kv_cache_config_from_groups"),
+    ("compat/kv_cache", kv_cache_utils, "_pool_bytes_per_block"),
     ("compat/model_config", ModelConfig, "get_layers_start_end_indices"),
+    ("compat/model_config", distributed_utils, "get_pp_indices"),
+    ("compat/parallel_state", parallel_state, "initialize_model_parallel"),
+    ("compat/parallel_state", parallel_state, "init_model_parallel_group"),
+    *(
+        ("compat/parallel_state", parallel_state, f"_{name}")
+        for name in ("TP", "ETP", "DCP", "PCP", "PP", "DP", "EP")
+    ),
     ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
 ]
+"""Names of vLLM's that are not meant for others: where they are touched, of what they are."""
 
 
 @pytest.mark.parametrize(("where", "owner", "name"), PRIVATE)
-def test_private_methods_exist(where: str, owner: type, name: str) -> None:
-    assert callable(getattr(owner, name, None)), f"{where}.py calls it"
+def test_private_names_exist(where: str, owner: Any, name: str) -> None:
+    fields = getattr(owner, "__dataclass_fields__", {})
+    annotated = (vars(base).get("__annotations__", {}) for base in getattr(owner, "__mro__", ()))
+    is_there = hasattr(owner, name) or name in fields or any(name in one for one in annotated)
+    assert is_there, f"{where}.py uses it"
 
 
 ASSIGNED: list[tuple[str, type, str]] = [
-    ("worker/warmup_actions", GPUModelRunner, "self.max_num_tokens = "),
-    ("worker/warmup_actions", GPUModelRunner, "self.is_pooling_model = "),
-    ("worker/warmup_actions", GPUModelRunner, "self.model_config = "),
-    ("worker/warmup_actions", GPUModelRunner, "self.device = "),
-    ("compat/message_queues", MessageQueue, "self.buffer = "),
-    ("compat/message_queues", ShmRingBuffer, "self.is_creator = "),
-    ("compat/message_queues", ShmRingBuffer, "self.shared_memory = "),
-    ("compat/message_queues", CpuCommunicator, "self.dist_module = "),
-    ("compat/api_server", AsyncMPClient, "self._engine_status = "),
-    ("compat/engine_core", EngineCoreProc, "self.enable_fault_tolerance = "),
-    ("compat/engine_core", EngineCoreProc, "self.ft_sentinel = "),
-    ("executor/recovery", EngineCoreProc, "self.input_queue = "),
-    ("executor/recovery", EngineCoreProc, "self.output_queue = "),
-    ("executor/recovery", EngineCoreProc, "self.addresses = "),
-    ("executor/recovery", EngineCore, "self.batch_queue = "),
+    ("compat/warmup", GPUModelRunner, "max_num_tokens"),
+    ("compat/warmup", GPUModelRunner, "is_pooling_model"),
+    ("compat/warmup", GPUModelRunner, "cudagraph_dispatcher"),
+    ("worker/warmup_actions", GPUModelRunner, "model_config"),
+    ("worker/warmup_actions", GPUModelRunner, "device"),
+    ("compat/message_queues", MessageQueue, "buffer"),
+    ("compat/message_queues", MessageQueue, "handle"),
+    ("compat/message_queues", ShmRingBuffer, "is_creator"),
+    ("compat/message_queues", ShmRingBuffer, "shared_memory"),
+    ("compat/message_queues", CpuCommunicator, "dist_module"),
+    ("compat/api_server", AsyncMPClient, "_engine_status"),
+    ("compat/engine_clients", MPClient, "resources"),
+    ("compat/engine_core", EngineCoreProc, "enable_fault_tolerance"),
+    ("compat/engine_core", EngineCoreProc, "ft_sentinel"),
+    ("compat/engine_core", EngineCoreProc, "input_queue"),
+    ("compat/engine_core", EngineCoreProc, "output_queue"),
+    ("compat/engine_core", EngineCoreProc, "addresses"),
+    ("compat/engine_core", EngineCore, "batch_queue"),
 ]
 
 
-@pytest.mark.parametrize(("where", "owner", "text"), ASSIGNED)
-def test_private_attributes_are_assigned(where: str, owner: type, text: str) -> None:
-    named = text.removesuffix(" = ")
+@pytest.mark.parametrize(("where", "owner", "name"), ASSIGNED)
+def test_private_attributes_are_assigned(where: str, owner: type, name: str) -> None:
     assigned = {
         ast.unparse(target)
         for found in ast.walk(ast.parse(inspect.getsource(owner)))
@@ -204,21 +254,118 @@ def test_private_attributes_are_assigned(where: str, owner: type, text: str) -> 
             else [found.target] if isinstance(found, ast.AnnAssign) else []
         )
     }  # fmt: skip
-    assert named in assigned, f"{where}.py reads it"
+    assert f"self.{name}" in assigned, f"{where}.py reads it"
+
+
+def test_everything_that_the_patches_name_is_held_here() -> None:
+    held = {f"{owner.__name__.split('.')[-1]}.{name}" for _, owner, name in (*PRIVATE, *ASSIGNED)}
+    named = {
+        found.removeprefix("layers.")
+        for touched in upgrading.touched()
+        for text in (touched.replaces, touched.uses)
+        for found in re.findall(r"`((?:\w+\.)+\w+)`", text)
+        if not found.startswith("vllm.")
+    }
+    assert len(named) > 30
+    assert named - held == set()
+
+
+KNOWN = {name for _, _, name in (*PRIVATE, *ASSIGNED) if name.startswith("_")}
+PLAIN = {"torch", "os"}
+"""Modules whose names with an underscore are documented."""
+
+
+def _private_uses(path: Path, own: set[str]) -> Iterator[str]:
+    """Where a module touches a name with an underscore that this package has not made."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm":
+            yield from (alias.name for alias in node.names if alias.name.startswith("_"))
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
+            if ast.unparse(node.value).split(".")[0] not in PLAIN:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and node.value in KNOWN - own:
+            # For getattr and the like.
+            yield node.value
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _made_here(paths: list[Path]) -> set[str]:
+    made = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                made.add(node.name)
+            elif isinstance(node, ast.AnnAssign):
+                made.add(ast.unparse(node.target).split(".")[-1])
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                made.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+            elif isinstance(node, ast.alias):
+                made.add(node.asname or node.name)
+    return made
+
+
+def test_only_compat_touches_private_names_of_vllm() -> None:
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "compat"]
+    own = _made_here(paths)
+    # What a class inherits from vLLM is held by name above.
+    inherited = {f"self.{name}" for _, owner, name in PRIVATE if owner in OVERRIDES}
+    found = {
+        f"{path.relative_to(PACKAGE)}: {use}"
+        for path in paths
+        for use in _private_uses(path, own)
+        if use not in inherited
+    }
+    assert found == set()
+
+
+def test_the_search_for_private_names_finds_them(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        "from vllm import _custom_ops\n"
+        "def run(runner, name='_coord_store_port', other='_suffix'):\n"
+        "    runner._dummy_run(1)\n"
+        "    return torch.ops._C, self._own, runner.public\n"
+    )
+    found = set(_private_uses(module, own={"_own"}))
+    assert found == {"_custom_ops", "runner._dummy_run", "_coord_store_port"}
 
 
 def test_a_call_of_the_ranks_says_the_same_as_vllms() -> None:
-    asked = inspect.getsource(MultiprocExecutor.collective_rpc)
-    assert "rpc_broadcast_mq.enqueue((send_method, args, kwargs, output_rank))" in asked
-    assert "status, result = mq.dequeue(" in asked
-    assert "aggregate(outputs, output_rank=rank)" in asked
-    assert list(inspect.signature(FutureWrapper).parameters)[:2] == [
-        "futures_queue",
-        "get_response",
+    """What `rpc.py` sends and takes itself is what vLLM's executor sends and takes."""
+    asked: list[Any] = []
+    success = WorkerProc.ResponseStatus.SUCCESS
+    theirs: Any = MultiprocExecutor.__new__(MultiprocExecutor)
+    theirs.is_failed, theirs.futures_queue = False, deque()
+    theirs.rpc_broadcast_mq = SimpleNamespace(enqueue=asked.append)
+    theirs.response_mqs = [
+        SimpleNamespace(dequeue=lambda timeout, rank=rank: (success, rank)) for rank in range(2)
     ]
-    taken = inspect.getsource(WorkerProc._execute_worker_rpc)
-    assert "method, args, kwargs, output_rank = rpc_request" in taken
-    assert "cloudpickle.loads(method)" in taken
+    assert theirs.collective_rpc("check", args=(1,), kwargs={"two": 2}) == [0, 1]
+    assert theirs.collective_rpc("check", unique_reply_rank=1) == 1
+    assert asked == [("check", (1,), {"two": 2}, None), ("check", (), {}, 1)]
+    adding = SimpleNamespace(aggregate=lambda outputs, output_rank: (sum(outputs), output_rank))
+    found = theirs.collective_rpc("check", unique_reply_rank=1, kv_output_aggregator=adding)
+    assert found == (1, 1)
+    theirs.collective_rpc(len)
+    assert cloudpickle.loads(asked[-1][0]) is len
+    theirs.response_mqs[0].dequeue = lambda timeout: (WorkerProc.ResponseStatus.FAILURE, "why")
+    with pytest.raises(RuntimeError, match="why"):
+        theirs.collective_rpc("check")
+
+
+def test_a_rank_takes_a_call_as_it_is_sent() -> None:
+    rank: Any = WorkerProc.__new__(WorkerProc)
+    answers: list[Any] = []
+    rank.rank, rank.worker = 1, SimpleNamespace(double=lambda number, more=0: 2 * number + more)
+    rank.handle_output = answers.append
+    message_queues.answer(rank, ("double", (3,), {"more": 1}, None))
+    message_queues.answer(rank, ("double", (3,), {}, 0))
+    message_queues.answer(rank, (cloudpickle.dumps(lambda worker: worker.double(5)), (), {}, 1))
+    assert answers == [7, 10]
 
 
 def test_a_seed_takes_the_number_of_the_engine() -> None:
@@ -265,9 +412,9 @@ def test_answers_do_not_pass_through_rays_tracing() -> None:
     process.rank, process.use_async_scheduling = 0, False
     process.worker = SimpleNamespace(check_health=lambda: "well")
     process.worker_response_mq = SimpleNamespace(enqueue=enqueue)
-    process._execute_worker_rpc(("check_health", (), {}, None))
+    message_queues.answer(process, ("check_health", (), {}, None))
     message_queues.answer_untraced(process)
-    process._execute_worker_rpc(("check_health", (), {}, None))
+    message_queues.answer(process, ("check_health", (), {}, None))
     traced, untraced = frames
     assert traced.count("_resume_span") == 3
     assert "_resume_span" not in untraced
@@ -388,6 +535,93 @@ def test_the_backends_name_becomes_a_class_and_the_arguments_travel(arguments: E
     assert spec.ray_address is None
     # What the ranks build theirs from is what the user wrote.
     assert spec.engine_args.distributed_executor_backend == "ray_hetero"
+
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@pytest.fixture
+def has_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which vLLM takes its second model runner where nobody says otherwise."""
+    monkeypatch.setattr(vllm_config_module, "HAS_TRITON", True)
+
+
+def test_an_engine_after_one_of_ours_has_the_model_runner_that_it_would_have_had(
+    arguments: EngineArgs, has_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUNNER, raising=False)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
+    stock = EngineArgs(model=arguments.model, max_model_len=128)
+    assert stock.create_engine_config().use_v2_model_runner
+    arguments.distributed_executor_backend = "ray_hetero"
+    ours = arguments.create_engine_config()
+    # Until the engine's processes have inherited it.
+    assert os.environ[RUNNER] == "0"
+
+    class Client:
+        def __init__(self) -> None:
+            self.inherited = os.environ.get(RUNNER)
+
+    for make in ("make_client", "make_async_mp_client"):
+        monkeypatch.setattr(EngineCoreClient, make, staticmethod(Client))
+    monkeypatch.setattr(engine_clients.atexit, "register", lambda *call: None)
+    engine_clients.end_engines_at_exit(lambda pid, number: None)
+    assert EngineCoreClient.make_client().inherited == "0"
+    assert RUNNER not in os.environ
+    # The front end of the first engine still asks, and must hear the same.
+    assert not ours.use_v2_model_runner
+    assert not pickle.loads(pickle.dumps(ours)).use_v2_model_runner  # noqa: S301
+    assert stock.create_engine_config().use_v2_model_runner
+
+
+def test_an_engine_that_was_configured_only_leaves_nothing(
+    arguments: EngineArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUNNER, raising=False)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
+    arguments.distributed_executor_backend = "ray_hetero"
+    arguments.create_engine_config()
+    assert os.environ[RUNNER] == "0"
+    EngineArgs(model=arguments.model, max_model_len=128).create_engine_config()
+    assert RUNNER not in os.environ
+
+
+def test_a_variable_of_the_users_gets_its_value_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.delenv(RUNNER, raising=False)
+    for value in ("spawn", "forkserver"):
+        engine_environment.put("VLLM_WORKER_MULTIPROC_METHOD", value)
+    engine_environment.put(RUNNER, "0")
+    engine_environment.take_back()
+    engine_environment.take_back()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert RUNNER not in os.environ
+
+
+def test_a_preparation_that_fails_leaves_nothing(
+    arguments: EngineArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUNNER, raising=False)
+    engine_args.teach_backend_name(plugin.is_ours, plugin.prepare)
+    arguments.distributed_executor_backend = "ray_hetero"
+    arguments.max_model_len = 1 << 30
+    with pytest.raises(ValueError, match="max_model_len"):
+        arguments.create_engine_config()
+    assert RUNNER not in os.environ
+
+
+def test_what_vllm_remembers_of_the_environment_is_taken_back_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(RUNNER, raising=False)
+    engine_environment.put(RUNNER, "0")
+    envs.enable_envs_cache()
+    try:
+        assert envs.VLLM_USE_V2_MODEL_RUNNER is False
+        engine_environment.take_back()
+        assert envs.VLLM_USE_V2_MODEL_RUNNER is None
+    finally:
+        envs.disable_envs_cache()
 
 
 def test_other_backends_are_left_alone(model: Path) -> None:

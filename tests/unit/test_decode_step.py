@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from decoder_parts import HEAD, HIDDEN, POSITIONS, linears, model  # noqa: E402
-from native_module import native, needs_bf16  # noqa: E402
+from native_module import LEVELS, native, needs_native  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
@@ -21,9 +21,11 @@ from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
-pytestmark = needs_bf16
+pytestmark = needs_native
 
 LAYERS = 2
+HAS_TILES = hasattr(torch.ops._C, "weight_packed_linear")
+"""Whether this build of vLLM lays keys and values out for AMX; those for AVX2 do not."""
 CLOSE = {"rtol": 2**-5, "atol": 2**-4}
 
 
@@ -73,9 +75,10 @@ class Requests:
     def layers(self) -> list[Any]:
         return list(self.decoder.layers)[1:-1]
 
-    def made(self) -> DecoderLayers:
+    def made(self, level: str = LEVELS[-1] if LEVELS else "") -> DecoderLayers:
         given = linears(self.decoder)
-        kernel = StreamingLinear(native)
+        kernel = StreamingLinear(native, native.level(level))
+        kernel.few_tokens = native.FEW_TOKENS
         layers = [decoder_layers._layer(layer, given, kernel) for layer in self.layers]
         return DecoderLayers([layer for layer in layers if layer is not None], kernel)
 
@@ -84,6 +87,14 @@ class Requests:
         cache = torch.zeros(self.shape, dtype=torch.bfloat16)
         blocks, kv_heads, block, _ = self.shape
         keys, values = cache.view(blocks, kv_heads, 2 * block, HEAD).chunk(2, dim=2)
+        if isa == "amx" and not HAS_TILES:
+            by_block = [
+                x.view(blocks, block, kv_heads, HEAD).transpose(1, 2)
+                for x in (self.keys[layer], self.values[layer])
+            ]
+            keys.copy_(as_tiles(*by_block)[0].view_as(keys))
+            values.copy_(as_tiles(*by_block)[1].view_as(values))
+            return cache
         slots = torch.arange(blocks * block)
         ops.cpu_attn_reshape_and_cache(
             self.keys[layer], self.values[layer], keys, values, slots, isa
@@ -116,8 +127,11 @@ class Requests:
         return torch.randn(len(self.lengths), HIDDEN).bfloat16(), residual
 
 
-def expect_the_same(requests: Requests, *, isa: str = "vec", is_first: bool = True) -> None:
-    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=is_first)
+def expect_the_same(
+    requests: Requests, *, isa: str = "vec", is_first: bool = True,
+    level: str = LEVELS[-1] if LEVELS else "",
+) -> None:  # fmt: skip
+    layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=is_first)
     theirs = requests.begin("vec")
     expected = layers._layer_by_layer(requests.positions, hidden, residual)
     ours = requests.begin(isa)
@@ -133,6 +147,14 @@ def expect_the_same(requests: Requests, *, isa: str = "vec", is_first: bool = Tr
         torch.testing.assert_close(
             unpacked(mine, isa).float(), unpacked(vllms, "vec").float(), **CLOSE
         )
+
+
+def as_tiles(keys: Any, values: Any) -> tuple[Any, Any]:
+    """Keys and values [blocks, heads, tokens, size] as they lie in blocks for AMX."""
+    blocks, heads, block, size = keys.shape
+    keys = keys.reshape(blocks, heads, block // 16, 16, size // 2, 2).permute(0, 1, 2, 4, 3, 5)
+    values = values.reshape(blocks, heads, block // 2, 2, size // 16, 16).permute(0, 1, 4, 2, 5, 3)
+    return keys.contiguous(), values.contiguous()
 
 
 def unpacked(cache: Any, isa: str) -> Any:
@@ -159,6 +181,15 @@ def test_a_step_is_what_layers_are_one_by_one(
     lengths: list[int], block: int, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect_the_same(Requests(monkeypatch, lengths, block=block), isa=isa)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("lengths", [[33], [300, 1, 64, 512, *range(120, 136)]], ids=str)
+def test_so_it_is_at_each_level(
+    lengths: list[int], isa: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_the_same(Requests(monkeypatch, lengths), isa=isa, level=level)
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
@@ -195,6 +226,71 @@ def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) 
         torch.set_num_threads(before)
     for one in found[1:]:
         assert all(map(torch.equal, found[0], one))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("lengths", [[1, 31, 33], [96, 130, 17, 2]], ids=str)
+def test_what_others_have_left_in_a_block_does_not_matter(
+    lengths: list[int], isa: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(monkeypatch, lengths)
+    layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=True)
+    assert layers._decode_step is not None
+    found = []
+    for left in (0.0, float("nan"), float("inf")):
+        # All but what the requests have written before.
+        slots = torch.ones(requests.blocks.numel() * 32, dtype=torch.bool)
+        for blocks, length in zip(requests.blocks, lengths, strict=True):
+            at = torch.arange(length - 1)
+            slots[blocks.long()[at // 32] * 32 + at % 32] = False
+        requests.keys[:, slots], requests.values[:, slots] = left, left
+        requests.begin(isa)
+        found.append(layers._decode_step(requests.positions, hidden, residual))
+        assert found[-1] is not None
+        assert all(bool(one.isfinite().all()) for one in found[-1])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [0, 41]}, "a length from 1 to 64, got 0 for request 0"),
+        ({"lengths": [40, 65]}, "a length from 1 to 64, got 65 for request 1"),
+        ({"slots": [3, 128]}, "a slot below 128, got 128 for request 1"),
+        ({"blocks": [[0, 1], [2, 4]]}, "a block from 0 on, below 4, got 4 for request 1"),
+        ({"blocks": [[-1, 1], [2, 3]]}, "a block from 0 on, below 4, got -1 for request 0"),
+    ],
+)
+def test_what_is_not_in_the_cache_is_refused(change: dict[str, Any], message: str) -> None:
+    given = {"lengths": [40, 41], "slots": [3, -1], "blocks": [[0, 1], [2, 3]]} | change
+    lengths, blocks = (torch.tensor(given[name]).int() for name in ("lengths", "blocks"))
+    slots, positions = torch.tensor(given["slots"]), torch.tensor([39, 40])
+    with pytest.raises(ValueError, match=message):
+        native.Requests(
+            m=2, positions=positions.data_ptr(), slots=slots.data_ptr(),
+            lengths=lengths.data_ptr(), blocks=blocks.data_ptr(), most_blocks=2, block=32,
+            cache_blocks=4, tiles=False,
+        )  # fmt: skip
+
+
+def test_a_block_that_is_not_needed_may_be_any() -> None:
+    lengths, blocks = torch.tensor([32]).int(), torch.tensor([[0, -1]]).int()
+    one = torch.zeros(1).long()
+    assert native.Requests(
+        m=1, positions=one.data_ptr(), slots=one.data_ptr(), lengths=lengths.data_ptr(),
+        blocks=blocks.data_ptr(), most_blocks=2, block=32, cache_blocks=1, tiles=False,
+    )  # fmt: skip
+
+
+def test_a_position_that_no_angle_is_known_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [40])
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
+    requests.begin("vec")
+    assert layers._decode_step is not None
+    with pytest.raises(ValueError, match=f"below {POSITIONS}, got {POSITIONS} for request 0"):
+        layers._decode_step(torch.tensor([POSITIONS]), hidden, residual)
 
 
 def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +359,7 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="at least one layer"):
         native.DecoderLayers(first=beginning, layers=[])
     some = SimpleNamespace(m=1, positions=0, slots=0, lengths=0, blocks=0, most_blocks=1, block=32,
-                           tiles=False)  # fmt: skip
+                           cache_blocks=1, tiles=False)  # fmt: skip
     for change, message in (({"m": 33}, "1 to 32 requests"), ({"block": 16}, "multiples of 32")):
         with pytest.raises(ValueError, match=message):
             native.Requests(**(vars(some) | change))

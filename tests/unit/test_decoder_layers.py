@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from decoder_parts import HEAD, HIDDEN, attention, linears, model  # noqa: E402
-from native_module import native, needs_bf16  # noqa: E402
+from native_module import native, needs_native  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -109,7 +109,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     del decoder_layers._runs[before:]
 
 
-@needs_bf16
+@needs_native
 @pytest.mark.parametrize("rotated", [HEAD, HEAD // 2])
 @pytest.mark.parametrize("tokens", [1, 5, 33])
 @pytest.mark.parametrize("cls", classes(decoder_layers.ATTENTIONS), ids=by_name)
@@ -121,12 +121,12 @@ def test_an_attention_computes_what_vllms_does(
     contexts["layers.0"] = "metadata", module.attn, "cache", "slots"
     hidden, positions = torch.randn(tokens, HIDDEN).bfloat16(), torch.randint(64, (tokens,))
     expected = cls.forward(module, positions=positions, hidden_states=hidden)
-    found = Attention(module, native)(positions, module.qkv_proj(hidden)[0])
+    found = Attention(module, StreamingLinear(native))(positions, module.qkv_proj(hidden)[0])
     assert found.is_contiguous()
     torch.testing.assert_close(module.o_proj(found)[0], expected, rtol=2**-6, atol=2**-5)
 
 
-@needs_bf16
+@needs_native
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_layers_are_what_they_were_one_by_one(
@@ -160,7 +160,7 @@ def test_layers_are_what_they_were_one_by_one(
     assert residual is None or torch.equal(residual, kept[1])
 
 
-@needs_bf16
+@needs_native
 def test_a_dummy_run_attends_to_nothing(contexts: dict[str, Any]) -> None:
     decoder = model(1)
     contexts["layers.0"] = None, decoder.layers[1].self_attn.attn, "cache", None
@@ -170,7 +170,7 @@ def test_a_dummy_run_attends_to_nothing(contexts: dict[str, Any]) -> None:
     assert all(bool(one.isfinite().all()) for one in found)
 
 
-@needs_bf16
+@needs_native
 @pytest.mark.parametrize(
     "made",
     [
@@ -228,7 +228,7 @@ def another_norm(decoder: Any, given: dict[Any, Linear]) -> None:
     decoder.layers[2].post_attention_layernorm.variance_size_override = 64
 
 
-@needs_bf16
+@needs_native
 @pytest.mark.parametrize(
     ("change", "fused"),
     [
@@ -248,7 +248,7 @@ def test_a_layer_that_is_different_is_left_alone_and_parts_the_others(
     assert kinds(decoder) == left
 
 
-@needs_bf16
+@needs_native
 def test_the_operator_has_the_shapes_that_it_says(contexts: dict[str, Any]) -> None:
     decoder = model(1)
     contexts["layers.0"] = None, decoder.layers[1].self_attn.attn, "cache", None
@@ -262,8 +262,8 @@ def test_the_operator_has_the_shapes_that_it_says(contexts: dict[str, Any]) -> N
         )
 
 
-@needs_bf16
+@needs_native
 def test_heads_that_are_no_vectors_are_refused() -> None:
     norms = {"query_norm": None, "key_norm": None}
     with pytest.raises(ValueError, match="multiples of 16"):
-        native.Rotation(heads=1, kv_heads=1, size=24, cos_sin=0, rotated=24, **norms)
+        native.Rotation(heads=1, kv_heads=1, size=24, cos_sin=0, positions=1, rotated=24, **norms)

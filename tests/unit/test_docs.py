@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
 import json
-import pkgutil
 import re
 import sys
 from collections.abc import Iterator
@@ -15,15 +12,16 @@ from typing import Any
 
 import pytest
 import yaml
+from test_imports import ROOMS
 
 from placement.plan.described import read_described
-from ray_hetero import compat
 from ray_hetero.cli.main import commands
 from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, HeteroConfig, load_config
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import write_upgrading_page as upgrading  # noqa: E402
 from write_configuration_page import PAGE, keys_of, written  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -148,7 +146,7 @@ def test_every_make_target_that_is_named_exists() -> None:
 def test_every_file_that_is_named_exists() -> None:
     pattern = r"`((?:ray_hetero|placement|csrc|tests|benchmarks|tools|examples|docs)/[\w./-]+)`"
     named = {found for page in PAGES for found in re.findall(pattern, page.read_text("utf-8"))}
-    assert "ray_hetero/compat/vllm_metadata.py" in named
+    assert "ray_hetero/compat/patching.py" in named
     assert {path for path in named if not (ROOT / path).exists()} == set()
 
 
@@ -207,15 +205,40 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code(message: str) -> N
     assert any(pattern.search(template) for template in templates())
 
 
-def test_every_patch_of_vllm_is_on_the_upgrading_page() -> None:
-    patches = {
-        name
-        for module in pkgutil.iter_modules(compat.__path__, "ray_hetero.compat.")
-        for name, function in inspect.getmembers(
-            importlib.import_module(module.name), inspect.isfunction
-        )
-        if function.__module__ == module.name and "Can go when" in (function.__doc__ or "")
-    }
-    page = (DOCS / "upgrading-vllm.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^\| `(\w+)`", page, re.M))
-    assert listed - {"AliasFinder"} == patches
+def test_the_upgrading_page_shows_what_compat_says() -> None:
+    page = upgrading.PAGE.read_text(encoding="utf-8")
+    assert upgrading.written(page) == page, "type: python tools/write_upgrading_page.py"
+
+
+def test_every_patch_says_what_it_replaces_why_and_when_it_can_go() -> None:
+    found = list(upgrading.touched())
+    assert len(found) > 15
+    for one in found:
+        assert bool(one.replaces) == bool(one.why) == bool(one.can_go_when), one.name
+        assert one.replaces or one.uses
+
+
+def test_the_rooms_of_the_architecture_page_are_those_of_the_code() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    for package, rooms in ROOMS.items():
+        _, _, table = page.partition(f"| room of `{package}` |")
+        named = re.findall(r"^\| `(\w+)/` \|", table.partition("\n\n")[0], re.M)
+        assert (*named, "") == rooms
+
+
+def test_a_change_of_the_contributing_page_needs_three_rooms_at_most() -> None:
+    page = (DOCS / "contributing.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("| change | files |\n|---|---|\n")
+    rows = table.partition("\n\n")[0].splitlines()
+    assert len(rows) == 10
+    for row in rows:
+        rooms = set(re.findall(r"`ray_hetero/(\w+)/", row))
+        assert len(rooms) <= 3, row
+        assert rooms <= set(ROOMS["ray_hetero"])
+
+
+def test_the_words_of_the_glossary_are_in_order() -> None:
+    page = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| ([\w -]+) \| \w", page, re.M)[1:]
+    assert len(words) > 30
+    assert words == sorted(words, key=str.lower)

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from decoder_parts import HIDDEN  # noqa: E402
-from native_module import native, needs_bf16  # noqa: E402
+from native_module import needs_native  # noqa: E402
 from paged_steps import CPU, Steps, write_tokens  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -33,6 +33,7 @@ from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import attention_bytes  # noqa: E402
 
 current_platform.import_kernels()
+pytestmark = needs_native
 
 
 @pytest.fixture(autouse=True)
@@ -104,12 +105,11 @@ def test_a_prefix_that_another_request_computes_in_the_same_step(
     assert on_gpu == [107]
 
 
-@needs_bf16
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_requests_decode_beside_prompts(
     is_compact: bool, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
 ) -> None:
-    steps = Steps(monkeypatch, native, is_compact=is_compact)
+    steps = Steps(monkeypatch, is_compact=is_compact)
     one, other, prompt = (steps.request(tokens) for tokens in (60, 90, 150))
     steps.check((one, 0, 58), (other, 0, 88))
     steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
@@ -284,9 +284,9 @@ def test_kernels_give_what_torch_gives() -> None:
     # Triton decides when it is imported whether it interprets.
     code = """
 import torch
-from ray_hetero.kernels import expand_compact
+from ray_hetero.weight_formats import compact_on_gpu
 from ray_hetero.kernels.gpu_rotation import rotate
-assert expand_compact._is_right(torch.device("cpu"))
+assert compact_on_gpu._is_right(torch.device("cpu"))
 for size, half in ((64, 32), (96, 24)):
     rows = torch.randn(3, 7 * size).bfloat16()
     # Queries and keys are followed by values, which stay as they are.

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import native, needs_bf16  # noqa: E402
+from native_module import native, needs_native  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -23,11 +23,13 @@ from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import gpu_prefill, streaming_linear  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu  # noqa: E402
 from ray_hetero.kernels.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import SLOTS, gpu_bytes  # noqa: E402
+from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
+from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 current_platform.import_kernels()
+pytestmark = needs_native
 CPU = torch.device("cpu")
 SHAPES = [(1536, 512), (544, 1024), (4128, 160)]
 
@@ -47,9 +49,9 @@ def borrowed(
     plain: list[torch.Tensor], tokens: int = 64, *, is_compact: bool = False
 ) -> tuple[BorrowedGpu, list[torch.Tensor]]:
     gpu = BorrowedGpu(CPU, tokens)
-    packed = [PackedWeight(pack(weight)) for weight in plain]
-    if is_compact:
-        packed = [made_compact(weight.data, native) for weight in packed]
+    kind = CompactWeight if is_compact else PackedWeight
+    packed = [weight for weight in (kind.made(pack(weight), native) for weight in plain) if weight]
+    assert len(packed) == len(plain)
     for weight in packed:
         gpu.add(weight)
     gpu.take()
@@ -67,7 +69,7 @@ def check(gpu: BorrowedGpu, plain: torch.Tensor, packed: torch.Tensor, tokens: i
         torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize("is_compact", [False, pytest.param(True, marks=needs_bf16)])
+@pytest.mark.parametrize("is_compact", [False, True])
 def test_it_computes_what_torch_computes(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     plain = weights()
@@ -119,8 +121,8 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
 def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
     gpu = BorrowedGpu(CPU, 64)
     small, large = (torch.zeros(n, 512, dtype=torch.bfloat16) for n in (32, 1024))
-    gpu.add(PackedWeight(small))
-    gpu.add(PackedWeight(large))
+    gpu.add(PackedWeight.made(small, native))
+    gpu.add(PackedWeight.made(large, native))
     gpu.take()
     assert not gpu.suits(small, 64)
     assert gpu.suits(large, 64)
@@ -145,7 +147,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, _ = borrowed([])
-    gpu.add(PackedWeight(pack(weights()[0])))
+    gpu.add(PackedWeight.made(pack(weights()[0]), native))
 
     def no_memory(self: BorrowedGpu, outputs: int, inputs: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
@@ -167,7 +169,6 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
         kernel.prompts = None
 
 
-@needs_bf16
 def test_a_ranks_layers_are_computed_where_the_tokens_say(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +198,6 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
     assert borrowed_tokens == [8, 8, 64]
 
 
-@needs_bf16
 def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,7 +219,23 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
         asked.loaded(torch.nn.Module())
 
 
-@needs_bf16
+def test_weights_that_come_anew_are_refused(
+    layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    monkeypatch.setattr(runner, "reload_weights", runner.reload_weights)
+    layers = LinearLayers(CpuConfig(linear_kernel="streaming"), None, 64)
+    again = layer.weight.data.clone()
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    layers.loaded(torch.nn.Module())
+    with pytest.raises(UnsupportedError, match=r"Start a new engine, or set cpu\.linear_kernel"):
+        runner.reload_weights(None, weights_path="other")
+    # Some ways of loading do not pass there.
+    layer.weight = torch.nn.Parameter(again, requires_grad=False)
+    with pytest.raises(UnsupportedError, match="cannot load weights anew"):
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+
 def test_borrowing_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no GPU rank of this engine is on the node"):
         LinearLayers(CpuConfig(linear_kernel="streaming", prefill_on_gpu=True), None, 64)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = {
     "ray_hetero": (
         "cli", "launch", "executor", "worker", "observability", "distributed", "kernels",
-        "planning", "preflight", "runtime", "compat", "",
+        "planning", "weight_formats", "preflight", "runtime", "compat", "",
     ),
     "placement": ("plan", "cluster", "model", "host", ""),
 }  # fmt: skip

@@ -115,7 +115,7 @@ def test_the_watch_of_a_closed_set_ends_nobody() -> None:
     actors.kill(DIED)
     watch = old._watch
     assert watch is not None
-    watch.stop = lambda: None  # type: ignore[method-assign]
+    watch.stop = watch.join = lambda: None  # type: ignore[method-assign]
     old.close()
     new = rank_set(Answers((DONE, "new")), on_failure=told.append)
     slow.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,15 +166,36 @@ def test_vllms_loop_asks_and_goes_on() -> None:
     assert rounds == [1, 0]
 
 
-def test_vllms_engine_makes_the_sentinel_that_it_is_given() -> None:
+QUEUES = ("coordinator_input", "coordinator_output", "frontend_stats_publish_address")
+ADDRESSES = nullcontext(SimpleNamespace(inputs=[], outputs=[], **dict.fromkeys(QUEUES)))
+
+
+class BegunError(Exception):
+    """The engine has come to the threads behind its sentinel."""
+
+
+def test_vllms_engine_makes_the_sentinel_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own constructor, without a model and without the threads behind the sentinel."""
     from vllm.v1.engine import core
 
-    parallel = SimpleNamespace(enable_fault_tolerance=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "EngineCoreSentinel", core.EngineCoreSentinel)
-        config: Any = SimpleNamespace(parallel_config=parallel)
-        engine_core.ask_when_a_step_fails(config, RankRecovery)
-        assert core.EngineCoreSentinel is RankRecovery
-    assert parallel.enable_fault_tolerance
-    # By this name, and only where fault tolerance is on.
-    assert "EngineCoreSentinel" in core.EngineCoreProc.__init__.__wrapped__.__code__.co_names
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise BegunError
+
+    monkeypatch.setattr(core, "EngineCoreSentinel", core.EngineCoreSentinel)
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            enable_fault_tolerance=False,
+            fault_tolerance_config=SimpleNamespace(engine_recovery_timeout_sec=1),
+        )
+    )
+    engine_core.ask_when_a_step_fails(config, RankRecovery)
+    assert core.EngineCoreSentinel is RankRecovery
+    assert config.parallel_config.enable_fault_tolerance
+    monkeypatch.setattr(core.EngineCore, "__init__", lambda *args: None)
+    monkeypatch.setattr(core.EngineCoreProc, "_init_data_parallel", lambda *args: None)
+    monkeypatch.setattr(core.EngineCoreProc, "_perform_handshakes", lambda *args: ADDRESSES)
+    monkeypatch.setattr(core.threading, "Thread", stop)
+    made = core.EngineCoreProc.__new__(core.EngineCoreProc)
+    with pytest.raises(BegunError):
+        made.__init__(config, True, "", type(None), False)  # type: ignore[misc]
+    assert isinstance(made.ft_sentinel, RankRecovery)

@@ -105,16 +105,16 @@ def test_restarts_need_an_engine_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, args = HeteroConfig(max_restarts=2), EngineArgs(model=str(tmp_path))
-    refuse_unsupported(args, config, has_cpu=True)
+    refuse_unsupported(args, config, is_stock=False)
     args.data_parallel_size = 2
-    refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+    refuse_unsupported(args, HeteroConfig(), is_stock=False)
     said = r"^max_restarts beside --data-parallel-size 2 does not work .* step together\. Leave one"
     with pytest.raises(UnsupportedError, match=said):
-        refuse_unsupported(args, config, has_cpu=True)
+        refuse_unsupported(args, config, is_stock=False)
     args.data_parallel_size = 1
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with pytest.raises(UnsupportedError, match=r"MULTIPROCESSING=0 .* of its own\. Unset"):
-        refuse_unsupported(args, config, has_cpu=True)
+        refuse_unsupported(args, config, is_stock=False)
 
 
 def test_the_page_shows_the_tables() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,29 +12,29 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import native, needs_bf16  # noqa: E402
+from native_module import LEVELS, native, needs_native  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.compat import cpu_linear  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import streaming_linear  # noqa: E402
-from ray_hetero.kernels.packed_weights import PackedWeight, made_compact, pack  # noqa: E402
+from ray_hetero.weight_formats import CompactWeight, HostWeight, PackedWeight  # noqa: E402
+from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 current_platform.import_kernels()
-KERNELS = [False] + ([True] if native is not None and native.has_amx() else [])
 
 
-def packed(outputs: int, inputs: int, is_compact: bool) -> tuple[torch.Tensor, PackedWeight]:
+def packed(outputs: int, inputs: int, is_compact: bool) -> tuple[torch.Tensor, HostWeight]:
     weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
-    # Some that are rare, so that a compact one has exceptions: large, tiny, none at all.
-    for share, value in ((499, 30.0), (503, -(2.0**-40)), (509, 0.0)):
+    # Some that are rare, so that a compact one has outliers: large, tiny, none at all.
+    for share, value in ((1499, 30.0), (1503, -(2.0**-40)), (1511, 0.0)):
         weight.view(-1)[::share] = value
-    held = PackedWeight(pack(weight))
-    if is_compact:
-        held = made_compact(held.data, native)
-        assert held.compact is not None
-        assert held.compact.outliers_count > 0 or weight.numel() <= 1024
+    if not is_compact:
+        return weight, PackedWeight.made(pack(weight), native)
+    held = CompactWeight.made(pack(weight), native)
+    assert held is not None
+    assert held.encoding.outliers_count > 0 or weight.numel() <= 1024
     return weight, held
 
 
@@ -40,25 +43,25 @@ def packed_of(layer: torch.nn.Module) -> torch.Tensor:
 
 
 def compute(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, use_amx: bool
+    x: torch.Tensor, weight: HostWeight, bias: torch.Tensor | None, level: str
 ) -> torch.Tensor:
-    (tokens, inputs), outputs = x.shape, weight.shape[0]
+    (tokens, _), outputs = x.shape, weight.shape[0]
     y = torch.full((tokens, outputs), float("nan"), dtype=torch.bfloat16)
-    address = 0 if bias is None else bias.data_ptr()
     native.linear(
-        x.data_ptr(), x.stride(0), weight.data.data_ptr(), address, y.data_ptr(),
-        tokens, outputs, inputs, use_amx, weight.compact,
+        x=x.data_ptr(), stride=x.stride(0), w=weight.data.data_ptr(), encoding=weight.encoding,
+        bias=0 if bias is None else bias.data_ptr(), y=y.data_ptr(), m=tokens,
+        level=native.level(level),
     )  # fmt: skip
     return y
 
 
-@needs_bf16
-@pytest.mark.parametrize("use_amx", KERNELS)
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("is_compact", [False, True])
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 1376), (512, 256), (2080, 2048)])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 1376), (512, 256), (544, 2080)])
 def test_it_computes_what_torch_computes(
-    outputs: int, inputs: int, threads: int, is_compact: bool, use_amx: bool
+    outputs: int, inputs: int, threads: int, is_compact: bool, level: str
 ) -> None:
     torch.manual_seed(outputs + threads)
     weight, weight_packed = packed(outputs, inputs, is_compact)
@@ -70,52 +73,97 @@ def test_it_computes_what_torch_computes(
             # A view of a wider tensor, as attention hands over slices.
             x = torch.randn(tokens, inputs + 64).bfloat16()[:, :inputs]
             expected = x.float() @ weight.float().T + bias
-            found = compute(x, weight_packed, bias, use_amx).float()
+            found = compute(x, weight_packed, bias, level).float()
             # One rounding to bf16, 8 bits; products of large weights cancel out.
             torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-6)
     finally:
         torch.set_num_threads(before)
 
 
-@needs_bf16
-@pytest.mark.parametrize("use_amx", KERNELS)
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("is_compact", [False, True])
-def test_the_result_depends_neither_on_threads_nor_on_chance(
-    is_compact: bool, use_amx: bool
-) -> None:
+def test_the_result_depends_neither_on_threads_nor_on_chance(is_compact: bool, level: str) -> None:
     torch.manual_seed(1)
     _, weight = packed(320, 3072, is_compact)
     before = torch.get_num_threads()
     for tokens in (1, 8, 40):
         x = torch.randn(tokens, 3072).bfloat16()
-        expected = compute(x, weight, None, use_amx)
+        expected = compute(x, weight, None, level)
         try:
-            for threads in (1, 2, 5, 2, 5, 13):
+            for threads in (1, 2, 5, 2):
                 torch.set_num_threads(threads)
-                assert torch.equal(compute(x, weight, None, use_amx), expected)
+                assert torch.equal(compute(x, weight, None, level), expected)
         finally:
             torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(True not in KERNELS, reason="needs AMX")
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("tokens", [256, 257, 1024, 1025, 2100])
-def test_prompts_are_computed_in_slabs_and_pieces(tokens: int, is_compact: bool) -> None:
+def test_prompts_are_computed_in_slabs_and_pieces(
+    tokens: int, is_compact: bool, level: str
+) -> None:
     torch.manual_seed(tokens)
-    weight, weight_packed = packed(1120, 1376, is_compact)
-    x = torch.randn(tokens, 1376).bfloat16()
-    found = compute(x, weight_packed, None, use_amx=True).float()
+    inputs = 1376 if level in ("avx512_bf16", "amx") else 160
+    weight, weight_packed = packed(1120, inputs, is_compact)
+    x = torch.randn(tokens, inputs).bfloat16()
+    found = compute(x, weight_packed, None, level).float()
     torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=2**-8, atol=2**-6)
 
 
-@needs_bf16
+SHORT_OF_MEMORY = """
+import resource, sys
+import numpy as np
+from ray_hetero import _streaming_linear as native
+
+m, n, k = int(sys.argv[2]), 32, 1 << 20
+x, w, y = (np.zeros(shape, dtype=np.uint16) for shape in ((m, k), (n, k), (m, n)))
+def linear(m):
+    native.linear(
+        x=x.ctypes.data, stride=k, w=w.ctypes.data, encoding=native.Packed(n, k), bias=0,
+        y=y.ctypes.data, m=m, level=native.level(sys.argv[1]),
+    )
+linear(1)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), used + (16 << 20)))
+try:
+    linear(m)
+except MemoryError:
+    print("short of memory")
+linear(1)
+print("still there")
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [32, 48])
+def test_a_lack_of_memory_is_an_error_and_not_the_end(tokens: int) -> None:
+    # Tokens are copied as tiles, 2 MiB for each, by each of two threads, or once for both.
+    made = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY, "software_tiles", str(tokens)],
+        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert made.stdout.splitlines() == ["short of memory", "still there"], made.stderr
+
+
+@needs_native
 def test_a_shape_that_the_layout_cannot_hold_is_refused() -> None:
-    x, y = torch.zeros(1, 48).bfloat16(), torch.zeros(1, 32).bfloat16()
-    with pytest.raises(ValueError, match="multiples of 32"):
-        native.linear(x.data_ptr(), 48, x.data_ptr(), 0, y.data_ptr(), 1, 32, 48, False)
+    with pytest.raises(ValueError, match="multiples of 32, got 32 and 48"):
+        native.Packed(32, 48)
 
 
-@needs_bf16
+@needs_native
+def test_levels_are_known_by_name() -> None:
+    assert LEVELS[:2] == ["software_tiles", "portable"]
+    assert native.level("portable").name == "portable"
+    assert [level.has_tiles for level in native.levels()[:2]] == [True, False]
+    with pytest.raises(ValueError, match=r"processor has \(software_tiles, portable.*got sse"):
+        native.level("sse")
+
+
+@needs_native
 def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     assert streaming_linear.choose("streaming") is not None
@@ -134,7 +182,7 @@ def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.Mon
         torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=2**-7)
 
 
-@needs_bf16
+@needs_native
 def test_it_stays_one_operator_in_a_compiled_graph() -> None:
     assert streaming_linear.choose("streaming") is not None
     weight_packed = packed(64, 128, is_compact=False)[1].data
@@ -148,7 +196,7 @@ def test_it_stays_one_operator_in_a_compiled_graph() -> None:
         torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
 
 
-@needs_bf16
+@needs_native
 def test_other_layers_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[object] = []
     monkeypatch.setattr(

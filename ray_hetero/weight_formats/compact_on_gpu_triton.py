@@ -1,4 +1,4 @@
-"""The kernel of expand_compact.py, a module of its own because it imports Triton.
+"""The kernel of compact_on_gpu.py, a module of its own because it imports Triton.
 
 The layout is that of csrc/kernels/formats/compact.h: two rows of 64 weights are three parts of 64
 bytes, the lower bytes of each row and a byte with the numbers of both.  Byte `b` of a part belongs

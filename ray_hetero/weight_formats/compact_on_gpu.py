@@ -1,6 +1,6 @@
 """Compact weights on a GPU as bf16 again.
 
-A compact weight crosses the link in 12 bits a value (packed_weights.py).  Its products want bf16:
+A compact weight crosses the link in 12 bits a value (compact.py).  Its products want bf16:
 one kernel reads a piece of it once and writes the piece once, where Triton is installed; torch's
 operators do the same with intermediates of several times the size.
 """
@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 
-from ray_hetero.kernels.packed_weights import BLOCK, PAIR_PARTS, ROW
 from ray_hetero.log import logger
+from ray_hetero.weight_formats.base import BLOCK
 
+PAIR_PARTS = 3
+"""Parts of two compact rows: lower bytes of the first, of the second, codes of upper bytes."""
+ROW = 64
+"""Weights of a row: two inputs of a block."""
 PAIRS = 16
 """Pairs of rows that a program of the kernel expands: 64 inputs of a block, 128 bytes of each of
 its outputs."""
@@ -75,6 +79,7 @@ def expand_with_triton(
     _kernel()[grid](rows, upper, weight.view(torch.int16), inputs, pairs, PAIRS)
 
 
+@functools.cache
 def choose_expand(device: torch.device) -> Expand:
     """What expands compact rows on a device."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
@@ -109,4 +114,4 @@ def _is_right(device: torch.device) -> bool:
 @functools.cache
 def _kernel() -> Any:
     """The kernel, imported when it is first used: builds for CPUs alone have no Triton."""
-    return importlib.import_module("ray_hetero.kernels.expand_compact_triton").kernel
+    return importlib.import_module("ray_hetero.weight_formats.compact_on_gpu_triton").kernel

@@ -1,0 +1,4 @@
+// All formats of weights; included once more for each level, see levels.h.
+
+#include "compact.h"
+#include "packed.h"

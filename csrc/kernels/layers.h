@@ -1,0 +1,106 @@
+// What is computed: linear layers, and decoder layers that are made of them.
+
+#pragma once
+
+#include "tokens.h"
+#include "weight.h"
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace ray_hetero {
+
+// y = x · Wᵀ + bias.
+struct Task {
+  const std::uint16_t* x;  // bf16, see places()
+  Weight w;
+  const float* bias;  // [n], or nullptr
+  std::uint16_t* y;   // [m][n] bf16
+  std::int64_t m, stride;
+  bool x_is_tiles = false;  // for levels with tiles, and few tokens
+
+  Places places() const { return {m, stride, x_is_tiles}; }
+};
+
+struct Linear {
+  Weight w;
+  const float* bias = nullptr;  // [n], or nullptr
+};
+
+// A root-mean-square norm.
+struct Norm {
+  const std::uint16_t* weight = nullptr;  // bf16
+  float epsilon = 0;
+};
+
+// How a layer begins.
+struct QkvInput {
+  Norm norm;   // before the attention
+  Linear qkv;  // queries, keys and values
+};
+
+// What a decoder layer computes from one attention to the next.
+struct PostAttention {
+  Linear output;                // of the attention that was
+  Norm norm;                    // before the multi-layer perceptron
+  Linear gate_up, down;         // gate and up are one: [2 · k of down]
+  std::optional<QkvInput> next;  // of the layer that comes; none after the last
+
+  std::int64_t outputs() const { return next ? next->qkv.w.n() : down.w.n(); }
+};
+
+// What an attention does to each head before it attends.
+struct Rotation {
+  std::int64_t heads = 0, kv_heads = 0, size = 0;  // of queries, of keys, and elements of each
+  const std::uint16_t* cos_sin = nullptr;          // [positions][rotated], cosines first, bf16
+  std::int64_t positions = 0;
+  std::int64_t rotated = 0;                        // elements of a head that are, from the first on
+  std::optional<Norm> query_norm, key_norm;
+};
+
+// How keys and values of a head lie in a block; `isa` of vLLM's cpu_attn_reshape_and_cache.
+enum class Layout {
+  kTiles,  // "amx": keys [block / 16][size / 2][16][2], values [size / 16][block / 2][16][2]
+  kRows,   // "vec": keys [size][block], values [block][size]
+};
+
+// Keys and values of a layer: [blocks][kv heads], keys of a block first, then its values.
+struct Cache {
+  std::uint16_t* data;
+  std::int64_t block_stride, head_stride;  // elements
+};
+
+// The requests of a decode step, a token each; the same for all layers.
+struct Requests {
+  std::int64_t m = 0;
+  const std::int64_t* positions = nullptr;  // [m]
+  const std::int64_t* slots = nullptr;    // [m], where keys and values go; negative: nowhere
+  const std::int32_t* lengths = nullptr;  // [m], tokens with this one
+  const std::int32_t* blocks = nullptr;   // [m][most_blocks]
+  std::int64_t most_blocks = 0;
+  std::int64_t block = 0;  // tokens of a block
+  Layout layout = Layout::kRows;
+};
+
+struct DecoderLayer {
+  Rotation rotation;
+  float scale = 1;  // of scores
+  PostAttention post_attention;
+};
+
+// Decoder layers that follow one another.
+struct DecoderLayers {
+  QkvInput first;
+  std::vector<DecoderLayer> layers;
+};
+
+// hidden [m][n], residual [m][n] or nullptr → y [m][n], still to be added to sum [m][n]; all bf16.
+struct Step {
+  const std::uint16_t* hidden = nullptr;
+  const std::uint16_t* residual = nullptr;
+  std::uint16_t* y = nullptr;
+  std::uint16_t* sum = nullptr;
+};
+
+}  // namespace ray_hetero

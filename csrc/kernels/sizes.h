@@ -1,0 +1,24 @@
+// How large the pieces of work are.
+
+#pragma once
+
+#include <cstdint>
+
+namespace ray_hetero {
+
+constexpr std::int64_t kUnitRows = 512;     // most rows of a unit of few tokens
+constexpr std::int64_t kFewTokens = 32;     // two tiles
+constexpr std::int64_t kScalarTokens = 3;   // for which a gather of outliers' inputs is too wide
+constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
+constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
+static_assert(kRing > kAhead);
+constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
+constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
+constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
+constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them
+
+constexpr std::int64_t kChunk = 128;     // tokens whose scores are kept; parts are multiples of it
+constexpr std::int64_t kMostParts = 64;  // of a request
+constexpr std::int64_t kSpan = 32;       // tokens at once; blocks are multiples of it
+
+}  // namespace ray_hetero

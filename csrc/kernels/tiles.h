@@ -1,0 +1,58 @@
+// Up to two tiles of tokens times the two halves of a block.
+//
+// Included once for each level, see levels.h; tiles/ has a file for each kind of tiles.  TileConfig
+// says which tile is what.
+
+namespace ray_hetero::RAY_HETERO_LEVEL {
+
+constexpr std::int64_t kSumStride = kBlock * sizeof(float);
+constexpr std::int64_t kTokenStride = 2 * kTile * sizeof(std::uint16_t);
+
+template <bool kTwo>
+RAY_HETERO_INLINE void load_sums(const float* sums) {
+  load_tile<0>(sums, kSumStride);
+  load_tile<1>(sums + kTile, kSumStride);
+  if constexpr (kTwo) {
+    load_tile<2>(sums + kTile * kBlock, kSumStride);
+    load_tile<3>(sums + kTile * kBlock + kTile, kSumStride);
+  }
+}
+
+template <bool kTwo>
+RAY_HETERO_INLINE void clear_sums() {
+  clear_tile<0>();
+  clear_tile<1>();
+  if constexpr (kTwo) {
+    clear_tile<2>();
+    clear_tile<3>();
+  }
+}
+
+template <bool kTwo>
+RAY_HETERO_INLINE void store_sums(float* sums) {
+  store_tile<0>(sums, kSumStride);
+  store_tile<1>(sums + kTile, kSumStride);
+  if constexpr (kTwo) {
+    store_tile<2>(sums + kTile * kBlock, kSumStride);
+    store_tile<3>(sums + kTile * kBlock + kTile, kSumStride);
+  }
+}
+
+// 16 rows of W times up to 32 tokens, whose tiles of [tokens][32] begin at x.
+template <bool kTwo>
+RAY_HETERO_INLINE void multiply(const std::uint16_t* x, const std::uint16_t* w) {
+  load_tile<6>(w, kRowBytes);
+  load_tile<7>(w + kBlock, kRowBytes);
+  load_tile<4>(x, kTokenStride);
+  multiply_tiles<0, 4, 6>();
+  multiply_tiles<1, 4, 7>();
+  if constexpr (kTwo) {
+    load_tile<5>(x + kTile * 2 * kTile, kTokenStride);
+    multiply_tiles<2, 5, 6>();
+    multiply_tiles<3, 5, 7>();
+  }
+}
+
+inline void configure_tiles(std::int64_t tokens) { set_tiles(TileConfig(tokens)); }
+
+}  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -1,0 +1,207 @@
+// Vectors of two AVX registers, with FMA; the operations are described in portable.h.
+//
+// Included once for each level that has these vectors, see levels.h.
+
+namespace ray_hetero::RAY_HETERO_LEVEL {
+
+constexpr int kGroup = 3;  // tokens whose sums, four registers each, leave room for weights
+
+struct Floats {
+  __m256 half[2];
+};
+
+struct Pairs {
+  __m256i half[2];
+};
+
+template <typename One>
+RAY_HETERO_INLINE Floats each_half(One one) {
+  return {{one(0), one(1)}};
+}
+
+RAY_HETERO_INLINE Floats spread(float value) {
+  const __m256 all = _mm256_set1_ps(value);
+  return {{all, all}};
+}
+RAY_HETERO_INLINE Floats zeros() { return {{_mm256_setzero_ps(), _mm256_setzero_ps()}}; }
+RAY_HETERO_INLINE Floats load_floats(const float* at) {
+  return {{_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}};
+}
+RAY_HETERO_INLINE void store_floats(float* at, Floats values) {
+  _mm256_storeu_ps(at, values.half[0]);
+  _mm256_storeu_ps(at + 8, values.half[1]);
+}
+RAY_HETERO_INLINE __m256 widened(__m128i values) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
+}
+RAY_HETERO_INLINE Floats load_bf16(const std::uint16_t* at) {
+  const auto* halves = reinterpret_cast<const __m128i*>(at);
+  return {{widened(_mm_loadu_si128(halves)), widened(_mm_loadu_si128(halves + 1))}};
+}
+// Floats rounded to bf16, in the upper half of each lane.
+RAY_HETERO_INLINE __m256i rounded_bits(__m256 values) {
+  const __m256i bits = _mm256_castps_si256(values);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i even = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+  const __m256i chosen = _mm256_blendv_epi8(even, quiet, _mm256_castps_si256(is_nan));
+  return _mm256_and_si256(chosen, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+}
+RAY_HETERO_INLINE void store_bf16(std::uint16_t* at, Floats values) {
+  const __m256i packed =
+      _mm256_packus_epi32(_mm256_srli_epi32(rounded_bits(values.half[0]), 16),
+                          _mm256_srli_epi32(rounded_bits(values.half[1]), 16));
+  // Packing takes quarters of both in turns.
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+RAY_HETERO_INLINE Floats rounded(Floats values) {
+  return each_half([&](int i) { return _mm256_castsi256_ps(rounded_bits(values.half[i])); });
+}
+
+RAY_HETERO_INLINE Floats plus(Floats left, Floats right) {
+  return each_half([&](int i) { return _mm256_add_ps(left.half[i], right.half[i]); });
+}
+RAY_HETERO_INLINE Floats minus(Floats left, Floats right) {
+  return each_half([&](int i) { return _mm256_sub_ps(left.half[i], right.half[i]); });
+}
+RAY_HETERO_INLINE Floats times(Floats left, Floats right) {
+  return each_half([&](int i) { return _mm256_mul_ps(left.half[i], right.half[i]); });
+}
+RAY_HETERO_INLINE Floats over(Floats left, Floats right) {
+  return each_half([&](int i) { return _mm256_div_ps(left.half[i], right.half[i]); });
+}
+RAY_HETERO_INLINE Floats times_plus(Floats left, Floats right, Floats sum) {
+  return each_half(
+      [&](int i) { return _mm256_fmadd_ps(left.half[i], right.half[i], sum.half[i]); });
+}
+RAY_HETERO_INLINE Floats times_minus(Floats left, Floats right, Floats sum) {
+  return each_half(
+      [&](int i) { return _mm256_fmsub_ps(left.half[i], right.half[i], sum.half[i]); });
+}
+
+// All bits of the lanes before `lanes`.
+RAY_HETERO_INLINE __m256 before(std::int64_t lanes, int half) {
+  const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i end = _mm256_set1_epi32(static_cast<int>(lanes < kLanes ? lanes : kLanes) -
+                                        8 * half);
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, number));
+}
+RAY_HETERO_INLINE Floats first(Floats values, std::int64_t lanes) {
+  return each_half([&](int i) { return _mm256_and_ps(values.half[i], before(lanes, i)); });
+}
+RAY_HETERO_INLINE Floats larger_of_first(Floats most, Floats values, std::int64_t lanes) {
+  return each_half([&](int i) {
+    const __m256 larger = _mm256_max_ps(most.half[i], values.half[i]);
+    return _mm256_blendv_ps(most.half[i], larger, before(lanes, i));
+  });
+}
+RAY_HETERO_INLINE float largest_of(Floats values) {
+  const __m256 eight = _mm256_max_ps(values.half[0], values.half[1]);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+RAY_HETERO_INLINE float sum_of(Floats values) {
+  const __m256 eight = _mm256_add_ps(values.half[0], values.half[1]);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+RAY_HETERO_INLINE __m256 scaled(__m256 values, __m256i exponent) {
+  const __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(values, _mm256_castsi256_ps(bits));
+}
+RAY_HETERO_INLINE Floats power_of_two(Floats x) {
+  return each_half([&](int i) {
+    // The second operand is what is taken for NaN.
+    const __m256 least = _mm256_max_ps(_mm256_set1_ps(-252), x.half[i]);
+    const __m256 kept = _mm256_min_ps(_mm256_set1_ps(252), least);
+    const __m256 whole = _mm256_round_ps(kept, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 part = _mm256_sub_ps(kept, whole);
+    __m256 sum = _mm256_set1_ps(kPowerSeries[6]);
+    for (int j = 5; j >= 0; --j) {
+      sum = _mm256_fmadd_ps(sum, part, _mm256_set1_ps(kPowerSeries[j]));
+    }
+    // In two steps, as neither overflows alone.
+    const __m256i exponent = _mm256_cvtps_epi32(whole), half = _mm256_srai_epi32(exponent, 1);
+    return scaled(scaled(sum, half), _mm256_sub_epi32(exponent, half));
+  });
+}
+
+RAY_HETERO_INLINE Pairs load_pairs(const void* at) {
+  const auto* halves = static_cast<const __m256i*>(at);
+  return {{_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)}};
+}
+RAY_HETERO_INLINE void store_pairs(void* at, Pairs values) {
+  auto* halves = static_cast<__m256i*>(at);
+  _mm256_storeu_si256(halves, values.half[0]);
+  _mm256_storeu_si256(halves + 1, values.half[1]);
+}
+RAY_HETERO_INLINE Pairs spread_pair(const std::uint16_t* at) {
+  std::int32_t pair;
+  std::memcpy(&pair, at, sizeof(pair));
+  const __m256i all = _mm256_set1_epi32(pair);
+  return {{all, all}};
+}
+RAY_HETERO_INLINE __m256 firsts(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+}
+RAY_HETERO_INLINE __m256 seconds(__m256i pairs) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
+}
+RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
+  const __m256i lower = _mm256_set1_epi32(0xffff);
+  return {{_mm256_and_si256(pairs.half[0], lower), _mm256_and_si256(pairs.half[1], lower)}};
+}
+RAY_HETERO_INLINE Floats gathered(const std::uint16_t* pairs, bool is_second, std::int64_t step,
+                                  std::int64_t lanes) {
+  const __m256i last = _mm256_set1_epi32(static_cast<int>(lanes < kLanes ? lanes : kLanes) - 1);
+  const __m256i apart = _mm256_set1_epi32(static_cast<int>(step));
+  return each_half([&](int i) {
+    const __m256i number = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                                            _mm256_set1_epi32(8 * i));
+    const __m256i at = _mm256_mullo_epi32(_mm256_min_epi32(number, last), apart);
+    const __m256i found = _mm256_i32gather_epi32(reinterpret_cast<const int*>(pairs), at, 2);
+    return is_second ? seconds(found) : firsts(found);
+  });
+}
+RAY_HETERO_INLINE Floats dot(Floats sum, Pairs left, Pairs right) {
+  return each_half([&](int i) {
+    const __m256i one = left.half[i], other = right.half[i];
+    const __m256 second = _mm256_fmadd_ps(seconds(one), seconds(other), sum.half[i]);
+    return _mm256_fmadd_ps(firsts(one), firsts(other), second);
+  });
+}
+
+RAY_HETERO_INLINE Pairs spread_quarter(const std::uint8_t* at) {
+  const __m256i all =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  return {{all, all}};
+}
+RAY_HETERO_INLINE __m256i lower_bits(__m256i bytes) {
+  return _mm256_and_si256(bytes, _mm256_set1_epi8(15));
+}
+RAY_HETERO_INLINE Pairs lower_halves(Pairs bytes) {
+  return {{lower_bits(bytes.half[0]), lower_bits(bytes.half[1])}};
+}
+RAY_HETERO_INLINE Pairs upper_halves(Pairs bytes) {
+  return {{lower_bits(_mm256_srli_epi16(bytes.half[0], 4)),
+           lower_bits(_mm256_srli_epi16(bytes.half[1], 4))}};
+}
+RAY_HETERO_INLINE Pairs looked_up(Pairs table, Pairs numbers) {
+  return {{_mm256_shuffle_epi8(table.half[0], numbers.half[0]),
+           _mm256_shuffle_epi8(table.half[1], numbers.half[1])}};
+}
+RAY_HETERO_INLINE Pairs turns_of_first(Pairs left, Pairs right) {
+  return {{_mm256_unpacklo_epi8(left.half[0], right.half[0]),
+           _mm256_unpacklo_epi8(left.half[1], right.half[1])}};
+}
+RAY_HETERO_INLINE Pairs turns_of_second(Pairs left, Pairs right) {
+  return {{_mm256_unpackhi_epi8(left.half[0], right.half[0]),
+           _mm256_unpackhi_epi8(left.half[1], right.half[1])}};
+}
+
+}  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -1,0 +1,129 @@
+// Vectors of one AVX-512 register; the operations are described in portable.h.
+//
+// Included once for each level that has these vectors, see levels.h; RAY_HETERO_HAS_BF16 is 1 where
+// there is AVX512-BF16.
+
+namespace ray_hetero::RAY_HETERO_LEVEL {
+
+constexpr int kGroup = 8;  // tokens whose sums, two registers each, leave room for weights
+
+using Floats = __m512;
+using Pairs = __m512i;
+
+RAY_HETERO_INLINE Floats spread(float value) { return _mm512_set1_ps(value); }
+RAY_HETERO_INLINE Floats zeros() { return _mm512_setzero_ps(); }
+RAY_HETERO_INLINE Floats load_floats(const float* at) { return _mm512_loadu_ps(at); }
+RAY_HETERO_INLINE void store_floats(float* at, Floats values) { _mm512_storeu_ps(at, values); }
+
+RAY_HETERO_INLINE Floats widened(__m256i values) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+}
+RAY_HETERO_INLINE Floats load_bf16(const std::uint16_t* at) {
+  return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+RAY_HETERO_INLINE __m256i narrowed(Floats values) {
+#if RAY_HETERO_HAS_BF16
+  return (__m256i)_mm512_cvtneps_pbh(values);
+#else
+  const __m512i bits = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  const __m512i even = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  const __m512i chosen = _mm512_mask_or_epi32(even, is_nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
+#endif
+}
+RAY_HETERO_INLINE void store_bf16(std::uint16_t* at, Floats values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), narrowed(values));
+}
+RAY_HETERO_INLINE Floats rounded(Floats values) { return widened(narrowed(values)); }
+
+RAY_HETERO_INLINE Floats plus(Floats left, Floats right) { return _mm512_add_ps(left, right); }
+RAY_HETERO_INLINE Floats minus(Floats left, Floats right) { return _mm512_sub_ps(left, right); }
+RAY_HETERO_INLINE Floats times(Floats left, Floats right) { return _mm512_mul_ps(left, right); }
+RAY_HETERO_INLINE Floats over(Floats left, Floats right) { return _mm512_div_ps(left, right); }
+RAY_HETERO_INLINE Floats times_plus(Floats left, Floats right, Floats sum) {
+  return _mm512_fmadd_ps(left, right, sum);
+}
+RAY_HETERO_INLINE Floats times_minus(Floats left, Floats right, Floats sum) {
+  return _mm512_fmsub_ps(left, right, sum);
+}
+
+RAY_HETERO_INLINE __mmask16 before(std::int64_t lanes) {
+  return static_cast<__mmask16>((1u << std::clamp<std::int64_t>(lanes, 0, kLanes)) - 1);
+}
+RAY_HETERO_INLINE Floats first(Floats values, std::int64_t lanes) {
+  return _mm512_maskz_mov_ps(before(lanes), values);
+}
+RAY_HETERO_INLINE Floats larger_of_first(Floats most, Floats values, std::int64_t lanes) {
+  return _mm512_mask_max_ps(most, before(lanes), most, values);
+}
+RAY_HETERO_INLINE float largest_of(Floats values) { return _mm512_reduce_max_ps(values); }
+RAY_HETERO_INLINE float sum_of(Floats values) { return _mm512_reduce_add_ps(values); }
+
+RAY_HETERO_INLINE Floats power_of_two(Floats x) {
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 part = _mm512_sub_ps(x, whole);
+  __m512 sum = _mm512_set1_ps(kPowerSeries[6]);
+  for (int i = 5; i >= 0; --i) {
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(kPowerSeries[i]));
+  }
+  return _mm512_scalef_ps(sum, whole);
+}
+
+RAY_HETERO_INLINE Pairs load_pairs(const void* at) { return _mm512_loadu_si512(at); }
+RAY_HETERO_INLINE void store_pairs(void* at, Pairs values) { _mm512_storeu_si512(at, values); }
+RAY_HETERO_INLINE Pairs spread_pair(const std::uint16_t* at) {
+  std::int32_t pair;
+  std::memcpy(&pair, at, sizeof(pair));
+  return _mm512_set1_epi32(pair);
+}
+RAY_HETERO_INLINE Floats firsts(Pairs pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+}
+RAY_HETERO_INLINE Floats seconds(Pairs pairs) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
+  return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
+}
+RAY_HETERO_INLINE Floats gathered(const std::uint16_t* pairs, bool is_second, std::int64_t step,
+                                  std::int64_t lanes) {
+  const __m512i number =
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i last = _mm512_set1_epi32(static_cast<int>(lanes < kLanes ? lanes : kLanes) - 1);
+  const __m512i at = _mm512_mullo_epi32(_mm512_min_epi32(number, last),
+                                        _mm512_set1_epi32(static_cast<int>(step)));
+  const __m512i found = _mm512_i32gather_epi32(at, pairs, 2);
+  return is_second ? seconds(found) : firsts(found);
+}
+RAY_HETERO_INLINE Floats dot(Floats sum, Pairs left, Pairs right) {
+#if RAY_HETERO_HAS_BF16
+  return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right);
+#else
+  const Floats second = _mm512_fmadd_ps(seconds(left), seconds(right), sum);
+  return _mm512_fmadd_ps(firsts(left), firsts(right), second);
+#endif
+}
+
+RAY_HETERO_INLINE Pairs spread_quarter(const std::uint8_t* at) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+RAY_HETERO_INLINE Pairs lower_halves(Pairs bytes) {
+  return _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+}
+RAY_HETERO_INLINE Pairs upper_halves(Pairs bytes) {
+  return lower_halves(_mm512_srli_epi16(bytes, 4));
+}
+RAY_HETERO_INLINE Pairs looked_up(Pairs table, Pairs numbers) {
+  return _mm512_shuffle_epi8(table, numbers);
+}
+RAY_HETERO_INLINE Pairs turns_of_first(Pairs left, Pairs right) {
+  return _mm512_unpacklo_epi8(left, right);
+}
+RAY_HETERO_INLINE Pairs turns_of_second(Pairs left, Pairs right) {
+  return _mm512_unpackhi_epi8(left, right);
+}
+
+}  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -1,0 +1,193 @@
+// Vectors in plain C++: what each operation means, for every processor.
+//
+// Included once for each level that has these vectors, see levels.h.  Compared with it, other
+// instruction sets multiply and add without rounding in between where floats are concerned; products
+// of two bf16 are exact, so that sums of these are the same bit by bit as long as no value is
+// denormal, which VDPBF16PS and VCVTNEPS2BF16 take for 0.
+
+namespace ray_hetero::RAY_HETERO_LEVEL {
+
+constexpr int kGroup = 4;  // tokens whose sums are kept in registers
+
+struct Floats {
+  float lane[kLanes];
+};
+
+// 16 pairs of bf16, or 64 bytes in four quarters of 16.
+struct Pairs {
+  std::uint8_t byte[4 * kLanes];
+};
+
+RAY_HETERO_INLINE Floats spread(float value) {
+  Floats all;
+  for (float& lane : all.lane) lane = value;
+  return all;
+}
+RAY_HETERO_INLINE Floats zeros() { return spread(0); }
+RAY_HETERO_INLINE Floats load_floats(const float* at) {
+  Floats loaded;
+  std::memcpy(loaded.lane, at, sizeof(loaded));
+  return loaded;
+}
+RAY_HETERO_INLINE void store_floats(float* at, Floats values) {
+  std::memcpy(at, values.lane, sizeof(values));
+}
+RAY_HETERO_INLINE Floats load_bf16(const std::uint16_t* at) {
+  Floats loaded;
+  for (int i = 0; i < kLanes; ++i) loaded.lane[i] = as_float(at[i]);
+  return loaded;
+}
+RAY_HETERO_INLINE void store_bf16(std::uint16_t* at, Floats values) {
+  for (int i = 0; i < kLanes; ++i) at[i] = as_bf16(values.lane[i]);
+}
+RAY_HETERO_INLINE Floats rounded(Floats values) {
+  for (float& lane : values.lane) lane = as_float(as_bf16(lane));
+  return values;
+}
+
+RAY_HETERO_INLINE Floats plus(Floats left, Floats right) {
+  for (int i = 0; i < kLanes; ++i) left.lane[i] += right.lane[i];
+  return left;
+}
+RAY_HETERO_INLINE Floats minus(Floats left, Floats right) {
+  for (int i = 0; i < kLanes; ++i) left.lane[i] -= right.lane[i];
+  return left;
+}
+RAY_HETERO_INLINE Floats times(Floats left, Floats right) {
+  for (int i = 0; i < kLanes; ++i) left.lane[i] *= right.lane[i];
+  return left;
+}
+RAY_HETERO_INLINE Floats over(Floats left, Floats right) {
+  for (int i = 0; i < kLanes; ++i) left.lane[i] /= right.lane[i];
+  return left;
+}
+RAY_HETERO_INLINE Floats times_plus(Floats left, Floats right, Floats sum) {
+  return plus(times(left, right), sum);
+}
+RAY_HETERO_INLINE Floats times_minus(Floats left, Floats right, Floats sum) {
+  return minus(times(left, right), sum);
+}
+
+// The first lanes of values, 0 in the others.
+RAY_HETERO_INLINE Floats first(Floats values, std::int64_t lanes) {
+  for (int i = 0; i < kLanes; ++i) values.lane[i] = i < lanes ? values.lane[i] : 0;
+  return values;
+}
+// The larger of most and the first lanes of values.
+RAY_HETERO_INLINE Floats larger_of_first(Floats most, Floats values, std::int64_t lanes) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (i < lanes) most.lane[i] = most.lane[i] > values.lane[i] ? most.lane[i] : values.lane[i];
+  }
+  return most;
+}
+RAY_HETERO_INLINE float largest_of(Floats values) {
+  float largest = values.lane[0];
+  for (const float lane : values.lane) largest = largest > lane ? largest : lane;
+  return largest;
+}
+// Lanes that are half of what is left apart are added, until one is left.
+RAY_HETERO_INLINE float sum_of(Floats values) {
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+    for (int i = 0; i < apart; ++i) values.lane[i] += values.lane[i + apart];
+  }
+  return values.lane[0];
+}
+
+// 2^x, infinite where it is too large.
+RAY_HETERO_INLINE Floats power_of_two(Floats x) {
+  for (float& lane : x.lane) {
+    // Rounded by adding what leaves no bits behind the point.
+    constexpr float kWhole = 12582912.0f;
+    const float kept = lane < -252 ? -252 : lane > 252 ? 252 : lane;
+    const float whole = (kept + kWhole) - kWhole;
+    const float part = kept - whole;
+    float sum = kPowerSeries[6];
+    for (int i = 5; i >= 0; --i) sum = sum * part + kPowerSeries[i];
+    // In two steps, as neither overflows alone.
+    const bool is_number = whole == whole;
+    const std::int32_t exponent = is_number ? static_cast<std::int32_t>(whole) : 0;
+    for (const std::int32_t step : {exponent / 2, exponent - exponent / 2}) {
+      const std::int32_t bits = (step + 127) << 23;
+      float scale;
+      std::memcpy(&scale, &bits, sizeof(scale));
+      sum *= scale;
+    }
+    lane = sum;
+  }
+  return x;
+}
+
+RAY_HETERO_INLINE Pairs load_pairs(const void* at) {
+  Pairs loaded;
+  std::memcpy(loaded.byte, at, sizeof(loaded));
+  return loaded;
+}
+RAY_HETERO_INLINE void store_pairs(void* at, Pairs values) {
+  std::memcpy(at, values.byte, sizeof(values));
+}
+// The same pair in all lanes.
+RAY_HETERO_INLINE Pairs spread_pair(const std::uint16_t* at) {
+  Pairs all;
+  for (int i = 0; i < kLanes; ++i) std::memcpy(all.byte + 4 * i, at, 4);
+  return all;
+}
+// sum + left · right of each pair, the second product first, as VDPBF16PS does.
+RAY_HETERO_INLINE Floats dot(Floats sum, Pairs left, Pairs right) {
+  for (int i = 0; i < kLanes; ++i) {
+    std::uint16_t one[2], other[2];
+    std::memcpy(one, left.byte + 4 * i, 4);
+    std::memcpy(other, right.byte + 4 * i, 4);
+    sum.lane[i] += as_float(one[1]) * as_float(other[1]);
+    sum.lane[i] += as_float(one[0]) * as_float(other[0]);
+  }
+  return sum;
+}
+
+// The first values of all pairs, with 0 for the second ones.
+RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
+  for (int i = 0; i < kLanes; ++i) pairs.byte[4 * i + 2] = pairs.byte[4 * i + 3] = 0;
+  return pairs;
+}
+// The first or the second values of pairs that are `step` elements apart; only the first lanes
+// count, of which there is at least one.
+RAY_HETERO_INLINE Floats gathered(const std::uint16_t* pairs, bool is_second, std::int64_t step,
+                                  std::int64_t lanes) {
+  Floats found = zeros();
+  for (int i = 0; i < kLanes && i < lanes; ++i) found.lane[i] = as_float(pairs[i * step + is_second]);
+  return found;
+}
+
+// 16 bytes, in all quarters.
+RAY_HETERO_INLINE Pairs spread_quarter(const std::uint8_t* at) {
+  Pairs all;
+  for (int quarter = 0; quarter < 4; ++quarter) std::memcpy(all.byte + 16 * quarter, at, 16);
+  return all;
+}
+// The lower and the upper four bits of each byte.
+RAY_HETERO_INLINE Pairs lower_halves(Pairs bytes) {
+  for (std::uint8_t& byte : bytes.byte) byte &= 15;
+  return bytes;
+}
+RAY_HETERO_INLINE Pairs upper_halves(Pairs bytes) {
+  for (std::uint8_t& byte : bytes.byte) byte >>= 4;
+  return bytes;
+}
+// Of each quarter of a table the bytes whose numbers are given.
+RAY_HETERO_INLINE Pairs looked_up(Pairs table, Pairs numbers) {
+  Pairs found;
+  for (int i = 0; i < 4 * kLanes; ++i) found.byte[i] = table.byte[i / 16 * 16 + numbers.byte[i]];
+  return found;
+}
+// Bytes of both in turns, from the first or the second eight of each quarter.
+RAY_HETERO_INLINE Pairs turns(Pairs left, Pairs right, int from) {
+  Pairs both;
+  for (int i = 0; i < 4 * kLanes; ++i) {
+    const int at = i / 16 * 16 + from + i % 16 / 2;
+    both.byte[i] = i % 2 == 0 ? left.byte[at] : right.byte[at];
+  }
+  return both;
+}
+RAY_HETERO_INLINE Pairs turns_of_first(Pairs left, Pairs right) { return turns(left, right, 0); }
+RAY_HETERO_INLINE Pairs turns_of_second(Pairs left, Pairs right) { return turns(left, right, 8); }
+
+}  // namespace ray_hetero::RAY_HETERO_LEVEL

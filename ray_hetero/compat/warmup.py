@@ -1,0 +1,74 @@
+"""vLLM's model runners in warm-up: the dummy runs that the executor's schedule is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def measure_on_cpu(worker: Any) -> None:
+    """Make a CPU rank's passes beside GPU ranks that measure their memory.
+
+    Uses: `CPUModelRunner.profile_run`, `CPUModelRunner.warming_up_model`.
+    """
+    from vllm.config import CompilationMode
+
+    if worker.vllm_config.compilation_config.mode == CompilationMode.NONE:
+        worker.model_runner.profile_run()
+    else:
+        worker.model_runner.warming_up_model()
+
+
+def run_forward(runner: Any, tokens: int) -> None:
+    """Make one forward pass without attention metadata; the largest one compiles too, unless eager.
+
+    Uses: `CPUModelRunner.warming_up_model`, `GPUModelRunner._dummy_run`,
+    `GPUModelRunner.max_num_tokens`.
+    """
+    if tokens == runner.max_num_tokens:
+        runner.warming_up_model()
+    else:
+        runner._dummy_run(tokens, is_profile=True)
+
+
+def run_and_sample(runner: Any, requests: int) -> None:
+    """Make one pass of so many one-token requests, and sample from it.
+
+    Uses: `GPUModelRunner._dummy_run`, `GPUModelRunner._dummy_sampler_run`,
+    `GPUModelRunner._dummy_pooler_run`, `GPUModelRunner.is_pooling_model`.
+    """
+    from vllm.config import CUDAGraphMode
+
+    hidden, last_hidden = runner._dummy_run(
+        num_tokens=requests, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+    )
+    if runner.is_pooling_model:
+        runner._dummy_pooler_run(hidden)
+    else:
+        runner._dummy_sampler_run(hidden_states=last_hidden)
+
+
+def run_beside_capture(runner: Any, tokens: int) -> None:
+    """Make the passes of a rank without graphs beside ranks that capture one.
+
+    Uses: `GPUModelRunner._dummy_run`.
+    """
+    # A GPU rank makes a pass in which its kernels are compiled before the one it captures.
+    for _ in range(2):
+        runner._dummy_run(tokens, skip_eplb=True)
+
+
+def capture_graph(runner: Any, tokens: int) -> None:
+    """Capture the CUDA graph of a step of so many tokens, on the current stream.
+
+    Uses: `GPUModelRunner._warmup_and_capture`, `GPUModelRunner.cudagraph_dispatcher`,
+    `CudagraphDispatcher.get_capture_descs`.
+    """
+    from vllm.config import CUDAGraphMode
+
+    (graph,) = (
+        graph
+        for mode, graphs in runner.cudagraph_dispatcher.get_capture_descs()
+        for graph in graphs
+        if mode is CUDAGraphMode.PIECEWISE and graph.num_tokens == tokens
+    )
+    runner._warmup_and_capture(graph, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, num_warmups=1)

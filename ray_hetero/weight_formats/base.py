@@ -1,0 +1,104 @@
+"""What all formats of weights have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 32
+"""Outputs that are neighbours in memory in every format."""
+
+
+class Expansion(Protocol):
+    """How a GPU expands neighbouring outputs of a weight; what that takes is on the GPU."""
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """Write outputs as rows of a matrix.
+
+        Args:
+            rows: what `HostWeight.data` holds of these outputs, as bytes.
+            weight: elements of [outputs, K], bf16; overwritten.
+
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class HostWeight(ABC):
+    """A weight [N, K] of a linear layer in host memory."""
+
+    name: ClassVar[str]
+    """The format's, as settings and messages have it."""
+    read_share: ClassVar[float]
+    """Bytes that a step reads, as a share of two bytes a weight."""
+
+    data: torch.Tensor
+    """[N, …], contiguous: the rows of any 32 outputs from a multiple of 32 on are neighbours."""
+    encoding: Any
+    """What belongs to the weight beside its rows: `Encoding` of the native module."""
+
+    @classmethod
+    @abstractmethod
+    def made(cls, packed: torch.Tensor, native: ModuleType) -> Self | None:
+        """A weight in this format; None where its values do not suit.
+
+        Args:
+            packed: [N, K], bf16, as `pack` packs it.
+            native: the module of the kernels.
+
+        """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K."""
+        outputs, inputs = self.encoding.shape
+        return outputs, inputs
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of a GPU that its expansions take all together."""
+        return 0
+
+    @abstractmethod
+    def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
+        """How a GPU expands outputs `begin` to `end`, multiples of 32."""
+
+    def packed(self, native: ModuleType, level: Any) -> torch.Tensor:
+        """[N, K], bf16, as `pack` packs it; may be this weight's own memory.
+
+        Args:
+            native: the module of the kernels.
+            level: which of its instruction sets expand.
+
+        """
+        import torch
+
+        packed = torch.empty(self.shape, dtype=torch.bfloat16)
+        native.expand(
+            w=self.data.data_ptr(), encoding=self.encoding, packed=packed.data_ptr(), level=level
+        )
+        return packed
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in the layout [N / 32][K / 2][32][2] that CPU kernels multiply with.
+
+    That is the layout of vLLM's `torch.ops._C.convert_weight_packed`, which only builds for AVX-512
+    have.
+
+    Args:
+        weight: [N, K], bf16, N a multiple of 32, K of 2.
+
+    Returns:
+        [N, K], bf16, with memory of its own.
+
+    """
+    import torch
+
+    outputs, inputs = weight.shape
+    blocks = weight.reshape(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
+    return blocks.clone(memory_format=torch.contiguous_format).view(outputs, inputs)

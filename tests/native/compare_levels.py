@@ -1,0 +1,307 @@
+"""Compares the native kernels of every level that this processor has with the portable ones.
+
+    python tests/native/compare_levels.py [MODULE.so]
+
+Needs numpy, and a compiler with pybind11 where the module is not built yet; neither PyTorch nor
+vLLM.  Prints the worst difference of each operation in shares of what is allowed; the exit status
+is 1 if one is above 1.
+
+Allowed is, for sums of K products w · x in float32, 2 · K · 2^-24 · Σ |w · x|, and one rounding to
+bf16 of each side; what goes through several layers may differ by 1/64 of its largest value.  One
+level's results are the same bit by bit whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+NAME = "_streaming_linear"
+SHAPES = [(32, 32), (96, 1376), (160, 2080), (64, 4096)]
+TOKENS = [1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 70, 300]
+THREADS = (1, 3)
+HIDDEN, WIDE, HEADS, KV_HEADS, SIZE, LAYERS = 96, 416, 6, 2, 64, 3
+BLOCK, POSITIONS = 32, 1024
+
+Bits = np.ndarray[Any, np.dtype[np.uint16]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def loaded(path: Path) -> Any:
+    """The module of a file."""
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def built(folder: Path) -> Path:
+    """The module, built in a folder."""
+    import pybind11
+
+    target = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    includes = [pybind11.get_include(), sysconfig.get_path("include")]
+    subprocess.run(
+        ["g++", "-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden",
+         *(f"-I{include}" for include in includes), str(ROOT / "csrc/kernels/bindings.cpp"),
+         "-o", str(target)],
+        check=True,
+    )  # fmt: skip
+    return target
+
+
+def bf16(values: Floats) -> Bits:
+    """The nearest bf16 of finite values."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def floats(values: Bits) -> Floats:
+    """Of bf16."""
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+class Weight:
+    """Random [N, K] in a format of the module, with what it points at."""
+
+    def __init__(
+        self, module: Any, random: np.random.Generator, n: int, k: int, kind: str,
+        *, has_packed_block: bool = True,
+    ) -> None:  # fmt: skip
+        plain = bf16(random.normal(0, k**-0.5, (n, k)).astype(np.float32))
+        # Some that a compact weight holds as outliers, and a block that it leaves as it is.
+        plain.reshape(-1)[::1499] = bf16(np.float32([30.0]))
+        plain.reshape(-1)[::1503] = bf16(np.float32([-1e-9]))
+        if has_packed_block:
+            plain[-32:, ::31] = bf16(np.float32([-1e20]))
+        self.plain = floats(plain)
+        blocks = plain.reshape(n // 32, 32, k // 2, 2).transpose(0, 2, 1, 3)
+        self.packed = np.ascontiguousarray(blocks).reshape(n, k)
+        self.rows: Any = self.packed
+        if kind == "compact":
+            self.rows = np.zeros((n, k * 3 // 2), dtype=np.uint8)
+            self.encoding = module.Compact.made(address(self.packed), n, k, address(self.rows))
+            assert self.encoding is not None
+        else:
+            self.encoding = module.Packed(n, k)
+
+    @property
+    def native(self) -> tuple[int, int, Any]:
+        """As layers of the module want it, without a bias."""
+        return address(self.rows), 0, self.encoding
+
+
+def address(array: Any) -> int:
+    """Of its first element."""
+    return int(array.ctypes.data)
+
+
+def of_threads(compute: Callable[[], Bits]) -> Bits:
+    """A result, which has to be the same for every number of threads."""
+    openmp = ctypes.CDLL("libgomp.so.1")
+    found = []
+    for threads in THREADS:
+        openmp.omp_set_num_threads(threads)
+        found.append(compute())
+    assert all(np.array_equal(found[0], other) for other in found), "threads change the result"
+    return found[0]
+
+
+def expansions(module: Any, level: Any) -> Iterator[float]:
+    """0 where a compact weight becomes what it was, bit by bit."""
+    for n, k in SHAPES:
+        weight = Weight(module, np.random.default_rng(k), n, k, "compact")
+        packed = np.zeros_like(weight.packed)
+        module.expand(
+            w=address(weight.rows), encoding=weight.encoding, packed=address(packed), level=level
+        )
+        yield 0.0 if np.array_equal(packed, weight.packed) else float("inf")
+
+
+def products(module: Any, level: Any, kind: str) -> Iterator[float]:
+    """Differences of y = x · Wᵀ + b in shares of the bound."""
+    for n, k in SHAPES:
+        random = np.random.default_rng(n)
+        weight = Weight(module, random, n, k, kind)
+        bias = random.normal(size=n).astype(np.float32)
+        for m in TOKENS:
+            x = bf16(random.normal(size=(m, k + 32)).astype(np.float32))
+
+            def compute(
+                level: Any, weight: Weight = weight, bias: Floats = bias, x: Bits = x, m: int = m
+            ) -> Bits:
+                y = np.full((m, len(bias)), 0x7FC0, dtype=np.uint16)
+                module.linear(
+                    x=address(x), stride=x.shape[1], w=address(weight.rows),
+                    encoding=weight.encoding, bias=address(bias), y=address(y), m=m, level=level,
+                )  # fmt: skip
+                return y
+
+            mine = floats(of_threads(lambda compute=compute: compute(level)))
+            portable = floats(compute(module.level("portable")))
+            products = np.abs(floats(x[:, :k])) @ np.abs(weight.plain).T
+            bound = 2 * k * 2.0**-24 * products + 2.0**-7 * np.abs(portable) + 1e-30
+            # NaN is no smaller than anything.
+            yield float(np.max(np.nan_to_num(np.abs(mine - portable) / bound, nan=np.inf)))
+
+
+class Decoder:
+    """Layers of random weights, with what they point at."""
+
+    def __init__(self, module: Any, kind: str, *, has_norms: bool) -> None:
+        random = np.random.default_rng(7)
+        self._kept: list[Any] = []
+        self.module = module
+        cos_sin = self._keep(bf16(random.uniform(-1, 1, (POSITIONS, SIZE)).astype(np.float32)))
+
+        def norm(size: int) -> tuple[int, float]:
+            weight = bf16(random.uniform(0.5, 1.5, size).astype(np.float32))
+            return address(self._keep(weight)), 1e-5
+
+        def linear(n: int, k: int) -> tuple[int, int, Any]:
+            weight = Weight(module, random, n, k, kind, has_packed_block=False)
+            self._keep(weight)
+            return weight.native
+
+        def qkv() -> tuple[Any, Any]:
+            return norm(HIDDEN), linear((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN)
+
+        heads = norm(SIZE) if has_norms else None
+        self.rotation = module.Rotation(
+            heads=HEADS, kv_heads=KV_HEADS, size=SIZE, cos_sin=address(cos_sin),
+            positions=POSITIONS, rotated=SIZE, query_norm=heads, key_norm=heads,
+        )  # fmt: skip
+        self.blocks = [
+            module.PostAttention(
+                output=linear(HIDDEN, HEADS * SIZE), norm=norm(HIDDEN),
+                gate_up=linear(2 * WIDE, HIDDEN), down=linear(HIDDEN, WIDE),
+                next=None if layer + 1 == LAYERS else qkv(),
+            )
+            for layer in range(LAYERS)
+        ]  # fmt: skip
+        self.layers = module.DecoderLayers(
+            first=qkv(), layers=[(self.rotation, 0.2, block) for block in self.blocks]
+        )
+
+    def _keep(self, kept: Any) -> Any:
+        self._kept.append(kept)
+        return kept
+
+    def rotated(self, level: Any, m: int) -> Bits:
+        """Heads of m tokens."""
+        random = np.random.default_rng(m)
+        qkv = bf16(random.normal(size=(m, (HEADS + 2 * KV_HEADS) * SIZE)).astype(np.float32))
+        positions = random.integers(0, POSITIONS, m)
+        self.rotation.run(address(qkv), qkv.shape[1], address(positions), m, level)
+        return qkv
+
+    def past_attention(self, level: Any, m: int, block: int) -> Bits:
+        """Sum and y of what lies behind an attention."""
+        random = np.random.default_rng(m)
+        attended = bf16(random.normal(size=(m, HEADS * SIZE)).astype(np.float32))
+        residual = bf16(random.normal(size=(m, HIDDEN)).astype(np.float32))
+        width = HIDDEN if block + 1 == LAYERS else (HEADS + 2 * KV_HEADS) * SIZE
+        both = np.zeros(m * (HIDDEN + width), dtype=np.uint16)
+        self.blocks[block].run(
+            address(attended), address(residual), m, address(both), address(both[m * HIDDEN :]),
+            level,
+        )  # fmt: skip
+        return both
+
+    def stepped(self, level: Any, lengths: list[int], *, tiles: bool) -> Bits:
+        """Y and sum of a decode step, and the caches that it has written."""
+        random = np.random.default_rng(len(lengths))
+        m, most = len(lengths), -(-max(lengths) // BLOCK)
+        table = np.arange(m * most, dtype=np.int32).reshape(m, most)
+        held = np.array(lengths, dtype=np.int32)
+        positions = held.astype(np.int64) - 1
+        slots = table[np.arange(m), positions // BLOCK] * BLOCK + positions % BLOCK
+        slots = slots.astype(np.int64)
+        shape = (LAYERS, m * most, KV_HEADS, BLOCK, 2 * SIZE)
+        caches = bf16(random.normal(size=shape).astype(np.float32))
+        hidden, residual = (
+            bf16(random.normal(size=(m, HIDDEN)).astype(np.float32)) for _ in range(2)
+        )
+        out = np.zeros((2, m, HIDDEN), dtype=np.uint16)
+        self.layers.run(
+            requests=self.module.Requests(
+                m=m, positions=address(positions), slots=address(slots), lengths=address(held),
+                blocks=address(table), most_blocks=most, block=BLOCK, cache_blocks=m * most,
+                tiles=tiles,
+            ),
+            caches=[address(cache) for cache in caches],
+            block_stride=KV_HEADS * BLOCK * 2 * SIZE, head_stride=BLOCK * 2 * SIZE,
+            hidden=address(hidden), residual=address(residual), y=address(out[0]),
+            sum=address(out[1]), level=level,
+        )  # fmt: skip
+        return np.concatenate([out.reshape(-1), caches.reshape(-1)])
+
+
+def share(mine: Bits, portable: Bits, allowed: float = 1 / 64) -> float:
+    """The largest difference, of what is allowed of the largest value."""
+    difference = np.abs(floats(mine) - floats(portable)) / np.max(np.abs(floats(portable)))
+    return float(np.max(np.nan_to_num(difference, nan=np.inf))) / allowed
+
+
+def layers(module: Any, level: Any, operation: str) -> Iterator[float]:
+    """Differences of an operation of decoder layers, in shares of what is allowed."""
+    portable = module.level("portable")
+    cases: list[Callable[[Any], Bits]] = []
+    for kind in ("packed", "compact"):
+        for has_norms in (False, True):
+            decoder = Decoder(module, kind, has_norms=has_norms)
+            if operation == "rotation":
+                cases += [lambda on, m=m, d=decoder: d.rotated(on, m) for m in (1, 5, 40)]
+            elif operation == "post_attention":
+                cases += [
+                    lambda on, m=m, b=block, d=decoder: d.past_attention(on, m, b)
+                    for m in (1, 3, 17, 32, 40)
+                    for block in (0, LAYERS - 1)
+                ]
+            else:
+                cases += [
+                    lambda on, some=some, tiles=tiles, d=decoder: d.stepped(on, some, tiles=tiles)
+                    for some in ([1], [33], [300, 1, 64, 512], list(range(97, 129)))
+                    for tiles in (False, True)
+                ]
+    for compute in cases:
+        mine = of_threads(lambda compute=compute: compute(level))
+        yield share(mine, compute(portable))
+
+
+def main(arguments: list[str]) -> int:
+    """Compare, print, and give the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = sorted((ROOT / "ray_hetero").glob(f"{NAME}*.so"))
+        path = Path(arguments[0]) if arguments else found[0] if found else built(Path(folder))
+        module = loaded(path)
+        right = True
+        for level in module.levels():
+            worst = {
+                "expand": max(expansions(module, level)),
+                "linear, packed": max(products(module, level, "packed")),
+                "linear, compact": max(products(module, level, "compact")),
+                **{one: max(layers(module, level, one))
+                   for one in ("rotation", "post_attention", "decode_step")},
+            }  # fmt: skip
+            right &= all(value <= 1 for value in worst.values())
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in worst.items())
+            print(f"{level.name:15} {shown}", flush=True)
+    print("all as allowed" if right else "WRONG: more than is allowed")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""Patches that are made twice act once, with what they were made with last."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from placement.host import native
+from ray_hetero.compat import cpu_linear, cpu_worker, model_runner
+from ray_hetero.compat import parallel_state as our_parallel_state
+
+
+def test_memory_is_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    bound: list[Any] = []
+    monkeypatch.setattr(CPUWorker, "init_device", lambda self: begun.append("device"))
+    monkeypatch.setattr(native, "set_membind", bound.append)
+    cpu_worker.bind_memory_to((0,))
+    cpu_worker.bind_memory_to((0, 1))
+    CPUWorker.init_device(SimpleNamespace())
+    assert (begun, bound) == (["device"], [(0, 1)])
+
+
+def test_a_layer_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(
+        utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: taken.append("vLLM's")
+    )
+    for name, columns in (("first", 8), ("second", 16)):
+        cpu_linear.use_linear(
+            lambda x, packed, bias: x,
+            suits=lambda weight, columns=columns: weight.shape[1] == columns,
+            pack=lambda layer, name=name: taken.append(name),
+        )
+    for columns in (16, 8):
+        layer = torch.nn.Linear(columns, 4)
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    # What the second does not suit goes to vLLM, not to the first.
+    assert taken == ["second", "vLLM's"]
+
+
+def test_embeddings_are_kept_as_was_said_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock: list[Any] = []
+    name = "process_weights_after_loading"
+    monkeypatch.setattr(UnquantizedEmbeddingMethod, name, lambda self, layer: stock.append(layer))
+    cpu_linear.keep_embeddings_once(has_tied_output=False)
+    cpu_linear.keep_embeddings_once(has_tied_output=True)
+    UnquantizedEmbeddingMethod().process_weights_after_loading("layer")
+    assert stock == ["layer"]
+
+
+def test_samples_are_shared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[Any] = []
+    group = SimpleNamespace(broadcast=lambda tokens: shared.append(tokens) or [0])
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    runner = SimpleNamespace(_sample=lambda: SimpleNamespace(sampled_token_ids=[1]))
+    for _ in range(2):
+        model_runner.share_samples(runner)
+    assert runner._sample().sampled_token_ids == [0]
+    assert shared == [[1]]
+
+
+def test_the_platforms_own_backend_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current_platform, "dist_backend", "as it was")
+    own = type(current_platform).dist_backend
+    assert [our_parallel_state.use_gloo_world() for _ in range(2)] == [own, own]
+    assert current_platform.dist_backend == "gloo"
