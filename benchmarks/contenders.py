@@ -137,6 +137,44 @@ def in_flight(
     return [with_batches(2, points), with_batches(1, [*halves, *points])]
 
 
+DRAFTS = (0, 1, 3, 7)
+NGRAM = {
+    "method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 4
+}  # fmt: skip
+
+
+def drafting(split: Split, *, sockets: int | None) -> list[Contender]:
+    """The same split with so many drafts a request, and on prompts that repeat themselves with
+    n-grams and without.
+
+    Args:
+        split: layers of the CPU stage; the GPU stage, behind it, holds the rest.
+        sockets: of a host without a GPU, where two CPU ranks hold half of the layers each.
+
+    """
+    if sockets is None:
+        kinds, layers, cpu = ("cpu", "gpu"), [split.outside, split.layers - split.outside], {}
+    else:
+        kinds, layers = ("cpu", "cpu"), [split.layers // 2, split.layers - split.layers // 2]
+        cpu = {"ranks_per_socket": ranks_per_socket(sockets)}
+
+    def one(name: str, *more: str, **engine: Any) -> Contender:
+        made = hetero(
+            name,
+            *([kind] for kind in kinds),
+            engine=engine,
+            config={"cpu": cpu, "layers": layers, "pipeline": {"batches_in_flight": 1}},
+            reads="socket" if sockets is None else "in turn",
+        )
+        return replace(made, command=(*made.command, *more))
+
+    return [
+        *(one(f"{count} drafts", "--drafts", str(count), "--accepted", "0.7") for count in DRAFTS),
+        one("repeating", "--repeating", "16"),
+        one("repeating ngram", "--repeating", "16", speculative_config=NGRAM),
+    ]
+
+
 def _eighth_of_prompts(points: Sequence[Point]) -> int:
     most = max(points, key=lambda point: point.batch * point.prompt)
     return max(most.prompt, min(most.batch * most.prompt // 8, 8192))

@@ -7,6 +7,11 @@ the engine step by step and takes the time at every step that brings tokens:
     decode    from then until the first request ends: the batch is full all that time
     whole     from the first request to the last token
 
+With `--drafts 3` every request verifies 3 drafts in every step, of which each is accepted with the
+chance of `--accepted` if those before it are: what a step of 1 + 3 tokens costs, whatever drafts
+them.  `--repeating 16` makes prompts of 16 tokens over and over, for drafters that look for n-grams
+(`--engine '{"speculative_config": {…}}'`).
+
 Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}` at the end.  With
 `--turns` it measures once for each line that it reads, and prints `DONE {}` after each.
 
@@ -67,6 +72,14 @@ class Timeline:
     full_tokens: int
     """Tokens between these two, all requests together."""
     ended: float
+    full_steps: int = 0
+    """Of the engine between these two."""
+
+    def step_ms(self) -> float | None:
+        """Milliseconds of a step of a full batch, however many tokens it brings."""
+        if not self.full_steps:
+            return None
+        return 1000 * (self.first_ended - self.all_started) / self.full_steps
 
     def decode_ms(self, batch: int) -> float | None:
         """Milliseconds in which each request of a full batch gets one token."""
@@ -92,6 +105,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=0, help="empty calls of all ranks to time")
     parser.add_argument("--arrival", type=int, default=0,
                         help="tokens of a prompt that comes while others decode")  # fmt: skip
+    parser.add_argument("--drafts", type=int, default=0, help="draft tokens of every request")
+    parser.add_argument("--accepted", type=float, default=0.0, help="chance of each draft token")
+    parser.add_argument(
+        "--repeating", type=int, default=500, help="tokens after which prompts repeat"
+    )
     parser.add_argument("--turns", action="store_true", help="measure for each line of input")
     return parser.parse_args()
 
@@ -106,9 +124,14 @@ def engine(options: argparse.Namespace) -> Any:
     from vllm import LLM
 
     points = points_of(options)
-    longest = max([options.arrival, *(point.tokens for point in points)]) + 8
+    drafts, given = options.drafts, json.loads(options.engine)
+    if drafts:
+        given["speculative_config"] = forced_drafts(drafts, options.accepted)
+    elif "speculative_config" in given:
+        drafts = given["speculative_config"]["num_speculative_tokens"]
+    longest = max([options.arrival, *(point.tokens for point in points)]) + 8 + drafts
     block = BLOCKS.get(options.backend, CPU_BLOCK)
-    blocks = max(point.batch * -(-point.tokens // block) for point in points)
+    blocks = max(point.batch * -(-(point.tokens + drafts) // block) for point in points)
     # A prompt that arrives, and the few tokens that it is answered with.
     blocks += -(-(options.arrival + 8) // block) if options.arrival else 0
     settings: dict[str, Any] = {
@@ -127,7 +150,7 @@ def engine(options: argparse.Namespace) -> Any:
     }
     if not options.eager and has_gpu(options):
         # Graphs of just these batches: capturing all sizes takes half a minute of every start.
-        sizes = sorted({point.batch for point in points})
+        sizes = sorted({point.batch * rows for point in points for rows in {1, 1 + drafts}})
         settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     if options.backend == "ray_hetero":
         layout = json.loads(options.layout)
@@ -137,7 +160,20 @@ def engine(options: argparse.Namespace) -> Any:
             "tensor_parallel_size": len(layout[0]),
             "additional_config": {"ray_hetero": {"layout": layout} | json.loads(options.config)},
         }
-    return LLM(**(settings | json.loads(options.engine)))
+    if drafts:
+        settings["disable_log_stats"] = False
+    return LLM(**(settings | given))
+
+
+def forced_drafts(drafts: int, chance: float) -> dict[str, Any]:
+    """A speculative configuration with so many drafts of a request in every step."""
+    return {
+        "method": "custom_class",
+        "model": "forced_drafter.ForcedDrafter",
+        "num_speculative_tokens": drafts,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [chance**place for place in range(1, drafts + 1)],
+    }
 
 
 def has_gpu(options: argparse.Namespace) -> bool:
@@ -145,8 +181,16 @@ def has_gpu(options: argparse.Namespace) -> bool:
     return options.backend == "uni" or "gpu" in options.layout
 
 
-def run_requests(llm: Any, point: Point, salt: int) -> Timeline:
-    """Hand in a batch of requests and take the time of every token."""
+def run_requests(llm: Any, point: Point, salt: int, repeating: int = 500) -> Timeline:
+    """Hand in a batch of requests and take the time of every token.
+
+    Args:
+        llm: the engine.
+        point: what is handed in.
+        salt: of the prompts, which are others for each.
+        repeating: tokens after which a prompt repeats itself.
+
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -159,22 +203,23 @@ def run_requests(llm: Any, point: Point, salt: int) -> Timeline:
     )
     start = time.perf_counter()
     for row in range(point.batch):
-        tokens = [(salt + 31 * row + 7 * i) % 500 + 3 for i in range(point.prompt)]
+        tokens = [(salt + 31 * row + 7 * (i % repeating)) % 500 + 3 for i in range(point.prompt)]
         llm.llm_engine.add_request(f"{salt}-{row}", {"prompt_token_ids": tokens}, params)
     started: set[str] = set()
     all_started = first_ended = passed = 0.0
-    full_tokens = 0
+    full_tokens = full_steps = 0
     while llm.llm_engine.has_unfinished_requests():
         outputs = llm.llm_engine.step()
         passed = time.perf_counter() - start
         if all_started and not first_ended:
+            full_steps += bool(outputs)
             full_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         started |= {output.request_id for output in outputs}
         if not all_started and len(started) == point.batch:
             all_started = passed
         if not first_ended and any(output.finished for output in outputs):
             first_ended = passed
-    return Timeline(all_started, first_ended, full_tokens, passed)
+    return Timeline(all_started, first_ended, full_tokens, passed, full_steps)
 
 
 def run_arrival(llm: Any, point: Point, prompt: int, salt: int) -> dict[str, Any]:
@@ -245,15 +290,29 @@ def measure(llm: Any, point: Point, options: argparse.Namespace) -> dict[str, An
     run_requests(llm, replace(point, output=2), 0)
     is_ours = options.backend == "ray_hetero"
     before = llm.collective_rpc("step_totals") if is_ours else []
+    drafted = drafts_of(llm)
     begin, rounds = time.monotonic(), []
     for repeat in range(1, options.repeats + 1):
-        rounds.append(run_requests(llm, point, 1000 * repeat))
+        rounds.append(run_requests(llm, point, 1000 * repeat, options.repeating))
         if time.monotonic() - begin > options.point_seconds:
             break
     seconds = time.monotonic() - begin
     after = llm.collective_rpc("step_totals") if is_ours else []
     ranks = [rank_shares(*both, seconds) for both in zip(before, after, strict=True)]
-    return figures(point, rounds) | ({"ranks": ranks} if ranks else {})
+    found = figures(point, rounds) | ({"ranks": ranks} if ranks else {})
+    if any(new := [now - then for now, then in zip(drafts_of(llm), drafted, strict=True)]):
+        found["accepted_share"] = round(new[1] / new[0], 3)
+    return found
+
+
+def drafts_of(llm: Any) -> tuple[int, int]:
+    """Draft tokens so far, and how many of them were accepted."""
+    if llm.llm_engine.vllm_config.speculative_config is None:
+        return 0, 0
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("num_draft_tokens", "num_accepted_tokens")
+    drafted, accepted = (int(values.get(f"vllm:spec_decode_{name}", 0)) for name in names)
+    return drafted, accepted
 
 
 def rank_shares(
@@ -261,7 +320,13 @@ def rank_shares(
 ) -> dict[str, float]:
     """What a rank did with its time, prompts and decode steps together."""
     new = {name: after[name] - before[name] for name in after}
-    return {
+    verifying = new.get("verifying_steps")
+    of_verifying = (
+        {"verifying_ms_a_step": round(1000 * new["verifying_s"] / verifying, 3)}
+        if verifying
+        else {}
+    )
+    return of_verifying | {
         "steps": new["steps"],
         "busy_share": round(new["busy_s"] / seconds, 3),
         "waiting_share": round(new["waiting_s"] / seconds, 3),
@@ -272,6 +337,8 @@ def rank_shares(
 def figures(point: Point, rounds: list[Timeline]) -> dict[str, Any]:
     """One point's results from its rounds."""
     steps = [ms for r in rounds if (ms := r.decode_ms(point.batch)) is not None]
+    whole = [ms for r in rounds if (ms := r.step_ms()) is not None]
+    brought = [r.full_tokens / r.full_steps / point.batch for r in rounds if r.full_steps]
     rates = [point.batch * point.output / r.ended for r in rounds]
     return {
         "batch": point.batch,
@@ -279,6 +346,8 @@ def figures(point: Point, rounds: list[Timeline]) -> dict[str, Any]:
         "output": point.output,
         "prefill_s": round(statistics.median(r.all_started for r in rounds), 4),
         "decode_ms": round(statistics.median(steps), 3) if steps else None,
+        "step_ms": round(statistics.median(whole), 3) if whole else None,
+        "tokens_a_step": round(statistics.median(brought), 3) if brought else None,
         "tokens_per_s": round(statistics.median(rates), 2),
         "prefill_s_all": [round(r.all_started, 4) for r in rounds],
         "decode_ms_all": [round(ms, 3) for ms in steps],

@@ -5,6 +5,7 @@
     python benchmarks/side_by_side.py --case in-flight --out results-in-flight
     python benchmarks/side_by_side.py --points 8x128x256 --arrival 8192 --step-tokens 2048 \\
         --out results-arrival              # a prompt comes while eight requests decode
+    python benchmarks/side_by_side.py --case drafts --out results-drafts  # speculative decoding
 
 On a host without a GPU, two CPU ranks beside vLLM's own `mp`.  `--list` names the contenders,
 `--contenders` chooses some.  Results are written after each contender, into what `--out` already
@@ -32,8 +33,9 @@ from engine_run import Point
 from shapes import SHAPES, head_bytes, layer_bytes
 from side_by_side_report import table
 
-CASES = {"half": "8b", "budget": "20b", "in-flight": "8b"}
+CASES = {"half": "8b", "budget": "20b", "in-flight": "8b", "drafts": "8b"}
 """Shape of each case where there is a GPU; without one it is a smaller one."""
+OUTPUT_TOKENS = {"budget": 256, "drafts": 128}
 IN_FLIGHT = "32x128"
 BATCHES = (1, 8, 32, 128)
 PROMPTS = (128, 1024, 8192)
@@ -51,7 +53,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--points", help="batch x prompt, or batch x prompt x output, with commas")
     parser.add_argument("--most-prompt-tokens", type=int, default=16384,
                         help="of all requests of a point; larger points are left out")  # fmt: skip
-    parser.add_argument("--output-tokens", type=int, help="of each request; 32, budget: 256")
+    parser.add_argument(
+        "--output-tokens", type=int, help="of each request; 32, budget: 256, drafts: 128"
+    )
     parser.add_argument("--step-tokens", type=int, help="most tokens of a step")
     parser.add_argument("--arrival", type=int, default=0,
                         help="tokens of a prompt that comes while others decode")  # fmt: skip
@@ -113,6 +117,8 @@ def all_contenders(
         points = [Point.parse(text, options.output_tokens or 32) for text in texts]
         sockets = None if gpu else floor.sockets()
         return contenders.in_flight(split, points, sockets=sockets, step_tokens=options.step_tokens)
+    if options.case == "drafts":
+        return contenders.drafting(split, sockets=None if gpu else floor.sockets())
     if gpu is None:
         return contenders.cpu_only(floor.sockets())
     # In the budget case one step holds the prompts of all eight requests, and a second buffer for
@@ -141,6 +147,8 @@ def points_of(options: argparse.Namespace) -> tuple[str, list[str]]:
         return options.points, []
     if options.case == "budget":
         return "8x128", []
+    if options.case == "drafts":
+        return "1x128,8x128", []
     every = sorted(((b, p) for b in BATCHES for p in PROMPTS), key=lambda x: (x[0] * x[1], x))
     small = [f"{b}x{p}" for b, p in every if b * p <= options.most_prompt_tokens]
     return ",".join(small), [f"{b}x{p}" for b, p in every if b * p > options.most_prompt_tokens]
@@ -208,7 +216,7 @@ def run(
     command = [*contender.command, "--shape", split.shape]
     command += ["--points", contender.points or points, "--repeats", str(options.repeats)]
     command += ["--point-seconds", str(options.point_seconds)]
-    tokens = options.output_tokens or (256 if options.case == "budget" else 32)
+    tokens = options.output_tokens or OUTPUT_TOKENS.get(options.case, 32)
     command += ["--output-tokens", str(tokens)]
     command += ["--arrival", str(options.arrival)] if options.arrival else []
     command += ["--eager"] if options.eager and "--eager" not in command else []

@@ -150,8 +150,8 @@ class PipelineConfig(_Section):
     batches_in_flight: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """Batches that are between the first and the last stage at once.  Each one reads every weight
     of a stage again, so auto is 1 where there are both kinds of stage, unless the objective is
-    throughput; else one per stage.  With a number, or for throughput, requests that decode are
-    divided among the batches."""
+    throughput, and 1 with speculative decoding; else one per stage.  With a number, or for
+    throughput, requests that decode are divided among the batches."""
 
 
 class ExchangeConfig(_Section):

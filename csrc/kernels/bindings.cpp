@@ -203,6 +203,43 @@ void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, const Encod
   level.kernels.linear(task);
 }
 
+using AsWeight = std::tuple<std::uintptr_t, const Encoding&>;
+
+Weight as_weight(const AsWeight& given) {
+  return {pointer<const std::uint8_t>(std::get<0>(given)), &std::get<1>(given)};
+}
+
+Experts experts(const std::vector<std::tuple<AsWeight, AsWeight>>& given,
+                std::uintptr_t gate_up_bias, std::uintptr_t down_bias, float alpha, float beta,
+                float limit) {
+  if (given.empty()) throw py::value_error("expected at least one expert");
+  Experts made{{}, pointer<const float>(gate_up_bias), pointer<const float>(down_bias),
+               {alpha, beta, limit}};
+  for (const auto& [gate_up, down] : given) {
+    made.experts.push_back({as_weight(gate_up), as_weight(down)});
+    const Expert& expert = made.experts.back();
+    if (expert.down.n() != made.hidden() || expert.down.k() != made.inner() ||
+        expert.gate_up.n() != 2 * made.inner() || expert.gate_up.k() != made.hidden()) {
+      throw py::value_error("expected experts of one shape: gate and up [2 · inner, hidden], "
+                            "down [hidden, inner]");
+    }
+  }
+  return made;
+}
+
+void run_experts(const Experts& experts, std::uintptr_t x, std::int64_t stride,
+                 std::uintptr_t ids, std::uintptr_t weights, std::uintptr_t y, std::int64_t m,
+                 std::int64_t chosen, const Level& level) {
+  if (m < 0 || chosen <= 0) {
+    throw py::value_error("expected no negative number of tokens, and experts for each");
+  }
+  const RoutedTokens step{pointer<const std::uint16_t>(x), stride,
+                          pointer<const std::int32_t>(ids), pointer<const float>(weights),
+                          pointer<std::uint16_t>(y), m, chosen};
+  py::gil_scoped_release release;
+  level.kernels.experts(experts, step);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_streaming_linear, module) {
@@ -245,6 +282,22 @@ PYBIND11_MODULE(_streaming_linear, module) {
       },
       py::kw_only(), py::arg("w"), py::arg("encoding"), py::arg("packed"), py::arg("level"),
       "Write any weight as packed rows; both by address.");
+
+  py::class_<Experts>(module, "Experts", "The routed experts of a mixture layer.")
+      .def(py::init(&experts), py::kw_only(), py::arg("experts"), py::arg("gate_up_bias"),
+           py::arg("down_bias"), py::arg("alpha"), py::arg("beta"), py::arg("limit"),
+           "Each expert is two weights (address, Encoding): gate and up [2 · inner, hidden], whose\n"
+           "blocks of 32 outputs are 16 of the gate and their 16 of up, and down [hidden, inner].\n"
+           "They become one by gate · sigmoid(alpha · gate) · (up + beta), both limited before.\n"
+           "Biases (float32, for each expert its outputs) are by address, or 0.  What all this\n"
+           "points at must outlive this.\n"
+           "Raises ValueError: shapes that do not fit together.")
+      .def("run", &run_experts, py::kw_only(), py::arg("x"), py::arg("stride"), py::arg("ids"),
+           py::arg("weights"), py::arg("y"), py::arg("m"), py::arg("chosen"), py::arg("level"),
+           "x [m, stride] → y [m, hidden], bf16, by address, as are ids [m, chosen], int32,\n"
+           "negative for an expert that is not here, and weights [m, chosen], float32, or 0 for\n"
+           "sums without weights.  Uses the threads of the OpenMP runtime that the process has.\n"
+           "Raises ValueError: an expert that there is not.");
 
   py::class_<Rotation>(module, "Rotation",
                                    "Heads normalised and rotated by their tokens' positions.")

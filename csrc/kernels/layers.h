@@ -6,6 +6,7 @@
 #include "weight.h"
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -93,6 +94,39 @@ struct DecoderLayer {
 struct DecoderLayers {
   QkvInput first;
   std::vector<DecoderLayer> layers;
+};
+
+// How gate and up of a mixture's expert become one: gate · sigmoid(alpha · gate) · (up + beta).
+struct Activation {
+  float alpha = 1, beta = 0;
+  float limit = std::numeric_limits<float>::infinity();  // to gate from above, to up on both sides
+};
+
+// One expert of a layer.
+struct Expert {
+  Weight gate_up;  // [2 · inner, hidden]; a block is 16 outputs of the gate, then their 16 of up
+  Weight down;     // [hidden, inner]
+};
+
+// The routed experts of a mixture layer, all of one shape.
+struct Experts {
+  std::vector<Expert> experts;
+  const float* gate_up_bias = nullptr;  // [experts][2 · inner] as the outputs are, or nullptr
+  const float* down_bias = nullptr;     // [experts][hidden], or nullptr
+  Activation activation;
+
+  std::int64_t hidden() const { return experts.front().down.n(); }
+  std::int64_t inner() const { return experts.front().down.k(); }
+};
+
+// x [m][stride] → y [m][hidden], bf16, each token by the experts that were chosen for it.
+struct RoutedTokens {
+  const std::uint16_t* x;
+  std::int64_t stride;
+  const std::int32_t* ids;  // [m][chosen], negative for an expert that is not here
+  const float* weights;     // [m][chosen], or nullptr for sums without weights
+  std::uint16_t* y;
+  std::int64_t m, chosen;
 };
 
 // hidden [m][n], residual [m][n] or nullptr → y [m][n], still to be added to sum [m][n]; all bf16.

@@ -15,6 +15,7 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "formats/all.h"
 //
 #include "linear.h"
+#include "experts.h"
 #include "post_attention.h"
 #include "rotation.h"
 //
@@ -24,6 +25,6 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-inline const Kernels kKernels{kHasTiles, run, run, rotate, run, expand};
+inline const Kernels kKernels{kHasTiles, run, run, rotate, run, run, expand};
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

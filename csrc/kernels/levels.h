@@ -14,6 +14,7 @@
 #include "layers.h"
 #include "processor.h"
 #include "read_ahead.h"
+#include "routing.h"
 #include "scratch.h"
 #include "sizes.h"
 #include "team.h"
@@ -56,6 +57,7 @@ struct Kernels {
                  const std::int64_t* positions, std::int64_t m);
   void (*decode_step)(const DecoderLayers&, const std::vector<Cache>&, const Requests&,
                       const Step&);
+  void (*experts)(const Experts&, const RoutedTokens&);
   // Write a weight's rows as packed ones.
   void (*expand)(const Weight&, std::uint16_t* packed);
 };

@@ -144,6 +144,28 @@ def _too_few(stages: int, size: int, gpus: int, sockets: int) -> str:
     return f"{message} Ask for at most {gpus} ranks."
 
 
+def divides_heads(size: int, heads: int, kv_heads: int) -> bool:
+    """Whether so many tensor-parallel ranks can share a model's heads.
+
+    With more ranks than KV heads, several keep the same one.
+    """
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def heads_problem(layout: Layout, heads: int, kv_heads: int) -> str | None:
+    """Why the ranks of a stage cannot share a model's heads, with the numbers that can."""
+    for stage, size in enumerate(layout.sizes):
+        if not divides_heads(size, heads, kv_heads):
+            fitting = [str(n) for n in range(1, heads + 1) if divides_heads(n, heads, kv_heads)]
+            return (
+                f"stage {stage} of layout {layout} has {size} tensor-parallel ranks, but the model "
+                f"has {heads} attention heads and {kv_heads} KV heads: {heads} / {size} = "
+                f"{heads / size:g}, {kv_heads} / {size} = {kv_heads / size:g}. Numbers of ranks in "
+                f"a stage that fit: {', '.join(fitting)}."
+            )
+    return None
+
+
 def sizes_to_type(sizes: Sequence[int]) -> str:
     """What to type for a layout with stages of these sizes."""
     return (

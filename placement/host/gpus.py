@@ -153,3 +153,16 @@ def _numa_node(tree: Tree, address: str | None) -> int | None:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def visible_gpus(there: int, visible: str | None) -> int:
+    """GPUs of this host that a Ray started here offers.
+
+    Args:
+        there: GPUs that the driver shows.
+        visible: CUDA_VISIBLE_DEVICES, if set.
+
+    """
+    if visible is None:
+        return there
+    return min(there, sum(name.strip() not in ("", "-1") for name in visible.split(",")))

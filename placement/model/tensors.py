@@ -38,8 +38,8 @@ class Tensor:
 
     @property
     def is_16_bit_matrix(self) -> bool:
-        """Whether a linear layer multiplies with it as it is; experts have kernels of their own."""
-        return self.dtype_bytes == 2 and self.values == 1 and self.role != "expert"
+        """Whether a linear layer or an expert multiplies with it as it is."""
+        return self.dtype_bytes == 2 and self.values == 1
 
     def rank_bytes(self, tensor_parallel_size: int) -> int:
         """Bytes that one tensor-parallel rank holds, rounded up."""

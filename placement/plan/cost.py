@@ -153,9 +153,8 @@ def _read(
         awake = distinct / shape.experts
 
     def share(tensor: Tensor) -> float:
-        if tensor.is_16_bit_matrix:
-            return figures.read_share
-        return awake if tensor.role == "expert" else 1
+        held = figures.read_share if tensor.is_16_bit_matrix else 1
+        return held * awake if tensor.role == "expert" else held
 
     return sum(tensor.rank_bytes(size) * share(tensor) for tensor in tensors)
 

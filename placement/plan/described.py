@@ -184,7 +184,8 @@ def _host(section: NodeSection, name: str) -> Host:
             for index in range(gpus.count)
         ]
     model = None if sockets is None else _figures(sockets, "cpu", None).name
-    return Host(name, tuple(numa_nodes), tuple(found), cpu_model=model)
+    sets = frozenset() if sockets is None else frozenset(sockets.instruction_sets)
+    return Host(name, tuple(numa_nodes), tuple(found), cpu_model=model, instruction_sets=sets)
 
 
 def _devices(
@@ -219,6 +220,6 @@ def _figures(section: DevicesSection, kind: Kind, link: float | None) -> DeviceF
         compute=section.bf16_tflop_s * 1e12 if section.bf16_tflop_s else base.compute,
         memory_bytes=int(section.memory_gib * GIB) if section.memory_gib else base.memory_bytes,
         host_link=base.host_link if link is None else link * GB,
-        source="configured" if section.read_gb_s and section.bf16_tflop_s else "table",
+        source="configured" if section.read_gb_s or section.bf16_tflop_s else "table",
         layer_latency_s=section.layer_latency_us / 1e6,
     )

@@ -45,6 +45,7 @@ class LinksSection(_Section):
 
     nccl: LinkSection | None = None
     shm: LinkSection | None = None
+    boundary: LinkSection | None = None
     gloo: LinkSection | None = None
     network: LinkSection | None = None
 
@@ -59,7 +60,7 @@ class DevicesSection(_Section):
     count: Annotated[int, Field(ge=1, le=64)] = 1
     memory_gib: Positive | None = None
     """Memory of one device."""
-    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     """Share of that memory for the engine."""
     read_gb_s: Positive | None = None
     """Bandwidth of reading its own memory, 10^9 bytes per second."""
@@ -90,8 +91,13 @@ class GpusSection(DevicesSection):
 class SocketsSection(DevicesSection):
     """CPU sockets of a node."""
 
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Share of a socket's memory for the engine."""
     cores: Count = 1
     """Physical cores of one socket."""
+    instruction_sets: list[Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=40)]] = []
+    """What the processor has, by the names of /proc/cpuinfo: with amx_bf16, CPU ranks are planned
+    with the kernels that need it."""
     kv_cache_gib: Positive | None = None
     """Largest KV cache of one CPU rank."""
 

@@ -57,8 +57,10 @@ class Links:
     """GPUs of one node, in a group of GPUs only."""
     shm: Link = Link("shared memory", 10 * GB, 30e-6)
     """Sockets of one node, inside a tensor-parallel group of sockets only."""
+    boundary: Link = Link("shared messages", 10 * GB, 70e-6)
+    """From stage to stage on one node where a CPU rank is in the engine: memory that both map."""
     gloo: Link = Link("Gloo", 3 * GB, 150e-6)
-    """Everything else on one node: through host memory."""
+    """Tensor-parallel groups of both kinds on one node: through host memory."""
     network: Link = Link("network", 1.25 * GB, 300e-6)
     """Between nodes; 10 Gbit/s."""
 
@@ -134,7 +136,7 @@ def boundary_link(
     """
     if len(sender.nodes | receiver.nodes) > 1:
         return links.network
-    return links.nccl if only_gpus else links.gloo
+    return links.nccl if only_gpus else links.boundary
 
 
 # Datasheet peaks.  NVIDIA: product briefs of the part, dense bf16 without sparsity; memory as the

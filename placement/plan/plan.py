@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from placement.cluster.assignment import assign
-from placement.cluster.layout import auto_layout
-from placement.errors import DoesNotFitError, LayoutError
 from placement.model.shape import ModelShape
-from placement.plan.described import DescribedCluster
-from placement.plan.devices import RankDevice, StageDevices
-from placement.plan.split import Objective, Split, choose_split
-
-MANY_STAGES = 8
-"""Without a number asked for, more stages than this are tried only where fewer do not fit."""
-WORTH_A_STAGE = 0.99
-"""A further stage must bring the step below this share of what fewer stages reach."""
+from placement.plan.devices import RankDevice
+from placement.plan.split import Split
 
 
 @dataclass(frozen=True)
@@ -29,6 +19,8 @@ class Plan:
     split: Split
     devices: tuple[RankDevice, ...]
     """All devices there are, those without a rank too."""
+    remarks: tuple[str, ...] = ()
+    """What whoever made the plan wants to say."""
 
     @property
     def idle(self) -> tuple[RankDevice, ...]:
@@ -39,7 +31,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the plan should know beside its numbers."""
-        split, notes = self.split, []
+        split, notes = self.split, list(self.remarks)
         if not any(stage.devices.has_cpu for stage in split.stages):
             if any(device.kind == "cpu" for device in self.idle):
                 notes.append("The model fits on the GPUs alone: no CPU rank is asked to work.")
@@ -117,101 +109,3 @@ def _stage_dict(split: Split, index: int) -> dict[str, Any]:
             for rank in stage.ranks
         ],
     }
-
-
-def plan_model(
-    model: str,
-    shape: ModelShape,
-    cluster: DescribedCluster,
-    *,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int | None = None,
-    batch: int = 1,
-    context: int = 4096,
-    max_model_len: int | None = None,
-    max_sequences: int | None = None,
-    max_batched_tokens: int = 2048,
-    objective: Objective = "latency",
-    layers: tuple[int, ...] | None = None,
-) -> Plan:
-    """Plan a model on a described cluster.
-
-    Args:
-        model: what to call it.
-        shape: its sizes.
-        cluster: what there is.
-        tensor_parallel_size: ranks in a stage.
-        pipeline_parallel_size: stages; None takes the number with the best step.
-        batch: sequences in the decode step that is priced.
-        context: tokens that each of them has.
-        max_model_len: longest sequence; None is `context`.
-        max_sequences: sequences of that length that the KV cache must hold; None is `batch`.
-        max_batched_tokens: prompt tokens in one step.
-        objective: shortest step of one batch, or shortest slowest stage.
-        layers: the user's layers per stage; needs `pipeline_parallel_size` of the same length.
-
-    Raises:
-        LayoutError: there are too few devices, or `layers` does not add up.
-        DoesNotFitError: no split fits.
-
-    """
-
-    def split(stages: int, explained: bool = True) -> Split:
-        return choose_split(
-            shape,
-            stages_on(cluster, stages, tensor_parallel_size),
-            batch=batch,
-            context=context,
-            max_sequences=max_sequences or batch,
-            objective=objective,
-            layers=layers,
-            max_model_len=max_model_len,
-            max_batched_tokens=max_batched_tokens,
-            links=cluster.links,
-            explained=explained,
-        )
-
-    if pipeline_parallel_size is None and layers is not None:
-        pipeline_parallel_size = len(layers)
-    if pipeline_parallel_size is not None:
-        chosen = split(pipeline_parallel_size)
-    else:
-        nodes = cluster.nodes
-        gpus = sum(len(node.gpus) for node in nodes) // tensor_parallel_size
-        sockets = sum(len(node.sockets) for node in nodes) // tensor_parallel_size
-        chosen = _best_number_of_stages(split, min(max(1, gpus + sockets), len(shape.layers)))
-    return Plan(model, shape, chosen, cluster.devices)
-
-
-def _best_number_of_stages(split: Callable[[int, bool], Split], most: int) -> Split:
-    best: Split | None = None
-    for stages in range(1, most + 1):
-        if best is not None and stages > MANY_STAGES:
-            break
-        try:
-            found = split(stages, False)
-        except (DoesNotFitError, LayoutError):
-            continue
-        if best is None or found.value[0] < WORTH_A_STAGE * best.value[0]:
-            best = found
-    # Where none fits, the error is that of the most stages.
-    return split(most, True) if best is None else best
-
-
-def stages_on(
-    cluster: DescribedCluster, pipeline_parallel_size: int, tensor_parallel_size: int
-) -> tuple[StageDevices, ...]:
-    """Devices of each stage, as the executor would seat its ranks on that cluster.
-
-    Raises:
-        LayoutError: there are too few devices.
-
-    """
-    nodes = cluster.as_nodes()
-    gpus, sockets = sum(n.gpus for n in nodes), sum(len(n.sockets) for n in nodes)
-    layout = auto_layout(pipeline_parallel_size, tensor_parallel_size, gpus, sockets)
-    seats = assign(layout, nodes)
-    return tuple(
-        StageDevices(tuple(cluster.device_of(seat) for seat in seats if seat.stage == stage))
-        for stage in range(len(layout.stages))
-    )

@@ -1,34 +1,59 @@
-"""`ray-hetero plan`: who would hold which layers, without a GPU, a cluster or weights."""
+"""`ray-hetero plan`: what an engine would do with a model, without starting anything."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from placement.errors import LayoutError, PlacementError
 from placement.given import numbers, shown
-from placement.model.reading import shape_of
+from placement.model.reading import read_config, shape_of
 from placement.plan.described import read_described
 from placement.plan.picture import plan_svg
-from placement.plan.plan import Plan, plan_model
+from placement.plan.plan import Plan
 from placement.plan.table import plan_table
+from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.errors import RayHeteroError
+from ray_hetero.planning import machine as machines
+from ray_hetero.planning.engine_facts import (
+    DEFAULT_GPU_SHARE,
+    facts_of_checkpoint,
+)
+from ray_hetero.planning.layer_plan import PRICED_CONTEXT, Asked
+from ray_hetero.planning.layout_choice import Candidate, Choice
+from ray_hetero.planning.machine import Machine
+from ray_hetero.planning.model_plan import plan_model, refuse_model
 
 WIDTH_WITHOUT_TERMINAL = 160
 MOST_TOKENS = 1_000_000_000
 MOST_SEQUENCES = 1_000_000
+CLUSTER_TIMEOUT_S = 60.0
 
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="Checkpoint directory, or a config.json or a directory with one.")
+        str,
+        typer.Argument(
+            help="Checkpoint directory, config.json or a directory with one, or a name on the hub."
+        ),
     ],
     topology: Annotated[
-        Path, typer.Option("--topology", help="YAML file that describes the cluster.")
-    ],
+        Path | None,
+        typer.Option(
+            "--topology", help="YAML file that describes a cluster, in place of this host."
+        ),
+    ] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="The Ray cluster that runs, in place of this host.")
+    ] = False,
     tensor_parallel_size: Annotated[
         int,
         typer.Option("--tensor-parallel-size", "-tp", min=1, max=4096, help="Ranks in a stage."),
@@ -40,74 +65,191 @@ def plan(
             "-pp",
             min=1,
             max=4096,
-            help="Stages; default is the best number.",
+            help="Stages; without sizes they are chosen as the engine does.",
         ),
     ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_TOKENS, help="Longest sequence in tokens; default is the context."
+            min=1, max=MOST_TOKENS, help="Longest sequence in tokens; default is the model's own."
         ),
     ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEQUENCES, help="vLLM's --max-num-seqs.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST_TOKENS, help="vLLM's --max-num-batched-tokens.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1, help="vLLM's --gpu-memory-utilization.")
+    ] = DEFAULT_GPU_SHARE,
     batch: Annotated[
-        int, typer.Option(min=1, max=MOST_SEQUENCES, help="Sequences in one decode step.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, max=MOST_SEQUENCES, help="Sequences in one decode step; default is the engine's."
+        ),
+    ] = None,
     context: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1, max=MOST_TOKENS, help="Tokens that each of them has when the step is priced."
         ),
-    ] = 4096,
+    ] = None,
     max_sequences: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MOST_SEQUENCES,
-            help="Sequences of the longest length that must fit; default is the batch.",
+            help="Sequences of the longest length that must fit; default is the engine's.",
         ),
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="latency: shortest step; throughput: shortest slowest stage.")
-    ] = "latency",
+        str | None,
+        typer.Option(help="latency: shortest step; throughput: shortest slowest stage."),
+    ] = None,
     layers: Annotated[
         str | None, typer.Option(help="Your own layers per stage, like 20,60.")
     ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Your own stages, like [[cpu, cpu], [gpu]].")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show every layout that was looked at.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, bytes and seconds.")] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture to this file.")] = None,
 ) -> None:
-    """Show ranks, layers, budgets and the predicted step of a model on a described cluster."""
+    """Show ranks, layers, budgets and the predicted step of a model, as the engine plans it."""
     try:
-        found = plan_model(
-            _name(model),
-            shape_of(model, dtype, kv_cache_dtype),
-            read_described(topology),
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            batch=batch,
-            context=context,
-            max_model_len=max_model_len,
-            max_sequences=max_sequences,
-            objective=_objective(objective),
-            layers=_layers(layers),
-        )
+        config = _config(objective, layers, layout)
+        path = machines.hub_config(model)
+        shape = shape_of(path, dtype, kv_cache_dtype)
+        content = read_config(path)
+        with _machine(topology, config, cluster=cluster) as machine:
+            found = plan_model(
+                _name(model),
+                machine,
+                facts_of_checkpoint(
+                    content,
+                    shape,
+                    machine.nodes,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max_num_batched_tokens,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                ),
+                config,
+                pipeline_parallel_size=pipeline_parallel_size or _stages_of(config),
+                tensor_parallel_size=tensor_parallel_size,
+                asked=_asked(batch, context, max_sequences),
+            )
+        refuse_model(content, shape, found.layers)
         if svg is not None:
-            _write(svg, plan_svg(found))
-    except PlacementError as error:
+            _write(svg, plan_svg(found.plan))
+    except (PlacementError, RayHeteroError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    _show(found, as_json=as_json)
+    _show(found.plan, found.choice if compare else None, as_json=as_json)
 
 
-def _show(found: Plan, *, as_json: bool) -> None:
+def _config(objective: str | None, layers: str | None, layout: str | None) -> HeteroConfig:
+    """What the engine would be given: the file of RAY_HETERO_CONFIG, and these options over it."""
+    given: dict[str, Any] = {}
+    if objective not in (None, "latency", "throughput"):
+        raise LayoutError(f"--objective: expected latency or throughput, got {shown(objective)}")
+    if objective is not None:
+        given["objective"] = objective
+    if (found := _layers(layers)) is not None:
+        given["layers"] = list(found)
+    if layout is not None:
+        given["layout"] = _stages(layout)
+    return load_config({"ray_hetero": given})
+
+
+def _stages(layout: str) -> list[list[str]]:
+    words = layout.replace('"', "").replace("'", "").replace(" ", "")
+    if not (words.startswith("[[") and words.endswith("]]")):
+        raise LayoutError(
+            f"--layout: expected stages like [[cpu, cpu], [gpu]], got {shown(layout)}"
+        )
+    return [stage.split(",") for stage in words[2:-2].split("],[")]
+
+
+@contextmanager
+def _machine(topology: Path | None, config: HeteroConfig, *, cluster: bool) -> Iterator[Machine]:
+    if topology is not None:
+        yield machines.described_machine(read_described(topology))
+    elif not cluster:
+        yield machines.this_host(config.cpu)
+    else:
+        from ray_hetero.cli import connection
+
+        with connection.cluster():
+            from placement.cluster.ray_cluster import discover
+            from ray_hetero.planning.socket_bandwidth import bandwidth_probe
+
+            cpu = config.cpu
+            nodes = discover(
+                unit=cpu.unit, shares=cpu.ranks_per_socket, timeout_s=CLUSTER_TIMEOUT_S
+            )
+            yield Machine(nodes, bandwidth_probe(nodes, CLUSTER_TIMEOUT_S))
+
+
+def _asked(batch: int | None, context: int | None, max_sequences: int | None) -> Asked | None:
+    if batch is None and context is None and max_sequences is None:
+        return None
+    batch = batch or 1
+    return Asked(batch, context or PRICED_CONTEXT, max_sequences or batch)
+
+
+def _show(found: Plan, choice: Choice | None, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        content = found.to_dict()
+        if choice is not None:
+            content["candidates"] = [_candidate(one) for one in (choice.chosen, *choice.others)]
+        typer.echo(json.dumps(content, indent=2))
         return
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH_WITHOUT_TERMINAL)
     console.print(plan_table(found))
+    if choice is not None:
+        console.print(_comparison(choice))
+
+
+def _candidate(one: Candidate) -> dict[str, Any]:
+    answer: dict[str, Any] = {"layout": [list(stage) for stage in one.layout.stages]}
+    if one.plan is None or one.plan.split is None:
+        return answer | {"problem": one.problem}
+    split = one.plan.split
+    return answer | {
+        "layers": list(split.layers),
+        "decode_step_s": split.step_s,
+        "prefill_s": split.prefill_s,
+        "kv_tokens": one.plan.kv_tokens,
+    }
+
+
+def _comparison(choice: Choice) -> Table:
+    table = Table(title="Layouts that were looked at", title_justify="left")
+    for column in ("layout", "layers", "step, ms", "first token, ms", "KV tokens"):
+        table.add_column(column, justify="left" if column in ("layout", "layers") else "right")
+    for one in (choice.chosen, *choice.others):
+        if one.plan is None or one.plan.split is None:
+            table.add_row(Text(str(one.layout)), Text(one.problem.splitlines()[0][:70]), "", "", "")
+            continue
+        split = one.plan.split
+        table.add_row(
+            Text(str(one.layout)),
+            ",".join(map(str, split.layers)),
+            f"{1e3 * split.step_s:.2f}",
+            f"{1e3 * split.prefill_s:.0f}",
+            f"{one.plan.kv_tokens:,}",
+        )
+    return table
 
 
 def _name(model: str) -> str:
@@ -119,12 +261,9 @@ def _name(model: str) -> str:
     )
 
 
-def _objective(objective: str) -> Literal["latency", "throughput"]:
-    if objective == "latency":
-        return "latency"
-    if objective == "throughput":
-        return "throughput"
-    raise LayoutError(f"--objective: expected latency or throughput, got {shown(objective)}")
+def _stages_of(config: HeteroConfig) -> int:
+    """Stages where none are asked for: as many as the layers that are given."""
+    return 1 if config.layers == "auto" or config.layout != "auto" else len(config.layers)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

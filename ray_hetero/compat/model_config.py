@@ -24,7 +24,9 @@ def use_stage(stage: int) -> None:
 
     def get_layers_start_end_indices(self: Any, parallel_config: Any) -> tuple[int, int]:
         layers = self.get_total_num_hidden_layers()
-        start, end = pp_indices(layers, stage, parallel_config.pipeline_parallel_size)
+        stages = parallel_config.pipeline_parallel_size
+        # A draft model is whole on its stage.
+        start, end = pp_indices(layers, min(stage, stages - 1), stages)
         return start, end
 
     ModelConfig.get_layers_start_end_indices = get_layers_start_end_indices

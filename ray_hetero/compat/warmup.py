@@ -53,8 +53,9 @@ def run_beside_capture(runner: Any, tokens: int) -> None:
     Uses: `GPUModelRunner._dummy_run`.
     """
     # A GPU rank makes a pass in which its kernels are compiled before the one it captures.
-    for _ in range(2):
-        runner._dummy_run(tokens, skip_eplb=True)
+    # While it captures, a drafter makes one pass in the place of one for each draft token.
+    for is_capturing in (False, True):
+        runner._dummy_run(tokens, skip_eplb=True, is_graph_capturing=is_capturing)
 
 
 def capture_graph(runner: Any, tokens: int) -> None:

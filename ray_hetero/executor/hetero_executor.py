@@ -45,9 +45,11 @@ from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
 from ray_hetero.preflight.refusals import (
     refuse_checkpoint,
+    refuse_drafting,
     refuse_heads,
     refuse_shared_experts,
 )
+from ray_hetero.preflight.unsupported_drafters import Drafting
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.held_signals import sigterm_held
@@ -204,6 +206,7 @@ class HeteroExecutor(GuardedExecutor):
                 refuse_checkpoint(self.model_config)
             if not world.is_stock:
                 refuse_shared_experts(self.parallel_config)
+                self._check_drafting(world)
             shared = self._shared_settings(world)
             # The driver's own copy of the configuration answers questions about layers too.
             layer_partition.set_partition(world.layers)
@@ -230,6 +233,14 @@ class HeteroExecutor(GuardedExecutor):
                 self._spec.metrics_path,
             ),
         )
+
+    def _check_drafting(self, world: World) -> None:
+        speculative, stages = self.vllm_config.speculative_config, world.layout.stages
+        if speculative is None:
+            return
+        refuse_drafting(Drafting(self.vllm_config, self._config, len(stages)))
+        if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
+            refuse_checkpoint(speculative.draft_model_config)
 
     def _layer_plan(self, nodes: Sequence[Node], facts: EngineFacts) -> LayerPlan:
         try:
@@ -265,6 +276,10 @@ class HeteroExecutor(GuardedExecutor):
         asked = self._config.pipeline.batches_in_flight
         if asked != "auto":
             return asked
+        if not world.is_stock and self.vllm_config.speculative_config is not None:
+            # With more, vLLM's scheduler would take a batch's drafts for tokens before the batch
+            # has told which token comes before them.
+            return 1
         if world.has_cpu and not world.is_cpu_only and self._config.objective == "latency":
             return 1
         return int(self.vllm_config.max_concurrent_batches)

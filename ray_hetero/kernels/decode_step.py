@@ -2,8 +2,9 @@
 
 vLLM's operators for the attention of one layer, called from Python, take several times as long as
 there is to compute while conversations are short; and threads are called together for each anew.
-Steps that are something else (prompts, speculative tokens, many requests), and attentions that do
-more than this knows, are computed layer by layer (decoder_layers.py).
+Requests may have a few tokens each, which verify drafts (token_rows.py).  Steps that are something
+else (prompts, many requests), and attentions that do more than this knows, are computed layer by
+layer (decoder_layers.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.post_attention import Beginning, BetweenAttentions
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.kernels.token_rows import is_few_rows, token_rows
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.decoder_layers import Attention
@@ -30,7 +32,7 @@ SPAN = 32
 
 @dataclass(frozen=True)
 class _Requests:
-    """Requests of one token each."""
+    """Requests of one token each, of which several may be one of vLLM's."""
 
     positions: torch.Tensor
     """[requests], int64; as the others."""
@@ -42,7 +44,7 @@ class _Requests:
 
 
 class DecodeStep:
-    """Computes steps of one token a request.
+    """Computes steps of one token a request, or of a few.
 
     Args:
         beginning: of the first layer.
@@ -84,13 +86,14 @@ class DecodeStep:
         if (
             metadata is None
             or slots is None
-            or not _is_decode(metadata, slots, tokens)
+            or not is_few_rows(metadata, slots, tokens)
             or not is_known(cache, first.isa)
             or any(one is not metadata or other.stride() != cache.stride()
                    for one, _, other, _ in contexts)
         ):  # fmt: skip
             return None
-        requests = _Requests(positions, slots, metadata.seq_lens, metadata.block_table)
+        lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
+        requests = _Requests(positions, slots, lengths, blocks)
         return self._run(requests, contexts, hidden, residual)
 
     def decode(
@@ -170,19 +173,6 @@ def known_scale(attention: Any) -> float | None:
         and attention.head_size % SPAN == 0
     )
     return float(impl.scale) if is_known else None
-
-
-def _is_decode(metadata: Any, slots: torch.Tensor, tokens: int) -> bool:
-    """One token of each request, as vLLM's CPU backend describes it."""
-    lengths, blocks = metadata.seq_lens, metadata.block_table
-    return (
-        metadata.max_query_len == 1
-        and metadata.num_actual_tokens == tokens == len(lengths) == len(blocks)
-        and len(slots) >= tokens
-        and metadata.dynamic_causal is None
-        and (lengths.dtype, blocks.dtype, slots.dtype) == (torch.int32, torch.int32, torch.int64)
-        and lengths.stride(0) == blocks.stride(1) == slots.stride(0) == 1
-    )
 
 
 def is_known(cache: torch.Tensor, isa: str) -> bool:

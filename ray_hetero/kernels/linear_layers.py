@@ -18,6 +18,7 @@ from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import streaming_linear
 from ray_hetero.kernels.decoder_layers import fuse
+from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
 from ray_hetero.kernels.post_attention import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
@@ -55,6 +56,7 @@ class LinearLayers:
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
         self._is_loaded = False
+        self._experts: ExpertLayers | None = None
         self._kernel = streaming_linear.choose(config.linear_kernel)
         if config.prefill_on_gpu is True:
             self._check_borrowing(gpu)
@@ -67,6 +69,7 @@ class LinearLayers:
         cpu_linear.use_linear(
             torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
         )
+        self._experts = ExpertLayers(config, self._kernel)
         logger.info("linear layers stream their weights (cpu.linear_kernel)")
 
     def _check_borrowing(self, gpu: torch.device | None) -> None:
@@ -111,7 +114,7 @@ class LinearLayers:
                 host's.
 
         """
-        if self._kernel is None:
+        if self._kernel is None or self._experts is None:
             return "vllm"
         if self._bytes < self._bytes_before:
             logger.info(
@@ -130,7 +133,7 @@ class LinearLayers:
         cpu_linear.refuse_reload(RELOAD)
         formats = Counter(weight.name for weight in self._kernel.weights.values())
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
-        return f"streaming, {fused} decoder_layers, {held}"
+        return f"streaming, {fused} decoder_layers, {held}, {self._experts.loaded(model)}"
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

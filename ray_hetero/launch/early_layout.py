@@ -17,7 +17,7 @@ import ray
 
 from placement.cluster.layout import auto_layout
 from placement.errors import LayoutError
-from placement.host.gpus import read_gpus
+from placement.host.gpus import read_gpus, visible_gpus
 from ray_hetero.config import HeteroConfig
 
 OVERRIDE = "RAY_OVERRIDE_RESOURCES"
@@ -54,16 +54,3 @@ def known_gpus(environment: Mapping[str, str] = os.environ) -> int | None:
     if environment.get("RAY_ADDRESS") or environment.get(OVERRIDE):
         return None
     return visible_gpus(len(read_gpus()), environment.get("CUDA_VISIBLE_DEVICES"))
-
-
-def visible_gpus(there: int, visible: str | None) -> int:
-    """GPUs of this host that a Ray started here offers.
-
-    Args:
-        there: GPUs that the driver shows.
-        visible: CUDA_VISIBLE_DEVICES, if set.
-
-    """
-    if visible is None:
-        return there
-    return min(there, sum(name.strip() not in ("", "-1") for name in visible.split(",")))

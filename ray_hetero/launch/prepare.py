@@ -14,6 +14,7 @@ from placement.cluster import ray_cluster
 from placement.cluster.layout import Layout
 from ray_hetero.compat import api_server, engine_clients, engine_environment, engine_processes
 from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.launch.chosen_stages import choose_stages, take_sizes
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
 from ray_hetero.observability import metrics
@@ -49,6 +50,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     gpus = known_gpus() if group is None else None
     config = load_config(engine_args.additional_config)
     take_sizes(engine_args, config)
+    config = choose_stages(engine_args, config, group, engines)
     config = resolve_auto_layout(
         config,
         engine_args.pipeline_parallel_size,
@@ -58,7 +60,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     is_stock = _is_surely_stock(config)
     refuse_unsupported(engine_args, config, is_stock=is_stock)
     spec = EngineSpec(
-        copy.copy(engine_args),
+        _as_written(engine_args),
         config,
         ray_for_all(engine_args),
         placement_group=group,
@@ -76,12 +78,12 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     return spec
 
 
-def take_sizes(engine_args: EngineArgs, config: HeteroConfig) -> None:
-    """Take vLLM's sizes from a layout that was written, where they were left at 1."""
-    sizes = (engine_args.pipeline_parallel_size, engine_args.tensor_parallel_size)
-    if config.layout != "auto" and sizes == (1, 1):
-        engine_args.pipeline_parallel_size = len(config.layout)
-        engine_args.tensor_parallel_size = max(map(len, config.layout))
+def _as_written(engine_args: EngineArgs) -> EngineArgs:
+    """A copy; vLLM adds what it finds out to the mapping of the speculative configuration."""
+    written = copy.copy(engine_args)
+    if isinstance(engine_args.speculative_config, dict):
+        written.speculative_config = dict(engine_args.speculative_config)
+    return written
 
 
 def _choose_runner(engine_args: EngineArgs, *, is_stock: bool) -> None:

@@ -41,6 +41,12 @@ class StepTotals:
     """Steps of as many tokens as the one that the plan has priced."""
     priced_s: float = 0.0
     """Of `busy_s`, what these took."""
+    verifying_steps: int = 0
+    """Steps in which at least one request had draft tokens."""
+    verifying_tokens: int = 0
+    """Of `tokens`, those of these steps: the drafts and one a request."""
+    verifying_s: float = 0.0
+    """Of `busy_s`, what these took."""
 
     def __sub__(self, earlier: StepTotals) -> StepTotals:
         """What came after an earlier moment."""
@@ -59,6 +65,20 @@ class StepTotals:
             f"{self.steps} steps of {self.tokens / self.steps:.1f} tokens: "
             f"{busy:.2f} ms busy, {waiting:.2f} ms waiting for the previous stage, "
             f"{exchange:.2f} ms exchange, {received:.1f} KiB received, {sent:.1f} KiB sent a step"
+            f"{self._of_verifying()}"
+        )
+
+    def _of_verifying(self) -> str:
+        """What steps with drafts took, beside those without; nothing where there were none."""
+        count, others = self.verifying_steps, self.steps - self.verifying_steps
+        if not count:
+            return ""
+        each = 1000 * self.verifying_s / count
+        other = 1000 * (self.busy_s - self.verifying_s) / others if others else 0.0
+        beside = f", {other:.2f} ms the others" if others else ""
+        return (
+            f"; {count} of them verified drafts: {self.verifying_tokens / count:.1f} tokens, "
+            f"{each:.2f} ms busy{beside}"
         )
 
 
@@ -103,6 +123,7 @@ class StepClock:
         self._interval_s = interval_s
         self._predicted = predicted
         self._is_priced = False
+        self._is_verifying = False
         self._last = time.monotonic()
         self._began: float | None = None
         self._ended = time.perf_counter()
@@ -122,8 +143,18 @@ class StepClock:
         began = self._began
         return 0.0 if began is None else time.perf_counter() - began
 
-    def add(self, seconds: float, tokens: int, boundary: Boundary | None) -> None:
-        """Count one call of the worker, now ended; a step is counted by its tokens."""
+    def add(
+        self, seconds: float, tokens: int, boundary: Boundary | None, *, is_verifying: bool = False
+    ) -> None:
+        """Count one call of the worker, now ended; a step is counted by its tokens.
+
+        Args:
+            seconds: that the call took.
+            tokens: of the step; 0 for a call that belongs to the step before it.
+            boundary: what the rank exchanges tensors through.
+            is_verifying: whether some of the step's tokens are drafts.
+
+        """
         self._began = None
         exchanged = boundary.take() if boundary is not None else Exchanged()
         self._add_late(seconds, boundary)
@@ -138,10 +169,15 @@ class StepClock:
         totals.sent_bytes += exchanged.sent_bytes
         if tokens:
             self._is_priced = self._predicted is not None and tokens == self._predicted.tokens
+            self._is_verifying = is_verifying
         # A call without tokens (sampling) belongs to the step before it.
         if self._is_priced:
             totals.priced_steps += tokens > 0
             totals.priced_s += busy
+        if self._is_verifying:
+            totals.verifying_steps += tokens > 0
+            totals.verifying_tokens += tokens
+            totals.verifying_s += busy
         self._ended = time.perf_counter()
         if time.monotonic() - self._last > self._interval_s:
             self._report_new_steps()
@@ -155,6 +191,8 @@ class StepClock:
         self.totals.busy_s += late
         if self._is_priced:
             self.totals.priced_s += late
+        if self._is_verifying:
+            self.totals.verifying_s += late
 
     def _report_new_steps(self) -> None:
         new = self.totals - self._reported

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from placement.cluster.assignment import Node
 from placement.model.reading import UnknownModelError, shape_of
 from placement.model.shape import ModelShape
+from placement.units import GIB
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 
+DEFAULT_LENGTH = 2048
+"""Tokens of a sequence where a model's config.json does not say; vLLM's own."""
+DEFAULT_GPU_SHARE = 0.92
+"""Of a GPU's memory; vLLM's own --gpu-memory-utilization."""
+LENGTH_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+"""Where a config.json may tell the longest sequence, as vLLM's ModelConfig looks for it."""
 CPU_BLOCK_SIZE = 128
 """Tokens of a KV block on CPU ranks; vLLM's own default there, and every GPU backend takes it."""
 
@@ -32,6 +45,14 @@ class EngineFacts:
     is_eager: bool = False
     is_bf16: bool = False
     """Whether what is not quantised is computed in bfloat16."""
+    per_rank: frozenset[str] = frozenset()
+    """Of the most sequences and tokens, those that are for each rank of the world: vLLM's defaults
+    on a driver without a GPU."""
+
+    def in_world(self, ranks: int) -> EngineFacts:
+        """The facts once the number of ranks is known."""
+        scaled: dict[str, Any] = {name: ranks * getattr(self, name) for name in self.per_rank}
+        return replace(self, per_rank=frozenset(), **scaled)
 
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
@@ -50,6 +71,122 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         is_eager=bool(model.enforce_eager),
         is_bf16=str(model.dtype) == "torch.bfloat16",
     )
+
+
+def facts_of_checkpoint(
+    config: Mapping[str, Any],
+    shape: ModelShape,
+    nodes: Sequence[Node],
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    gpu_memory_utilization: float = DEFAULT_GPU_SHARE,
+) -> EngineFacts:
+    """The same without vLLM, from a checkpoint's config.json and what was asked for.
+
+    Args:
+        config: content of config.json.
+        shape: sizes of the model.
+        nodes: the cluster; vLLM's defaults depend on the driver's devices.
+        dtype: vLLM's --dtype.
+        max_model_len: None is the model's own.
+        max_num_seqs: vLLM's --max-num-seqs; None is its default for a server.
+        max_num_batched_tokens: vLLM's --max-num-batched-tokens; None is its default for a server.
+        gpu_memory_utilization: vLLM's --gpu-memory-utilization.
+
+    """
+    defaults = server_defaults(nodes)
+    return EngineFacts(
+        shape=shape,
+        why_no_shape="",
+        hidden_layers=len(shape.layers),
+        max_model_len=max_model_len or own_length(config) or DEFAULT_LENGTH,
+        max_num_seqs=max_num_seqs or defaults.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens or defaults.max_num_batched_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+        per_rank=frozenset(
+            name
+            for name, given in (
+                ("max_num_seqs", max_num_seqs),
+                ("max_num_batched_tokens", max_num_batched_tokens),
+            )
+            if defaults.are_per_rank and given is None
+        ),
+        is_bf16=(own_dtype(config) if dtype == "auto" else dtype) == "bfloat16",
+    )
+
+
+def facts_of_model(engine_args: EngineArgs, defaults: ServerDefaults) -> EngineFacts:
+    """The same before vLLM has built its configuration: what it has of the model, and defaults."""
+    model = engine_args.create_model_config()
+    layers = model.get_total_num_hidden_layers()
+    shape, why = _shape(model, str(engine_args.kv_cache_dtype), layers)
+    asked = {
+        name: getattr(engine_args, name) for name in ("max_num_seqs", "max_num_batched_tokens")
+    }
+    return EngineFacts(
+        shape=shape,
+        why_no_shape=why,
+        hidden_layers=layers,
+        max_model_len=model.max_model_len,
+        max_num_seqs=asked["max_num_seqs"] or defaults.max_num_seqs,
+        max_num_batched_tokens=asked["max_num_batched_tokens"] or defaults.max_num_batched_tokens,
+        gpu_memory_utilization=engine_args.gpu_memory_utilization,
+        is_eager=bool(model.enforce_eager),
+        is_bf16=str(model.dtype) == "torch.bfloat16",
+        per_rank=frozenset(
+            name for name, given in asked.items() if defaults.are_per_rank and not given
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class ServerDefaults:
+    """What vLLM takes for a server where nobody says (EngineArgs.get_batch_defaults)."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    are_per_rank: bool = False
+
+
+def server_defaults(nodes: Sequence[Node]) -> ServerDefaults:
+    """vLLM's defaults on the driver's node."""
+    driver = next((node for node in nodes if node.is_driver), None)
+    gpus = driver.host.gpus if driver is not None and driver.gpus else ()
+    if not gpus:
+        return ServerDefaults(128, 2048, are_per_rank=True)
+    memory = gpus[0].memory_bytes or 0
+    if memory >= 160 * GIB:
+        return ServerDefaults(1024, 16384)
+    if memory >= 70 * GIB and "a100" not in (gpus[0].name or "").lower():
+        return ServerDefaults(1024, 8192)
+    return ServerDefaults(256, 2048)
+
+
+def own_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype that a checkpoint's config.json names, without "torch."."""
+    text = config.get("text_config") or {}
+    named = (
+        one.get(key) for one in (config, text) for key in ("dtype", "torch_dtype") if one.get(key)
+    )
+    return str(next(named, "")).removeprefix("torch.")
+
+
+def own_length(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest sequence that a checkpoint's config.json tells; None if it does not."""
+    text = config.get("text_config") or config
+    lengths = [text[key] for key in LENGTH_KEYS if isinstance(text.get(key), int)]
+    if not lengths:
+        return None
+    shortest: int = min(lengths)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+    if kind in (None, "default", "su", "longrope", "llama3", "mrope"):
+        return shortest
+    before = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+    return int((before or shortest) * rope.get("factor", 1))
 
 
 def _shape(model: ModelConfig, cache_dtype: str, layers: int) -> tuple[ModelShape | None, str]:

@@ -14,12 +14,17 @@ from placement.cluster.assignment import ALONE, Node, Seat, Turn
 from placement.cluster.layout import Layout
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
-from placement.plan.devices import StageDevices, stages_of
+from placement.plan.devices import Links, StageDevices, stages_of
 from placement.plan.split import RankPlan, Split, choose_split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
-from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES, UnknownDeviceError, rank_devices
+from ray_hetero.planning.rank_devices import (
+    FUSED_MODEL_TYPES,
+    Described,
+    UnknownDeviceError,
+    rank_devices,
+)
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
     KV_SHARE_OF_FREE,
@@ -39,6 +44,18 @@ WANTED_KV_TOKENS = 32768
 Threads = Mapping[int, Sequence[int]]
 Measure = Callable[[Sequence[Seat], Threads], Mapping[int, float]]
 """Bytes per second of each CPU rank that can be measured, by rank."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A step to price and what the KV cache must hold, where somebody asks for other than usual."""
+
+    batch: int
+    """Sequences in the decode step."""
+    context: int
+    """Tokens of each of them."""
+    max_sequences: int
+    """Sequences of the longest length that must have room."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,20 @@ class LayerPlan:
         stage = self.split.stages[self.world.seats[rank].stage]
         return Forecast(work.batch, work.context, stage.decode.seconds, self.kv_tokens)
 
+    @property
+    def held_split(self) -> Split:
+        """The split with the KV cache that the engine will really have, which may be smaller."""
+        assert self.split is not None
+        share = Fraction(self.kv_tokens, max(1, self.split.kv_tokens))
+        stages = tuple(
+            replace(
+                stage,
+                ranks=tuple(replace(r, kv_bytes=int(r.kv_bytes * share)) for r in stage.ranks),
+            )
+            for stage in self.split.stages
+        )
+        return replace(self.split, stages=stages, kv_tokens=self.kv_tokens)
+
     def memory_bytes(self) -> dict[int, int]:
         """Host memory that each CPU rank will take, by rank; none where nothing is known."""
         if self.split is None:
@@ -84,6 +115,9 @@ def plan_layers(
     partition: str | None,
     measure: Measure,
     turn: Turn = ALONE,
+    asked: Asked | None = None,
+    described: Described | None = None,
+    links: Links | None = None,
 ) -> LayerPlan:
     """Decide devices, order of the stages and layers of each.
 
@@ -96,6 +130,9 @@ def plan_layers(
         partition: VLLM_PP_LAYER_PARTITION, if set.
         measure: measures what neither the configuration nor the model of a device tells.
         turn: the engine's place among those that start together.
+        asked: the step to price and the sequences to hold; None is the engine's own choice.
+        described: what a description of the cluster says of a seat's device.
+        links: the ways between ranks; None is what is assumed of them.
 
     Raises:
         LayoutError: there are too few devices.
@@ -103,6 +140,7 @@ def plan_layers(
         DoesNotFitError: no split fits.
 
     """
+    facts = facts.in_world(pipeline_parallel_size * tensor_parallel_size)
     world = plan_world(
         config,
         nodes,
@@ -120,11 +158,11 @@ def plan_layers(
         warning = _equal(facts.why_no_shape) if is_chosen else ""
         return LayerPlan(world, None, warning=warning, threads=threads)
     try:
-        stages = _stages(config, world, nodes, facts, threads, measure)
+        stages = _stages(config, world, nodes, facts, threads, measure, described)
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
         return LayerPlan(world, None, warning=warning, threads=threads)
-    search = SplitSearch(config, facts, facts.shape, stages)
+    search = SplitSearch(config, facts, facts.shape, stages, asked, links)
     if is_chosen:
         split = search.best()
         moved = enumerate(_moved(world, split))
@@ -166,6 +204,7 @@ def _stages(
     facts: EngineFacts,
     threads: Threads,
     measure: Measure,
+    described: Described | None,
 ) -> tuple[StageDevices, ...]:
     known = config.cpu.bandwidth_gb_s is not None or not threads
     devices = rank_devices(
@@ -179,6 +218,7 @@ def _stages(
         is_eager=facts.is_eager,
         is_bf16=facts.is_bf16,
         can_fuse=_can_fuse(facts),
+        described=described,
     )
     return tuple(stages_of(devices, world.layout.sizes))
 
@@ -214,6 +254,8 @@ class SplitSearch:
     facts: EngineFacts
     shape: ModelShape
     stages: tuple[StageDevices, ...]
+    asked: Asked | None = None
+    links: Links | None = None
 
     def best(self) -> Split:
         """The best split with room for what is wanted, else for one sequence.
@@ -223,6 +265,8 @@ class SplitSearch:
 
         """
         facts = self.facts
+        if self.asked is not None:
+            return self._choose(self.asked.batch, self.asked.max_sequences)
         many = self.config.objective == "throughput"
         batch = min(PRICED_BATCH, facts.max_num_seqs) if many else 1
         wanted = min(facts.max_num_seqs, WANTED_KV_TOKENS // facts.max_model_len)
@@ -233,14 +277,16 @@ class SplitSearch:
 
     def priced(self, layers: tuple[int, ...]) -> Split:
         """The split with these layers."""
-        return self._choose(1, 1, layers)
+        asked = self.asked or Asked(1, PRICED_CONTEXT, 1)
+        return self._choose(asked.batch, asked.max_sequences, layers)
 
     def _choose(self, batch: int, sequences: int, layers: tuple[int, ...] | None = None) -> Split:
+        context = PRICED_CONTEXT if self.asked is None else self.asked.context
         return choose_split(
             self.shape,
             self.stages,
             batch=batch,
-            context=min(PRICED_CONTEXT, self.facts.max_model_len),
+            context=min(context, self.facts.max_model_len),
             max_sequences=sequences,
             objective=self.config.objective,
             layers=layers,
@@ -248,6 +294,7 @@ class SplitSearch:
             order="auto" if self.config.layout == "auto" else "fixed",
             max_model_len=self.facts.max_model_len,
             max_batched_tokens=self.facts.max_num_batched_tokens,
+            links=self.links,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from placement.cluster.assignment import Node, Seat
@@ -57,6 +57,10 @@ FUSED_MODEL_TYPES = {"llama", "qwen2", "qwen3"}
 """Models whose layers can be, see decoder_layers.py."""
 
 
+Described = Callable[[Seat], RankDevice]
+"""What a description of a cluster says of the device of a seat."""
+
+
 class UnknownDeviceError(RayHeteroError):
     """Speed or memory of a rank's device is not known; says what to set."""
 
@@ -73,6 +77,7 @@ def rank_devices(
     is_eager: bool = False,
     is_bf16: bool = False,
     can_fuse: bool = False,
+    described: Described | None = None,
 ) -> tuple[RankDevice, ...]:
     """The device of each rank with its figures, by rank.
 
@@ -87,6 +92,7 @@ def rank_devices(
         is_eager: whether nothing is compiled or captured.
         is_bf16: whether what is not quantised is computed in bfloat16.
         can_fuse: whether layers of this model can be one operator.
+        described: what a description of the cluster says of a seat's device.
 
     Raises:
         UnknownDeviceError: speed or memory of a device is not known.
@@ -96,6 +102,7 @@ def rank_devices(
     ranks_on_node = {
         node: sum(seat.kind == "cpu" and seat.node_id == node for seat in seats) for node in hosts
     }
+    said = {seat.rank: None if described is None else described(seat) for seat in seats}
     devices = (
         _gpu(
             config,
@@ -103,6 +110,7 @@ def rank_devices(
             hosts[seat.node_id],
             gpu_share,
             borrowed_bytes * borrowers(config.cpu, seat, seats, hosts[seat.node_id]),
+            said[seat.rank],
         )
         if seat.socket is None
         else _socket(
@@ -113,6 +121,7 @@ def rank_devices(
             cores=len(threads[seat.rank]),
             measured=bandwidth.get(seat.rank),
             ranks_on_node=ranks_on_node[seat.node_id],
+            said=said[seat.rank],
         )
         for seat in seats
     )
@@ -157,6 +166,8 @@ def _socket_in_stage(
 
 
 def _with_latency(figures: DeviceFigures, latency: Latency) -> DeviceFigures:
+    if figures.layer_latency_s:
+        return figures
     return replace(figures, layer_latency_s=latency.layer_s, step_latency_s=latency.step_s)
 
 
@@ -180,14 +191,19 @@ def borrowers(config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host) 
 
 
 def _gpu(
-    config: HeteroConfig, seat: Seat, host: Host, share: float, borrowed_bytes: int
+    config: HeteroConfig,
+    seat: Seat,
+    host: Host,
+    share: float,
+    borrowed_bytes: int,
+    said: RankDevice | None,
 ) -> RankDevice:
     gpu = next((gpu for gpu in host.gpus if gpu.index == seat.local_rank), None)
     if gpu is None or gpu.memory_bytes is None:
         raise UnknownDeviceError(
             f"GPU {seat.local_rank} of node {seat.node_name} does not tell its memory"
         )
-    part, given = part_called(gpu.name), config.gpu.bandwidth_gb_s
+    part, given = _figures_of(said) or part_called(gpu.name), config.gpu.bandwidth_gb_s
     if part is None and given is None:
         raise UnknownDeviceError(
             f"the memory bandwidth of {gpu.name or 'the GPU'} on node {seat.node_name} is not "
@@ -201,7 +217,28 @@ def _gpu(
         figures = replace(figures, read_bandwidth=rate, source="configured")
     figures = replace(figures, memory_bytes=gpu.memory_bytes)
     usable = max(0, int(gpu.memory_bytes * share) - borrowed_bytes)
-    return RankDevice(seat.node_name, f"GPU {seat.local_rank}", figures, usable)
+    device = RankDevice(seat.node_name, f"GPU {seat.local_rank}", figures, usable)
+    return _as_described(device, said)
+
+
+def _figures_of(said: RankDevice | None) -> DeviceFigures | None:
+    """Speeds that a description gives by numbers; a part's name stands for what is known of it."""
+    return said.figures if said is not None and said.figures.source == "configured" else None
+
+
+def _as_described(device: RankDevice, said: RankDevice | None) -> RankDevice:
+    """The device with the limits that a description sets, and what it says a layer costs."""
+    if said is None:
+        return device
+    limits = [one for one in (device.kv_limit_bytes, said.kv_limit_bytes) if one is not None]
+    latency = said.figures.layer_latency_s
+    return replace(
+        device,
+        figures=replace(device.figures, name=said.figures.name, layer_latency_s=latency),
+        usable_bytes=min(device.usable_bytes, said.usable_bytes),
+        runtime_bytes=said.runtime_bytes,
+        kv_limit_bytes=min(limits, default=None),
+    )
 
 
 def _socket(
@@ -213,17 +250,21 @@ def _socket(
     cores: int,
     measured: float | None,
     ranks_on_node: int,
+    said: RankDevice | None,
 ) -> RankDevice:
-    figures = _socket_figures(config, seat, socket, host, cores=cores, measured=measured)
+    figures = _figures_of(said) or _socket_figures(
+        config, seat, socket, host, cores=cores, measured=measured
+    )
     usable = _free_bytes(seat, socket, host, ranks_on_node)
     asked = config.cpu.kv_cache_gib
-    return RankDevice(
+    device = RankDevice(
         seat.node_name,
         f"socket {socket.id}",
         figures,
         usable,
         kv_limit_bytes=None if asked == "auto" else int(asked * GIB),
     )
+    return _as_described(device, said)
 
 
 def _socket_figures(

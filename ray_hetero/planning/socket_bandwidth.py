@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import ray
 
@@ -12,18 +11,7 @@ from placement.cluster.assignment import Node, Seat
 from placement.errors import NativeError
 from placement.host.bandwidth_cache import cached_bandwidth
 from ray_hetero.log import logger
-
-Threads = Mapping[int, Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Readers:
-    """The threads that read their memory at the same time through the same controllers."""
-
-    node_id: str
-    cpus: tuple[int, ...]
-    threads: int
-    """More than the CPUs where ranks share cores."""
+from ray_hetero.planning.reading_together import Threads, reading_together
 
 
 def bandwidth_probe(
@@ -77,24 +65,3 @@ def measure_bandwidth(
 
 def _node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
-
-
-def reading_together(seats: Sequence[Seat], threads: Threads) -> dict[int, Readers]:
-    """By CPU rank: the threads of all ranks that read when it reads, its own included."""
-    places: dict[tuple[object, ...], list[int]] = {}
-    for seat in seats:
-        if seat.socket is not None:
-            places.setdefault(_place(seat), []).extend(threads[seat.rank])
-    return {
-        seat.rank: Readers(seat.node_id, tuple(sorted(set(cpus))), len(cpus))
-        for seat in seats
-        if seat.socket is not None
-        for cpus in [places[_place(seat)]]
-    }
-
-
-def _place(seat: Seat) -> tuple[object, ...]:
-    assert seat.socket is not None
-    package = seat.socket.package
-    alone = None if package is not None else seat.socket.id
-    return (seat.stage, seat.node_id, package, alone)

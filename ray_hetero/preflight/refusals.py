@@ -18,12 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from placement.cluster.layout import Layout, sizes_to_type
+from placement.cluster.layout import Layout, heads_problem, sizes_to_type
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
 from ray_hetero.preflight.unsupported_checkpoints import (
     architecture_without_kernel,
     layers_without_kernel,
+)
+from ray_hetero.preflight.unsupported_drafters import (
+    METHODS,
+    Drafting,
+    batches_in_flight,
+    has_recurrent_states,
+    method_found,
+    method_named,
 )
 
 if TYPE_CHECKING:
@@ -91,12 +99,11 @@ ALWAYS: Sequence[Refusal[EngineArgs]] = (
 ONLY_V2 = "it needs vLLM's V2 model runner, CPU ranks have V1"
 WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
-        "--speculative-config",
-        lambda args: args.speculative_config or args.spec_method or args.spec_model,
-        "drafts run on one kind only",
-        seen="In a pipeline vLLM's CPU runner fails at the first request: only its last stage has "
-        "a drafter. N-gram drafts in a single stage gave the right tokens; other methods were not "
-        "tried there.",
+        "--speculative-config with the method {found}",
+        method_named,
+        f"only {', '.join(METHODS)} are known to have all that they need on CPU ranks",
+        "Leave it out, or name one of them.",
+        seen="What each of them asks for: [speculative decoding](speculation.md).",
     ),
     Refusal(
         "--enable-sleep-mode",
@@ -187,9 +194,44 @@ ENGINES_OF_CPU_RANKS: Sequence[Refusal[ParallelConfig]] = (
 """Engines beside each other that are refused in a world with CPU ranks.  Engines of a model without
 experts are independent, and vLLM has told each by then that it is the only one."""
 
+DRAFTING_OF_CPU_RANKS: Sequence[Refusal[Drafting]] = (
+    Refusal(
+        "--speculative-config with a drafter of the kind {found}",
+        method_found,
+        "none was run on CPU ranks yet",
+        f"Leave it out, or take one of {', '.join(METHODS)}.",
+    ),
+    Refusal(
+        "--speculative-config with parallel_drafting",
+        lambda drafting: drafting.vllm_config.speculative_config.parallel_drafting,
+        "no such drafter was run on CPU ranks yet",
+        "Set it to false.",
+    ),
+    Refusal(
+        "--speculative-config with pipeline.batches_in_flight {found}",
+        batches_in_flight,
+        "vLLM's scheduler needs the tokens of one batch before it can have drafts verified in the "
+        "next one",
+        "Set it to 1, or leave it out.",
+    ),
+    Refusal(
+        "--speculative-config with a pipeline of a model with recurrent states",
+        has_recurrent_states,
+        "the states go back by as many tokens as were refused, which only the last stage knows",
+        "Write a layout of one stage, or leave it out.",
+        seen="Follows from vLLM's code.",
+    ),
+)
+"""Speculative decoding that is refused in a world with CPU ranks."""
+
 REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
     "always": ALWAYS,
-    "with CPU ranks": (*WITH_CPU_RANKS, *MODELS_OF_CPU_RANKS, *ENGINES_OF_CPU_RANKS),
+    "with CPU ranks": (
+        *WITH_CPU_RANKS,
+        *MODELS_OF_CPU_RANKS,
+        *ENGINES_OF_CPU_RANKS,
+        *DRAFTING_OF_CPU_RANKS,
+    ),
     "with `max_restarts`": WITH_RESTARTS,
 }
 """All rows, by the worlds in which they are refused."""
@@ -268,6 +310,17 @@ def refuse_checkpoint(model: ModelConfig) -> None:
         refusal.check(model)
 
 
+def refuse_drafting(drafting: Drafting) -> None:
+    """Refuse speculative decoding that cannot work; for worlds with CPU ranks.
+
+    Raises:
+        UnsupportedError: the method, the model or a setting beside it does not work.
+
+    """
+    for refusal in DRAFTING_OF_CPU_RANKS:
+        refusal.check(drafting)
+
+
 def refuse_heads(model: ModelConfig, layout: Layout) -> None:
     """Refuse stages whose number of ranks does not divide the heads of a model.
 
@@ -277,22 +330,8 @@ def refuse_heads(model: ModelConfig, layout: Layout) -> None:
     """
     heads: int = model.model_arch_config.total_num_attention_heads
     kv_heads: int = model.get_total_num_kv_heads()
-    if not heads or not kv_heads:
-        return
-
-    def divides(size: int) -> bool:
-        # With more ranks than KV heads, several keep the same one.
-        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-
-    for stage, size in enumerate(layout.sizes):
-        if not divides(size):
-            fitting = ", ".join(str(n) for n in range(1, heads + 1) if divides(n))
-            raise UnsupportedError(
-                f"stage {stage} of layout {layout} has {size} tensor-parallel ranks, but the model "
-                f"has {heads} attention heads and {kv_heads} KV heads: {heads} / {size} = "
-                f"{heads / size:g}, {kv_heads} / {size} = {kv_heads / size:g}. Numbers of ranks in "
-                f"a stage that fit: {fitting}."
-            )
+    if heads and kv_heads and (problem := heads_problem(layout, heads, kv_heads)):
+        raise UnsupportedError(problem)
 
 
 def refuse_shared_experts(parallel: ParallelConfig) -> None:

@@ -58,6 +58,9 @@ def _compiles(args: EngineArgs) -> bool:
 
 def before_configuring(args: EngineArgs, mode: Mode, tokens: tuple[int, ...]) -> None:
     """Set what a GPU rank of a mixed group compiles and captures, in its own engine arguments."""
+    if args.speculative_config is not None or args.spec_method or args.spec_model:
+        # A drafter's steps would be padded to its graphs on GPU ranks only.
+        args.speculative_config = {**(args.speculative_config or {}), "enforce_eager": True}
     if mode == "eager" or not _compiles(args):
         args.enforce_eager = True
         return

@@ -46,6 +46,7 @@ from ray_hetero.preflight.platform import check_platform, is_pretending
 from ray_hetero.runtime.core_binding import move_process, take_cores
 from ray_hetero.runtime.process_state import STACKS_SIGNAL
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
+from ray_hetero.worker.speculation import Speculation, models_of
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.world import Forecast, RankSpec
@@ -110,7 +111,12 @@ class RankWorker:
         start = self.clock.begin()
         with self._step():
             output = self._worker.execute_model(scheduler_output)
-        self.clock.add(time.perf_counter() - start, tokens, self._boundary)
+        self.clock.add(
+            time.perf_counter() - start,
+            tokens,
+            self._boundary,
+            is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
+        )
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -200,11 +206,16 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._rank.shared.max_num_batched_tokens,
                 self._rank.spare,
             )
-            text = self._vllm_config.model_config.hf_text_config
-            is_tied = getattr(text, "tie_word_embeddings", True)
             is_last = seat.stage == len(world.layout.stages) - 1
+            is_tied = any(
+                getattr(model.hf_text_config, "tie_word_embeddings", True)
+                for model in models_of(self._vllm_config)
+            )
             cpu_linear.keep_embeddings_once(has_tied_output=is_tied and is_last)
         layer_partition.set_partition(world.layers)
+        speculation = Speculation.of(self._vllm_config, world, seat)
+        if speculation is not None:
+            speculation.before_loading()
         WorkerProc.__init__(
             self,
             vllm_config=self._vllm_config,
@@ -215,6 +226,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             shared_worker_lock=None,
             is_driver_worker=seat.tensor_rank == 0,
         )
+        if speculation is not None:
+            speculation.loaded(self.worker.model_runner)
         if linear_layers is not None:
             layers = linear_layers.loaded(self.worker.model_runner.get_model())
             # Compiled code is kept by what the configuration says.

@@ -38,6 +38,7 @@ SHARED_FIELDS = (
     "parallel_config.world_size",
     "parallel_config.pipeline_parallel_size",
     "parallel_config.data_parallel_size",
+    "num_speculative_tokens",
     "use_v2_model_runner",
 )
 """Fields that must be equal on all ranks, or they compute different things or wait for ever."""

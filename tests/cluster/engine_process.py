@@ -23,6 +23,12 @@ def _values(at: Any) -> dict[int, float]:
 
 
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    if wanted := batch.get("metrics"):
+        return [
+            {metric.name: getattr(metric, "value", None) or getattr(metric, "values", 0)}
+            for metric in engine.get_metrics()
+            if metric.name.startswith(wanted)
+        ]
     given = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
     if batch.get("embeds"):
         found = engine.embed(given, use_tqdm=False)

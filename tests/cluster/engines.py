@@ -156,6 +156,14 @@ def batch(given: Sequence[Sequence[int]], **sampling: Any) -> Json:
     return {"prompts": [list(one) for one in given], "sampling": {**defaults, **sampling}}
 
 
+def metrics(prefix: str) -> Json:
+    """A batch that is answered by the engine's metrics of such names, one entry each.
+
+    The engine needs `disable_log_stats=False`.
+    """
+    return {"metrics": prefix}
+
+
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """For `run_engines`: no process of its own for an engine, where vLLM would be imported again."""
 

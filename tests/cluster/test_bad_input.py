@@ -41,8 +41,8 @@ LOADING = "Starting to load model"
          r"1 stages of 1 ranks.*--pipeline-parallel-size 2.*Type: --pipeline-parallel-size 1"),
         ({"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_both"}}, {}, UnsupportedError,
          r"--kv-transfer-config does not work with ray_hetero: .*Leave it out"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, {},
-         UnsupportedError, r"--speculative-config does not work with ray_hetero: .*Leave it out"),
+        ({"speculative_config": {"method": "medusa", "num_speculative_tokens": 2}}, {},
+         UnsupportedError, r"--speculative-config with the method medusa .*Leave it out"),
     ],
 )  # fmt: skip
 def test_the_plugin_refuses_before_anything_starts(

@@ -20,6 +20,7 @@ from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 PIPELINE, MIXED = [["cpu"], ["gpu"]], [["gpu", "cpu"]]
+UNEVEN = [["cpu", "cpu"], ["gpu"]]
 RANK = 8
 """Of the adapter's matrices."""
 
@@ -50,6 +51,18 @@ FEATURES = {
     "eight bits in a pipeline": Feature(PIPELINE, "int8", dtype="bfloat16"),
     "eight bits in a mixed stage": Feature(
         MIXED, "int8", {}, {"sampling": {"logprobs": 2}}, "bfloat16", tolerance=0.5
+    ),
+    "an adapter in stages of different size": Feature(
+        UNEVEN, "llama", {"enable_lora": True}, {"adapter": ""}
+    ),
+    "eight bits in stages of different size": Feature(
+        UNEVEN, "int8", {}, {"sampling": {"logprobs": 2}}, "bfloat16", tolerance=0.5
+    ),
+    "chunks of prompts and their prefixes in stages of different size": Feature(
+        UNEVEN,
+        "llama",
+        {"max_num_batched_tokens": 64, "max_num_seqs": 16, "enable_prefix_caching": True},
+        {"twice": True},
     ),
 }
 SHAPE = DemoShape()
@@ -88,6 +101,8 @@ def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 def _batches(feature: Feature, adapter: Path) -> list[Json]:
     asked = {**feature.asked}
     plain = batch(prompts(), **asked.pop("sampling", {}))
+    if asked.pop("twice", False):
+        return [plain, plain]
     if "adapter" not in asked:
         return [plain | asked]
     # With and without: the two must differ, and the second must not see the first.  An adapter that
@@ -99,7 +114,7 @@ def _batches(feature: Feature, adapter: Path) -> list[Json]:
 def _arguments(path: Path, feature: Feature, *, is_ours: bool) -> Json:
     layout = feature.layout if is_ours else [["cpu"]]
     ours = hetero(layout=layout, cpu={"ranks_per_socket": 2}) if is_ours else {}
-    sizes = (len(layout), len(layout[0]))
+    sizes = (len(layout), max(map(len, layout)))
     return engine(path, *sizes, dtype=feature.dtype, **{**feature.arguments, **ours})
 
 

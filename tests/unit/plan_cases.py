@@ -6,7 +6,13 @@ from typing import Any
 
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
+from placement.plan.described import DescribedCluster
 from placement.plan.devices import RankDevice, StageDevices, known_part
+from placement.plan.plan import Plan
+from ray_hetero.config import HeteroConfig
+from ray_hetero.planning import model_plan
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.machine import described_machine
 
 
 def config_of(
@@ -54,3 +60,25 @@ def device(part: str, index: int = 0, *, gib: float | None = None, node: str = "
 
 def stage(*ranks: RankDevice) -> StageDevices:
     return StageDevices(ranks)
+
+
+def plan_model(
+    name: str,
+    shape: ModelShape,
+    cluster: DescribedCluster,
+    *,
+    pipeline_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
+    **keys: Any,
+) -> Plan:
+    """A plan on a described cluster, for sequences of 4096 tokens."""
+    facts = EngineFacts(shape, "", len(shape.layers), 4096, 256, 2048, 0.92)
+    layers = keys.get("layers")
+    return model_plan.plan_model(
+        name,
+        described_machine(cluster),
+        facts,
+        HeteroConfig(**keys),
+        pipeline_parallel_size=len(layers) if layers else pipeline_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+    ).plan

@@ -21,7 +21,8 @@ from placement.host.sockets import sockets_of
 from placement.host.topology import Core, Host, NumaNode
 from placement.plan.part_names import part_called
 from ray_hetero.planning import socket_bandwidth
-from ray_hetero.planning.socket_bandwidth import Readers, measure_bandwidth, reading_together
+from ray_hetero.planning.reading_together import Readers, reading_together
+from ray_hetero.planning.socket_bandwidth import measure_bandwidth
 
 
 @pytest.mark.parametrize(

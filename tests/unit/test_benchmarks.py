@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from contender_process import in_turns, run  # noqa: E402
-from contenders import Contender, Split, in_flight, with_gpu  # noqa: E402
-from engine_run import Point, Timeline, figures  # noqa: E402
+from contenders import DRAFTS, Contender, Split, drafting, in_flight, with_gpu  # noqa: E402
+from engine_run import Point, Timeline, figures, forced_drafts  # noqa: E402
+from forced_drafter import ForcedDrafter  # noqa: E402
 from planner_check import Planner, fits, verdict  # noqa: E402
 from shapes import SHAPES, head_bytes, layer_bytes, write_shape  # noqa: E402
 from side_by_side import merged  # noqa: E402
@@ -50,6 +52,36 @@ def test_a_decode_step_is_the_time_of_one_token_of_each_request() -> None:
 def test_without_a_moment_of_a_full_batch_there_is_no_decode_step() -> None:
     line = Timeline(all_started=4.0, first_ended=4.0, full_tokens=0, ended=5.0)
     assert figures(Point(2, 128, 2), [line])["decode_ms"] is None
+
+
+def test_a_step_that_verifies_drafts_brings_several_tokens() -> None:
+    # Eight requests, 20 steps in 1 s: the tokens of 50 without drafts.
+    line = Timeline(1.0, 2.0, full_tokens=8 * 50, ended=2.0, full_steps=20)
+    found = figures(Point(8, 128, 51), [line])
+    assert (found["step_ms"], found["decode_ms"], found["tokens_a_step"]) == (50.0, 20.0, 2.5)
+
+
+def test_drafts_are_forced_on_every_request_that_decodes() -> None:
+    given = forced_drafts(3, 0.5)
+    assert given["synthetic_acceptance_rates"] == [0.5, 0.25, 0.125]
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=given["num_speculative_tokens"])
+    )
+    drafts = ForcedDrafter(config).propose([[5, 6], [], [7]], None, None, slot_mappings=None)
+    assert drafts == [[6, 6, 6], [], [7, 7, 7]]
+
+
+def test_drafts_are_compared_over_one_split() -> None:
+    for sockets, layers in ((None, [16, 16]), (1, [11, 11])):
+        split = Split("8b", 16) if sockets is None else Split("1b", 22)
+        made = drafting(split, sockets=sockets)
+        assert len(made) == len(DRAFTS) + 2
+        assert len({one.name for one in made}) == len(made)
+        for one in made:
+            config = json.loads(one.command[one.command.index("--config") + 1])
+            assert config["layers"] == layers
+    engine = json.loads(made[-1].command[made[-1].command.index("--engine") + 1])
+    assert engine["speculative_config"]["method"] == "ngram"
 
 
 def test_a_point_may_have_an_output_of_its_own() -> None:

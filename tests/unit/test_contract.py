@@ -34,10 +34,12 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, Sh
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor import layers
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.engine import utils as engine_utils
@@ -48,8 +50,11 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from worlds import layout, world
 
@@ -62,6 +67,7 @@ from ray_hetero.compat import (
     engine_processes,
     message_queues,
     patching,
+    spec_decode,
 )
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
 from ray_hetero.errors import UnsupportedError
@@ -168,6 +174,17 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_worker", CPUWorker, "init_device"),
     ("compat/model_runner", GPUModelRunner, "_sample"),
     ("compat/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
+    ("compat/spec_decode", SpecDecodeBaseProposer, "_get_model"),
+    ("compat/spec_decode", SpecDecodeBaseProposer, "propose"),
+    ("compat/spec_decode", SpecDecodeBaseProposer, "dummy_run"),
+    ("compat/spec_decode", SpecDecodeBaseProposer, "_create_draft_vllm_config"),
+    ("compat/spec_decode", SpecDecodeBaseProposer, "_maybe_share_embeddings"),
+    ("compat/spec_decode", SpecDecodeBaseProposer, "_maybe_share_lm_head"),
+    ("compat/spec_decode", SpecDecodeBaseProposer, "_sample_draft_tokens"),
+    ("compat/spec_decode", DraftModelProposer, "_get_model"),
+    ("compat/spec_decode", GPUModelRunner, "_update_states"),
+    ("compat/spec_decode", GPUModelRunner, "_model_forward"),
+    ("compat/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
     ("compat/engine_args", EngineArgs, "create_engine_config"),
     ("compat/engine_args", VllmConfig, "max_concurrent_batches"),
     ("compat/engine_args", VllmConfig, "use_v2_model_runner"),
@@ -184,6 +201,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_clients", InprocClient, "shutdown"),
     ("compat/engine_processes", CoreEngineProcManager, "shutdown"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
+    ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
+    ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
     ("compat/api_server", GenerateBaseServing, "_raise_if_error"),
@@ -241,6 +260,9 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/engine_core", EngineCoreProc, "output_queue"),
     ("compat/engine_core", EngineCoreProc, "addresses"),
     ("compat/engine_core", EngineCore, "batch_queue"),
+    ("compat/spec_decode", GPUModelRunner, "speculative_config"),
+    ("compat/spec_decode", GPUModelRunner, "input_batch"),
+    ("compat/spec_decode", GPUModelRunner, "requests"),
 ]
 
 
@@ -375,6 +397,24 @@ def test_a_seed_takes_the_number_of_the_engine() -> None:
 def test_sampled_tokens_can_be_shared() -> None:
     names = [field.name for field in dataclasses.fields(SamplerOutput)]
     assert "sampled_token_ids" in names
+
+
+def test_an_earlier_stage_is_sent_what_it_learns_accepted_tokens_from() -> None:
+    names = {field.name for field in dataclasses.fields(CachedRequestData)}
+    assert names >= {"req_ids", "new_token_ids", "num_computed_tokens", "all_token_ids"}
+    request = {field.name for field in dataclasses.fields(CachedRequestState)}
+    assert "output_token_ids" in request
+    assert isinstance(CachedRequestState.num_tokens, property)
+    sent = inspect.getsource(Scheduler._make_cached_request_data)
+    assert "req_id not in self.prev_step_scheduled_req_ids" in sent
+    assert "all_token_ids[req_id] = req.all_token_ids.copy()" in sent
+
+
+def test_a_pipeline_group_can_be_shown_in_place_of_another() -> None:
+    assert "_PP" in vars(parallel_state)
+    with spec_decode._one_stage():
+        assert parallel_state.get_pp_group().is_last_rank
+    assert parallel_state._PP is None
 
 
 def test_the_creator_of_a_ring_buffer_unlinks_it_once() -> None:

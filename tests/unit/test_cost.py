@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_cases import LLAMA_8B, device, stage
+from plan_cases import LLAMA_8B, MIXTRAL_8X22B, device, stage
 
 from placement.plan.cost import PICO, decode_pass, layer_step
 from placement.plan.devices import DeviceFigures, Links, StageDevices
@@ -60,3 +60,14 @@ def test_a_steps_latency_comes_once_for_each_stage() -> None:
                                                                  strict=True)]  # fmt: skip
     assert added == pytest.approx([0.5e-3, 1.5e-3])
     assert splits[1].stages[0].decode.parts()["fixed"] == pytest.approx(0.5e-3)
+
+
+def test_experts_that_are_woken_are_read_as_they_are_held() -> None:
+    layer = MIXTRAL_8X22B.layers[0]
+    experts = sum(tensor.nbytes for tensor in layer.tensors if tensor.role == "expert")
+    others = sum(t.nbytes for t in layer.tensors if t.role not in ("expert", "norm"))
+    for tokens, awake in ((1, 1 / 4), (2, 1 - (3 / 4) ** 2)):
+        devices = with_figures("Xeon 8480+", read_share=0.75)
+        step = layer_step(MIXTRAL_8X22B, layer, devices, decode_pass(tokens, 1), Links())
+        expected = 0.75 * (awake * experts + others) / devices.ranks[0].figures.read_bandwidth
+        assert step.weights / PICO == pytest.approx(expected, rel=1e-3)

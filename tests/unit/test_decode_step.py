@@ -30,25 +30,33 @@ CLOSE = {"rtol": 2**-5, "atol": 2**-4}
 
 
 class Requests:
-    """Layers with caches in which requests of some lengths are, and a token more of each.
+    """Layers with caches in which requests of some lengths are, and the tokens of a step.
 
     Args:
-        lengths: tokens of each request, with the one that comes.
+        lengths: tokens of each request, with those that come.
         block: tokens of a block.
+        rows: tokens of each request that come.
 
     """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, lengths: list[int], *, block: int = 32,
         heads: int = 6, kv_heads: int = 2, attends: str = "LlamaAttention",
-        impl: dict[str, Any] | None = None,
+        impl: dict[str, Any] | None = None, rows: list[int] | None = None,
     ) -> None:  # fmt: skip
         torch.manual_seed(sum(lengths) + block)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
-        self.positions = self.lengths.long() - 1
+        self.rows = torch.tensor(rows or [1] * len(lengths), dtype=torch.int32)
+        self.starts = torch.cat([torch.zeros(1, dtype=torch.int32), self.rows.cumsum(0).int()])
+        request = torch.arange(len(lengths)).repeat_interleave(self.rows)
+        self.tokens = len(request)
+        self.positions = torch.cat(
+            [torch.arange(length - count, length)
+             for length, count in zip(lengths, self.rows.tolist(), strict=True)]
+        )  # fmt: skip
         most = -(-max(lengths) // block)
         self.blocks = torch.randperm(len(lengths) * most).int().view(len(lengths), most)
-        places = self.blocks.long()[torch.arange(len(lengths)), self.positions // block]
+        places = self.blocks.long()[request, self.positions // block]
         self.slots = places * block + self.positions % block
         self.shape = (self.blocks.numel(), kv_heads, block, 2 * HEAD)
         self.keys, self.values = torch.randn(
@@ -103,14 +111,14 @@ class Requests:
 
     def begin(self, isa: str, **metadata: Any) -> list[Any]:
         """Let vLLM's forward context be that of a step; gives the caches."""
-        starts = torch.arange(len(self.lengths) + 1, dtype=torch.int32)
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(self.lengths), num_heads=self.heads, num_kv_heads=self.kv_heads,
-            head_dim=HEAD, seq_lens=self.lengths, dtype=torch.bfloat16, query_start_loc=starts,
+            head_dim=HEAD, seq_lens=self.lengths, dtype=torch.bfloat16, query_start_loc=self.starts,
             causal=True, sliding_window_size=-1, isa="vec", enable_kv_split=True,
         )  # fmt: skip
         described = {
-            "num_actual_tokens": len(self.lengths), "max_query_len": 1, "query_start_loc": starts,
+            "num_actual_tokens": self.tokens, "max_query_len": int(self.rows.max()),
+            "query_start_loc": self.starts,
             "max_seq_len": int(self.lengths.max()), "seq_lens": self.lengths,
             "block_table": self.blocks, "slot_mapping": self.slots, "scheduler_metadata": plan,
         } | metadata  # fmt: skip
@@ -123,8 +131,8 @@ class Requests:
         return caches
 
     def inputs(self, *, is_first: bool) -> tuple[Any, Any]:
-        residual = None if is_first else torch.randn(len(self.lengths), HIDDEN).bfloat16()
-        return torch.randn(len(self.lengths), HIDDEN).bfloat16(), residual
+        residual = None if is_first else torch.randn(self.tokens, HIDDEN).bfloat16()
+        return torch.randn(self.tokens, HIDDEN).bfloat16(), residual
 
 
 def expect_the_same(
@@ -195,6 +203,18 @@ def test_so_it_is_at_each_level(
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 def test_long_requests_are_too(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_the_same(Requests(monkeypatch, LONG, block=128), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize(
+    "rows", [[4, 4], [1, 8], [2, 16, 1], [16, 16]], ids=lambda rows: "-".join(map(str, rows))
+)
+def test_requests_that_verify_drafts_have_several_tokens(
+    rows: list[int], isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Drafts begin in one block and end in the next one.
+    lengths = [130, 513, 40][: len(rows)]
+    expect_the_same(Requests(monkeypatch, lengths, block=128, rows=rows), isa=isa)
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
@@ -309,8 +329,8 @@ def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "change",
     [
-        {"max_query_len": 2}, {"num_actual_tokens": 1}, {"dynamic_causal": torch.ones(2)},
-        {"seq_lens": torch.tensor([40, 41])},
+        {"max_query_len": 17}, {"num_actual_tokens": 1}, {"dynamic_causal": torch.ones(2)},
+        {"seq_lens": torch.tensor([40, 41])}, {"causal": False},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip

@@ -53,7 +53,8 @@ def test_the_config_says_so_and_the_planner_reads_it(tmp_path: Path) -> None:
     assert 0.5 * layers[0] < layers[1] < 0.6 * layers[0]
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--int8: mixtral's experts are not quantised here"):
-        write_demo_model(tmp_path / "model", "mixtral", int8=True)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"--int8: {name}'s experts are not quantised here"):
+        write_demo_model(tmp_path / "model", name, int8=True)
     assert not (tmp_path / "model").exists()

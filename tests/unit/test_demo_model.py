@@ -20,6 +20,7 @@ CLASS = {
     "opt": "OPTForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "Gemma3ForCausalLM",
 }
 
@@ -152,7 +153,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 
 
 def test_unknown_names_are_answered_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"llama, opt, qwen3, mixtral, gemma; got 'bert'"):
+    with pytest.raises(ConfigError, match=rf"{', '.join(ARCHITECTURES)}; got 'bert'"):
         write_demo_model(tmp_path / "model", "bert")
     with pytest.raises(ConfigError, match=r"bf16 or f32; got 'fp8'"):
         write_demo_model(tmp_path / "model", dtype="fp8")  # type: ignore[arg-type]

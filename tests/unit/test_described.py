@@ -28,7 +28,7 @@ def test_hosts_and_figures() -> None:
     assert (gpu.figures.host_link, gpu.figures.source) == (50e9, "configured")
     assert (gpu.usable_bytes, gpu.runtime_bytes) == (40 * GIB, 2 * GIB)
     assert (socket.figures.read_bandwidth, socket.figures.source) == (0.75 * 307.2e9, "table")
-    assert (socket.usable_bytes, socket.kv_limit_bytes) == (int(0.9 * 512 * GIB), 16 * GIB)
+    assert (socket.usable_bytes, socket.kv_limit_bytes) == (int(0.95 * 512 * GIB), 16 * GIB)
     assert epyc.figures.layer_latency_s == 50e-6
     assert (cluster.links.network.bandwidth, cluster.links.network.source) == (12.5e9, "configured")
     assert cluster.links.shm.source == "table"

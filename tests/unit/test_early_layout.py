@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from placement.host.gpus import visible_gpus
 from ray_hetero.config import HeteroConfig
-from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout, visible_gpus
+from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
 
 
 @pytest.mark.parametrize(

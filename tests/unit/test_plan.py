@@ -12,14 +12,14 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
-from plan_cases import LLAMA_8B, LLAMA_70B, config_of
+from plan_cases import LLAMA_8B, LLAMA_70B, config_of, plan_model
 from rich.console import Console
 from typer.testing import CliRunner
 
 from placement.errors import DoesNotFitError, LayoutError
 from placement.plan.described import described, read_described
 from placement.plan.picture import plan_svg
-from placement.plan.plan import Plan, plan_model
+from placement.plan.plan import Plan
 from placement.plan.svg import fitted, width
 from placement.plan.table import plan_table
 from ray_hetero.cli.plan import plan as plan_command
@@ -29,24 +29,25 @@ SERVER = read_described(DATA / "h100_two_8480.yaml")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_number_of_stages_is_chosen() -> None:
+def test_stages_are_chosen_where_none_are_asked_for() -> None:
     assert plan_model("m", LLAMA_8B, SERVER).split.layers == (32,)
-    # Two stages: the GPU holds 42 of 80 layers of 1.71 GB; the second socket would bring nothing.
+    # The GPU does not hold 80 layers of 1.71 GB; both sockets beside it halve the rest.
     planned = plan_model("m", LLAMA_70B, SERVER)
-    assert len(planned.split.stages) == 2
-    assert [device.label for device in planned.idle] == ["socket 1"]
+    assert sorted(stage.devices.size for stage in planned.split.stages) == [1, 2]
+    assert planned.idle == ()
+    assert "does not fit on the GPUs alone" in planned.notes[0]
     assert len(plan_model("m", LLAMA_70B, SERVER, pipeline_parallel_size=3).split.stages) == 3
-    given = plan_model("m", LLAMA_70B, SERVER, layers=(60, 20))
+    given = plan_model("m", LLAMA_70B, SERVER, layers=[60, 20])
     assert [stage.devices.has_cpu for stage in given.split.stages] == [True, False]
     assert given.split.layers == (60, 20)
 
 
 def test_a_plan_without_cpu_ranks_says_so() -> None:
-    alone = plan_model("m", LLAMA_8B, SERVER)
-    assert alone.notes[0] == "The model fits on the GPUs alone: no CPU rank is asked to work."
-    asked = plan_model("m", LLAMA_8B, SERVER, pipeline_parallel_size=2)
-    assert "no CPU rank is needed. With --pipeline-parallel-size 1" in asked.notes[0]
-    assert "GPUs alone" not in " ".join(plan_model("m", LLAMA_70B, SERVER).notes)
+    alone = " ".join(plan_model("m", LLAMA_8B, SERVER).notes)
+    assert "The model fits on the GPUs alone: no CPU rank is asked to work." in alone
+    asked = " ".join(plan_model("m", LLAMA_8B, SERVER, pipeline_parallel_size=2).notes)
+    assert "no CPU rank is needed. With --pipeline-parallel-size 1" in asked
+    assert "fits on the GPUs alone" not in " ".join(plan_model("m", LLAMA_70B, SERVER).notes)
 
 
 def test_what_cannot_be_planned() -> None:
@@ -142,7 +143,7 @@ def test_the_table() -> None:
     lines = as_text(PLANS["three stages"]).splitlines()
     row = next(line for line in lines if "GPU 0" in line)
     assert "H100 SXM" in row
-    assert [cell.strip() for cell in row.split("│")[1:5]][3] == "38-79 (42)"
+    assert [cell.strip() for cell in row.split("│")[1:5]][3] == "40-79 (40)"
     assert any("VLLM_PP_LAYER_PARTITION=" in line for line in lines)
 
 
@@ -184,10 +185,13 @@ def test_the_command_prints_a_table(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--layers", "50,31"), "50 + 31 = 81, but the model has 80"),
+        (("--layers", "50,31"), "50 + 31 = 81 in 2 stages, but the model has 80 layers"),
         (("--layers", "many"), "expected numbers with commas"),
         (("--objective", "beauty"), "expected latency or throughput, got 'beauty'"),
-        (("-pp", "1", "--max-model-len", "4096"), "GiB too many"),
+        (("--layout", "[[gpu]]", "--max-model-len", "4096"), "GiB too many"),
+        (("--layout", "gpu"), "expected stages like [[cpu, cpu], [gpu]]"),
+        (("--layout", "[[tpu]]"), "'cpu' or 'gpu'"),
+        (("--layout", "[[cpu, cpu, cpu]]"), "asks for 3 CPU sockets, but 2 are free"),
         (("-pp", "7"), "7 pipeline stages"),
         (("--svg", "/nowhere/x.svg"), "cannot be written"),
     ],

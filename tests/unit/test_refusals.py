@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.preflight.refusals import (
     ALWAYS,
+    DRAFTING_OF_CPU_RANKS,
     ENGINES_OF_CPU_RANKS,
     MODELS_OF_CPU_RANKS,
     REFUSALS,
     WITH_CPU_RANKS,
     WITH_RESTARTS,
+    refuse_drafting,
     refuse_unsupported,
 )
+from ray_hetero.preflight.unsupported_drafters import METHODS, Drafting
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -34,7 +38,7 @@ IN_EVERY_WORLD: dict[str, dict[str, Any]] = {
     "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
 }
 BESIDE_CPU_RANKS: dict[str, dict[str, Any]] = {
-    "--speculative-config": {"speculative_config": {"method": "ngram"}},
+    "--speculative-config with the method {found}": {"speculative_config": {"method": "medusa"}},
     "--enable-sleep-mode": {"enable_sleep_mode": True},
     "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
     "--async-scheduling": {"async_scheduling": True},
@@ -71,6 +75,7 @@ def test_every_refusal_is_tested() -> None:
 def test_every_row_is_in_one_table() -> None:
     tables = (
         ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
+        DRAFTING_OF_CPU_RANKS,
     )  # fmt: skip
     options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
     assert sorted(options) == sorted(refusal.option for table in tables for refusal in table)
@@ -82,9 +87,47 @@ def test_it_is_named_with_a_reason_and_a_remedy(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = _asked(tmp_path, monkeypatch, option)
-    said = rf"{re.escape(option)} does not work with ray_hetero: [^.]+\. (Leave it out|Unset it)"
+    named = re.escape(option.format(found="medusa"))
+    said = rf"{named} does not work with ray_hetero: [^.]+\. (Leave it out|Unset it)"
     with pytest.raises(UnsupportedError, match=said):
         refuse_unsupported(args, HeteroConfig(), is_stock=False)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "deepseek_mtp"])
+def test_drafts_that_work_are_not_refused(method: str, tmp_path: Path) -> None:
+    args = EngineArgs(model=str(tmp_path), speculative_config={"method": method})
+    refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+
+
+def _drafting(tmp_path: Path, stages: int = 2, in_flight: Any = "auto", **changes: Any) -> Drafting:
+    model = write_demo_model(tmp_path / "model", shape=DemoShape(layers=2, hidden=64, heads=2))
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    config = EngineArgs(
+        model=str(model), max_model_len=128, speculative_config=drafts
+    ).create_engine_config()
+    for name, value in changes.items():
+        setattr(config.speculative_config, name, value)
+    hetero = HeteroConfig.model_validate({"pipeline": {"batches_in_flight": in_flight}})
+    return Drafting(config, hetero, stages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "dflash"}, "a drafter of the kind dflash does not work"),
+        ({"parallel_drafting": True}, "with parallel_drafting does not work"),
+        ({"in_flight": 2}, r"batches_in_flight 2 does not work .* Set it to 1"),
+    ],
+)
+def test_drafting_that_does_not_work_is_refused_with_its_reason(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_drafting(_drafting(tmp_path, **changes))
+
+
+def test_drafting_that_works_is_not(tmp_path: Path) -> None:
+    refuse_drafting(_drafting(tmp_path, in_flight=1))
 
 
 @pytest.mark.parametrize("option", BESIDE_CPU_RANKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -287,3 +288,25 @@ def test_waiting_ends_where_the_previous_stage_had_computed(
     taken = boundary.take()
     assert (taken.waiting_s, taken.exchange_s) == (waiting, exchange)
     assert boundary.take().waiting_s == 0
+
+
+def ends_before_it_sends(rank: int, ranks: int, store: Path, answers: Any) -> None:
+    """Stage 0 is gone when stage 1 waits for it, over Gloo."""
+    with boundary_of(rank, ranks, store, may_share=False) as boundary:
+        boundary.agree(TEMPLATE, CAPACITY, timeout_s=7)
+        boundary.begin_step(1)
+        if rank == 0:
+            answers.put((rank, ""))
+            answers.close()
+            answers.join_thread()
+            os._exit(0)
+        (receiving,) = boundary.irecv()[1]
+        with pytest.raises(RuntimeError) as raised:
+            receiving.wait()
+        answers.put((rank, str(raised.value)))
+
+
+def test_a_stage_that_ends_is_named_over_gloo_too(tmp_path: Path) -> None:
+    (_, _), (_, said) = run(ends_before_it_sends, 2, tmp_path)
+    assert said.startswith("rank 0, at the other end of the stage boundary over Gloo, is gone or")
+    assert "in 7 s (exchange.timeout_s)" in said

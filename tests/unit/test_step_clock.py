@@ -46,6 +46,21 @@ def test_nothing_is_compared_without_such_steps_or_without_a_plan(
     assert " ms busy" in line
 
 
+def test_what_steps_that_verify_drafts_take_is_told_beside_the_others() -> None:
+    lines: list[str] = []
+    clock = StepClock(lines.append, interval_s=1e9)
+    # Each with its sampling, and with what a drafter takes.
+    for seconds, tokens, is_verifying in (
+        (0.5, 50, False), (0.1, 0, False), (0.02, 4, True), (0.002, 0, False), (0.02, 8, True),
+    ):  # fmt: skip
+        clock.add(seconds, tokens, None, is_verifying=is_verifying)
+    clock._interval_s = -1
+    clock.add(0.002, 0, None)
+    (line,) = lines
+    assert "; 2 of them verified drafts: 6.0 tokens, 22.00 ms busy, 600.00 ms the others;" in line
+    assert clock.totals.verifying_tokens == 12
+
+
 def test_totals_start_again_after_a_report() -> None:
     lines: list[str] = []
     clock = StepClock(lines.append, interval_s=-1, predicted=PREDICTED)

@@ -90,6 +90,22 @@ def _mixtral(shape: DemoShape, common: dict[str, Any]) -> Any:
     )
 
 
+def _qwen3_moe(shape: DemoShape, common: dict[str, Any]) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **common,
+        **_gated(shape),
+        head_dim=shape.head_size,
+        num_experts=2 * EXPERTS,
+        num_experts_per_tok=4,
+        moe_intermediate_size=shape.intermediate // 4,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        tie_word_embeddings=False,
+    )
+
+
 def _gemma(shape: DemoShape, common: dict[str, Any]) -> Any:
     from transformers import Gemma3TextConfig
 
@@ -128,9 +144,12 @@ ARCHITECTURES: dict[str, Callable[[DemoShape, dict[str, Any]], Any]] = {
     "opt": _opt,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
 }
 """Name → maker of its transformers config; gemma has tied embeddings and sliding windows."""
+WITH_EXPERTS = {"mixtral", "qwen3_moe"}
+"""Mixtures; qwen3_moe begins with a layer without experts."""
 
 
 def write_demo_model(
@@ -190,8 +209,8 @@ def _check(
         raise ConfigError(f"--dtype: expected bf16 or f32; got {dtype!r}")
     if not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"--seed: expected 0 to {MOST_SEED}, got {shown(seed)}")
-    if int8 and architecture == "mixtral":
-        raise ConfigError("--int8: mixtral's experts are not quantised here; leave it out")
+    if int8 and architecture in WITH_EXPERTS:
+        raise ConfigError(f"--int8: {architecture}'s experts are not quantised here; leave it out")
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target}: expected a directory, this is a file")
     if not force and target.is_dir() and any(target.iterdir()):

@@ -1,0 +1,91 @@
+"""vLLM's routed experts on a CPU rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ray_hetero.compat.patching import replace
+
+
+def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) -> None:
+    """Compute a CPU rank's routed experts that are not quantised with another kernel.
+
+    Replaces: `CPUUnquantizedExperts.process_weights_after_loading`, `CPUUnquantizedExperts.apply`.
+    Why: UnquantizedFusedMoEMethod chooses among vLLM's kernels only.
+    Can go when: kernels of experts can be registered, as quantisation methods can.
+
+    Args:
+        kernel: (out [M, hidden], x [M, hidden], weights [M, chosen] or None, ids [M, chosen],
+            number of the layer); writes `out`.  A negative id is an expert that is not here.
+        take: given each layer, whose weights are loaded; gives its number, or None to leave it
+            to vLLM.  The layer's weights are freed afterwards.
+
+    """
+    import torch
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def taking(prepare: Any) -> Any:
+        def process_weights_after_loading(self: Any, layer: Any) -> None:
+            self.layer_number = take(layer)
+            if self.layer_number is None:
+                prepare(self, layer)
+                return
+            for name in ("w13_weight", "w2_weight"):
+                shape = getattr(layer, name).shape
+                # Who calls the kernel looks at the shapes.
+                nothing = getattr(layer, name).new_zeros(()).expand(shape)
+                setattr(layer, name, torch.nn.Parameter(nothing, requires_grad=False))
+
+        return process_weights_after_loading
+
+    def computing(apply: Any) -> Any:
+        def apply_or_leave(
+            self: Any,
+            output: torch.Tensor,
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            activation: Any,
+            global_num_experts: int,
+            expert_map: torch.Tensor | None,
+            a1q_scale: torch.Tensor | None,
+            a2_scale: torch.Tensor | None,
+            workspace13: torch.Tensor,
+            workspace2: torch.Tensor,
+            expert_tokens_meta: Any,
+            apply_router_weight_on_input: bool,
+        ) -> None:
+            if self.layer_number is None:
+                apply(
+                    self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation,
+                    global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2,
+                    expert_tokens_meta, apply_router_weight_on_input,
+                )  # fmt: skip
+                return
+            ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+            weights = None if apply_router_weight_on_input else topk_weights
+            kernel(output, hidden_states, weights, ids, self.layer_number)
+
+        return apply_or_leave
+
+    replace(CPUUnquantizedExperts, "process_weights_after_loading", taking)
+    replace(CPUUnquantizedExperts, "apply", computing)
+
+
+def other_methods(model: Any) -> Counter[str]:
+    """Layers of routed experts that are quantised, counted by vLLM's class for them."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    return Counter(
+        type(layer.quant_method).__name__
+        for layer in model.modules()
+        if isinstance(layer, RoutedExperts)
+        and not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+    )

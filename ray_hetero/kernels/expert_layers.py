@@ -1,0 +1,127 @@
+"""The layers of routed experts that a CPU rank's own kernel computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from placement.units import GIB
+from ray_hetero.compat import cpu_experts
+from ray_hetero.config import CpuConfig
+from ray_hetero.kernels.experts import MULTIPLE, SILU, SWIGLU_OAI, RoutedExperts
+from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.log import logger
+from ray_hetero.weight_formats import FORMATS
+
+ACTIVATIONS = {"silu": SILU, "swigluoai": SWIGLU_OAI}
+"""By the value of vLLM's MoEActivation; gpt-oss has gate and up in turns."""
+
+_library = torch.library.Library("ray_hetero", "FRAGMENT")
+_layers: list[RoutedExperts] = []
+"""Of the model of this process, by their number."""
+
+
+def _routed_experts(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    ids: torch.Tensor,
+    layer: int,
+) -> None:
+    _layers[layer](x, weights, ids, out)
+
+
+def _writes_only(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    ids: torch.Tensor,
+    layer: int,
+) -> None:
+    """Nothing to say of shapes: `out` is given."""
+
+
+direct_register_custom_op(
+    "routed_experts",
+    _routed_experts,
+    mutates_args=["out"],
+    fake_impl=_writes_only,
+    target_lib=_library,
+    dispatch_key="CPU",
+)
+
+
+class ExpertLayers:
+    """The layers of routed experts of this process.
+
+    Args:
+        config: which format weights are to be held in.
+        kernel: what computes linear layers, whose level experts are computed at.
+
+    """
+
+    def __init__(self, config: CpuConfig, kernel: StreamingLinear) -> None:
+        self._kind = FORMATS[config.weight_format(has_amx=kernel.has_amx)]
+        self._kernel = kernel
+        self._bytes = self._bytes_before = 0
+        _layers.clear()
+        cpu_experts.use_experts(torch.ops.ray_hetero.routed_experts, self._take)
+
+    def _take(self, layer: Any) -> int | None:
+        """Hold a layer's experts; its number, or None if they stay vLLM's."""
+        if why := unsuited(layer):
+            logger.info("experts stay with vLLM's kernel: %s (%s)", why, type(layer).__name__)
+            return None
+        experts = RoutedExperts(
+            layer.w13_weight.data,
+            layer.w2_weight.data,
+            getattr(layer, "w13_bias", None),
+            getattr(layer, "w2_bias", None),
+            native=self._kernel.native,
+            level=self._kernel.level,
+            kind=self._kind,
+            activation=ACTIVATIONS[layer.activation.value],
+            is_interleaved=layer.activation.value == "swigluoai",
+        )
+        self._bytes += experts.nbytes
+        self._bytes_before += layer.w13_weight.nbytes + layer.w2_weight.nbytes
+        _layers.append(experts)
+        return len(_layers) - 1
+
+    def loaded(self, model: torch.nn.Module) -> str:
+        """Say what was taken and what was not, now that all weights are there.
+
+        Returns:
+            What the model's code depends on besides its configuration.
+
+        """
+        if _layers:
+            logger.info(
+                "experts of %d layers stream their weights, %.1f GiB in place of %.1f "
+                "(cpu.linear_kernel)",
+                len(_layers),
+                self._bytes / GIB,
+                self._bytes_before / GIB,
+            )
+        for name, count in cpu_experts.other_methods(model).items():
+            logger.info("experts of %d layers stay with vLLM's kernel: they are %s's", count, name)
+        return f"{len(_layers)} experts"
+
+
+def unsuited(layer: Any) -> str:
+    """Why a layer of vLLM's, whose experts are not quantised, cannot be computed here; or ""."""
+    dtype, hidden = layer.w13_weight.dtype, layer.w2_weight.shape[1]
+    if dtype != torch.bfloat16:
+        return f"weights are {dtype}, expected torch.bfloat16"
+    if not layer.moe_config.is_act_and_mul or layer.activation.value not in ACTIVATIONS:
+        return (
+            f"the activation is {layer.activation.value}, expected "
+            f"{' or '.join(ACTIVATIONS)} of a gate"
+        )
+    if any(getattr(layer, f"swiglu_{name}") is not None for name in ("limit", "alpha", "beta")):
+        return "the activation has limits of its own"
+    if hidden % MULTIPLE:
+        return f"the hidden size is {hidden}, expected a multiple of {MULTIPLE}"
+    return ""

@@ -1,0 +1,197 @@
+"""Which stages an engine gets when nobody has asked for any: from the machine and the model.
+
+A model that fits on one GPU, or on the fewest GPUs of one node, runs on them alone.  Otherwise
+every layout worth a look is priced by `plan_layers`, as the engine itself would plan it, and the
+shortest step wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from placement.cluster.assignment import Node
+from placement.cluster.layout import Kind, Layout, divides_heads
+from placement.errors import DoesNotFitError, PlacementError
+from placement.model.shape import ModelShape
+from ray_hetero.config import HeteroConfig
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.layer_plan import LayerPlan, Measure, plan_layers
+
+WORTH_A_RANK = 0.99
+"""Fewer ranks are taken where their step, by this factor, is no longer than the shortest."""
+
+Stages = tuple[tuple[Kind, ...], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that was looked at."""
+
+    layout: Layout
+    plan: LayerPlan | None = None
+    """None where it does not fit, or cannot be priced."""
+    problem: str = ""
+    """Why there is no plan."""
+    is_unknown: bool = False
+    """Whether that is because speed or memory of a device is not known."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the decode step that was priced; of the slowest stage for throughput."""
+        assert self.plan is not None
+        assert self.plan.split is not None
+        split = self.plan.split
+        return split.step_s if split.objective == "latency" else split.slowest_s
+
+    def __str__(self) -> str:
+        return f"{self.layout} {1e3 * self.step_s:.2f} ms"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen and what else there was."""
+
+    chosen: Candidate
+    others: tuple[Candidate, ...]
+    """The other layouts that fit, the shortest step first, then those that do not fit."""
+    why: str
+
+    def __str__(self) -> str:
+        """The one line for the log."""
+        line = f"chose {self.chosen}: {self.why}"
+        fitting = [other for other in self.others if other.plan is not None]
+        return f"{line}; next would be {fitting[0]}" if fitting else f"{line}; nothing else fits"
+
+
+def choose_layout(
+    config: HeteroConfig, nodes: Sequence[Node], facts: EngineFacts, *, measure: Measure, **how: Any
+) -> Choice | None:
+    """Choose the stages for an engine of which nobody has said any.
+
+    Args:
+        config: the user's configuration; its layout is not looked at.
+        nodes: the cluster.
+        facts: the model and the engine.
+        measure: as of `plan_layers`.
+        how: further arguments of `plan_layers`.
+
+    Returns:
+        None where nothing is known to choose by: the model's sizes, or any device's speed.
+
+    Raises:
+        DoesNotFitError: no layout fits; the error of the one with the most ranks.
+
+    """
+    if facts.shape is None or config.layers != "auto":
+        return None
+    found = [
+        _priced(layout, config, nodes, facts, measure, how)
+        for layout in layouts_to_try(nodes, facts.shape)
+    ]
+    fitting = [one for one in found if one.plan is not None]
+    if any(one.is_unknown for one in found):
+        return None
+    if not fitting:
+        widest = max(found, key=lambda one: one.layout.world_size, default=None)
+        raise DoesNotFitError(widest.problem if widest else "there is no device to plan on")
+    alone = [one for one in fitting if not one.layout.count("cpu")]
+    if alone and len(alone[0].layout.stages) == 1:
+        chosen = alone[0]
+        gpus = "one GPU" if chosen.layout.world_size == 1 else "GPUs"
+        why = f"the model fits on {gpus} alone"
+    else:
+        chosen = _shortest(fitting)
+        why = _reason(chosen.layout, found)
+    others = [one for one in found if one is not chosen]
+    ordered = sorted(others, key=lambda one: (one.plan is None, one.step_s if one.plan else 0.0))
+    return Choice(chosen, tuple(ordered), why)
+
+
+def _reason(layout: Layout, found: Sequence[Candidate]) -> str:
+    if layout.count("gpu") and layout.count("cpu"):
+        return "the model does not fit on the GPUs alone, and this is the shortest step"
+    if layout.count("gpu"):
+        return "the model does not fit on the GPUs of one node"
+    has_gpus = any(one.layout.count("gpu") for one in found)
+    if has_gpus:
+        return "nothing that fits is faster with a GPU"
+    return "no GPU is free" if layout.world_size > 1 else "no GPU is free, one socket is enough"
+
+
+def _shortest(fitting: Sequence[Candidate]) -> Candidate:
+    """The shortest step; of nearly equal ones the one with the fewest ranks."""
+    best = min(one.step_s for one in fitting)
+    near = [one for one in fitting if WORTH_A_RANK * one.step_s <= best]
+    return min(near, key=lambda one: (one.layout.world_size, one.step_s))
+
+
+def _priced(
+    layout: Layout,
+    config: HeteroConfig,
+    nodes: Sequence[Node],
+    facts: EngineFacts,
+    measure: Measure,
+    how: dict[str, Any],
+) -> Candidate:
+    stages = [list(stage) for stage in layout.stages]
+    try:
+        plan = plan_layers(
+            config.model_copy(update={"layout": stages}),
+            nodes,
+            facts,
+            pipeline_parallel_size=len(stages),
+            tensor_parallel_size=layout.tensor_parallel_size,
+            partition=None,
+            measure=measure,
+            **how,
+        )
+    except PlacementError as error:
+        return Candidate(layout, problem=str(error))
+    if plan.split is None:
+        return Candidate(layout, problem=plan.warning, is_unknown="fit" not in plan.warning)
+    return Candidate(layout, plan)
+
+
+def layouts_to_try(nodes: Sequence[Node], shape: ModelShape) -> list[Layout]:
+    """Layouts worth a look on these nodes, no two alike: fewer GPUs first."""
+    layouts: dict[Stages, None] = {}
+    for stages in _stages(nodes, shape):
+        if 0 < len(stages) <= len(shape.layers):
+            layouts.setdefault(stages)
+    return [Layout(stages) for stages in layouts]
+
+
+def _stages(nodes: Sequence[Node], shape: ModelShape) -> Iterator[Stages]:
+    ordered = sorted(nodes, key=lambda node: (not node.is_driver, node.address))
+    gpus = [_sizes(node.gpus, shape) for node in ordered if node.gpus]
+    sockets = [_sizes(len(node.sockets), shape) for node in ordered if node.sockets]
+    for sizes in gpus:
+        yield from (_row("gpu", [size]) for size in sizes)
+    all_gpus = _row("gpu", [sizes[-1] for sizes in gpus])
+    yield all_gpus
+    wide = _row("cpu", [sizes[-1] for sizes in sockets])
+    narrow = _row("cpu", [1 for node in ordered for _ in node.sockets])
+    for row in (wide[:1], wide, narrow[:1], narrow):
+        yield from (all_gpus + row, row + all_gpus)
+    for sizes in sockets:
+        yield from (_row("cpu", [size]) for size in sizes)
+
+
+def _row(kind: Kind, sizes: Sequence[int]) -> Stages:
+    return tuple((kind,) * size for size in sizes)
+
+
+def _sizes(devices: int, shape: ModelShape) -> list[int]:
+    """Numbers of ranks that a stage on so many devices of a node can have."""
+    return [
+        size
+        for size in range(1, devices + 1)
+        if divides_heads(size, shape.num_heads, shape.num_kv_heads)
+    ]
+
+
+def layout_of(choice: Choice) -> list[list[Kind]]:
+    """The chosen stages as the configuration has them."""
+    return [list(stage) for stage in choice.chosen.layout.stages]

@@ -1,0 +1,115 @@
+"""What is planned on: this host, a cluster that runs, or the description of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from placement.cluster.assignment import Node, Seat
+from placement.cluster.claims import default_directory, held
+from placement.errors import NativeError
+from placement.host.bandwidth_cache import cached_bandwidth
+from placement.host.gpus import visible_gpus
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
+from placement.plan.described import DescribedCluster
+from placement.plan.devices import Links
+from ray_hetero.config import CpuConfig
+from ray_hetero.log import logger
+from ray_hetero.planning.layer_plan import Measure
+from ray_hetero.planning.rank_devices import Described
+from ray_hetero.planning.reading_together import reading_together
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes, and where the speeds of their devices come from."""
+
+    nodes: tuple[Node, ...]
+    measure: Measure
+    """Measures what neither the configuration nor the model of a device tells."""
+    described: Described | None = None
+    """What a description says of a seat's device."""
+    links: Links | None = None
+    """The ways between ranks; None is what is assumed of them."""
+
+
+def this_host(config: CpuConfig, environment: Mapping[str, str] = os.environ) -> Machine:
+    """This host as an engine would find it that starts Ray here.
+
+    Args:
+        config: how sockets are cut up.
+        environment: CUDA_VISIBLE_DEVICES is looked at.
+
+    Raises:
+        TopologyError: a file of the kernel is malformed, or nothing usable is left.
+
+    """
+    host = read_host()
+    claims = held(default_directory())
+    taken = {cpu for holder in claims for cpu in holder.cpus}
+    sockets = sockets_of(host, config.unit, config.ranks_per_socket)
+    node = Node(
+        node_id=host.name,
+        address="",
+        host=host,
+        sockets=tuple(socket for socket in sockets if not taken & set(socket.cpus)),
+        gpus=visible_gpus(len(host.gpus), environment.get("CUDA_VISIBLE_DEVICES")),
+        cpus=float(len(host.cores)),
+        is_driver=True,
+        holders=tuple(map(str, claims)),
+    )
+
+    def measure(seats: Sequence[Seat], threads: Mapping[int, Sequence[int]]) -> dict[int, float]:
+        return dict(_measured(seats, threads, host.cpu_model))
+
+    return Machine((node,), measure)
+
+
+def _measured(
+    seats: Sequence[Seat], threads: Mapping[int, Sequence[int]], cpu_model: str | None
+) -> Iterator[tuple[int, float]]:
+    for rank, group in reading_together(seats, threads).items():
+        try:
+            rate = cached_bandwidth(group.cpus, cpu_model)
+        except NativeError as error:
+            logger.warning("memory bandwidth not measured: %s", error)
+            return
+        yield rank, rate * len(threads[rank]) / group.threads
+
+
+def described_machine(cluster: DescribedCluster) -> Machine:
+    """A cluster as a file describes it; nothing is measured."""
+    return Machine(cluster.as_nodes(), lambda seats, threads: {}, cluster.device_of, cluster.links)
+
+
+def hub_config(model: str) -> Path:
+    """Path of a model's folder or config.json; that of a name on the hub is fetched.
+
+    Raises:
+        UnknownModelError: it is neither here nor to be had from the hub.
+
+    """
+    from placement.model.config import UnknownModelError
+
+    path = Path(model).expanduser()
+    is_name = model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    if path.exists() or not is_name:
+        return path
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        raise UnknownModelError(
+            f"{model}: there is no such folder, and without huggingface_hub no hub to ask"
+        ) from None
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnknownModelError(
+            f"{model}: there is no such folder, and the hub does not give its config.json: "
+            f"{reason}. Give a folder with a config.json."
+        ) from None

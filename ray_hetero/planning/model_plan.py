@@ -1,0 +1,153 @@
+"""A model on a machine, planned as the engine plans it, to be shown before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from placement.cluster.assignment import Node
+from placement.cluster.layout import heads_problem
+from placement.errors import DoesNotFitError, LayoutError
+from placement.model.shape import ModelShape
+from placement.plan.devices import DeviceFigures, RankDevice
+from placement.plan.plan import Plan
+from placement.units import GIB
+from ray_hetero.config import HeteroConfig
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.layer_plan import Asked, LayerPlan, plan_layers
+from ray_hetero.planning.layout_choice import Choice, choose_layout
+from ray_hetero.planning.machine import Machine
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What an engine would do with a model on a machine."""
+
+    plan: Plan
+    layers: LayerPlan
+    choice: Choice | None
+    """How the stages were chosen; None where they were asked for."""
+
+
+def plan_model(
+    name: str,
+    machine: Machine,
+    facts: EngineFacts,
+    config: HeteroConfig,
+    *,
+    pipeline_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
+    partition: str | None = None,
+    asked: Asked | None = None,
+) -> ModelPlan:
+    """Plan a model; without sizes and a layout, its stages are chosen too.
+
+    Args:
+        name: what to call the model.
+        machine: what there is.
+        facts: the model and the engine.
+        config: the user's configuration.
+        pipeline_parallel_size: stages.
+        tensor_parallel_size: ranks of the largest stage.
+        partition: VLLM_PP_LAYER_PARTITION, if set.
+        asked: the step to price and the sequences to hold; None is the engine's own choice.
+
+    Raises:
+        LayoutError: there are too few devices, or nothing is known to plan by.
+        DoesNotFitError: no split fits.
+        UnsupportedError: a stage's ranks do not divide the heads of the model.
+
+    """
+    assert facts.shape is not None
+    how: dict[str, Any] = {
+        "asked": asked, "described": machine.described, "links": machine.links,
+    }  # fmt: skip
+    choice = None
+    if (pipeline_parallel_size, tensor_parallel_size, config.layout) == (1, 1, "auto"):
+        choice = choose_layout(config, machine.nodes, facts, measure=machine.measure, **how)
+    if choice is not None:
+        assert choice.chosen.plan is not None
+        found = choice.chosen.plan
+    else:
+        if config.layout != "auto":
+            pipeline_parallel_size = len(config.layout)
+            tensor_parallel_size = max(map(len, config.layout))
+        found = plan_layers(
+            config,
+            machine.nodes,
+            facts,
+            pipeline_parallel_size=pipeline_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            partition=partition,
+            measure=machine.measure,
+            **how,
+        )
+    shape = facts.shape
+    if problem := heads_problem(found.world.layout, shape.num_heads, shape.num_kv_heads):
+        raise UnsupportedError(problem)
+    if found.split is None:
+        wrong = DoesNotFitError if "fit" in found.warning else LayoutError
+        raise wrong(found.warning or "nothing is known to plan by: give figures of the devices")
+    remarks = tuple(_remarks(facts, found, choice))
+    shown = Plan(name, shape, found.held_split, tuple(_devices(machine, found)), remarks)
+    return ModelPlan(shown, found, choice)
+
+
+def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Iterator[str]:
+    assert facts.shape is not None
+    if choice is not None:
+        yield f"Nothing was asked for: {choice}."
+    one = facts.shape.kv_bytes_per_token() * facts.max_model_len
+    yield (
+        f"A sequence of {facts.max_model_len} tokens (--max-model-len) takes {one / GIB:.2f} GiB "
+        "of KV cache, all ranks together."
+    )
+
+
+def _devices(machine: Machine, found: LayerPlan) -> Iterator[RankDevice]:
+    """The devices with a rank, then those without."""
+    assert found.split is not None
+    used = [rank.device for rank in found.split.ranks]
+    yield from used
+    labels = {(device.node, device.label) for device in used}
+    for node in machine.nodes:
+        yield from (one for one in _all(node) if (one.node, one.label) not in labels)
+
+
+def _all(node: Node) -> Iterator[RankDevice]:
+    for gpu in node.host.gpus:
+        memory = gpu.memory_bytes or 0
+        figures = DeviceFigures(gpu.name or "GPU", "gpu", 0, 0, memory)
+        yield RankDevice(node.host.name, f"GPU {gpu.index}", figures, memory)
+    for socket in node.sockets:
+        memory = socket.memory_bytes or 0
+        figures = DeviceFigures(node.host.cpu_model or "CPU", "cpu", 0, 0, memory)
+        yield RankDevice(node.host.name, f"socket {socket.id}", figures, memory)
+
+
+def refuse_model(config: Mapping[str, Any], shape: ModelShape, found: LayerPlan) -> None:
+    """Refuse a checkpoint that the engine would refuse on these ranks.
+
+    Raises:
+        UnsupportedError: its layers have no kernel on CPU ranks.
+
+    """
+    from ray_hetero.preflight.unsupported_checkpoints import MODEL_TYPES, without_kernel
+
+    if not found.world.has_cpu:
+        return
+    scheme = config.get("quantization_config") or {}
+    method = str(scheme.get("quant_method", ""))
+    missing = without_kernel(method, scheme) or MODEL_TYPES.get(shape.model_type)
+    if missing is not None:
+        raise UnsupportedError(
+            f"a checkpoint with {missing} layers does not work with ray_hetero on CPU ranks: vLLM "
+            "has no CPU kernel for them. Write a layout without CPU ranks."
+        )
+
+
+def candidates_of(choice: Choice) -> Sequence[Any]:
+    """The chosen layout and the others, the chosen one first."""
+    return (choice.chosen, *choice.others)

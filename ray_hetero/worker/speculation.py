@@ -1,0 +1,75 @@
+"""What a rank has to do with speculative decoding, by its stage and the kinds in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray_hetero.compat import spec_decode
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from placement.cluster.assignment import Seat
+    from ray_hetero.world import World
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """The part of one rank: drafts are made and verified on the last stage, by all of its ranks."""
+
+    world: World
+    seat: Seat
+    has_own_model: bool
+    """Whether drafts come from a model, an EAGLE head among them; else from the tokens so far."""
+    reads_layers: bool
+    """Whether the drafter reads hidden states from between the target's layers (EAGLE-3)."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, world: World, seat: Seat) -> Speculation | None:
+        """None without speculation, and in worlds of vLLM's own, whose runner knows what to do."""
+        config = vllm_config.speculative_config
+        if config is None or world.is_stock:
+            return None
+        reads_layers = False
+        if config.method == "eagle3":
+            head = getattr(config.draft_model_config.hf_config, "eagle_config", None) or {}
+            reads_layers = bool(head.get("use_aux_hidden_state", True))
+        return cls(world, seat, config.uses_draft_kv_cache(), reads_layers)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.seat.stage == len(self.world.layout.stages) - 1
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return len(self.world.layout.stages) > 1
+
+    def before_loading(self) -> None:
+        """Prepare this process, before vLLM makes its model runner."""
+        if not (self._is_last and self.has_own_model):
+            return
+        if self._is_pipeline:
+            spec_decode.keep_drafter_whole()
+        if self.seat.kind == "cpu":
+            spec_decode.keep_own_output_matrix()
+        if self.world.layout.is_mixed(self.seat.stage):
+            spec_decode.share_drafts()
+
+    def loaded(self, runner: Any) -> None:
+        """Finish the model runner, whose weights are loaded."""
+        if not self._is_pipeline:
+            return
+        if self.reads_layers:
+            spec_decode.pass_hidden_states_on(runner, self.world.layers)
+        if not self._is_last:
+            spec_decode.leave_drafts_to_last_stage(runner)
+
+
+def models_of(vllm_config: VllmConfig) -> list[ModelConfig]:
+    """The model that is served, and the one that drafts for it, if there is one."""
+    speculative = vllm_config.speculative_config
+    models = [vllm_config.model_config]
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        models.append(speculative.draft_model_config)
+    return models

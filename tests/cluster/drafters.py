@@ -1,0 +1,88 @@
+"""Small drafters for the demo model, written so that some of their drafts are accepted.
+
+The demo model's output matrix favours one successor of each token whatever came before
+(ray_hetero/cli/demo/weights.py).  A draft model of fewer layers knows the same successors.  An
+EAGLE head is given the last token's embedding and has the target's output matrix: it knows them as
+soon as it hands the embedding on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
+
+SHAPE = DemoShape()
+SLICE = SHAPE.kv_heads * SHAPE.head_size
+"""Elements of an embedding that fit into the values of an attention."""
+SHARPNESS = 3.0
+"""Factor on queries and keys under which a token attends to itself more than to all others."""
+
+Weights = dict[str, torch.Tensor]
+
+
+def write_draft_model(directory: Path) -> Path:
+    """A draft model: the demo model with half of its layers."""
+    return write_demo_model(directory, shape=DemoShape(layers=2), dtype="f32")
+
+
+def write_eagle_head(directory: Path, target: Path) -> Path:
+    """An EAGLE head: what it is given passes a layer that adds little."""
+    noise = _noise("fc", SHAPE.hidden, SHAPE.hidden)
+    weights = _quiet_layer("layers.0", SHAPE.hidden)
+    weights["fc.weight"] = torch.cat([torch.eye(SHAPE.hidden), 0.02 * noise], dim=1)
+    return _write(directory, target, weights)
+
+
+def write_eagle3_head(directory: Path, target: Path) -> Path:
+    """An EAGLE-3 head, which sees the embedding only where its attention hands it on."""
+    weights = _quiet_layer("midlayer", 2 * SHAPE.hidden)
+    first = torch.eye(SLICE, 2 * SHAPE.hidden)
+    heads = torch.arange(SHAPE.hidden) // SHAPE.head_size
+    shared = heads // (SHAPE.heads // SHAPE.kv_heads)
+    of_slice = shared * SHAPE.head_size + torch.arange(SHAPE.hidden) % SHAPE.head_size
+    attention = "midlayer.self_attn"
+    weights |= {
+        "fc.weight": 0.02 * _noise("fc", SHAPE.hidden, 3 * SHAPE.hidden),
+        "norm.weight": torch.ones(SHAPE.hidden),
+        "midlayer.input_layernorm.weight": torch.ones(SHAPE.hidden),
+        "midlayer.hidden_norm.weight": torch.ones(SHAPE.hidden),
+        f"{attention}.q_proj.weight": SHARPNESS * first[of_slice],
+        f"{attention}.k_proj.weight": first.clone(),
+        f"{attention}.v_proj.weight": first.clone(),
+        # Query heads that share a value head bring the same; half of each makes one.
+        f"{attention}.o_proj.weight": 0.5 * torch.eye(SHAPE.hidden)[of_slice].T.contiguous(),
+    }
+    return _write(directory, target, weights)
+
+
+def _quiet_layer(name: str, width: int) -> Weights:
+    """A decoder layer without its first norm, the weights of which are small."""
+    shapes = {
+        "self_attn.q_proj": (SHAPE.hidden, width),
+        "self_attn.k_proj": (SLICE, width),
+        "self_attn.v_proj": (SLICE, width),
+        "self_attn.o_proj": (SHAPE.hidden, SHAPE.hidden),
+        "mlp.gate_proj": (SHAPE.intermediate, SHAPE.hidden),
+        "mlp.up_proj": (SHAPE.intermediate, SHAPE.hidden),
+        "mlp.down_proj": (SHAPE.hidden, SHAPE.intermediate),
+    }
+    made = {f"{name}.{part}.weight": 0.03 * _noise(part, *size) for part, size in shapes.items()}
+    return made | {f"{name}.post_attention_layernorm.weight": torch.ones(SHAPE.hidden)}
+
+
+def _noise(name: str, *size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(map(ord, name))))
+
+
+def _write(directory: Path, target: Path, weights: Weights) -> Path:
+    directory.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    config["num_hidden_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "model.safetensors")
+    return directory
