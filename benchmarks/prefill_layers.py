@@ -207,7 +207,7 @@ def measure(
     hidden = torch.randn(count, SHAPES[options.shape]["hidden_size"]).bfloat16()
     blocks = tuple(range(-(-cached // BLOCK)))
     none = torch.empty(0, dtype=torch.int64)
-    rows = StepRows(none, none, slice(0, count), (Request(0, count, cached, blocks),))
+    rows = StepRows(none, none, none.int(), slice(0, count), (Request(0, count, cached, blocks),))
     slots = torch.arange(cached, cached + count)
     places = Caches(tuple(Write() for _ in caches), caches, slots)
 
