@@ -38,7 +38,7 @@ Weight made(long n, long k) {
   fill(packed, n * k);
   auto* rows = allocate<std::uint8_t>(static_cast<std::size_t>(n * k * 3 / 2));
   // Kept until the end.
-  auto* compact = new Compact(packed, n, k, rows);
+  auto* compact = Compact::made(packed, n, k, rows).release();
   munmap(packed, static_cast<std::size_t>(n * k) * sizeof(Bf16));
   return {rows, compact};
 }
@@ -68,7 +68,7 @@ int main(int count, char** words) {
       weights.push_back(linear->w);
     }
     if (post_attention.next) weights.push_back(post_attention.next->qkv.w);
-    const Rotation rotation{kHeads, kKvHeads, kSize, cos_sin, kSize, {}, {}};
+    const Rotation rotation{kHeads, kKvHeads, kSize, cos_sin, kPositions, kSize, {}, {}};
     model.layers.push_back({rotation, 0.088f, post_attention});
   }
   double weight_bytes = 0;

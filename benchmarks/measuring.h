@@ -48,7 +48,8 @@ inline double read_once(const std::vector<ray_hetero::Weight>& weights) {
 #pragma omp parallel reduction(^ : sum)
   for (const ray_hetero::Weight& weight : weights) {
     const auto* words = reinterpret_cast<const std::uint64_t*>(weight.data);
-    const std::int64_t bytes = weight.blocks() * weight.pairs() / 2 * weight.pair_bytes();
+    const std::int64_t bytes = weight.blocks() * weight.pairs() / 2 *
+                               weight.encoding->block(weight.data, 0).pair_bytes;
 #pragma omp for nowait
     for (std::int64_t i = 0; i < bytes / 8; ++i) sum ^= words[i];
   }

@@ -83,7 +83,7 @@ std::vector<Layer> make_layers(int layers) {
       for (long i = 0; i < count; ++i) packed[i] = weight(static_cast<std::uint64_t>(i));
       auto* rows = allocate<std::uint8_t>(static_cast<std::size_t>(count * 3 / 2));
       made.push_back({shape[0], shape[1], packed, rows,
-                      std::make_unique<ray_hetero::Compact>(packed, shape[0], shape[1], rows),
+                      ray_hetero::Compact::made(packed, shape[0], shape[1], rows),
                       std::make_unique<ray_hetero::Packed>(shape[0], shape[1])});
     }
   }

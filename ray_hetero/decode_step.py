@@ -104,6 +104,7 @@ class DecodeStep:
             blocks=metadata.block_table.data_ptr(),
             most_blocks=metadata.block_table.stride(0),
             block=cache.shape[2],
+            cache_blocks=cache.shape[0],
             tiles=isa == TILES,
         )
 

@@ -73,6 +73,7 @@ class Attention:
             kv_heads=module.kv_size // self._head,
             size=self._head,
             cos_sin=self._cos_sin.data_ptr(),
+            positions=self._cos_sin.shape[0],
             rotated=self._cos_sin.shape[1],
             query_norm=self._norms[0].native if self._norms else None,
             key_norm=self._norms[1].native if self._norms else None,

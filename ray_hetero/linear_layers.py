@@ -22,6 +22,12 @@ from ray_hetero.progress import logger
 from ray_hetero.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.weight_formats import FORMATS, PackedWeight
 
+RELOAD = (
+    "a CPU rank cannot load weights anew: its layers compute with packed copies of those that they "
+    "had at first (linear layers stream). Start a new engine, or set cpu.linear_kernel to vllm."
+)
+"""What a rank answers to `reload_weights`."""
+
 
 class LinearLayers:
     """The linear layers of this process.
@@ -41,6 +47,7 @@ class LinearLayers:
         self._gpu: BorrowedGpu | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
+        self._is_loaded = False
         self._kernel = streaming_linear.choose(config.linear_kernel)
         if config.borrow_gpu is True:
             self._check_borrowing(gpu)
@@ -70,6 +77,8 @@ class LinearLayers:
     def _packed(self, layer: torch.nn.Module, packed: torch.Tensor) -> torch.Tensor:
         """What the kernel reads in the place of a layer's weight, which was packed."""
         assert self._kernel is not None
+        if self._is_loaded:
+            raise UnsupportedError(RELOAD)
         kind = FORMATS[self._config.weight_format(has_amx=self._kernel.has_amx)]
         native = self._kernel.native
         weight = kind.made(packed, native) or PackedWeight.made(packed, native)
@@ -109,6 +118,8 @@ class LinearLayers:
             fused = fuse(model, self._linears, self._kernel)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
+        self._is_loaded = True
+        vllm_private.refuse_reload(RELOAD)
         formats = Counter(weight.name for weight in self._kernel.weights.values())
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         return f"streaming, {fused} decoder_layers, {held}"

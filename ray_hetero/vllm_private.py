@@ -413,6 +413,29 @@ def use_linear(
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
+def refuse_reload(reason: str) -> None:
+    """Have a rank refuse to load weights anew, before it has touched any.
+
+    Why: reload_weights loads into a model's parameters, of which the layers of this rank have made
+    copies of their own: old and new weights would be mixed.
+    Can go when: layers are told that their weights were loaded anew.
+
+    Args:
+        reason: why not, and what to do.
+
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from ray_hetero.errors import UnsupportedError
+
+    original(GPUModelRunner, "reload_weights")
+
+    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(reason)
+
+    GPUModelRunner.reload_weights = reload_weights
+
+
 def keep_embeddings_once(*, has_tied_output: bool) -> None:
     """Let a CPU rank hold one copy of an embedding, and one of an output matrix.
 

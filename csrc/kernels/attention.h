@@ -46,10 +46,12 @@ void score_rows(const std::uint16_t* q, std::int64_t size,
   sums.store(scores, kChunk);
 }
 
-// Sums of 32 elements of values: [kHeads][stride] += shares of up to 32 tokens · values.
+// Sums of 32 elements of values: [kHeads][stride] += shares of up to 32 tokens · values.  What lies
+// behind these tokens is somebody else's, or nobody's: it may be NaN, and must not be multiplied,
+// not even with 0.
 template <int kHeads>
-void add_tiles_of_values(const float* shares, const std::uint16_t* values,
-                                         std::int64_t block, std::int64_t stride, float* to) {
+void add_tiles_of_values(const float* shares, const std::uint16_t* values, std::int64_t block,
+                         std::int64_t tokens, std::int64_t stride, float* to) {
   // As vLLM's kernel multiplies them, in bf16.
   std::uint16_t rounded_shares[kHeads][kSpan];
   for (int head = 0; head < kHeads; ++head) {
@@ -59,19 +61,23 @@ void add_tiles_of_values(const float* shares, const std::uint16_t* values,
   Sums<kHeads> sums;
   sums.load(to, stride);
   const std::uint16_t* next = values + kTile * block;
-  for (std::int64_t at = 0; at < kSpan; at += 2, values += 2 * kTile, next += 2 * kTile) {
-    add_row(rounded_shares[0] + at, kSpan, load_pairs(values), load_pairs(next),
-            sums);
+  std::int64_t at = 0;
+  for (; at + 2 <= tokens; at += 2, values += 2 * kTile, next += 2 * kTile) {
+    add_row(rounded_shares[0] + at, kSpan, load_pairs(values), load_pairs(next), sums);
+  }
+  if (at < tokens) {
+    add_row(rounded_shares[0] + at, kSpan, without_seconds(load_pairs(values)),
+            without_seconds(load_pairs(next)), sums);
   }
   sums.store(to, stride);
 }
 
 template <int kHeads>
-void add_rows_of_values(const float* shares, const std::uint16_t* values,
-                                        std::int64_t, std::int64_t stride, float* to) {
+void add_rows_of_values(const float* shares, const std::uint16_t* values, std::int64_t,
+                        std::int64_t tokens, std::int64_t stride, float* to) {
   Sums<kHeads> sums;
   sums.load(to, stride);
-  for (std::int64_t at = 0; at < kSpan; ++at, values += stride) {
+  for (std::int64_t at = 0; at < tokens; ++at, values += stride) {
     add_scaled(values, [&](int head) { return shares[head * kChunk + at]; }, sums);
   }
   sums.store(to, stride);
@@ -79,7 +85,8 @@ void add_rows_of_values(const float* shares, const std::uint16_t* values,
 
 using Score = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
                        float*);
-using AddValues = void (*)(const float*, const std::uint16_t*, std::int64_t, std::int64_t, float*);
+using AddValues = void (*)(const float*, const std::uint16_t*, std::int64_t, std::int64_t,
+                           std::int64_t, float*);
 
 // What a layout is computed with, for one head of queries and more.
 struct HeadKernels {
@@ -241,7 +248,8 @@ class Attention {
       for (std::int64_t i = 0; i < size; i += kSpan) {
         kernels().add_values[heads - 1](shares + token,
                                          values + (tiles ? i * block + at * kTile : at * size + i),
-                                         block, size, sums + i);
+                                         block, std::min(kSpan, span.tokens - token), size,
+                                         sums + i);
       }
     }
   }

@@ -7,6 +7,22 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+namespace ray_hetero {
+
+inline void check_shape(std::int64_t n, std::int64_t k) {
+  if (n % kBlock != 0 || k % (2 * kTile) != 0 || n <= 0 || k <= 0) {
+    throw pybind11::value_error("expected N and K in multiples of 32, got " + std::to_string(n) +
+                                " and " + std::to_string(k));
+  }
+}
+
+}  // namespace ray_hetero
+
+// The formats' faces.
+#define RAY_HETERO_PYTHON
+#include "formats/all.h"
+#undef RAY_HETERO_PYTHON
+
 namespace py = pybind11;
 
 namespace {
@@ -25,13 +41,6 @@ Level level(const std::string& name) {
     names += (names.empty() ? "" : ", ") + std::string(one.name);
   }
   throw py::value_error("expected a level that this processor has (" + names + "), got " + name);
-}
-
-void check(std::int64_t n, std::int64_t k) {
-  if (n % kBlock != 0 || k % (2 * kTile) != 0 || n <= 0 || k <= 0) {
-    throw py::value_error("expected N and K in multiples of 32, got " + std::to_string(n) +
-                          " and " + std::to_string(k));
-  }
 }
 
 using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, const Encoding&>;
@@ -64,13 +73,14 @@ PostAttention post_attention(const AsLinear& output, const AsNorm& norm, const A
 }
 
 Rotation rotation(std::int64_t heads, std::int64_t kv_heads, std::int64_t size,
-                  std::uintptr_t cos_sin, std::int64_t rotated,
+                  std::uintptr_t cos_sin, std::int64_t positions, std::int64_t rotated,
                   const std::optional<AsNorm>& query_norm,
                   const std::optional<AsNorm>& key_norm) {
   const bool fits = size > 0 && size % kLanes == 0 && rotated > 0 && rotated <= size &&
                     rotated % (2 * kLanes) == 0;
   if (!fits) throw py::value_error("expected heads in multiples of 16 and what turns of 32");
-  Rotation made{heads, kv_heads, size, pointer<const std::uint16_t>(cos_sin), rotated, {}, {}};
+  Rotation made{heads, kv_heads, size, pointer<const std::uint16_t>(cos_sin), positions,
+                rotated, {}, {}};
   if (query_norm) made.query_norm = as_norm(*query_norm);
   if (key_norm) made.key_norm = as_norm(*key_norm);
   return made;
@@ -113,21 +123,55 @@ DecoderLayers decoder_layers(
   return made;
 }
 
+[[noreturn]] void refuse(const char* what, std::int64_t request, std::int64_t found,
+                         const char* expected, std::int64_t most) {
+  throw py::value_error(std::string("expected ") + what + " " + expected + " " +
+                        std::to_string(most) + ", got " + std::to_string(found) + " for request " +
+                        std::to_string(request));
+}
+
+// Cheap beside a step, and what is wrong here would be read and written anywhere.
+void check_requests(const Requests& requests, std::int64_t cache_blocks) {
+  for (std::int64_t i = 0; i < requests.m; ++i) {
+    const std::int64_t length = requests.lengths[i];
+    const std::int64_t most = requests.most_blocks * requests.block;
+    if (length < 1 || length > most) refuse("a length", i, length, "from 1 to", most);
+    const std::int64_t slots = cache_blocks * requests.block;
+    if (requests.slots[i] >= slots) refuse("a slot", i, requests.slots[i], "below", slots);
+    const std::int32_t* blocks = requests.blocks + i * requests.most_blocks;
+    for (std::int64_t at = 0; at * requests.block < length; ++at) {
+      if (blocks[at] < 0 || blocks[at] >= cache_blocks) {
+        refuse("a block from 0 on,", i, blocks[at], "below", cache_blocks);
+      }
+    }
+  }
+}
+
 Requests as_requests(std::int64_t m, std::uintptr_t positions, std::uintptr_t slots,
                      std::uintptr_t lengths, std::uintptr_t blocks, std::int64_t most_blocks,
-                     std::int64_t block, bool tiles) {
+                     std::int64_t block, std::int64_t cache_blocks, bool tiles) {
   if (m <= 0 || m > kFewTokens) throw py::value_error("expected 1 to 32 requests");
   if (block <= 0 || block % kSpan != 0) {
     throw py::value_error("expected blocks in multiples of 32 tokens");
   }
-  return {m,
-          pointer<const std::int64_t>(positions),
-          pointer<const std::int64_t>(slots),
-          pointer<const std::int32_t>(lengths),
-          pointer<const std::int32_t>(blocks),
-          most_blocks,
-          block,
-          tiles ? Layout::kTiles : Layout::kRows};
+  const Requests made{m,
+                      pointer<const std::int64_t>(positions),
+                      pointer<const std::int64_t>(slots),
+                      pointer<const std::int32_t>(lengths),
+                      pointer<const std::int32_t>(blocks),
+                      most_blocks,
+                      block,
+                      tiles ? Layout::kTiles : Layout::kRows};
+  check_requests(made, cache_blocks);
+  return made;
+}
+
+void check_positions(const Rotation& rotation, const std::int64_t* positions, std::int64_t m) {
+  for (std::int64_t i = 0; i < m; ++i) {
+    if (positions[i] < 0 || positions[i] >= rotation.positions) {
+      refuse("a position from 0 on,", i, positions[i], "below", rotation.positions);
+    }
+  }
 }
 
 void run_step(const DecoderLayers& layers, const Requests& requests,
@@ -136,6 +180,9 @@ void run_step(const DecoderLayers& layers, const Requests& requests,
               std::uintptr_t y, std::uintptr_t sum, const Level& level) {
   if (caches.size() != layers.layers.size()) {
     throw py::value_error("expected a cache for each layer");
+  }
+  for (const DecoderLayer& layer : layers.layers) {
+    check_positions(layer.rotation, requests.positions, requests.m);
   }
   std::vector<Cache> made;
   for (const std::uintptr_t cache : caches) {
@@ -154,39 +201,6 @@ void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, const Encod
                   pointer<const float>(bias), pointer<std::uint16_t>(y), m, stride};
   py::gil_scoped_release release;
   level.kernels.linear(task);
-}
-
-Packed packed(std::int64_t n, std::int64_t k) {
-  check(n, k);
-  return {n, k};
-}
-
-Compact compact(std::uintptr_t packed, std::int64_t n, std::int64_t k, std::uintptr_t rows) {
-  check(n, k);
-  py::gil_scoped_release release;
-  return {pointer<const std::uint16_t>(packed), n, k, pointer<std::uint8_t>(rows)};
-}
-
-// Places in [outputs, inputs] of some blocks, and bf16 values.
-std::pair<py::array_t<std::int64_t>, py::array_t<std::int16_t>> outliers(
-    const Compact& compact, std::int64_t first, std::int64_t last) {
-  if (first < 0 || last < first || last > compact.blocks()) {
-    throw py::value_error("expected a range of blocks");
-  }
-  std::int64_t count = 0;
-  for (std::int64_t block = first; block < last; ++block) count += compact.outliers(block).size();
-  py::array_t<std::int64_t> places(count);
-  py::array_t<std::int16_t> values(count);
-  std::int64_t* place = places.mutable_data();
-  std::int16_t* value = values.mutable_data();
-  for (std::int64_t block = first; block < last; ++block) {
-    const std::int64_t output = (block - first) * kBlock;
-    for (const Outlier& one : compact.outliers(block)) {
-      *place++ = (output + one.output) * compact.k() + one.k;
-      *value++ = static_cast<std::int16_t>(one.value);
-    }
-  }
-  return {places, values};
 }
 
 }  // namespace
@@ -212,24 +226,9 @@ PYBIND11_MODULE(_streaming_linear, module) {
       .def_property_readonly("shape", [](const Encoding& encoding) {
         return std::pair(encoding.n(), encoding.k());
       });
-  py::class_<Packed, Encoding>(module, "Packed", "Rows [N / 32][K / 2][32][2], bf16.")
-      .def(py::init(&packed), py::arg("n"), py::arg("k"),
-           "Raises ValueError: shapes that the layout cannot hold.");
-  py::class_<Compact, Encoding>(module, "Compact", "The same rows in 12 bits a weight.")
-      .def(py::init(&compact), py::arg("packed"), py::arg("n"), py::arg("k"), py::arg("rows"),
-           "Write packed rows, bf16, as compact ones, n · k · 3 / 2 bytes; both by address.\n"
-           "Raises ValueError: shapes that the layout cannot hold.")
-      .def_property_readonly(
-          "codebook",
-          [](const Compact& compact) {
-            return std::vector<int>(compact.codebook().begin(), compact.codebook().end());
-          },
-          "Upper bytes by their code.")
-      .def_property_readonly("outliers_count", &Compact::outliers_count,
-                             "Weights that the rows do not hold.")
-      .def("outliers", &outliers, py::arg("first"), py::arg("last"),
-           "Weights of blocks `first` to `last` that the rows do not hold: places in [outputs, k]\n"
-           "of these blocks, values. Raises ValueError: no such blocks.");
+#define RAY_HETERO_FORMAT(name) bind(module, static_cast<const name*>(nullptr));
+  RAY_HETERO_FORMATS(RAY_HETERO_FORMAT)
+#undef RAY_HETERO_FORMAT
 
   module.def("linear", &linear, py::kw_only(), py::arg("x"), py::arg("stride"), py::arg("w"),
              py::arg("encoding"), py::arg("bias"), py::arg("y"), py::arg("m"), py::arg("level"),
@@ -250,7 +249,7 @@ PYBIND11_MODULE(_streaming_linear, module) {
   py::class_<Rotation>(module, "Rotation",
                                    "Heads normalised and rotated by their tokens' positions.")
       .def(py::init(&rotation), py::kw_only(), py::arg("heads"), py::arg("kv_heads"),
-           py::arg("size"), py::arg("cos_sin"), py::arg("rotated"), py::arg("query_norm"),
+           py::arg("size"), py::arg("cos_sin"), py::arg("positions"), py::arg("rotated"), py::arg("query_norm"),
            py::arg("key_norm"),
            "Norms are (address, epsilon) or None; cos_sin [positions, rotated], bf16, by address.\n"
            "Raises ValueError: sizes that are no multiples of what a vector holds.")
@@ -258,12 +257,14 @@ PYBIND11_MODULE(_streaming_linear, module) {
           "run",
           [](const Rotation& rotation, std::uintptr_t qkv, std::int64_t stride,
              std::uintptr_t positions, std::int64_t m, const Level& level) {
+            check_positions(rotation, pointer<const std::int64_t>(positions), m);
             py::gil_scoped_release release;
             level.kernels.rotate(rotation, pointer<std::uint16_t>(qkv), stride,
                                  pointer<const std::int64_t>(positions), m);
           },
           py::arg("qkv"), py::arg("stride"), py::arg("positions"), py::arg("m"), py::arg("level"),
-          "Queries and keys of qkv [m, stride], bf16, by address, in place; positions int64.");
+          "Queries and keys of qkv [m, stride], bf16, by address, in place; positions int64.\n"
+          "Raises ValueError: a position that cos_sin does not have.");
 
   py::class_<PostAttention>(module, "PostAttention",
                                   "What a decoder layer computes from one attention to the next.")
@@ -280,11 +281,13 @@ PYBIND11_MODULE(_streaming_linear, module) {
   py::class_<Requests>(module, "Requests", "What a decode step's layers have in common.")
       .def(py::init(&as_requests), py::kw_only(), py::arg("m"), py::arg("positions"),
            py::arg("slots"), py::arg("lengths"), py::arg("blocks"), py::arg("most_blocks"),
-           py::arg("block"), py::arg("tiles"),
+           py::arg("block"), py::arg("cache_blocks"), py::arg("tiles"),
            "m requests of one token each, by address: positions and slots [m], int64; lengths [m]\n"
-           "and blocks [m, most_blocks], int32.  `block` is a block's tokens, `tiles` whether keys\n"
-           "and values lie in them as vLLM's kernel for AMX wants them.\n"
-           "Raises ValueError: more than 32 requests, or blocks of no multiple of 32 tokens.");
+           "and blocks [m, most_blocks], int32.  `block` is a block's tokens, `cache_blocks`\n"
+           "their number, `tiles` whether keys and values lie in them as vLLM's kernel for AMX\n"
+           "wants them.\n"
+           "Raises ValueError: more than 32 requests, blocks of no multiple of 32 tokens, a request\n"
+           "without a token, or one that is not in the cache.");
 
   py::class_<DecoderLayers>(module, "DecoderLayers",
                                         "Decoder layers that follow one another.")

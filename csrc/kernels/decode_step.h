@@ -34,7 +34,8 @@ class DecodeStep {
   }
 
   void run() {
-    together([this](int thread, int threads, Barrier& barrier) { work(thread, threads, barrier); });
+    together([this] { reserve_own(); },
+             [this](int thread, int threads, Barrier& barrier) { work(thread, threads, barrier); });
   }
 
  private:
@@ -45,6 +46,12 @@ class DecodeStep {
       PostAttentionBlock::reserve(layer.post_attention, requests_.m);
       scratch(Attention::partial(layer.rotation, parts_), kPartial);
     }
+  }
+
+  // A thread's own memory.
+  void reserve_own() const {
+    FewTokens::reserve_own(first_task_);
+    for (const PostAttentionBlock& block : blocks_) block.reserve_own();
   }
 
   void work(int thread, int threads, Barrier& barrier) {

@@ -54,6 +54,7 @@ struct PostAttention {
 struct Rotation {
   std::int64_t heads = 0, kv_heads = 0, size = 0;  // of queries, of keys, and elements of each
   const std::uint16_t* cos_sin = nullptr;          // [positions][rotated], cosines first, bf16
+  std::int64_t positions = 0;
   std::int64_t rotated = 0;                        // elements of a head that are, from the first on
   std::optional<Norm> query_norm, key_norm;
 };

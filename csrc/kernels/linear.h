@@ -111,30 +111,59 @@ constexpr RowKernels row_kernels(std::integer_sequence<int, kLess...>) {
 constexpr RowKernels kRowKernels[] = {RAY_HETERO_FORMATS(RAY_HETERO_FORMAT)};
 #undef RAY_HETERO_FORMAT
 
-inline const RowKernels& kernels_of(const Encoding& encoding) {
-  return kRowKernels[static_cast<int>(encoding.format())];
+inline const RowKernels& kernels_of(const Stretch& stretch) {
+  return kRowKernels[static_cast<int>(stretch.format)];
+}
+
+// What outliers of one output add to the sums [tokens][kBlock] of tokens from `begin` on.
+inline void add_outliers_of_output(const Task& task, const Outliers& outliers, std::int64_t begin,
+                                   std::int64_t tokens, float* sums) {
+  const Places places = task.places();
+  const std::int64_t step = places.at(1, 0) - places.at(0, 0);
+  for (std::int64_t token = 0; token < tokens; token += kLanes) {
+    Floats sum = zeros();
+    for (const Outlier& one : outliers) {
+      const std::uint16_t* pairs = task.x + places.at(begin + token, one.k & ~1u);
+      const Floats x = gathered(pairs, one.k % 2 != 0, step, tokens - token);
+      sum = times_plus(spread(as_float(one.value)), x, sum);
+    }
+    float added[kLanes];
+    store_floats(added, sum);
+    for (std::int64_t i = 0; i < std::min<std::int64_t>(kLanes, tokens - token); ++i) {
+      sums[(token + i) * kBlock] += added[i];
+    }
+  }
 }
 
 // What a block's outliers add to the sums [tokens][kBlock] of tokens from `begin` on.
 inline void add_outliers(const Task& task, std::int64_t block, std::int64_t begin,
                          std::int64_t tokens, float* sums) {
-  for (const Outlier& one : task.w.encoding->outliers(block)) {
-    const float value = as_float(one.value);
-    for (std::int64_t token = 0; token < tokens; ++token) {
-      const float x = as_float(task.x[task.places().at(begin + token, one.k)]);
-      sums[token * kBlock + one.output] += value * x;
+  const Outliers all = task.w.encoding->outliers(block);
+  if (tokens <= kScalarTokens) {
+    const Places places = task.places();
+    for (const Outlier& one : all) {
+      for (std::int64_t token = 0; token < tokens; ++token) {
+        const float x = as_float(task.x[places.at(begin + token, one.k)]);
+        sums[token * kBlock + one.output] += as_float(one.value) * x;
+      }
     }
+    return;
+  }
+  // Those of an output are neighbours.
+  for (const Outlier *first = all.begin(), *last = first; first != all.end(); first = last) {
+    while (last != all.end() && last->output == first->output) ++last;
+    add_outliers_of_output(task, {first, last}, begin, tokens, sums + first->output);
   }
 }
 
 // The packed rows of a weight.
 inline void expand(const Weight& weight, std::uint16_t* packed) {
-  const RowKernels& kernels = kernels_of(*weight.encoding);
 #pragma omp parallel for schedule(static)
   for (std::int64_t block = 0; block < weight.blocks(); ++block) {
     const std::int64_t elements = weight.pairs() * kRow;
     std::uint16_t* to = packed + block * elements;
-    const std::uint16_t* from = kernels.expanded(weight.stretch(block, 0, weight.pairs()), to);
+    const Stretch stretch = weight.stretch(block, 0, weight.pairs());
+    const std::uint16_t* from = kernels_of(stretch).expanded(stretch, to);
     if (from != to) std::memcpy(to, from, elements * sizeof(std::uint16_t));
     for (const Outlier& one : weight.encoding->outliers(block)) {
       to[one.k / 2 * kRow + 2 * one.output + one.k % 2] = one.value;
@@ -171,8 +200,14 @@ class FewTokens {
   }
 
   void run() {
+    Shortage shortage;
 #pragma omp parallel num_threads(threads_)
-    work(omp_get_thread_num());
+    {
+      // Other threads take the units of one that has no memory.
+      const bool has = shortage.has([this] { reserve_own(task_); });
+      if (has) work(omp_get_thread_num());
+    }
+    shortage.raise();
   }
 
   // Memory for the sums; products that share it have to reserve it before the first one begins.
@@ -181,12 +216,22 @@ class FewTokens {
     return scratch(static_cast<std::size_t>(w.blocks() * parts * m * kBlock), kSums);
   }
 
+  // A thread's own memory, which it has to have before it begins to work.
+  static void reserve_own(const Task& task) {
+    scratch(2 * task.m * kBlock, kOwnSums);
+    if constexpr (kHasTiles) {
+      if (!task.x_is_tiles) scratch_bf16(task.m * task.w.k(), kOwnTokens);
+      scratch_bf16(kRing * kTile * kRow, kExpanded);
+    }
+  }
+
   // The first weights of this thread's share.
   ReadAhead ahead(int thread) const {
     const Units units = queue_.first(thread);
-    const std::int64_t bytes = units.count * rows_ / 2 * task_.w.pair_bytes();
+    if (units.count == 0) return {nullptr, 0};
     const std::int64_t block = units.first / parts_, row = units.first % parts_ * rows_;
-    return {task_.w.stretch(block, row, rows_).data, bytes};
+    const Stretch stretch = task_.w.stretch(block, row, rows_);
+    return {stretch.data, units.count * rows_ / 2 * stretch.pair_bytes};
   }
 
   // One thread's share of the work; all of the team's threads have to come.
@@ -240,7 +285,7 @@ class FewTokens {
     const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
     const Stretch stretch =
         task_.w.stretch(block, row, std::min(rows_, task_.w.pairs() - row));
-    const RowKernels& kernels = kernels_of(*task_.w.encoding);
+    const RowKernels& kernels = kernels_of(stretch);
     if constexpr (kHasTiles) {
       const std::int64_t step = task_.m * 2 * kTile;
       kernels.sum_tiles[task_.m > kTile](packed + row / kTile * step, step, stretch, sums);
@@ -315,8 +360,13 @@ class ManyTokens {
         queue_(columns_ * groups_, threads_) {}
 
   void run() {
+    Shortage shortage;
 #pragma omp parallel num_threads(threads_)
     {
+      const bool has = shortage.has([this] {
+        scratch_bf16(kPieceRows * kRow, kExpanded);
+        scratch(wide_ * tokens_ * kBlock, kSums);
+      });
       if constexpr (kHasTiles) {
 #pragma omp for schedule(static)
         for (std::int64_t tile = 0; tile < task_.w.pairs() / kTile; ++tile) {
@@ -324,9 +374,11 @@ class ManyTokens {
         }
       }
       const int thread = omp_get_thread_num();
-      for (Units units; (units = queue_.next(thread)).count > 0;) sum(units.first);
+      // Other threads take the units of one that has no memory.
+      for (Units units; has && (units = queue_.next(thread)).count > 0;) sum(units.first);
       if constexpr (kHasTiles) release_tiles();
     }
+    shortage.raise();
   }
 
  private:
@@ -356,7 +408,7 @@ class ManyTokens {
                  std::int64_t tokens, float* sums) {
     const Stretch stretch = task_.w.stretch(block, row, rows);
     std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
-    const std::uint16_t* w = kernels_of(*task_.w.encoding).expanded(stretch, room);
+    const std::uint16_t* w = kernels_of(stretch).expanded(stretch, room);
     if constexpr (kHasTiles) {
       add_tiles(stretch, w, begin, tokens, sums);
     } else {
@@ -372,9 +424,9 @@ class ManyTokens {
                  std::int64_t tokens, float* sums) {
     const std::int64_t row = stretch.first, rows = stretch.rows, step = task_.m * 2 * kTile;
     // The same block's next rows; they are read while this piece is multiplied.
-    const std::uint8_t* next = stretch.data + rows / 2 * task_.w.pair_bytes();
+    const std::uint8_t* next = stretch.data + rows / 2 * stretch.pair_bytes;
     const std::int64_t groups = (tokens + 2 * kTile - 1) / (2 * kTile);
-    const std::int64_t tile_lines = kTile / 2 * task_.w.pair_bytes() / kLineBytes;
+    const std::int64_t tile_lines = kTile / 2 * stretch.pair_bytes / kLineBytes;
     const std::int64_t lines = (tile_lines + groups - 1) / groups;
     for (std::int64_t token = 0; token < tokens; token += 2 * kTile) {
       const std::int64_t here = std::min<std::int64_t>(2 * kTile, tokens - token);

@@ -112,6 +112,12 @@ class PostAttentionBlock {
     if (layer.next) FewTokens::reserve(layer.next->qkv.w, m);
   }
 
+  // A thread's own memory, which it has to have before it begins to work.
+  void reserve_own() const {
+    for (const Task* task : {&output_task_, &up_task_, &down_task_}) FewTokens::reserve_own(*task);
+    if (next_) FewTokens::reserve_own(next_task_);
+  }
+
   // A thread's share; all of the team's have to come.
   void work(int thread, int threads, Barrier& barrier) {
     output_.work(thread);
@@ -167,16 +173,18 @@ class PostAttentionBlock {
 };
 
 // More tokens than a decode step should have are computed in several parts.
-inline void run(const PostAttention& layer, const std::uint16_t* attended, const std::uint16_t* residual,
-                std::int64_t m, std::uint16_t* sum, std::uint16_t* y) {
+inline void run(const PostAttention& layer, const std::uint16_t* attended,
+                const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
+                std::uint16_t* y) {
   for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {
     const std::int64_t tokens = std::min(left, kFewTokens);
     PostAttentionBlock::reserve(layer, tokens);
     const Places places{tokens, layer.output.w.k(), false};
     PostAttentionBlock block(layer, attended, places, residual, sum, y);
-    together([&](int thread, int threads, Barrier& barrier) {
-      block.work(thread, threads, barrier);
-    });
+    together([&] { block.reserve_own(); },
+             [&](int thread, int threads, Barrier& barrier) {
+               block.work(thread, threads, barrier);
+             });
     attended += tokens * layer.output.w.k();
     residual += tokens * layer.output.w.n();
     sum += tokens * layer.output.w.n();

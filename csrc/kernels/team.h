@@ -10,8 +10,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <new>
 #include <optional>
-
 
 namespace ray_hetero {
 
@@ -52,16 +52,45 @@ class Barrier {
   alignas(64) std::atomic<int> round_{0};
 };
 
-// Have all threads do something; a runtime may give fewer than it could.
-template <typename Work>
-void together(const Work& work) {
+// Memory that threads of a parallel region did not get; what they throw must not leave the region.
+class Shortage {
+ public:
+  // Whether a thread has got what it takes.
+  template <typename Take>
+  bool has(const Take& take) {
+    try {
+      take();
+      return true;
+    } catch (const std::bad_alloc&) {
+      is_.store(true, std::memory_order_relaxed);
+      return false;
+    }
+  }
+  bool is() const { return is_.load(std::memory_order_relaxed); }
+  // Behind the region.
+  void raise() const {
+    if (is()) throw std::bad_alloc();
+  }
+
+ private:
+  std::atomic<bool> is_{false};
+};
+
+// Have all threads do something, once each has taken its memory; a runtime may give fewer threads
+// than it could.
+template <typename Take, typename Work>
+void together(const Take& take, const Work& work) {
   std::optional<Barrier> barrier;
+  Shortage shortage;
 #pragma omp parallel
   {
+    shortage.has(take);
 #pragma omp single
     barrier.emplace(omp_get_num_threads());
-    work(omp_get_thread_num(), omp_get_num_threads(), *barrier);
+    // All have come to the end of `single`, so all see the same.
+    if (!shortage.is()) work(omp_get_thread_num(), omp_get_num_threads(), *barrier);
   }
+  shortage.raise();
 }
 
 }  // namespace ray_hetero

@@ -16,11 +16,10 @@ struct Weight {
   std::int64_t k() const { return encoding->k(); }
   std::int64_t blocks() const { return encoding->blocks(); }
   std::int64_t pairs() const { return encoding->pairs(); }
-  // Bytes of two rows.
-  std::int64_t pair_bytes() const { return encoding->pair_bytes(); }
   Stretch stretch(std::int64_t block, std::int64_t first, std::int64_t rows) const {
-    const std::uint8_t* at = data + (block * pairs() + first) / 2 * pair_bytes();
-    return {*encoding, block, first, rows, at};
+    const BlockRows held = encoding->block(data, block);
+    const std::uint8_t* at = held.data + first / 2 * held.pair_bytes;
+    return {*encoding, held.format, held.pair_bytes, block, first, rows, at};
   }
 };
 

@@ -2,7 +2,7 @@
 
 The upper byte of a bf16 holds its sign and most of its exponent, of which trained weights use few:
 a compact weight holds codes of four bits in its place (csrc/kernels/formats/compact.h).  Weights
-whose upper byte has no code are outliers, which a list holds.
+whose upper byte has no code are outliers, which a list holds; blocks with many of them stay packed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ PAIR_PARTS = 3
 """Parts of two compact rows: lower bytes of the first, of the second, codes of upper bytes."""
 ROW = 64
 """Weights of a row: two inputs of a block."""
-MOST_OUTLIERS = 1 / 128
-"""Largest share of weights that are outliers, eight bytes each."""
+BF16_BYTES = 2
 OUTLIER_BYTES = 10
 """An outlier on a GPU: its place and its value."""
 
@@ -35,31 +34,38 @@ class CompactWeight(HostWeight):
 
     @classmethod
     def made(cls, packed: torch.Tensor, native: ModuleType) -> CompactWeight | None:
-        """The same weight; None where too many of its values are outliers."""
+        """The same weight; None where too many of its blocks would stay packed."""
         import torch
 
         outputs, inputs = packed.shape
         rows = torch.empty((outputs, inputs * PAIR_PARTS // 2), dtype=torch.uint8)
-        encoding = native.Compact(packed.data_ptr(), outputs, inputs, rows.data_ptr())
-        if encoding.outliers_count > MOST_OUTLIERS * packed.numel():
-            return None
-        return cls(rows, encoding)
+        encoding = native.Compact.made(packed.data_ptr(), outputs, inputs, rows.data_ptr())
+        return None if encoding is None else cls(rows, encoding)
 
     @property
     def gpu_bytes(self) -> int:
-        """The outliers."""
-        return OUTLIER_BYTES * int(self.encoding.outliers_count)
+        """Outliers, and blocks that stay packed."""
+        packed = len(self.encoding.packed_blocks) * BLOCK * self.shape[1]
+        return OUTLIER_BYTES * int(self.encoding.outliers_count) + BF16_BYTES * packed
 
     def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
-        """Codes are looked up, then outliers written over."""
+        """Codes are looked up, then outliers and blocks that stay packed written over."""
         import torch
 
-        places, values = self.encoding.outliers(begin // BLOCK, end // BLOCK)
+        inputs, first = self.shape[1], begin // BLOCK
+        places, values = self.encoding.outliers(first, end // BLOCK)
+        blocks = []
+        for block in self.encoding.packed_blocks:
+            if begin <= block * BLOCK < end:
+                rows = torch.from_numpy(self.encoding.packed_rows(block).view("int16"))
+                outputs = rows.view(inputs // 2, BLOCK, 2).transpose(0, 1).reshape(BLOCK, inputs)
+                blocks.append((block - first, outputs.view(torch.bfloat16).to(device)))
         return _Expansion(
-            self.shape[1],
+            inputs,
             _upper_bytes(self.encoding.codebook).to(device),
             torch.from_numpy(places).to(device),
-            torch.from_numpy(values).view(torch.bfloat16).to(device),
+            torch.from_numpy(values.view("int16")).view(torch.bfloat16).to(device),
+            tuple(blocks),
         )
 
 
@@ -73,6 +79,8 @@ class _Expansion:
     """Of outliers among the elements of the weight."""
     values: torch.Tensor
     """Theirs, bf16."""
+    blocks: tuple[tuple[int, torch.Tensor], ...]
+    """Those that stay packed: number, and [32, inputs], bf16."""
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
         import torch
@@ -88,6 +96,8 @@ class _Expansion:
         into = weight.view(torch.int16).view(-1, 2, 4, 4, self.inputs // 4, 2, 2)
         into.copy_(packed.permute(order))
         weight.index_copy_(0, self.places, self.values)
+        for block, outputs in self.blocks:
+            weight.view(-1, BLOCK, self.inputs)[block].copy_(outputs)
 
 
 def _upper_bytes(codebook: list[int]) -> torch.Tensor:

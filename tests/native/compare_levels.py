@@ -76,18 +76,24 @@ def floats(values: Bits) -> Floats:
 class Weight:
     """Random [N, K] in a format of the module, with what it points at."""
 
-    def __init__(self, module: Any, random: np.random.Generator, n: int, k: int, kind: str) -> None:
+    def __init__(
+        self, module: Any, random: np.random.Generator, n: int, k: int, kind: str,
+        *, has_packed_block: bool = True,
+    ) -> None:  # fmt: skip
         plain = bf16(random.normal(0, k**-0.5, (n, k)).astype(np.float32))
-        # Some that a compact weight holds as outliers.
-        plain.reshape(-1)[::499] = bf16(np.float32([30.0]))
-        plain.reshape(-1)[::503] = bf16(np.float32([-1e-9]))
+        # Some that a compact weight holds as outliers, and a block that it leaves as it is.
+        plain.reshape(-1)[::1499] = bf16(np.float32([30.0]))
+        plain.reshape(-1)[::1503] = bf16(np.float32([-1e-9]))
+        if has_packed_block:
+            plain[-32:, ::31] = bf16(np.float32([-1e20]))
         self.plain = floats(plain)
         blocks = plain.reshape(n // 32, 32, k // 2, 2).transpose(0, 2, 1, 3)
         self.packed = np.ascontiguousarray(blocks).reshape(n, k)
         self.rows: Any = self.packed
         if kind == "compact":
             self.rows = np.zeros((n, k * 3 // 2), dtype=np.uint8)
-            self.encoding = module.Compact(address(self.packed), n, k, address(self.rows))
+            self.encoding = module.Compact.made(address(self.packed), n, k, address(self.rows))
+            assert self.encoding is not None
         else:
             self.encoding = module.Packed(n, k)
 
@@ -165,7 +171,8 @@ class Decoder:
             return address(self._keep(weight)), 1e-5
 
         def linear(n: int, k: int) -> tuple[int, int, Any]:
-            weight: Weight = self._keep(Weight(module, random, n, k, kind))
+            weight = Weight(module, random, n, k, kind, has_packed_block=False)
+            self._keep(weight)
             return weight.native
 
         def qkv() -> tuple[Any, Any]:
@@ -173,8 +180,8 @@ class Decoder:
 
         heads = norm(SIZE) if has_norms else None
         self.rotation = module.Rotation(
-            heads=HEADS, kv_heads=KV_HEADS, size=SIZE, cos_sin=address(cos_sin), rotated=SIZE,
-            query_norm=heads, key_norm=heads,
+            heads=HEADS, kv_heads=KV_HEADS, size=SIZE, cos_sin=address(cos_sin),
+            positions=POSITIONS, rotated=SIZE, query_norm=heads, key_norm=heads,
         )  # fmt: skip
         self.blocks = [
             module.PostAttention(
@@ -231,7 +238,8 @@ class Decoder:
         self.layers.run(
             requests=self.module.Requests(
                 m=m, positions=address(positions), slots=address(slots), lengths=address(held),
-                blocks=address(table), most_blocks=most, block=BLOCK, tiles=tiles,
+                blocks=address(table), most_blocks=most, block=BLOCK, cache_blocks=m * most,
+                tiles=tiles,
             ),
             caches=[address(cache) for cache in caches],
             block_stride=KV_HEADS * BLOCK * 2 * SIZE, head_stride=BLOCK * 2 * SIZE,

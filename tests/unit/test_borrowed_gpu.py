@@ -215,6 +215,23 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
         asked.loaded(torch.nn.Module())
 
 
+def test_weights_that_come_anew_are_refused(
+    layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    monkeypatch.setattr(runner, "reload_weights", runner.reload_weights)
+    layers = LinearLayers(CpuConfig(linear_kernel="streaming"), None, 64)
+    again = layer.weight.data.clone()
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    layers.loaded(torch.nn.Module())
+    with pytest.raises(UnsupportedError, match=r"Start a new engine, or set cpu\.linear_kernel"):
+        runner.reload_weights(None, weights_path="other")
+    # Some ways of loading do not pass there.
+    layer.weight = torch.nn.Parameter(again, requires_grad=False)
+    with pytest.raises(UnsupportedError, match="cannot load weights anew"):
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+
 def test_borrowing_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no GPU rank of this engine is on the node"):
         LinearLayers(CpuConfig(linear_kernel="streaming", borrow_gpu=True), None, 64)

@@ -128,6 +128,7 @@ PRIVATE: list[tuple[str, type, str]] = [
     ("warmup_actions", CPUWorker, "get_kv_cache_spec"),
     ("vllm_private", CPUWorker, "init_device"),
     ("vllm_private", GPUModelRunner, "_sample"),
+    ("vllm_private", GPUModelRunner, "reload_weights"),
     ("vllm_private", EngineArgs, "create_engine_config"),
     ("vllm_private", EngineCoreClient, "make_client"),
     ("vllm_private", EngineCoreClient, "make_async_mp_client"),

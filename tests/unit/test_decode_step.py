@@ -228,6 +228,71 @@ def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) 
         assert all(map(torch.equal, found[0], one))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("lengths", [[1, 31, 33], [96, 130, 17, 2]], ids=str)
+def test_what_others_have_left_in_a_block_does_not_matter(
+    lengths: list[int], isa: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(monkeypatch, lengths)
+    layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=True)
+    assert layers._decode_step is not None
+    found = []
+    for left in (0.0, float("nan"), float("inf")):
+        # All but what the requests have written before.
+        slots = torch.ones(requests.blocks.numel() * 32, dtype=torch.bool)
+        for blocks, length in zip(requests.blocks, lengths, strict=True):
+            at = torch.arange(length - 1)
+            slots[blocks.long()[at // 32] * 32 + at % 32] = False
+        requests.keys[:, slots], requests.values[:, slots] = left, left
+        requests.begin(isa)
+        found.append(layers._decode_step(requests.positions, hidden, residual))
+        assert found[-1] is not None
+        assert all(bool(one.isfinite().all()) for one in found[-1])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [0, 41]}, "a length from 1 to 64, got 0 for request 0"),
+        ({"lengths": [40, 65]}, "a length from 1 to 64, got 65 for request 1"),
+        ({"slots": [3, 128]}, "a slot below 128, got 128 for request 1"),
+        ({"blocks": [[0, 1], [2, 4]]}, "a block from 0 on, below 4, got 4 for request 1"),
+        ({"blocks": [[-1, 1], [2, 3]]}, "a block from 0 on, below 4, got -1 for request 0"),
+    ],
+)
+def test_what_is_not_in_the_cache_is_refused(change: dict[str, Any], message: str) -> None:
+    given = {"lengths": [40, 41], "slots": [3, -1], "blocks": [[0, 1], [2, 3]]} | change
+    lengths, blocks = (torch.tensor(given[name]).int() for name in ("lengths", "blocks"))
+    slots, positions = torch.tensor(given["slots"]), torch.tensor([39, 40])
+    with pytest.raises(ValueError, match=message):
+        native.Requests(
+            m=2, positions=positions.data_ptr(), slots=slots.data_ptr(),
+            lengths=lengths.data_ptr(), blocks=blocks.data_ptr(), most_blocks=2, block=32,
+            cache_blocks=4, tiles=False,
+        )  # fmt: skip
+
+
+def test_a_block_that_is_not_needed_may_be_any() -> None:
+    lengths, blocks = torch.tensor([32]).int(), torch.tensor([[0, -1]]).int()
+    one = torch.zeros(1).long()
+    assert native.Requests(
+        m=1, positions=one.data_ptr(), slots=one.data_ptr(), lengths=lengths.data_ptr(),
+        blocks=blocks.data_ptr(), most_blocks=2, block=32, cache_blocks=1, tiles=False,
+    )  # fmt: skip
+
+
+def test_a_position_that_no_angle_is_known_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [40])
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
+    requests.begin("vec")
+    assert layers._decode_step is not None
+    with pytest.raises(ValueError, match=f"below {POSITIONS}, got {POSITIONS} for request 0"):
+        layers._decode_step(torch.tensor([POSITIONS]), hidden, residual)
+
+
 def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests(monkeypatch, [40, 41])
     requests.slots[1] = -1
@@ -294,7 +359,7 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="at least one layer"):
         native.DecoderLayers(first=beginning, layers=[])
     some = SimpleNamespace(m=1, positions=0, slots=0, lengths=0, blocks=0, most_blocks=1, block=32,
-                           tiles=False)  # fmt: skip
+                           cache_blocks=1, tiles=False)  # fmt: skip
     for change, message in (({"m": 33}, "1 to 32 requests"), ({"block": 16}, "multiples of 32")):
         with pytest.raises(ValueError, match=message):
             native.Requests(**(vars(some) | change))

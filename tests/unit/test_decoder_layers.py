@@ -266,4 +266,4 @@ def test_the_operator_has_the_shapes_that_it_says(contexts: dict[str, Any]) -> N
 def test_heads_that_are_no_vectors_are_refused() -> None:
     norms = {"query_norm": None, "key_norm": None}
     with pytest.raises(ValueError, match="multiples of 16"):
-        native.Rotation(heads=1, kv_heads=1, size=24, cos_sin=0, rotated=24, **norms)
+        native.Rotation(heads=1, kv_heads=1, size=24, cos_sin=0, positions=1, rotated=24, **norms)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +27,7 @@ current_platform.import_kernels()
 def packed(outputs: int, inputs: int, is_compact: bool) -> tuple[torch.Tensor, HostWeight]:
     weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
     # Some that are rare, so that a compact one has outliers: large, tiny, none at all.
-    for share, value in ((499, 30.0), (503, -(2.0**-40)), (509, 0.0)):
+    for share, value in ((1499, 30.0), (1503, -(2.0**-40)), (1511, 0.0)):
         weight.view(-1)[::share] = value
     if not is_compact:
         return weight, PackedWeight.made(pack(weight), native)
@@ -103,6 +106,41 @@ def test_prompts_are_computed_in_slabs_and_pieces(
     x = torch.randn(tokens, inputs).bfloat16()
     found = compute(x, weight_packed, None, level).float()
     torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=2**-8, atol=2**-6)
+
+
+SHORT_OF_MEMORY = """
+import resource, sys
+import numpy as np
+from ray_hetero import _streaming_linear as native
+
+m, n, k = int(sys.argv[2]), 32, 1 << 20
+x, w, y = (np.zeros(shape, dtype=np.uint16) for shape in ((m, k), (n, k), (m, n)))
+def linear(m):
+    native.linear(
+        x=x.ctypes.data, stride=k, w=w.ctypes.data, encoding=native.Packed(n, k), bias=0,
+        y=y.ctypes.data, m=m, level=native.level(sys.argv[1]),
+    )
+linear(1)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), used + (16 << 20)))
+try:
+    linear(m)
+except MemoryError:
+    print("short of memory")
+linear(1)
+print("still there")
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [32, 48])
+def test_a_lack_of_memory_is_an_error_and_not_the_end(tokens: int) -> None:
+    # Tokens are copied as tiles, 2 MiB for each, by each of two threads, or once for both.
+    made = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY, "software_tiles", str(tokens)],
+        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert made.stdout.splitlines() == ["short of memory", "still there"], made.stderr
 
 
 @needs_native

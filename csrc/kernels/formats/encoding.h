@@ -8,8 +8,9 @@
 
 namespace ray_hetero {
 
-// Each format NAME has a file here with a class NAME, which is an Encoding, and for each level a
-// class NAMERows, which reads rows of a block.  A new one is added to this list and to all.h.
+// Each format NAME has a file here with a class NAME, which is an Encoding, for each level a class
+// NAMERows, which reads rows of a block, and its face in Python.  A new one is added to this list
+// and to all.h.
 #define RAY_HETERO_FORMATS(FORMAT) FORMAT(Packed) FORMAT(Compact)
 
 #define RAY_HETERO_FORMAT(name) k##name,
@@ -31,31 +32,37 @@ struct Outliers {
   std::int64_t size() const { return last - first; }
 };
 
+// Where the rows of a block are, and how.
+struct BlockRows {
+  Format format;
+  std::int64_t pair_bytes;  // of two rows
+  const std::uint8_t* data;
+};
+
 // What belongs to a weight [n, k] beside its rows.
 class Encoding {
  public:
-  Encoding(Format format, std::int64_t n, std::int64_t k, std::int64_t pair_bytes)
-      : format_(format), n_(n), k_(k), pair_bytes_(pair_bytes) {}
+  Encoding(std::int64_t n, std::int64_t k) : n_(n), k_(k) {}
   virtual ~Encoding() = default;
 
   std::int64_t n() const { return n_; }
   std::int64_t k() const { return k_; }
   std::int64_t blocks() const { return n_ / kBlock; }
   std::int64_t pairs() const { return k_ / 2; }
-  // Bytes of two rows.
-  std::int64_t pair_bytes() const { return pair_bytes_; }
-  Format format() const { return format_; }
-  // Weights of a block that its rows do not hold; these have 0 in their places.
+  // A block of a weight whose memory begins at `data`; blocks may be of several formats.
+  virtual BlockRows block(const std::uint8_t* data, std::int64_t block) const = 0;
+  // Weights of a block that its rows do not hold, by output and k; these have 0 in their places.
   virtual Outliers outliers(std::int64_t) const { return {}; }
 
  private:
-  Format format_;
-  std::int64_t n_, k_, pair_bytes_;
+  std::int64_t n_, k_;
 };
 
 // Neighbouring rows of a block, an even number of them from an even one on.
 struct Stretch {
   const Encoding& encoding;
+  Format format;
+  std::int64_t pair_bytes;  // of two rows
   std::int64_t block, first, rows;
   const std::uint8_t* data;  // of the first one
 };

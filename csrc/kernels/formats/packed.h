@@ -6,11 +6,17 @@
 
 #include "encoding.h"
 
+#include <cstdint>
+
 namespace ray_hetero {
 
 class Packed : public Encoding {
  public:
-  Packed(std::int64_t n, std::int64_t k) : Encoding(Format::kPacked, n, k, 2 * kRowBytes) {}
+  using Encoding::Encoding;
+
+  BlockRows block(const std::uint8_t* data, std::int64_t block) const override {
+    return {Format::kPacked, 2 * kRowBytes, data + block * pairs() * kRowBytes};
+  }
 };
 
 }  // namespace ray_hetero
@@ -44,5 +50,23 @@ class PackedRows {
 };
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL
+
+#endif
+
+#ifdef RAY_HETERO_PYTHON
+
+namespace ray_hetero {
+
+inline void bind(pybind11::module_& module, const Packed*) {
+  pybind11::class_<Packed, Encoding>(module, "Packed", "Rows [N / 32][K / 2][32][2], bf16.")
+      .def(pybind11::init([](std::int64_t n, std::int64_t k) {
+             check_shape(n, k);
+             return Packed(n, k);
+           }),
+           pybind11::arg("n"), pybind11::arg("k"),
+           "Raises ValueError: shapes that the layout cannot hold.");
+}
+
+}  // namespace ray_hetero
 
 #endif

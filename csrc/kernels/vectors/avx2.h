@@ -152,6 +152,22 @@ RAY_HETERO_INLINE __m256 seconds(__m256i pairs) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
 }
+RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
+  const __m256i lower = _mm256_set1_epi32(0xffff);
+  return {{_mm256_and_si256(pairs.half[0], lower), _mm256_and_si256(pairs.half[1], lower)}};
+}
+RAY_HETERO_INLINE Floats gathered(const std::uint16_t* pairs, bool is_second, std::int64_t step,
+                                  std::int64_t lanes) {
+  const __m256i last = _mm256_set1_epi32(static_cast<int>(lanes < kLanes ? lanes : kLanes) - 1);
+  const __m256i apart = _mm256_set1_epi32(static_cast<int>(step));
+  return each_half([&](int i) {
+    const __m256i number = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                                            _mm256_set1_epi32(8 * i));
+    const __m256i at = _mm256_mullo_epi32(_mm256_min_epi32(number, last), apart);
+    const __m256i found = _mm256_i32gather_epi32(reinterpret_cast<const int*>(pairs), at, 2);
+    return is_second ? seconds(found) : firsts(found);
+  });
+}
 RAY_HETERO_INLINE Floats dot(Floats sum, Pairs left, Pairs right) {
   return each_half([&](int i) {
     const __m256i one = left.half[i], other = right.half[i];

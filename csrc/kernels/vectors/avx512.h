@@ -78,11 +78,6 @@ RAY_HETERO_INLINE Pairs spread_pair(const std::uint16_t* at) {
   std::memcpy(&pair, at, sizeof(pair));
   return _mm512_set1_epi32(pair);
 }
-#if RAY_HETERO_HAS_BF16
-RAY_HETERO_INLINE Floats dot(Floats sum, Pairs left, Pairs right) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right);
-}
-#else
 RAY_HETERO_INLINE Floats firsts(Pairs pairs) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
 }
@@ -90,11 +85,27 @@ RAY_HETERO_INLINE Floats seconds(Pairs pairs) {
   return _mm512_castsi512_ps(
       _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
+RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
+  return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
+}
+RAY_HETERO_INLINE Floats gathered(const std::uint16_t* pairs, bool is_second, std::int64_t step,
+                                  std::int64_t lanes) {
+  const __m512i number =
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i last = _mm512_set1_epi32(static_cast<int>(lanes < kLanes ? lanes : kLanes) - 1);
+  const __m512i at = _mm512_mullo_epi32(_mm512_min_epi32(number, last),
+                                        _mm512_set1_epi32(static_cast<int>(step)));
+  const __m512i found = _mm512_i32gather_epi32(at, pairs, 2);
+  return is_second ? seconds(found) : firsts(found);
+}
 RAY_HETERO_INLINE Floats dot(Floats sum, Pairs left, Pairs right) {
+#if RAY_HETERO_HAS_BF16
+  return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right);
+#else
   const Floats second = _mm512_fmadd_ps(seconds(left), seconds(right), sum);
   return _mm512_fmadd_ps(firsts(left), firsts(right), second);
-}
 #endif
+}
 
 RAY_HETERO_INLINE Pairs spread_quarter(const std::uint8_t* at) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));

@@ -143,6 +143,20 @@ RAY_HETERO_INLINE Floats dot(Floats sum, Pairs left, Pairs right) {
   return sum;
 }
 
+// The first values of all pairs, with 0 for the second ones.
+RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
+  for (int i = 0; i < kLanes; ++i) pairs.byte[4 * i + 2] = pairs.byte[4 * i + 3] = 0;
+  return pairs;
+}
+// The first or the second values of pairs that are `step` elements apart; only the first lanes
+// count, of which there is at least one.
+RAY_HETERO_INLINE Floats gathered(const std::uint16_t* pairs, bool is_second, std::int64_t step,
+                                  std::int64_t lanes) {
+  Floats found = zeros();
+  for (int i = 0; i < kLanes && i < lanes; ++i) found.lane[i] = as_float(pairs[i * step + is_second]);
+  return found;
+}
+
 // 16 bytes, in all quarters.
 RAY_HETERO_INLINE Pairs spread_quarter(const std::uint8_t* at) {
   Pairs all;
