@@ -183,7 +183,8 @@ def main() -> None:
         "weight_gib": round(taken.weight_bytes / 2**30, 2),
         "taken_gib": round((taken.gpu_bytes + memory.gpu_bytes) / 2**30, 2),
         "allocated_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
-        "expanded_by": choose_expand(gpu.device).__name__, "take_s": round(time.perf_counter() - start, 1),
+        "expanded_by": choose_expand(gpu.device).__name__,
+        "take_s": round(time.perf_counter() - start, 1),
     }  # fmt: skip
     print("ABOUT " + json.dumps(about), flush=True)
     blocks = -(-(options.most + options.cached[-1]) // BLOCK)
