@@ -96,7 +96,7 @@ def test_it_is_named_with_a_reason_and_a_remedy(
 @pytest.mark.parametrize("method", [*METHODS, "deepseek_mtp"])
 def test_drafts_that_work_are_not_refused(method: str, tmp_path: Path) -> None:
     args = EngineArgs(model=str(tmp_path), speculative_config={"method": method})
-    refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+    refuse_unsupported(args, HeteroConfig(), is_stock=False)
 
 
 def _drafting(tmp_path: Path, stages: int = 2, in_flight: Any = "auto", **changes: Any) -> Drafting:
