@@ -46,7 +46,7 @@ def _one_stage() -> Iterator[None]:
 
 
 def keep_drafter_whole() -> None:
-    """In a process of a pipeline's last stage: load and run the whole draft model there.
+    """In a process of the last stage: load and run the whole draft model there.
 
     Replaces: `SpecDecodeBaseProposer._get_model`, `SpecDecodeBaseProposer.propose`,
     `SpecDecodeBaseProposer.dummy_run`, `SpecDecodeBaseProposer._create_draft_vllm_config`,

@@ -49,8 +49,8 @@ class Speculation:
         """Prepare this process, before vLLM makes its model runner."""
         if not (self._is_last and self.has_own_model):
             return
-        if self._is_pipeline:
-            spec_decode.keep_drafter_whole()
+        # In a single stage too: the layers of the target are not those of the drafter.
+        spec_decode.keep_drafter_whole()
         if self.seat.kind == "cpu":
             spec_decode.keep_own_output_matrix()
         if self.world.layout.is_mixed(self.seat.stage):

@@ -48,7 +48,7 @@ LAYOUTS = {
     "gpu stage first": [["gpu"], ["cpu"]],
     "mixed stage": [["gpu", "cpu"]],
 }
-OF_DRAFTERS = ("pipeline", "gpu stage last", "mixed stage")
+OF_DRAFTERS = ("tensor parallel", "pipeline", "gpu stage last", "mixed stage")
 THREE_STAGES = [["cpu"], ["cpu"], ["cpu"]]
 
 Drafters = Callable[[str], Json]
