@@ -33,12 +33,8 @@ DRAFTED = 3
 """Draft tokens of a request in a step."""
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 COUNTS = "vllm:spec_decode"
-SCARCE = {
-    "max_num_batched_tokens": 24, "max_num_seqs": 12, "block_size": 32,
-    "num_gpu_blocks_override": 36,
-}  # fmt: skip
-"""Six requests with their drafts fill a step: others are left out and come back.  Six requests of
-160 tokens fit into the blocks, and lose them when they have grown."""
+SCARCE = {"max_num_seqs": 12, "block_size": 32, "num_gpu_blocks_override": 140}
+"""Twelve prompts fit into the blocks, and their answers do not."""
 LAYOUTS = {
     "one rank": [["cpu"]],
     "tensor parallel": [["cpu", "cpu"]],
@@ -95,10 +91,10 @@ def _accepted(counts: Sequence[Json]) -> float:
     return float(found[f"{COUNTS}_num_accepted_tokens"] / drafted)
 
 
-def test_a_pipeline_gives_the_same_tokens_where_requests_leave_steps_and_come_back(
+def test_a_pipeline_gives_the_same_tokens_also_where_requests_lose_their_blocks(
     scene: Scene, logs: Path, model: Model, repeating: list[list[int]], drafters: Drafters
 ) -> None:
-    asked = batch([prompt[-160:] for prompt in repeating], max_tokens=100)
+    asked = batch(repeating, max_tokens=100)
     runs = [
         (engine(model("llama", "f32"), dtype="float32"), [asked]),
         (_speculating(model, LAYOUTS["pipeline"], drafters("ngram"), **SCARCE),
@@ -108,7 +104,7 @@ def test_a_pipeline_gives_the_same_tokens_where_requests_leave_steps_and_come_ba
         scene, logs / "scarce", runs, extra=IN_THIS_PROCESS
     )
     assert tokens(found) == tokens(wanted)
-    assert _accepted(counts) > 0.1
+    assert _accepted(counts) > 0.2
     assert preempted[0]["vllm:num_preemptions"] > 0
 
 
