@@ -222,6 +222,7 @@ class RankSet:
             TimeoutError: the caller's own limit is over.
 
         """
+        self.failure.check()
         found: list[Any] = []
         failed: dict[int, str] = {}
         is_late = False

@@ -142,6 +142,8 @@ def test_a_closed_set_takes_no_calls_and_its_queues_are_shut_down() -> None:
     actors, answers, told = Actors(), Answers(), list[str]()
     ranks = rank_set(answers, actors=actors, on_failure=told.append)
     requests: Any = ranks._requests
+    under_way = call("under way")
+    ranks.send(under_way)
     ranks.close()
     ranks.close()
     assert actors.ends == 2
@@ -149,6 +151,8 @@ def test_a_closed_set_takes_no_calls_and_its_queues_are_shut_down() -> None:
     assert requests.is_shut_down
     with pytest.raises(RankError, match=CLOSED):
         ask(ranks, "step")
+    with pytest.raises(RankError, match=CLOSED):
+        ranks.answers(under_way)
     assert told == []
 
 
