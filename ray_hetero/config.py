@@ -85,8 +85,8 @@ class CpuConfig(_Section):
     """OpenMP library to preload; none leaves threads and binding to the environment."""
     linear_kernel: Literal["auto", "streaming", "vllm"] = "auto"
     """What computes linear layers, quantised ones too, and unquantised experts in bfloat16: kernels
-    that read the weights at the socket's bandwidth, or vLLM's own; auto takes the former where there
-    is AMX, and where vLLM has none for a quantised layer."""
+    that read the weights at the socket's bandwidth, or vLLM's own; auto takes the former where
+    there is AMX, and where vLLM has none for a quantised layer."""
     fuse_layers: bool = True
     """Whether the layers of a stage are one operator, where linear layers stream and the model is
     one it is known for."""
