@@ -1,7 +1,7 @@
 """Bandwidth of the linear kernels that a CPU rank may use, on the weights of 8B-shaped layers.
 
-Prints, for each kernel and number of tokens, milliseconds and GB/s of weights for all layers;
-compact weights are counted with the 16 bits that they stand for.
+Prints, for each kernel and number of tokens, milliseconds and GB/s of weights for all layers, each
+weight counted with 16 bits (`gb_s`) and with the bytes that are really read (`read_gb_s`).
 Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
 """
 
@@ -12,40 +12,72 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 
 from ray_hetero import _streaming_linear
-from ray_hetero.weight_formats import FORMATS, HostWeight
+from ray_hetero.weight_formats import FORMATS, SCALED_FORMATS, HostWeight
 from ray_hetero.weight_formats.base import pack
+from ray_hetero.weight_formats.scaled import Codes
 
 LEVELS = {level.name: level for level in _streaming_linear.levels()[2:]}
 """Sets of instructions that this processor has, without those for tests."""
-KERNELS = ("onednn", "sgl", "torch", *(f"{name}-{level}" for name in FORMATS for level in LEVELS))
+HELD = (*FORMATS, *SCALED_FORMATS)
+KERNELS = ("onednn", "sgl", "torch", *(f"{name}-{level}" for name in HELD for level in LEVELS))
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
-def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Each kernel over its own copy of the weight, [N, K]."""
+@dataclass(frozen=True)
+class Kernel:
+    """What computes one layer."""
+
+    run: Callable[[torch.Tensor], torch.Tensor]
+    nbytes: int
+    """Of its weight, all of which a call reads."""
+
+
+def kernels(weight: torch.Tensor, wanted: Collection[str]) -> dict[str, Kernel]:
+    """Each of the wanted kernels over its own copy of the weight, [N, K]."""
     from vllm import _custom_ops as ops
 
-    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    made: dict[str, Kernel] = {}
     packed = pack(weight)
-    made["torch"] = lambda x: torch.nn.functional.linear(x, weight)
+    made["torch"] = Kernel(lambda x: torch.nn.functional.linear(x, weight), weight.nbytes)
     # Builds of vLLM for AVX2 lack some of these.
-    if hasattr(torch.ops._C, "create_onednn_mm_handler"):
+    if "onednn" in wanted and hasattr(torch.ops._C, "create_onednn_mm_handler"):
         handler = ops.create_onednn_mm(weight.t(), 32)
-        made["onednn"] = lambda x: ops.onednn_mm(handler, x, None)
+        made["onednn"] = Kernel(lambda x: ops.onednn_mm(handler, x, None), weight.nbytes)
     if hasattr(torch.ops._C, "weight_packed_linear"):
-        made["sgl"] = lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None)
-    for name, kind in FORMATS.items():
-        held = kind.made(packed, _streaming_linear)
+        made["sgl"] = Kernel(
+            lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None), weight.nbytes
+        )
+    for name in HELD:
+        if any(f"{name}-{level}" in wanted for level in LEVELS):
+            held = _held(name, packed)
+            for level in LEVELS:
+                run = functools.partial(_streaming, held, LEVELS[level])
+                made[f"{name}-{level}"] = Kernel(run, held.data.nbytes)
+    return {name: kernel for name, kernel in made.items() if name in wanted}
+
+
+def _held(name: str, packed: torch.Tensor) -> HostWeight:
+    """The weight in a format; of quantised ones only the shape is that of the weight."""
+    if name in FORMATS:
+        held = FORMATS[name].made(packed, _streaming_linear)
         assert held is not None
-        for level in LEVELS:
-            made[f"{name}-{level}"] = functools.partial(_streaming, held, LEVELS[level])
-    return made
+        return held
+    outputs, inputs = packed.shape
+    scales, group = {
+        "int4": (torch.rand(outputs, inputs // 128).bfloat16(), 128),
+        "int8": (torch.rand(outputs, 1), inputs),
+        "fp8": (torch.rand(outputs // 32, inputs // 128), 128),
+        "fp4": (torch.full((outputs, inputs // 32), 0.5).to(torch.float8_e8m0fnu), 32),
+    }[name]
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    return SCALED_FORMATS[name].stored(Codes(codes, scales, group), _streaming_linear)
 
 
 def _streaming(weight: HostWeight, level: object, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +110,7 @@ def main() -> None:
         for shape in SHAPES.values():
             weight = random[shape].clone()
             nbytes += weight.nbytes
-            layers.append((shape[1], {k: f for k, f in kernels(weight).items() if k in wanted}))
+            layers.append((shape[1], kernels(weight, wanted)))
     for name in (name for name in wanted if name in layers[0][1]):
         for tokens in map(int, options.tokens.split(",")):
             inputs = {k: torch.randn(tokens, k).to(torch.bfloat16) for k in (4096, 14336)}
@@ -87,12 +119,14 @@ def main() -> None:
                 start = time.perf_counter()
                 for width, made in layers:
                     if name in made:
-                        made[name](inputs[width])
+                        made[name].run(inputs[width])
                 times.append(time.perf_counter() - start)
             best = sorted(times[1:])[len(times[1:]) // 2]
+            read = sum(made[name].nbytes for _, made in layers if name in made)
             result = {
                 "label": options.label, "kernel": name, "tokens": tokens,
                 "ms": round(best * 1000, 2), "gb_s": round(nbytes / best / 1e9, 1),
+                "read_gb_s": round(read / best / 1e9, 1),
                 "threads": torch.get_num_threads(),
             }  # fmt: skip
             print("RESULT " + json.dumps(result), flush=True)

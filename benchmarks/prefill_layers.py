@@ -33,6 +33,7 @@ from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, Cache
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
 from ray_hetero.kernels.step_rows import Request, StepRows
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
+from ray_hetero.weight_formats.compact_on_gpu import choose_expand
 
 BLOCK = 128
 OUTLIERS = 3e-4
@@ -182,7 +183,8 @@ def main() -> None:
         "weight_gib": round(taken.weight_bytes / 2**30, 2),
         "taken_gib": round((taken.gpu_bytes + memory.gpu_bytes) / 2**30, 2),
         "allocated_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
-        "expanded_by": gpu._expand.__name__, "take_s": round(time.perf_counter() - start, 1),
+        "expanded_by": choose_expand(gpu.device).__name__,
+        "take_s": round(time.perf_counter() - start, 1),
     }  # fmt: skip
     print("ABOUT " + json.dumps(about), flush=True)
     blocks = -(-(options.most + options.cached[-1]) // BLOCK)
@@ -206,7 +208,7 @@ def measure(
     hidden = torch.randn(count, SHAPES[options.shape]["hidden_size"]).bfloat16()
     blocks = tuple(range(-(-cached // BLOCK)))
     none = torch.empty(0, dtype=torch.int64)
-    rows = StepRows(none, none, slice(0, count), (Request(0, count, cached, blocks),))
+    rows = StepRows(none, none, none.int(), slice(0, count), (Request(0, count, cached, blocks),))
     slots = torch.arange(cached, cached + count)
     places = Caches(tuple(Write() for _ in caches), caches, slots)
 

@@ -21,8 +21,13 @@ SHAPES: dict[str, dict[str, int]] = {
     # 40.6 GB in bf16.
     "20b": {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 48,
             "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 128256},
+    # Sixteen of the 48 layers of Qwen3 30B-A3B.
+    "30b-a3b-16": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16,
+                   "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                   "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+                   "moe_intermediate_size": 768},
 }  # fmt: skip
-"""Dense Llama shapes by name."""
+"""Shapes by name: dense ones of Llama, and one with experts of Qwen3."""
 
 DTYPE_BYTES = 2
 
@@ -41,6 +46,11 @@ def write_shape(name: str, *, layers: int | None = None) -> Path:
         "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
         "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    if "num_experts" in shape:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
     directory = Path(tempfile.gettempdir()) / "ray_hetero_shapes" / f"{name}-{layers or 'all'}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config | shape))
@@ -48,10 +58,18 @@ def write_shape(name: str, *, layers: int | None = None) -> Path:
 
 
 def layer_bytes(shape: dict[str, int]) -> int:
-    """Bytes of one decoder layer in bf16: attention, MLP and the two norms."""
+    """Bytes of one decoder layer in bf16: attention, MLP or all experts, and the two norms."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    kv = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
-    return DTYPE_BYTES * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden)
+    if experts := shape.get("num_experts"):
+        inner = experts * shape["moe_intermediate_size"]
+    queries = shape["num_attention_heads"] * head_size(shape)
+    kv = shape["num_key_value_heads"] * head_size(shape)
+    return DTYPE_BYTES * (2 * hidden * queries + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden)
+
+
+def head_size(shape: dict[str, int]) -> int:
+    """Elements of an attention head."""
+    return shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
 
 
 def head_bytes(shape: dict[str, int]) -> int:
@@ -61,5 +79,5 @@ def head_bytes(shape: dict[str, int]) -> int:
 
 def kv_bytes(shape: dict[str, int]) -> int:
     """KV bytes of one token, all layers."""
-    kv = shape["num_key_value_heads"] * shape["hidden_size"] // shape["num_attention_heads"]
+    kv = shape["num_key_value_heads"] * head_size(shape)
     return 2 * DTYPE_BYTES * kv * shape["num_hidden_layers"]

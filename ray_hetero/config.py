@@ -84,14 +84,15 @@ class CpuConfig(_Section):
     openmp: Literal["auto", "gomp", "iomp", "none"] = "auto"
     """OpenMP library to preload; none leaves threads and binding to the environment."""
     linear_kernel: Literal["auto", "streaming", "vllm"] = "auto"
-    """What computes unquantised linear layers in bfloat16: kernels that read the weights at the
-    socket's bandwidth, or vLLM's own; auto takes the former where there is AMX."""
+    """What computes linear layers, quantised ones too, and unquantised experts in bfloat16: kernels
+    that read the weights at the socket's bandwidth, or vLLM's own; auto takes the former where
+    there is AMX, and where vLLM has none for a quantised layer."""
     fuse_layers: bool = True
     """Whether the layers of a stage are one operator, where linear layers stream and the model is
     one it is known for."""
     compact_weights: bool | Auto = "auto"
-    """Whether linear layers that stream hold their weights in 12 bits instead of 16, without loss,
-    where their values allow that; auto does where there is AMX."""
+    """Whether linear layers and experts that stream hold their weights in 12 bits instead of 16,
+    without loss, where their values allow that; auto does where there is AMX."""
     prefill_on_gpu: bool | Auto = "auto"
     """Whether a CPU rank has a GPU of its node compute its layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""

@@ -172,15 +172,15 @@ class ExpertProduct {
     const std::int64_t row = part * rows_, rows = std::min(rows_, pairs_ - row);
     const Weight& w = weight(number);
     set_tiles_up(x.count, set_up);
-    if (x.count > kDirectTokens) {
+    const Stretch stretch = w.stretch(block, row, rows);
+    const RowKernels& kernels = kernels_of(stretch);
+    if (x.count > (kernels.is_costly ? 1 : kDirectTokens)) {
       for (std::int64_t at = row; at < row + rows; at += kPieceRows) {
         add_piece(w, block, at, std::min(kPieceRows, row + rows - at), at == row, x, 0, x.count,
                   set_up, sums);
       }
       return;
     }
-    const Stretch stretch = w.stretch(block, row, rows);
-    const RowKernels& kernels = kernels_of(stretch);
     if constexpr (kHasTiles) {
       const std::int64_t step = x.count * 2 * kTile;
       kernels.sum_tiles[x.count > kTile](x.data + row / kTile * step, step, stretch, sums);

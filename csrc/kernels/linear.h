@@ -63,6 +63,17 @@ const std::uint16_t* expanded(const Stretch& stretch, std::uint16_t* room) {
   }
 }
 
+// The same where nobody else has asked for the rows.
+template <typename Rows>
+const std::uint16_t* expanded_ahead(const Stretch& stretch, std::uint16_t* room) {
+  Rows rows(stretch);
+  for (std::int64_t row = 0; row < stretch.rows; row += 2) {
+    prefetch_lines(rows.at(), Rows::kPairBytes);
+    expand_rows(rows, 2, room + row * kRow);
+  }
+  return room;
+}
+
 // Sums of up to 32 tokens, whose tiles for these rows begin at x, `step` elements apart.
 template <bool kTwo, typename Rows>
 void sum_tiles(const std::uint16_t* x, std::int64_t step, const Stretch& stretch, float* sums) {
@@ -96,14 +107,17 @@ struct RowKernels {
   SumRows sum[kGroup];   // for one token and more; where there are no tiles
   SumRows sum_tiles[2];  // for one tile of tokens and two; where there are tiles
   const std::uint16_t* (*expanded)(const Stretch&, std::uint16_t*);
+  bool is_costly;  // to expand, so that it is done once for all tokens but a single one
 };
 
 template <typename Rows, int... kLess>
 constexpr RowKernels row_kernels(std::integer_sequence<int, kLess...>) {
   if constexpr (kHasTiles) {
-    return {{}, {sum_tiles<false, Rows>, sum_tiles<true, Rows>}, expanded<Rows>};
+    return {{}, {sum_tiles<false, Rows>, sum_tiles<true, Rows>}, expanded<Rows>, false};
+  } else if constexpr (Rows::kIsCostly) {
+    return {{sum_rows<1, Rows>}, {}, expanded_ahead<Rows>, true};
   } else {
-    return {{sum_rows<kLess + 1, Rows>...}, {}, expanded<Rows>};
+    return {{sum_rows<kLess + 1, Rows>...}, {}, expanded<Rows>, false};
   }
 }
 
@@ -182,6 +196,44 @@ inline void pack_tokens(const Task& task, std::int64_t begin, std::int64_t end,
   }
 }
 
+// ---- rows in bf16 -------------------------------------------------------------------------------
+
+// Sums [M][kBlock] of M tokens plus what some rows in bf16 add to them.
+template <int M>
+void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
+              std::int64_t rows, bool is_first, float* to) {
+  Sums<M> sums;
+  if (is_first) {
+    sums.clear();
+  } else {
+    sums.load(to, kBlock);
+  }
+  for (std::int64_t row = 0; row < rows; ++row, x += 2, w += kRow) {
+    add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
+  }
+  sums.store(to, kBlock);
+}
+
+using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
+                         bool, float*);
+template <int... kLess>
+constexpr std::array<AddRows, kGroup> add_rows_of(std::integer_sequence<int, kLess...>) {
+  return {add_rows<kLess + 1>...};
+}
+constexpr std::array<AddRows, kGroup> kAddRows =
+    add_rows_of(std::make_integer_sequence<int, kGroup>());
+
+// Sums [tokens][kBlock] of tokens from `begin` on plus what some rows in bf16 add to them.
+inline void add_tokens(const Task& task, std::int64_t begin, std::int64_t tokens,
+                       std::int64_t row, std::int64_t rows, const std::uint16_t* w, bool is_first,
+                       float* sums) {
+  for (std::int64_t token = 0; token < tokens; token += kGroup) {
+    const auto group = std::min<std::int64_t>(kGroup, tokens - token);
+    kAddRows[group - 1](task.x + (begin + token) * task.stride + 2 * row, task.stride, w, rows,
+                        is_first, sums + token * kBlock);
+  }
+}
+
 // ---- few tokens ---------------------------------------------------------------------------------
 
 class FewTokens {
@@ -222,6 +274,8 @@ class FewTokens {
     if constexpr (kHasTiles) {
       if (!task.x_is_tiles) scratch_bf16(task.m * task.w.k(), kOwnTokens);
       scratch_bf16(kRing * kTile * kRow, kExpanded);
+    } else {
+      scratch_bf16(kExpandedRows * kRow, kExpanded);
     }
   }
 
@@ -289,6 +343,13 @@ class FewTokens {
     if constexpr (kHasTiles) {
       const std::int64_t step = task_.m * 2 * kTile;
       kernels.sum_tiles[task_.m > kTile](packed + row / kTile * step, step, stretch, sums);
+    } else if (kernels.is_costly && task_.m > 1) {
+      for (std::int64_t at = 0; at < stretch.rows; at += kExpandedRows) {
+        const std::int64_t rows = std::min(kExpandedRows, stretch.rows - at);
+        std::uint16_t* room = scratch_bf16(kExpandedRows * kRow, kExpanded);
+        const std::uint16_t* w = kernels.expanded(task_.w.stretch(block, row + at, rows), room);
+        add_tokens(task_, 0, task_.m, row + at, rows, w, at == 0, sums);
+      }
     } else {
       for (std::int64_t token = 0; token < task_.m; token += kGroup) {
         const auto group = std::min<std::int64_t>(kGroup, task_.m - token);
@@ -320,31 +381,6 @@ class FewTokens {
 };
 
 // ---- many tokens --------------------------------------------------------------------------------
-
-// Sums [M][kBlock] of M tokens plus what some rows in bf16 add to them.
-template <int M>
-void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
-              std::int64_t rows, bool is_first, float* to) {
-  Sums<M> sums;
-  if (is_first) {
-    sums.clear();
-  } else {
-    sums.load(to, kBlock);
-  }
-  for (std::int64_t row = 0; row < rows; ++row, x += 2, w += kRow) {
-    add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
-  }
-  sums.store(to, kBlock);
-}
-
-using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
-                         bool, float*);
-template <int... kLess>
-constexpr std::array<AddRows, kGroup> add_rows_of(std::integer_sequence<int, kLess...>) {
-  return {add_rows<kLess + 1>...};
-}
-constexpr std::array<AddRows, kGroup> kAddRows =
-    add_rows_of(std::make_integer_sequence<int, kGroup>());
 
 class ManyTokens {
  public:
@@ -412,11 +448,7 @@ class ManyTokens {
     if constexpr (kHasTiles) {
       add_tiles(stretch, w, begin, tokens, sums);
     } else {
-      for (std::int64_t token = 0; token < tokens; token += kGroup) {
-        const auto group = std::min<std::int64_t>(kGroup, tokens - token);
-        kAddRows[group - 1](task_.x + (begin + token) * task_.stride + 2 * row, task_.stride, w,
-                            rows, row == 0, sums + token * kBlock);
-      }
+      add_tokens(task_, begin, tokens, row, rows, w, row == 0, sums);
     }
   }
 

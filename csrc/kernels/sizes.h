@@ -8,10 +8,11 @@ namespace ray_hetero {
 
 constexpr std::int64_t kUnitRows = 512;     // most rows of a unit of few tokens
 constexpr std::int64_t kFewTokens = 32;     // two tiles
-constexpr std::int64_t kScalarTokens = 3;   // for which a gather of outliers' inputs is too wide
+constexpr std::int64_t kScalarTokens = 8;   // up to which outliers are added one by one: faster than gathers
 constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
 constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
 static_assert(kRing > kAhead);
+constexpr std::int64_t kExpandedRows = 64;  // expanded for some tokens at once; half an L1 cache
 constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
 constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
 constexpr std::int64_t kPieceBlocks = 4;    // and most blocks

@@ -21,6 +21,8 @@ namespace ray_hetero {
 
 constexpr int kLanes = 16;  // floats of a vector
 
+constexpr float kLargeCodes = 8388608.0f;  // 2^23: from here on floats are integers
+
 constexpr float kLog2E = 1.44269504f;  // e^x = 2^(x · log2 e)
 
 // Of 2^f, |f| ≤ 1/2, by powers of f; good to 2e-7.

@@ -21,7 +21,9 @@ def demo_model(
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Type of the weights.")] = "bf16",
-    int8: Annotated[bool, typer.Option("--int8", help="Linear layers in eight bits.")] = False,
+    stored: Annotated[
+        str | None, typer.Option(help="Format of quantised linear layers: int8, fp8, w4a16, …")
+    ] = None,
     force: Annotated[bool, typer.Option(help="Write into a directory that is not empty.")] = False,
 ) -> None:
     """Write a tiny random checkpoint with a working tokenizer, offline."""
@@ -37,7 +39,7 @@ def demo_model(
     logging.disable_progress_bar()
     shape = DemoShape(layers=layers, hidden=hidden, heads=heads)
     write_demo_model(
-        directory, architecture, shape=shape, seed=seed, dtype=dtype, int8=int8, force=force
+        directory, architecture, shape=shape, seed=seed, dtype=dtype, stored=stored, force=force
     )
-    stored = f"{dtype}, linear layers in int8" if int8 else dtype
-    typer.echo(f"wrote a random {architecture} model ({layers} layers, {stored}) to {directory}")
+    held = f"{dtype}, linear layers in {stored}" if stored else dtype
+    typer.echo(f"wrote a random {architecture} model ({layers} layers, {held}) to {directory}")

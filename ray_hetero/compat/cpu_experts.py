@@ -59,7 +59,9 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
             expert_tokens_meta: Any,
             apply_router_weight_on_input: bool,
         ) -> None:
-            if self.layer_number is None:
+            # Weights that come in vLLM's own layout are not prepared.
+            number = getattr(self, "layer_number", None)
+            if number is None:
                 apply(
                     self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation,
                     global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2,
@@ -68,7 +70,7 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
                 return
             ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
             weights = None if apply_router_weight_on_input else topk_weights
-            kernel(output, hidden_states, weights, ids, self.layer_number)
+            kernel(output, hidden_states, weights, ids, number)
 
         return apply_or_leave
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ray_hetero.compat.layer_partition import VARIABLE
-from ray_hetero.compat.patching import original
+from ray_hetero.compat.patching import original, replace
 from ray_hetero.errors import UnsupportedError
 
 
@@ -56,16 +56,26 @@ def keep_drafter_whole() -> None:
     the hidden states of an earlier stage, and number their layers behind those of this stage only.
     Can go when: the V1 runner's drafters build their models with a pipeline size of 1.
     """
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Drafter
 
     for name in ("_get_model", "propose", "dummy_run"):
-        _run_in_one_stage(Drafter, name)
-    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+        replace(Drafter, name, _in_one_stage)
+    replace(DraftModelProposer, "_get_model", _in_one_stage)
+    replace(Drafter, "_create_draft_vllm_config", _of_one_stage)
+    replace(Drafter, "_maybe_share_embeddings", _where_they_are)
 
-    _run_in_one_stage(DraftModelProposer, "_get_model")
-    configure = original(Drafter, "_create_draft_vllm_config")
-    share_embeddings = original(Drafter, "_maybe_share_embeddings")
 
+def _in_one_stage(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def run_in_one_stage(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _one_stage():
+            return stock(self, *args, **kwargs)
+
+    return run_in_one_stage
+
+
+def _of_one_stage(configure: Any) -> Any:
     @functools.wraps(configure)
     def configure_one_stage(self: Any) -> Any:
         config = copy.copy(configure(self))
@@ -73,29 +83,21 @@ def keep_drafter_whole() -> None:
         config.parallel_config.pipeline_parallel_size = 1
         return config
 
-    @functools.wraps(share_embeddings)
+    return configure_one_stage
+
+
+def _where_they_are(share: Any) -> Any:
+    @functools.wraps(share)
     def share_what_is_here(self: Any, target: Any) -> None:
         # In a pipeline the target's embedding is on the last stage for some methods only.
         here = getattr(getattr(target, "model", None), "embed_tokens", None)
         if not isinstance(getattr(here, "weight", None), torch.Tensor):
-            share_embeddings(self, target)
+            share(self, target)
             return
         with _one_stage():
-            share_embeddings(self, target)
+            share(self, target)
 
-    Drafter._create_draft_vllm_config = configure_one_stage
-    Drafter._maybe_share_embeddings = share_what_is_here
-
-
-def _run_in_one_stage(owner: Any, name: str) -> None:
-    stock = original(owner, name)
-
-    @functools.wraps(stock)
-    def run_in_one_stage(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _one_stage():
-            return stock(self, *args, **kwargs)
-
-    setattr(owner, name, run_in_one_stage)
+    return share_what_is_here
 
 
 def keep_own_output_matrix() -> None:
@@ -109,16 +111,17 @@ def keep_own_output_matrix() -> None:
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Drafter
 
-    share = original(Drafter, "_maybe_share_lm_head")
+    def make(share: Any) -> Any:
+        @functools.wraps(share)
+        def share_unless_packed(self: Any, target: Any) -> None:
+            own = getattr(getattr(self.model, "lm_head", None), "weight", None)
+            has_own = getattr(self.model, "has_own_lm_head", False)
+            if not (has_own and isinstance(own, torch.Tensor) and own.numel() == 0):
+                share(self, target)
 
-    @functools.wraps(share)
-    def share_unless_packed(self: Any, target: Any) -> None:
-        own = getattr(getattr(self.model, "lm_head", None), "weight", None)
-        has_own = getattr(self.model, "has_own_lm_head", False)
-        if not (has_own and isinstance(own, torch.Tensor) and own.numel() == 0):
-            share(self, target)
+        return share_unless_packed
 
-    Drafter._maybe_share_lm_head = share_unless_packed
+    replace(Drafter, "_maybe_share_lm_head", make)
 
 
 def share_drafts() -> None:
@@ -132,14 +135,15 @@ def share_drafts() -> None:
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Drafter
 
-    sample = original(Drafter, "_sample_draft_tokens")
+    def make(sample: Any) -> Any:
+        @functools.wraps(sample)
+        def sample_and_share(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            tokens, probabilities = sample(self, *args, **kwargs)
+            return get_tp_group().broadcast(tokens), probabilities
 
-    @functools.wraps(sample)
-    def sample_and_share(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        tokens, probabilities = sample(self, *args, **kwargs)
-        return get_tp_group().broadcast(tokens), probabilities
+        return sample_and_share
 
-    Drafter._sample_draft_tokens = sample_and_share
+    replace(Drafter, "_sample_draft_tokens", make)
 
 
 def leave_drafts_to_last_stage(runner: Any) -> None:
@@ -167,13 +171,15 @@ def learn_accepted_tokens(runner: Any) -> None:
     that is left out of a step, or preempted, and comes back.
     Can go when: the scheduler sends all tokens that a step has left behind.
     """
-    update = original(runner, "_update_states")
 
-    def update_with_accepted(scheduler_output: Any) -> Any:
-        _add_accepted(runner, scheduler_output.scheduled_cached_reqs)
-        return update(scheduler_output)
+    def make(update: Any) -> Any:
+        def update_with_accepted(scheduler_output: Any) -> Any:
+            _add_accepted(runner, scheduler_output.scheduled_cached_reqs)
+            return update(scheduler_output)
 
-    runner._update_states = update_with_accepted
+        return update_with_accepted
+
+    replace(runner, "_update_states", make)
 
 
 def _add_accepted(runner: Any, cached: Any) -> None:
@@ -228,25 +234,30 @@ def pass_hidden_states_on(runner: Any, layers: Sequence[int]) -> None:
     model.set_aux_hidden_state_layers(wanted)
     crossing = bisect_right(sorted(set(wanted)), sum(layers[:-1]))
     names = [f"{original(inner, 'AUX_HIDDEN_STATE_KEY')}{place}" for place in range(crossing)]
-    make_empty = original(model, "make_empty_intermediate_tensors")
 
-    def make_empty_with_places(*args: Any, **kwargs: Any) -> Any:
-        made = make_empty(*args, **kwargs)
-        made.tensors |= {name: torch.zeros_like(made["hidden_states"]) for name in names}
-        return made
+    def make_empty_with_places(make_empty: Any) -> Any:
+        def make_and_add_places(*args: Any, **kwargs: Any) -> Any:
+            made = make_empty(*args, **kwargs)
+            made.tensors |= {name: torch.zeros_like(made["hidden_states"]) for name in names}
+            return made
 
-    model.make_empty_intermediate_tensors = make_empty_with_places
-    if get_pp_group().is_last_rank:
-        return
-    forward = original(runner, "_model_forward")
+        return make_and_add_places
 
-    def forward_and_pass_on(*args: Any, **kwargs: Any) -> Any:
-        made = forward(*args, **kwargs)
-        received = kwargs.get("intermediate_tensors")
-        for name in names:
-            if name not in made.tensors:
-                # The first stage has received none: any tensor keeps the place of a later layer's.
-                made.tensors[name] = made["hidden_states"] if received is None else received[name]
-        return made
+    def pass_on(forward: Any) -> Any:
+        def forward_and_pass_on(*args: Any, **kwargs: Any) -> Any:
+            made = forward(*args, **kwargs)
+            received = kwargs.get("intermediate_tensors")
+            for name in names:
+                if name not in made.tensors:
+                    # The first stage has received none: any tensor keeps the place of a later
+                    # layer's.
+                    made.tensors[name] = (
+                        made["hidden_states"] if received is None else received[name]
+                    )
+            return made
 
-    runner._model_forward = forward_and_pass_on
+        return forward_and_pass_on
+
+    replace(model, "make_empty_intermediate_tensors", make_empty_with_places)
+    if not get_pp_group().is_last_rank:
+        replace(runner, "_model_forward", pass_on)

@@ -120,7 +120,7 @@ class DecodeStep:
         metadata, _, _, slots = contexts[0]
         own = rows.decoding_rows
         requests = _Requests(
-            positions[own], slots[own], metadata.seq_lens[rows.decoding],
+            positions[own], slots[own], rows.decoding_lengths,
             metadata.block_table[rows.decoding],
         )  # fmt: skip
         return self._run(

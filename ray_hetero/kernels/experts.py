@@ -7,7 +7,7 @@ one is read (csrc/kernels/experts.h).  This module needs PyTorch and the native 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,8 @@ from ray_hetero.weight_formats.base import pack
 
 MULTIPLE = 32
 """Of the hidden size; the inner size is filled up with zeros to such a multiple."""
+LINE = 64
+"""Bytes of a cache line; weights begin with one."""
 HALF_BLOCK = 16
 """Outputs of the gate that are neighbours, and those of up that belong to them."""
 
@@ -56,6 +58,25 @@ def paired(gate_up: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:
     filling = -(outputs // 2) % MULTIPLE
     both = pad(both, (*(0, 0) * len(others), 0, filling))
     return both.unflatten(1, (-1, HALF_BLOCK)).transpose(0, 1).flatten(0, 2)
+
+
+class _Room:
+    """Memory for all weights of a layer: one piece, which huge pages can back.
+
+    Args:
+        weights: how many, of up to two bytes each.
+
+    """
+
+    def __init__(self, weights: int) -> None:
+        self._free = torch.empty(2 * weights, dtype=torch.uint8)
+
+    def moved(self, weight: HostWeight) -> HostWeight:
+        """The weight, with its data in here."""
+        data = weight.data
+        taken, self._free = self._free.tensor_split([-(-data.nbytes // LINE) * LINE])
+        place = taken[: data.nbytes].view(data.dtype).view(data.shape)
+        return replace(weight, data=place.copy_(data))
 
 
 class RoutedExperts:
@@ -96,16 +117,15 @@ class RoutedExperts:
                 f"experts of hidden size {self.hidden}: expected a multiple of {MULTIPLE}"
             )
         self._level = level
+        filling = -inner % MULTIPLE
+        room = _Room(3 * self.count * (inner + filling) * self.hidden)
 
         def held(weight: torch.Tensor) -> HostWeight:
             packed = pack(weight)
-            return kind.made(packed, native) or PackedWeight.made(packed, native)
+            return room.moved(kind.made(packed, native) or PackedWeight.made(packed, native))
 
         self.weights = [
-            (
-                held(paired(gate_up, is_interleaved=is_interleaved)),
-                held(pad(down, (0, -inner % MULTIPLE))),
-            )
+            (held(paired(gate_up, is_interleaved=is_interleaved)), held(pad(down, (0, filling))))
             for gate_up, down in zip(w13, w2, strict=True)
         ]
         """Gate and up in one, and down, of each expert."""

@@ -26,10 +26,12 @@ from ray_hetero.kernels.gpu_attention import (
     put_together,
 )
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu, chunks, current, rms_norm
+from ray_hetero.kernels.gpu_rotation import rotate
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.kv_transfer import KvReturns, KvUploads, Span, spans_of
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.planning.prefill_memory import attention_bytes
+from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.decoder_layers import Attention, Layer
@@ -95,9 +97,10 @@ class AttentionMemory:
         try:
             self.returns = KvReturns(gpu, shape.kv_heads, shape.size)
             self.uploads = KvUploads(gpu, shape.kv_heads, shape.size)
-            # Taken by attention itself from now on.
-            results = 2 * gpu.tokens * shape.queries
-            torch.empty(results, dtype=torch.bfloat16, device=gpu.device)
+            # Attention itself takes it from now on; torch keeps what was free for its stream.
+            with current(gpu.computing):
+                results = 2 * gpu.tokens * shape.queries
+                torch.empty(results, dtype=torch.bfloat16, device=gpu.device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
@@ -106,6 +109,7 @@ class AttentionMemory:
                 "of thousands of tokens take several times as long. Lower gpu.memory_utilization "
                 "or --max-num-batched-tokens."
             ) from None
+        self.uses_triton = choose_expand(gpu.device) is expand_with_triton
         self._ordering = ThreadPoolExecutor(
             1, thread_name_prefix="GpuLayers", initializer=_begin_thread, initargs=(gpu, cores)
         )
@@ -285,18 +289,14 @@ class _Step:
 
     def _turn(self, attention: Attention, heads: torch.Tensor) -> None:
         """Normalise and rotate queries and keys [tokens, heads, size], in place."""
-        cos, sin = self._angles(attention.cos_sin)
-        half = cos.shape[-1]
         queries = self._memory.shape.heads
-        for rows in chunks(len(heads)):
-            some = heads[rows]
-            for norm, part in zip(
-                attention.norms, (some[:, :queries], some[:, queries:]), strict=False
-            ):
-                part.copy_(rms_norm(part, self._gpu.constant(norm.weight), norm.epsilon))
-            left, right = some[..., :half].float(), some[..., half : 2 * half].float()
-            some[..., :half] = left * cos[rows] - right * sin[rows]
-            some[..., half : 2 * half] = right * cos[rows] + left * sin[rows]
+        parts = (heads[:, :queries], heads[:, queries:])
+        for norm, part in zip(attention.norms, parts, strict=False):
+            weight = self._gpu.constant(norm.weight)
+            for rows in chunks(len(heads)):
+                part[rows] = rms_norm(part[rows], weight, norm.epsilon)
+        cos, sin = self._angles(attention.cos_sin)
+        rotate(heads, cos, sin, uses_triton=self._memory.uses_triton)
 
     def _angles(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[tokens, 1, rotated / 2] of this step, float32; layers have them in common."""
@@ -304,7 +304,7 @@ class _Step:
         if at not in self._turning:
             # A model has one table of up to a hundred thousand positions; a step needs its own.
             rows = cos_sin[self._positions].to(self._gpu.device).float().unsqueeze(1)
-            cos, sin = rows.chunk(2, dim=-1)
+            cos, sin = (half.contiguous() for half in rows.chunk(2, dim=-1))
             self._turning[at] = cos, sin
         return self._turning[at]
 

@@ -13,18 +13,19 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from placement.units import GIB
-from ray_hetero.compat import cpu_linear
+from ray_hetero.compat import cpu_linear, quantised_kernels
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels import quantised_linear, streaming_linear
 from ray_hetero.kernels.decoder_layers import fuse
 from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.gpu_prefill import BorrowedGpu
 from ray_hetero.kernels.post_attention import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.log import logger
-from ray_hetero.weight_formats import FORMATS, PackedWeight
+from ray_hetero.weight_formats import FORMATS, HostWeight, PackedWeight, ScaledWeight
 from ray_hetero.weight_formats.base import pack
+from ray_hetero.weight_formats.scaled import Codes
 
 RELOAD = (
     "a CPU rank cannot load weights anew: its layers compute with packed copies of those that they "
@@ -58,19 +59,25 @@ class LinearLayers:
         self._is_loaded = False
         self._experts: ExpertLayers | None = None
         self._kernel = streaming_linear.choose(config.linear_kernel)
+        self._streams = self._kernel is not None
         if config.prefill_on_gpu is True:
             self._check_borrowing(gpu)
+        if config.linear_kernel == "auto":
+            self._kernel = self._kernel or streaming_linear.at_hand()
         if self._kernel is None:
             return
         self._kernel.prompts = None
         self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
             self._gpu = BorrowedGpu(gpu, tokens)
-        cpu_linear.use_linear(
-            torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
-        )
-        self._experts = ExpertLayers(config, self._kernel)
-        logger.info("linear layers stream their weights (cpu.linear_kernel)")
+        quantised_linear.use_holder(self._stored)
+        quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=self._streams)
+        if self._streams:
+            cpu_linear.use_linear(
+                torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
+            )
+            self._experts = ExpertLayers(config, self._kernel)
+            logger.info("linear layers stream their weights (cpu.linear_kernel)")
 
     def _check_borrowing(self, gpu: torch.device | None) -> None:
         if gpu is None:
@@ -78,7 +85,7 @@ class LinearLayers:
                 "cpu.prefill_on_gpu is true, but no GPU rank of this engine is on the node of this "
                 "CPU rank. Leave the setting out, or give the layout a GPU there."
             )
-        if self._kernel is None:
+        if not self._streams:
             raise UnsupportedError(
                 "cpu.prefill_on_gpu is true, but linear layers are vLLM's own here: this processor "
                 "has no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
@@ -93,15 +100,34 @@ class LinearLayers:
         kind = FORMATS[self._config.weight_format(has_amx=self._kernel.has_amx)]
         native = self._kernel.native
         weight = kind.made(packed, native) or PackedWeight.made(packed, native)
-        self._kernel.add(weight)
         self._bytes += weight.data.nbytes
         self._bytes_before += packed.nbytes
+        self._add(layer, weight)
+        return weight.data
+
+    def _stored(
+        self, layer: torch.nn.Module, kind: type[ScaledWeight], codes: Codes
+    ) -> torch.Tensor:
+        """What the kernel reads in the place of a quantised layer's weight."""
+        assert self._kernel is not None
+        if self._is_loaded:
+            raise UnsupportedError(RELOAD)
+        try:
+            weight = kind.stored(codes, self._kernel.native)
+        except UnsupportedError as error:
+            name = getattr(layer, "prefix", type(layer).__name__)
+            raise UnsupportedError(f"{name}: {error}") from None
+        self._add(layer, weight)
+        return weight.data
+
+    def _add(self, layer: torch.nn.Module, weight: HostWeight) -> None:
+        assert self._kernel is not None
+        self._kernel.add(weight)
         bias = getattr(layer, "bias", None)
         self._linears[layer] = Linear(weight, None if bias is None else bias.data)
         # An output matrix multiplies one token a request, and its products would be the largest.
         if self._gpu is not None and not isinstance(layer, VocabParallelEmbedding):
             self._gpu.add(weight)
-        return weight.data
 
     def loaded(self, model: torch.nn.Module) -> str:
         """Fuse layers and take the GPU, now that all weights are there.
@@ -114,8 +140,15 @@ class LinearLayers:
                 host's.
 
         """
-        if self._kernel is None or self._experts is None:
+        if self._kernel is None or not (self._streams or self._kernel.weights):
             return "vllm"
+        stored = Counter(
+            weight.name
+            for weight in self._kernel.weights.values()
+            if isinstance(weight, ScaledWeight)
+        )
+        for name, count in sorted(stored.items()):
+            logger.info("%d linear layers are computed from the checkpoint's own %s", count, name)
         if self._bytes < self._bytes_before:
             logger.info(
                 "linear layers are held in %.1f GiB in place of %.1f, without loss "
@@ -133,7 +166,8 @@ class LinearLayers:
         cpu_linear.refuse_reload(RELOAD)
         formats = Counter(weight.name for weight in self._kernel.weights.values())
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
-        return f"streaming, {fused} decoder_layers, {held}, {self._experts.loaded(model)}"
+        experts = self._experts.loaded(model) if self._experts is not None else "vllm's experts"
+        return f"streaming, {fused} decoder_layers, {held}, {experts}"
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

@@ -1,9 +1,9 @@
 """Which tokens of a step the cores compute, and which the GPU.
 
-A step mixes requests that decode, one token each, with chunks of prompts.  They are independent but
-for one thing: vLLM lets a request use blocks of keys and values that another one writes in the same
-step (a prefix that two prompts share).  A decoding request that reads or writes such a block is
-computed with the prompts.
+A step mixes requests that decode, with a token each or a few drafts more, with chunks of prompts.
+They are independent but for one thing: vLLM lets a request use blocks of keys and values that
+another one writes in the same step (a prefix that two prompts share).  A decoding request that
+reads or writes such a block is computed with the prompts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+DECODING_TOKENS = 8
+"""Most tokens of a request that decodes: one and the drafts that it verifies."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,11 @@ class StepRows:
     """The tokens of a step by who computes them."""
 
     decoding: torch.Tensor
-    """Indices of the requests that the cores decode, int64."""
+    """[tokens that the cores decode], int64: index of each one's request."""
     decoding_rows: torch.Tensor
-    """Their tokens' rows, int64."""
+    """[tokens that the cores decode], int64: their rows."""
+    decoding_lengths: torch.Tensor
+    """[tokens that the cores decode], int32: tokens of the request up to each, with it."""
     rows: torch.Tensor | slice
     """Rows of all other tokens, in order."""
     requests: tuple[Request, ...]
@@ -58,12 +63,12 @@ def step_rows(
         lengths: tokens of each request, with those of this step.
         table: [requests, most blocks], the blocks of each.
         block: tokens of a block.
-        most: requests that the cores can decode; if there are more, they decode none.
+        most: tokens that the cores can decode; if there are more, they decode none.
 
     """
     counts = [end - begin for begin, end in itertools.pairwise(starts)]
-    decoding = [index for index, count in enumerate(counts) if count == 1]
-    if decoding and len(decoding) <= most:
+    decoding = [index for index, count in enumerate(counts) if 0 < count <= DECODING_TOKENS]
+    if decoding and sum(counts[index] for index in decoding) <= most:
         bound = _bound(counts, lengths, table.numpy(), block)
         decoding = [index for index in decoding if index not in bound]
     else:
@@ -76,9 +81,13 @@ def step_rows(
         requests.append(Request(begin, counts[index], cached, blocks))
         begin += counts[index]
     rows = [np.arange(starts[i], starts[i + 1]) for i in others]
+    decoded = [(i, starts[i] + at, lengths[i] - counts[i] + at + 1)
+               for i in decoding for at in range(counts[i])]  # fmt: skip
+    which, own, until = zip(*decoded, strict=True) if decoded else ((), (), ())
     return StepRows(
-        torch.tensor(decoding, dtype=torch.int64),
-        torch.tensor([starts[i] for i in decoding], dtype=torch.int64),
+        torch.tensor(which, dtype=torch.int64),
+        torch.tensor(own, dtype=torch.int64),
+        torch.tensor(until, dtype=torch.int32),
         _together(np.concatenate(rows) if rows else np.arange(0)),
         tuple(requests),
     )
@@ -87,7 +96,7 @@ def step_rows(
 def one_prompt(tokens: int) -> StepRows:
     """A step that is one prompt, for runs that have no requests."""
     none = torch.empty(0, dtype=torch.int64)
-    return StepRows(none, none, slice(0, tokens), (Request(0, tokens, 0, ()),))
+    return StepRows(none, none, none.int(), slice(0, tokens), (Request(0, tokens, 0, ()),))
 
 
 def _together(rows: np.ndarray) -> torch.Tensor | slice:
@@ -99,7 +108,7 @@ def _together(rows: np.ndarray) -> torch.Tensor | slice:
 def _bound(counts: Sequence[int], lengths: Sequence[int], table: Any, block: int) -> frozenset[int]:
     """Requests that read a block which another one writes in this step, and those others."""
     reads, readers, writes, writers = [], [], [], []
-    for index, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+    for index, (count, length) in enumerate(zip(counts, lengths, strict=False)):
         if not count:
             continue
         # Only whole blocks are shared.

@@ -103,7 +103,7 @@ class StreamingLinear:
         if many is not None and tokens >= many.from_tokens and many.gpu.suits(weight.data, tokens):
             y = many.gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
             return y.view(*x.shape[:-1], outputs)
-        if self._most_tokens is not None and tokens > self._most_tokens:
+        if self._are_vllms(weight, tokens):
             packed = weight.packed(self.native, self.level)
             return vllm_ops.weight_packed_linear_cpu(x, packed, outputs, bias)
         rows = x.reshape(tokens, inputs)
@@ -121,6 +121,13 @@ class StreamingLinear:
             level=self.level,
         )
         return y
+
+    def _are_vllms(self, weight: HostWeight, tokens: int) -> bool:
+        """Whether vLLM's packed kernel computes a step of so many tokens."""
+        if self._most_tokens is None or tokens <= self._most_tokens:
+            return False
+        # To expand a whole weight costs as much as to read it several times.
+        return isinstance(weight, PackedWeight) or tokens > int(self.native.FEW_TOKENS)
 
 
 @functools.cache
@@ -167,6 +174,11 @@ def choose(choice: Choice) -> StreamingLinear | None:
     if missing or (choice == "auto" and not _has_amx()):
         return None
     return _registered()
+
+
+def at_hand() -> StreamingLinear | None:
+    """What could stream here, for layers that vLLM has no kernel for; None without native code."""
+    return None if _missing() else _registered()
 
 
 def _missing() -> str:

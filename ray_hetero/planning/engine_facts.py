@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,7 +121,8 @@ def facts_of_checkpoint(
 
 def facts_of_model(engine_args: EngineArgs, defaults: ServerDefaults) -> EngineFacts:
     """The same before vLLM has built its configuration: what it has of the model, and defaults."""
-    model = engine_args.create_model_config()
+    # It notes what it has found in the arguments, which are vLLM's to read once more.
+    model = copy.copy(engine_args).create_model_config()
     layers = model.get_total_num_hidden_layers()
     shape, why = _shape(model, str(engine_args.kv_cache_dtype), layers)
     asked = {

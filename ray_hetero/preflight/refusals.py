@@ -32,6 +32,7 @@ from ray_hetero.preflight.unsupported_drafters import (
     has_recurrent_states,
     method_found,
     method_named,
+    package_missing,
 )
 
 if TYPE_CHECKING:
@@ -104,6 +105,12 @@ WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
         f"only {', '.join(METHODS)} are known to have all that they need on CPU ranks",
         "Leave it out, or name one of them.",
         seen="What each of them asks for: [speculative decoding](speculation.md).",
+    ),
+    Refusal(
+        "--speculative-config without the package {found}",
+        package_missing,
+        "the package drafts for this method, and is not installed here",
+        "Leave it out, install the package on every node, or take ngram.",
     ),
     Refusal(
         "--enable-sleep-mode",

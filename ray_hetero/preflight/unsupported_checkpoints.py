@@ -18,7 +18,7 @@ METHODS = {
     "fbgemm_fp8": "FBGEMM FP8",
 }
 """vLLM's name of a method → what the layers are."""
-FORMATS = {"nvfp4-pack-quantized": "NVFP4", "mxfp4-pack-quantized": "MXFP4"}
+FORMATS = {"nvfp4-pack-quantized": "NVFP4"}
 """The same for formats of compressed-tensors."""
 MODEL_TYPES = {"mamba": "Mamba"}
 """The same for architectures: their selective scan is not there."""

@@ -6,6 +6,7 @@ The methods that are let through were run over CPU ranks (tests/cluster/test_spe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ray_hetero.config import HeteroConfig
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "custom_class")
 """vLLM's names of the methods that work."""
+PACKAGES = {"suffix": "arctic-inference"}
+"""Method → the package that drafts for vLLM."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,20 @@ class Drafting:
 
 def method_named(engine_args: EngineArgs) -> str | None:
     """A method that does not work, if the user names one; vLLM finds out others from the model."""
+    return _unknown(_named(engine_args))
+
+
+def package_missing(engine_args: EngineArgs) -> str | None:
+    """The package of the method that the user names, if it is not installed here."""
+    package = PACKAGES.get(_named(engine_args) or "")
+    is_missing = package is not None and find_spec(package.replace("-", "_")) is None
+    return package if is_missing else None
+
+
+def _named(engine_args: EngineArgs) -> str | None:
     given = engine_args.speculative_config
     method = given.get("method") if isinstance(given, dict) else getattr(given, "method", None)
-    return _unknown(engine_args.spec_method or method)
+    return engine_args.spec_method or method
 
 
 def method_found(drafting: Drafting) -> str | None:

@@ -10,9 +10,20 @@ from __future__ import annotations
 
 from ray_hetero.weight_formats.base import HostWeight
 from ray_hetero.weight_formats.compact import CompactWeight
+from ray_hetero.weight_formats.fp4 import Fp4Weight
+from ray_hetero.weight_formats.fp8 import Fp8Weight
+from ray_hetero.weight_formats.int4 import Int4Weight
+from ray_hetero.weight_formats.int8 import Int8Weight
 from ray_hetero.weight_formats.packed import PackedWeight
+from ray_hetero.weight_formats.scaled import ScaledWeight
 
 FORMATS: dict[str, type[HostWeight]] = {one.name: one for one in (PackedWeight, CompactWeight)}
-"""All formats by name.  A new one is added here."""
+"""Formats of weights in bf16 by name.  A new one is added here."""
+SCALED_FORMATS: dict[str, type[ScaledWeight]] = {
+    one.name: one for one in (Int4Weight, Int8Weight, Fp8Weight, Fp4Weight)
+}
+"""Formats of quantised checkpoints' weights by name.  A new one is added here."""
 
-__all__ = ["FORMATS", "CompactWeight", "HostWeight", "PackedWeight"]
+__all__ = [
+    "FORMATS", "SCALED_FORMATS", "CompactWeight", "HostWeight", "PackedWeight", "ScaledWeight",
+]  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -57,7 +58,9 @@ def write_eagle3_head(directory: Path, target: Path) -> Path:
         # Query heads that share a value head bring the same; half of each makes one.
         f"{attention}.o_proj.weight": 0.5 * torch.eye(SHAPE.hidden)[of_slice].T.contiguous(),
     }
-    return _write(directory, target, weights)
+    # vLLM's own choice would name one of the four layers twice.
+    reads = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}
+    return _write(directory, target, weights, eagle_config=reads)
 
 
 def _quiet_layer(name: str, width: int) -> Weights:
@@ -79,10 +82,10 @@ def _noise(name: str, *size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(map(ord, name))))
 
 
-def _write(directory: Path, target: Path, weights: Weights) -> Path:
+def _write(directory: Path, target: Path, weights: Weights, **more: Any) -> Path:
     directory.mkdir()
     config = json.loads((target / "config.json").read_text())
-    config["num_hidden_layers"] = 1
+    config |= {"num_hidden_layers": 1, **more}
     (directory / "config.json").write_text(json.dumps(config))
     save_file(weights, directory / "model.safetensors")
     return directory

@@ -94,7 +94,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The checkpoint of a feature."""
-    int8 = write_demo_model(tmp_path_factory.mktemp("int8") / "model", int8=True)
+    int8 = write_demo_model(tmp_path_factory.mktemp("int8") / "model", stored="int8")
     return lambda name: int8 if name == "int8" else model(name, "f32")
 
 

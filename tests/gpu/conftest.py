@@ -29,7 +29,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
             stored = "f32" if dtype == "float32" else "bf16"
             shape = DemoShape(hidden=1024, heads=16) if variant == "wide" else None
             write_demo_model(
-                directory, architecture, shape=shape, dtype=stored, int8=variant == "int8"
+                directory,
+                architecture,
+                shape=shape,
+                dtype=stored,
+                stored="int8" if variant == "int8" else None,
             )
         return directory
 

@@ -34,6 +34,8 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, Sh
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor import layers
+from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms.interface import Platform
@@ -75,6 +77,7 @@ from ray_hetero.executor.hetero_executor import HeteroExecutor
 from ray_hetero.executor.rank_queues import RequestQueue
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
+from ray_hetero.kernels import quantised_linear
 from ray_hetero.worker.rank_actor import RankActor
 from ray_hetero.worker.rank_config import (
     SHARED_FIELDS,
@@ -100,6 +103,16 @@ OVERRIDES: dict[type, set[str]] = {
     RankActor: {"run", "worker_busy_loop"},
     RankRecovery: {"on_fault"},
     RequestQueue: {"enqueue"},
+    quantised_linear.StreamedIntegers: {"process_weights_after_loading", "apply_weights"},
+    quantised_linear.StreamedBlockFloats: {
+        "process_weights_after_loading", "apply_weights", "apply_block_scaled_mm",
+    },
+    quantised_linear.StreamedFloats: {
+        "process_weights_after_loading", "apply_weights", "apply_scaled_mm",
+    },
+    quantised_linear.StreamedBytes: {"process_weights_after_loading"},
+    quantised_linear.StreamedMxFloats: {"process_weights_after_loading", "apply_weights"},
+    quantised_linear.StreamedNvFloats: {"process_weights_after_loading", "apply_weights"},
     HeteroGroup: {"__init__", "broadcast", "isend_tensor_dict", "irecv_tensor_dict"},
     HostCommunicator: {
         "__init__", "all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast", "send",
@@ -231,6 +244,22 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
 ]
 """Names of vLLM's that are not meant for others: where they are touched, of what they are."""
+
+
+@pytest.mark.parametrize("name", quantised_linear.KERNELS)
+def test_lists_of_linear_kernels_are_asked(name: str) -> None:
+    asked = [
+        function
+        for function in vars(linear_kernels).values()
+        if inspect.isfunction(function) and name in inspect.getsource(function)
+        and function is not linear_kernels.register_linear_kernel
+    ]  # fmt: skip
+    assert asked, "compat/quantised_kernels.py adds to it"
+
+
+def test_multi_head_latent_attention_marks_the_layer_whose_tensors_it_reads() -> None:
+    marked = "kv_b_proj._cpu_skip_gemm_dispatch = True"
+    assert marked in inspect.getsource(mla_attention), "quantised_linear.py looks at it"
 
 
 @pytest.mark.parametrize(("where", "owner", "name"), PRIVATE)

@@ -79,7 +79,8 @@ def test_chunks_of_a_prompt(isa: str, monkeypatch: pytest.MonkeyPatch, on_gpu: l
     # Of cached keys there are spans with tokens of one request, of both, and partial blocks.
     steps.check((request, 64, 180), (other, 40, 45))
     steps.check((other, 45, 190), (request, 180, 300))
-    assert on_gpu == [50, 54, 121, 265]
+    # Five tokens are as few as a request has that verifies drafts.
+    assert on_gpu == [50, 54, 116, 265]
 
 
 def test_a_prefix_that_another_request_has_computed(
@@ -110,10 +111,11 @@ def test_requests_decode_beside_prompts(
     is_compact: bool, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
 ) -> None:
     steps = Steps(monkeypatch, is_compact=is_compact)
-    one, other, prompt = (steps.request(tokens) for tokens in (60, 90, 150))
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
     steps.check((one, 0, 58), (other, 0, 88))
     steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
-    steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 90))
+    # The second verifies drafts.
+    steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
     assert on_gpu == [146, 70, 80]
 
 
@@ -247,14 +249,17 @@ def test_rows_of_a_step() -> None:
     # A request that decodes, a chunk behind 40 tokens, and a request without tokens.
     rows = step_rows([0, 1, 21, 21], [90, 60, 70], TABLE, 32, 4)
     assert rows.decoding.tolist() == rows.decoding_rows.tolist() == [0]
+    assert rows.decoding_lengths.tolist() == [90]
     assert rows.rows == slice(1, 21)
     assert rows.requests == (Request(0, 20, 40, (4, 5)),)
     assert rows.tokens == 20
-    # Two prompts around a request that decodes.
-    rows = step_rows([0, 10, 11, 31], [10, 33, 20], TABLE, 32, 4)
-    assert rows.decoding.tolist() == [1]
+    # Two prompts around a request that verifies a draft.
+    rows = step_rows([0, 10, 12, 32], [10, 33, 20], TABLE, 32, 4)
+    assert rows.decoding.tolist() == [1, 1]
+    assert rows.decoding_rows.tolist() == [10, 11]
+    assert rows.decoding_lengths.tolist() == [32, 33]
     assert isinstance(rows.rows, torch.Tensor)
-    assert rows.rows.tolist() == [*range(10), *range(11, 31)]
+    assert rows.rows.tolist() == [*range(10), *range(12, 32)]
     assert rows.requests == (Request(0, 10, 0, ()), Request(10, 20, 0, ()))
 
 
@@ -279,13 +284,25 @@ def test_a_request_that_reads_what_another_one_writes_is_not_decoded_beside_it()
     assert rows.decoding.tolist() == []
 
 
-def test_the_kernel_for_compact_weights_gives_what_torch_gives() -> None:
+def test_kernels_give_what_torch_gives() -> None:
     pytest.importorskip("triton")
     # Triton decides when it is imported whether it interprets.
-    code = (
-        "import torch; from ray_hetero.weight_formats import compact_on_gpu as e;"
-        "print(e._is_right(torch.device('cpu')))"
-    )
+    code = """
+import torch
+from ray_hetero.weight_formats import compact_on_gpu
+from ray_hetero.kernels.gpu_rotation import rotate
+assert compact_on_gpu._is_right(torch.device("cpu"))
+for size, half in ((64, 32), (96, 24)):
+    rows = torch.randn(3, 7 * size).bfloat16()
+    # Queries and keys are followed by values, which stay as they are.
+    heads = [rows.clone().view(3, 7, size)[:, :5] for _ in range(2)]
+    cos, sin = torch.rand(2, 3, 1, half)
+    rotate(heads[0], cos, sin, uses_triton=False)
+    rotate(heads[1], cos, sin, uses_triton=True)
+    assert not torch.equal(heads[0], rows.view(3, 7, size)[:, :5])
+    torch.testing.assert_close(heads[0], heads[1], rtol=2**-7, atol=2**-7)
+print(True)
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=300, check=False,

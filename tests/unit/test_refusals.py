@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.preflight import unsupported_drafters
 from ray_hetero.preflight.refusals import (
     ALWAYS,
     DRAFTING_OF_CPU_RANKS,
@@ -39,6 +40,9 @@ IN_EVERY_WORLD: dict[str, dict[str, Any]] = {
 }
 BESIDE_CPU_RANKS: dict[str, dict[str, Any]] = {
     "--speculative-config with the method {found}": {"speculative_config": {"method": "medusa"}},
+    "--speculative-config without the package {found}": {
+        "speculative_config": {"method": "suffix"}
+    },
     "--enable-sleep-mode": {"enable_sleep_mode": True},
     "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
     "--async-scheduling": {"async_scheduling": True},
@@ -59,6 +63,8 @@ def _asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> Any:
     variable, _, value = option.partition("=")
     if value:
         monkeypatch.setenv(variable, value)
+    # As where none of the packages is installed.
+    monkeypatch.setattr(unsupported_drafters, "find_spec", lambda package: None)
     args = EngineArgs(model=str(tmp_path))
     for name, given in (IN_EVERY_WORLD | BESIDE_CPU_RANKS)[option].items():
         # vLLM turns some values into objects of its own, which are beside the point.
@@ -87,16 +93,20 @@ def test_it_is_named_with_a_reason_and_a_remedy(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = _asked(tmp_path, monkeypatch, option)
-    named = re.escape(option.format(found="medusa"))
+    found = "arctic-inference" if "package" in option else "medusa"
+    named = re.escape(option.format(found=found))
     said = rf"{named} does not work with ray_hetero: [^.]+\. (Leave it out|Unset it)"
     with pytest.raises(UnsupportedError, match=said):
         refuse_unsupported(args, HeteroConfig(), is_stock=False)
 
 
 @pytest.mark.parametrize("method", [*METHODS, "deepseek_mtp"])
-def test_drafts_that_work_are_not_refused(method: str, tmp_path: Path) -> None:
+def test_drafts_that_work_are_not_refused(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported_drafters, "find_spec", lambda package: package)
     args = EngineArgs(model=str(tmp_path), speculative_config={"method": method})
-    refuse_unsupported(args, HeteroConfig(), has_cpu=True)
+    refuse_unsupported(args, HeteroConfig(), is_stock=False)
 
 
 def _drafting(tmp_path: Path, stages: int = 2, in_flight: Any = "auto", **changes: Any) -> Drafting:

@@ -34,11 +34,12 @@ constexpr int compact_place(int e) {
 
 // What belongs to a compact weight beside its rows.
 //
-// An outlier costs a step some 15 ns where there are 32 tokens, on the one thread that has the
-// block; a block without outliers saves its thread 4 ns of reading for each 64 weights.  So a block
-// may have one in kPerOutlier weights, which takes half of what it saves, and one with more stays
-// packed.  A matrix usually has none of those, or a few: rows of an output matrix that no training
-// has reached.
+// An outlier costs the thread that has its block 2 ns for one token, 7 for 8 and 60 for 32 (measured
+// on one Zen 3 core, with AVX2).  That a weight is compact saves half a byte of reading, and threads
+// of a full socket read some 5 bytes a nanosecond.  So with one outlier in kPerOutlier weights a block
+// is as fast as a packed one for 32 tokens and faster for fewer; a block with more stays packed.
+// A matrix usually has none of those, or a few: rows of an output matrix that no training has
+// reached.
 class Compact : public Encoding {
  public:
   static constexpr std::int64_t kPerOutlier = 512;
@@ -181,7 +182,7 @@ namespace ray_hetero::RAY_HETERO_LEVEL {
 class CompactRows {
  public:
   static constexpr std::int64_t kPairBytes = kCompactPair;
-  static constexpr bool kIsExpanded = false;
+  static constexpr bool kIsExpanded = false, kIsCostly = false;
 
   RAY_HETERO_INLINE explicit CompactRows(const Stretch& stretch)
       : at_(stretch.data),

@@ -11,7 +11,8 @@ namespace ray_hetero {
 // Each format NAME has a file here with a class NAME, which is an Encoding, for each level a class
 // NAMERows, which reads rows of a block, and its face in Python.  A new one is added to this list
 // and to all.h.
-#define RAY_HETERO_FORMATS(FORMAT) FORMAT(Packed) FORMAT(Compact)
+#define RAY_HETERO_FORMATS(FORMAT) \
+  FORMAT(Packed) FORMAT(Compact) FORMAT(Int4) FORMAT(Int8) FORMAT(Fp8) FORMAT(Fp4)
 
 #define RAY_HETERO_FORMAT(name) k##name,
 enum class Format { RAY_HETERO_FORMATS(RAY_HETERO_FORMAT) };
@@ -65,6 +66,11 @@ struct Stretch {
   std::int64_t pair_bytes;  // of two rows
   std::int64_t block, first, rows;
   const std::uint8_t* data;  // of the first one
+
+  // What is kept behind the rows of the block.
+  const std::uint8_t* tail() const {
+    return data + (encoding.pairs() - first) / 2 * pair_bytes;
+  }
 };
 
 }  // namespace ray_hetero

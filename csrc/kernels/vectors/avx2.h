@@ -204,4 +204,86 @@ RAY_HETERO_INLINE Pairs turns_of_second(Pairs left, Pairs right) {
            _mm256_unpackhi_epi8(left.half[1], right.half[1])}};
 }
 
+template <int kShift, int kBits>
+RAY_HETERO_INLINE Floats large_codes(Pairs lanes) {
+  const __m256i mask = _mm256_set1_epi32((1 << kBits) - 1);
+  const __m256i large = _mm256_castps_si256(_mm256_set1_ps(kLargeCodes));
+  return each_half([&](int i) {
+    const __m256i code = _mm256_and_si256(_mm256_srli_epi32(lanes.half[i], kShift), mask);
+    return _mm256_castsi256_ps(_mm256_or_si256(code, large));
+  });
+}
+RAY_HETERO_INLINE __m256i widened_bytes(const std::uint8_t* at) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+}
+RAY_HETERO_INLINE Floats load_large_codes(const std::uint8_t* at) {
+  const __m256i large = _mm256_castps_si256(_mm256_set1_ps(kLargeCodes));
+  return each_half([&](int i) {
+    return _mm256_castsi256_ps(_mm256_or_si256(widened_bytes(at + 8 * i), large));
+  });
+}
+template <int kShift>
+RAY_HETERO_INLINE Floats looked_up_floats(Floats table, Pairs lanes) {
+  return each_half([&](int i) {
+    // Three bits choose in each half of the table; the fourth, as a sign, the half.
+    const __m256i number = _mm256_srli_epi32(lanes.half[i], kShift);
+    const __m256 lower = _mm256_permutevar8x32_ps(table.half[0], number);
+    const __m256 upper = _mm256_permutevar8x32_ps(table.half[1], number);
+    return _mm256_blendv_ps(lower, upper, _mm256_castsi256_ps(_mm256_slli_epi32(number, 28)));
+  });
+}
+RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
+  return each_half([&](int i) {
+    const __m256i bits = _mm256_slli_epi32(widened_bytes(at + 8 * i), 23);
+    return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x400000)));
+  });
+}
+RAY_HETERO_INLINE Floats doubled(__m256 eight) {
+  const __m256i first = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+  const __m256i second = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);
+  return {{_mm256_permutevar8x32_ps(eight, first), _mm256_permutevar8x32_ps(eight, second)}};
+}
+RAY_HETERO_INLINE Floats doubled_first(Floats values) { return doubled(values.half[0]); }
+RAY_HETERO_INLINE Floats doubled_second(Floats values) { return doubled(values.half[1]); }
+// The sign stays where it is, the other bits move down by one.
+RAY_HETERO_INLINE __m256i as_halves(__m256i words) {
+  return _mm256_and_si256(_mm256_srai_epi16(words, 1),
+                          _mm256_set1_epi16(static_cast<short>(0xbf80)));
+}
+RAY_HETERO_INLINE Pairs even_bytes_as_halves(Pairs bytes) {
+  return {{as_halves(_mm256_slli_epi16(bytes.half[0], 8)),
+           as_halves(_mm256_slli_epi16(bytes.half[1], 8))}};
+}
+RAY_HETERO_INLINE Pairs odd_bytes_as_halves(Pairs bytes) {
+  return {{as_halves(bytes.half[0]), as_halves(bytes.half[1])}};
+}
+template <int kHalf>
+RAY_HETERO_INLINE Floats widened_halves(Pairs halves) {
+  const __m256i words = halves.half[kHalf];
+  return {{_mm256_cvtph_ps(_mm256_castsi256_si128(words)),
+           _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))}};
+}
+RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  const __m256i halves = as_halves(_mm256_slli_epi16(words, 8));
+  const __m256 more = _mm256_set1_ps(256);
+  return {{_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), more),
+           _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), more)}};
+}
+// Floats rounded to bf16, in the upper half of each lane with remains below; not of NaN.
+RAY_HETERO_INLINE __m256i rounded_number_bits(__m256 values) {
+  const __m256i bits = _mm256_castps_si256(values);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+RAY_HETERO_INLINE __m256i rounded_words(Floats values) {
+  const __m256i packed =
+      _mm256_packus_epi32(_mm256_srli_epi32(rounded_number_bits(values.half[0]), 16),
+                          _mm256_srli_epi32(rounded_number_bits(values.half[1]), 16));
+  return _mm256_permute4x64_epi64(packed, 0xd8);
+}
+RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
+  return {{rounded_words(first), rounded_words(second)}};
+}
+
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -126,4 +126,76 @@ RAY_HETERO_INLINE Pairs turns_of_second(Pairs left, Pairs right) {
   return _mm512_unpackhi_epi8(left, right);
 }
 
+template <int kShift, int kBits>
+RAY_HETERO_INLINE Floats large_codes(Pairs lanes) {
+  const __m512i mask = _mm512_set1_epi32((1 << kBits) - 1);
+  const __m512i large = _mm512_castps_si512(_mm512_set1_ps(kLargeCodes));
+  constexpr int kAndOr = 0xea;  // (first & second) | third
+  return _mm512_castsi512_ps(
+      _mm512_ternarylogic_epi32(_mm512_srli_epi32(lanes, kShift), mask, large, kAndOr));
+}
+RAY_HETERO_INLINE __m512i widened_bytes(const std::uint8_t* at) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+RAY_HETERO_INLINE Floats load_large_codes(const std::uint8_t* at) {
+  const __m512i large = _mm512_castps_si512(_mm512_set1_ps(kLargeCodes));
+  return _mm512_castsi512_ps(_mm512_or_si512(widened_bytes(at), large));
+}
+// Of a number only its last four bits count.
+template <int kShift>
+RAY_HETERO_INLINE Floats looked_up_floats(Floats table, Pairs lanes) {
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(lanes, kShift), table);
+}
+RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
+  const __m512i bits = _mm512_slli_epi32(widened_bytes(at), 23);
+  return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x400000)));
+}
+RAY_HETERO_INLINE Floats doubled_first(Floats values) {
+  const __m512i lanes = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  return _mm512_permutexvar_ps(lanes, values);
+}
+RAY_HETERO_INLINE Floats doubled_second(Floats values) {
+  const __m512i lanes =
+      _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
+  return _mm512_permutexvar_ps(lanes, values);
+}
+// The sign stays where it is, the other bits move down by one.
+RAY_HETERO_INLINE Pairs as_halves(Pairs words) {
+  return _mm512_and_si512(_mm512_srai_epi16(words, 1),
+                          _mm512_set1_epi16(static_cast<short>(0xbf80)));
+}
+RAY_HETERO_INLINE Pairs even_bytes_as_halves(Pairs bytes) {
+  return as_halves(_mm512_slli_epi16(bytes, 8));
+}
+RAY_HETERO_INLINE Pairs odd_bytes_as_halves(Pairs bytes) { return as_halves(bytes); }
+template <int kHalf>
+RAY_HETERO_INLINE Floats widened_halves(Pairs halves) {
+  return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, kHalf));
+}
+RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
+  const __m512i words = _mm512_cvtepu8_epi16(_mm256_castsi128_si256(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+  const __m512i halves = as_halves(_mm512_slli_epi16(words, 8));
+  return _mm512_mul_ps(widened_halves<0>(halves), _mm512_set1_ps(256));
+}
+#if RAY_HETERO_HAS_BF16
+RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
+  return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+}
+#else
+// Floats rounded to bf16, in the lower half of each lane; not of NaN.
+RAY_HETERO_INLINE __m512i rounded_number_bits(Floats values) {
+  const __m512i bits = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  const __m512i even = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+  return _mm512_srli_epi32(_mm512_add_epi32(bits, even), 16);
+}
+RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
+  // Packing takes quarters of both in turns.
+  const __m512i packed =
+      _mm512_packus_epi32(rounded_number_bits(first), rounded_number_bits(second));
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
+}
+#endif
+
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -190,4 +190,97 @@ RAY_HETERO_INLINE Pairs turns(Pairs left, Pairs right, int from) {
 RAY_HETERO_INLINE Pairs turns_of_first(Pairs left, Pairs right) { return turns(left, right, 0); }
 RAY_HETERO_INLINE Pairs turns_of_second(Pairs left, Pairs right) { return turns(left, right, 8); }
 
+// ---- codes of a few bits and their scales -------------------------------------------------------
+
+// kLargeCodes plus the kBits bits of each lane from kShift on; floats without rounding.
+template <int kShift, int kBits>
+RAY_HETERO_INLINE Floats large_codes(Pairs lanes) {
+  Floats found;
+  for (int i = 0; i < kLanes; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, lanes.byte + 4 * i, sizeof(bits));
+    found.lane[i] = kLargeCodes + static_cast<float>(bits >> kShift & ((1u << kBits) - 1));
+  }
+  return found;
+}
+// The same of 16 bytes.
+RAY_HETERO_INLINE Floats load_large_codes(const std::uint8_t* at) {
+  Floats found;
+  for (int i = 0; i < kLanes; ++i) found.lane[i] = kLargeCodes + static_cast<float>(at[i]);
+  return found;
+}
+// Of a table of 16 those whose numbers are the four bits of each lane from kShift on.
+template <int kShift>
+RAY_HETERO_INLINE Floats looked_up_floats(Floats table, Pairs lanes) {
+  Floats found;
+  for (int i = 0; i < kLanes; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, lanes.byte + 4 * i, sizeof(bits));
+    found.lane[i] = table.lane[bits >> kShift & 15];
+  }
+  return found;
+}
+// Powers of two by their exponents in 16 bytes, as float32 and E8M0 have them; 255 is none.
+RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
+  Floats found;
+  for (int i = 0; i < kLanes; ++i) {
+    const std::uint32_t bits = at[i] == 0 ? 0x400000u : std::uint32_t{at[i]} << 23;
+    std::memcpy(found.lane + i, &bits, sizeof(bits));
+  }
+  return found;
+}
+// The first or the second half of the lanes, each twice.
+RAY_HETERO_INLINE Floats doubled(Floats values, int from) {
+  Floats both;
+  for (int i = 0; i < kLanes; ++i) both.lane[i] = values.lane[from + i / 2];
+  return both;
+}
+RAY_HETERO_INLINE Floats doubled_first(Floats values) { return doubled(values, 0); }
+RAY_HETERO_INLINE Floats doubled_second(Floats values) { return doubled(values, kLanes / 2); }
+// Of every two bytes the first or the second, an E4M3, as a float16 of its value · 2^-8.
+RAY_HETERO_INLINE Pairs bytes_as_halves(Pairs bytes, int which) {
+  Pairs halves;
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    const std::uint32_t code = bytes.byte[2 * i + which];
+    const auto half = static_cast<std::uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
+    std::memcpy(halves.byte + 2 * i, &half, sizeof(half));
+  }
+  return halves;
+}
+RAY_HETERO_INLINE Pairs even_bytes_as_halves(Pairs bytes) { return bytes_as_halves(bytes, 0); }
+RAY_HETERO_INLINE Pairs odd_bytes_as_halves(Pairs bytes) { return bytes_as_halves(bytes, 1); }
+// The first (0) or the second (1) 16 of 32 float16 that are finite.
+template <int kHalf>
+RAY_HETERO_INLINE Floats widened_halves(Pairs halves) {
+  Floats found;
+  for (int i = 0; i < kLanes; ++i) {
+    std::uint16_t half;
+    std::memcpy(&half, halves.byte + 2 * (kHalf * kLanes + i), sizeof(half));
+    const std::uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
+    const float magnitude =
+        exponent == 0 ? static_cast<float>(mantissa) * 0x1p-24f
+                      : static_cast<float>(1024 + mantissa) *
+                            (exponent < 25 ? 1.0f / static_cast<float>(1u << (25 - exponent))
+                                           : static_cast<float>(1u << (exponent - 25)));
+    found.lane[i] = half >> 15 ? -magnitude : magnitude;
+  }
+  return found;
+}
+// 16 E4M3 that are no NaN.
+RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
+  Pairs bytes{};
+  for (int i = 0; i < kLanes; ++i) bytes.byte[2 * i] = at[i];
+  return times(widened_halves<0>(even_bytes_as_halves(bytes)), spread(256));
+}
+// 32 bf16 from as many floats, none of them NaN: the nearest, the even one of two.
+RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
+  Pairs rounded;
+  for (int i = 0; i < kLanes; ++i) {
+    const std::uint16_t one = as_bf16(first.lane[i]), other = as_bf16(second.lane[i]);
+    std::memcpy(rounded.byte + 2 * i, &one, sizeof(one));
+    std::memcpy(rounded.byte + 2 * (kLanes + i), &other, sizeof(other));
+  }
+  return rounded;
+}
+
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from placement.given import shown
-from ray_hetero.cli.demo.int8 import quantised, scheme
+from ray_hetero.cli.demo.stored import FORMATS, quantise
 from ray_hetero.cli.demo.tokenizer import text_tokens, train_tokenizer
 from ray_hetero.cli.demo.weights import fill
 from ray_hetero.errors import ConfigError
@@ -159,7 +159,7 @@ def write_demo_model(
     shape: DemoShape | None = None,
     seed: int = 0,
     dtype: Dtype = "bf16",
-    int8: bool = False,
+    stored: str | None = None,
     force: bool = False,
 ) -> Path:
     """Write a checkpoint and its tokenizer; the same arguments give the same bytes.
@@ -170,29 +170,29 @@ def write_demo_model(
         shape: layers, width and heads.
         seed: seed of all weights.
         dtype: type that the weights are stored in.
-        int8: whether the linear layers are quantised to eight bits.
+        stored: format that the linear layers are quantised to, one of `FORMATS`.
         force: write into a directory that has a checkpoint, or anything else, in it.
 
     Returns:
         The directory.
 
     Raises:
-        ConfigError: an unknown architecture or dtype, experts in eight bits, or a directory that
-            is not empty.
+        ConfigError: an unknown architecture, dtype or format, quantised experts, or a directory
+            that is not empty.
 
     """
     shape = shape or DemoShape()
     target = Path(directory)
-    _check(target, architecture, dtype, seed, int8=int8, force=force)
+    _check(target, architecture, dtype, seed, stored=stored, force=force)
     tokenizer = train_tokenizer(MAX_POSITIONS)
     model = _model(architecture, shape, tokenizer, dtype)
     fill(model, seed, text_tokens(tokenizer))
     target.mkdir(parents=True, exist_ok=True)
     for stale in target.glob("*.safetensors*"):  # of a model with more shards than this one
         stale.unlink()
-    if int8:
-        model.config.quantization_config = scheme()
-        model.save_pretrained(target, state_dict=quantised(model))
+    if stored is not None:
+        model.config.quantization_config, state = quantise(model, stored)
+        model.save_pretrained(target, state_dict=state)
     else:
         model.save_pretrained(target)
     tokenizer.save_pretrained(target)
@@ -200,7 +200,7 @@ def write_demo_model(
 
 
 def _check(
-    target: Path, architecture: str, dtype: str, seed: int, *, int8: bool, force: bool
+    target: Path, architecture: str, dtype: str, seed: int, *, stored: str | None, force: bool
 ) -> None:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -209,8 +209,13 @@ def _check(
         raise ConfigError(f"--dtype: expected bf16 or f32; got {dtype!r}")
     if not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"--seed: expected 0 to {MOST_SEED}, got {shown(seed)}")
-    if int8 and architecture in WITH_EXPERTS:
-        raise ConfigError(f"--int8: {architecture}'s experts are not quantised here; leave it out")
+    if stored is not None and stored not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ConfigError(f"--stored: expected one of {known}; got {stored!r}")
+    if stored is not None and architecture in WITH_EXPERTS:
+        raise ConfigError(
+            f"--stored: {architecture}'s experts are not quantised here; leave it out"
+        )
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target}: expected a directory, this is a file")
     if not force and target.is_dir() and any(target.iterdir()):

@@ -1,4 +1,4 @@
-"""Demo models in eight bits: the same model, rounded, in the format that the config names."""
+"""Quantised demo models: the same model, rounded, in the format that the config names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SMALL = DemoShape(layers=2, hidden=64, heads=2)
 
 def _pair(directory: Path, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:
     folders = [
-        write_demo_model(directory / name, architecture, shape=SMALL, dtype="f32", int8=int8)
-        for name, int8 in (("plain", False), ("int8", True))
+        write_demo_model(directory / name, architecture, shape=SMALL, dtype="f32", stored=stored)
+        for name, stored in (("plain", None), ("int8", "int8"))
     ]
     plain, rounded = (load_file(folder / "model.safetensors") for folder in folders)
     return plain, rounded
@@ -46,15 +46,43 @@ def test_weights_are_those_of_the_plain_model_rounded(tmp_path: Path, architectu
 
 def test_the_config_says_so_and_the_planner_reads_it(tmp_path: Path) -> None:
     plain = write_demo_model(tmp_path / "plain", shape=SMALL)
-    int8 = write_demo_model(tmp_path / "int8", shape=SMALL, int8=True)
+    int8 = write_demo_model(tmp_path / "int8", shape=SMALL, stored="int8")
     scheme = json.loads((int8 / "config.json").read_text())["quantization_config"]
     assert (scheme["quant_method"], scheme["format"]) == ("compressed-tensors", "int-quantized")
     layers = [shape_of(path, "bfloat16", "auto").layers[0].nbytes for path in (plain, int8)]
     assert 0.5 * layers[0] < layers[1] < 0.6 * layers[0]
 
 
+@pytest.mark.parametrize(
+    ("stored", "method", "share"),
+    [
+        ("fp8", "fp8", 0.5),
+        ("fp8-channel", "compressed-tensors", 0.5),
+        ("w4a16", "compressed-tensors", 0.28),
+        ("w4a16-zeros", "compressed-tensors", 0.29),
+        ("gptq", "gptq", 0.29),
+        ("awq", "awq", 0.29),
+        ("mxfp4", "compressed-tensors", 0.26),
+    ],
+)
+def test_each_format_takes_the_bytes_that_the_planner_reads(
+    tmp_path: Path, stored: str, method: str, share: float
+) -> None:
+    plain = write_demo_model(tmp_path / "plain", shape=SMALL)
+    other = write_demo_model(tmp_path / "stored", shape=SMALL, stored=stored)
+    scheme = json.loads((other / "config.json").read_text())["quantization_config"]
+    assert scheme["quant_method"] == method
+    layers = [shape_of(path, "bfloat16", "auto").layers[0].nbytes for path in (plain, other)]
+    assert share * layers[0] < layers[1] < (share + 0.06) * layers[0]
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--stored: expected one of int8, fp8, .*; got 'int3'"):
+        write_demo_model(tmp_path / "model", stored="int3")
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_experts_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"--int8: {name}'s experts are not quantised here"):
-        write_demo_model(tmp_path / "model", name, int8=True)
+    with pytest.raises(ConfigError, match=rf"--stored: {name}'s experts are not quantised here"):
+        write_demo_model(tmp_path / "model", name, stored="int8")
     assert not (tmp_path / "model").exists()

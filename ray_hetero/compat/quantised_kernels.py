@@ -1,0 +1,30 @@
+"""vLLM's choice of kernels for the linear layers of quantised checkpoints on a CPU rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray_hetero.compat.patching import original
+
+
+def offer_kernels(kernels: Mapping[str, type], *, is_first: bool) -> None:
+    """Have vLLM choose among more kernels for linear layers on CPUs.
+
+    Replaces: the lists `_POSSIBLE_…_KERNELS` of `model_executor.kernels.linear`, on CPU ranks.
+    Why: `register_linear_kernel` puts a kernel behind those of vLLM, and knows no list of those for
+    FP8 in blocks, nor for FP8 weights alone.
+    Can go when: kernels of all lists can be registered, with an order.
+
+    Args:
+        kernels: the name of vLLM's list → a kernel for it.
+        is_first: whether they are chosen before vLLM's own, or where vLLM has none.
+
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms.interface import PlatformEnum
+
+    for name, kernel in kernels.items():
+        lists: dict[Any, list[type]] = original(linear, name)
+        others = [one for one in lists.get(PlatformEnum.CPU, []) if one is not kernel]
+        lists[PlatformEnum.CPU] = [kernel, *others] if is_first else [*others, kernel]

@@ -1,0 +1,293 @@
+"""Weights as short codes with scales: what the formats of quantised checkpoints have in common.
+
+A checkpoint holds a code for each weight, and for each output a scale for every group of
+neighbouring inputs.  The bits stay what they are; they are only brought into the order in which a
+decode step reads them (csrc/kernels/formats/scaled.h).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP_MULTIPLE = 4
+"""Of a group's inputs: what kernels expand at once."""
+LARGEST_SCALE = 2.0**100
+"""Of any scale: far above what checkpoints hold, and below what overflows on the way."""
+QUARTERS, LANES = 4, 16
+"""A row's 64 elements, two inputs of 32 outputs, are 4 registers of 16 lanes."""
+NATIVE_SCALES = {
+    "float32": "float32", "bfloat16": "bfloat16", "float8_e8m0fnu": "e8m0",
+    "float8_e4m3fn": "e4m3",
+}  # fmt: skip
+"""The native module's names of the types of scales."""
+CHUNK_WEIGHTS = 1 << 22
+"""Weights that a GPU expands at once, in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A quantised weight W [N, K] as a checkpoint holds it.
+
+    W[n, k] is the value of codes[n, k], less that of the zero point, times the scale of group
+    k // group: widened to float32, multiplied there and rounded to the nearest bf16, the even one
+    of two.  That is how vLLM's kernels for CPUs expand weights before they multiply.  What is below
+    2^-126 may count as 0, as it does in their products.
+    """
+
+    codes: torch.Tensor
+    """[N, K], uint8, one code each."""
+    scales: torch.Tensor
+    """[N, groups]: bfloat16, float32, or E8M0 and E4M3 as PyTorch has them; or [N / 32, groups],
+    float32, one for all outputs of a block."""
+    group: int
+    """Inputs that share a scale; the last group may have fewer."""
+    zeros: torch.Tensor | None = None
+    """[N, groups], uint8, codes whose value is 0; None for the format's own."""
+    factor: float = 1.0
+    """What E4M3 scales are multiplied with, in float32."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K."""
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
+    @property
+    def groups(self) -> int:
+        """Groups of an output."""
+        return -(-self.shape[1] // self.group)
+
+    @property
+    def layout(self) -> Layout:
+        """What the kernels are told."""
+        is_uniform = len(self.scales) * BLOCK == self.shape[0]
+        return Layout(
+            self.group, self.scales.dtype, is_uniform, self.zeros is not None, self.factor
+        )
+
+    def for_each_weight(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """[N, K], float32, from one value for each group."""
+        import torch
+
+        values = of_groups.to(torch.float32)
+        if of_groups.dtype == torch.float8_e4m3fn:
+            values = values * torch.tensor(self.factor, dtype=torch.float32)
+        values = values.repeat_interleave(self.shape[0] // len(values), 0)
+        return values.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What belongs to the codes of a weight, without the values."""
+
+    group: int
+    scales: torch.dtype
+    is_uniform: bool
+    """Whether all outputs of a block share their scales."""
+    has_zeros: bool
+    factor: float
+
+    @property
+    def native(self) -> str:
+        """The native module's name of the scales."""
+        kind = name_of(self.scales)
+        return "one" if self.is_uniform else NATIVE_SCALES[kind]
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledWeight(HostWeight):
+    """A weight of codes; `data` is [N, bytes of an output], rows and scales of a block together."""
+
+    layout: Layout
+
+    bits: ClassVar[int]
+    """Of a code."""
+    scale_types: ClassVar[tuple[str, ...]]
+    """PyTorch's names of the types that scales may have."""
+    has_zeros: ClassVar[bool] = False
+    """Whether there may be zero points."""
+
+    @classmethod
+    def made(cls, packed: torch.Tensor, native: ModuleType) -> Self | None:
+        """None: codes come from a checkpoint, not from weights in bf16."""
+        return None
+
+    @classmethod
+    def stored(cls, codes: Codes, native: ModuleType) -> Self:
+        """A checkpoint's weight.
+
+        Raises:
+            UnsupportedError: a shape, a scale or a code that the kernels do not compute.
+
+        """
+        import torch
+
+        cls._check(codes)
+        encoding = cls._encoding(codes, native)
+        blocks = codes.shape[0] // BLOCK
+        data = torch.zeros((blocks, encoding.block_bytes), dtype=torch.uint8)
+        at = 0
+        for part in cls._parts(codes):
+            end = at + part.shape[1]
+            data[:, at:end] = part
+            at = end
+        return cls(data.view(codes.shape[0], -1), encoding, codes.layout)
+
+    @classmethod
+    @abstractmethod
+    def values(cls, codes: torch.Tensor) -> torch.Tensor:
+        """Values of codes, uint8, whatever the zero point; exact in bf16."""
+
+    @classmethod
+    def zero(cls) -> int:
+        """The code whose value is 0 where there are no zero points."""
+        return 0
+
+    @classmethod
+    @abstractmethod
+    def rows(cls, codes: torch.Tensor) -> torch.Tensor:
+        """Codes [N, K] as rows of blocks, [N / 32, bytes], as the kernels read them."""
+
+    @classmethod
+    @abstractmethod
+    def codes(cls, rows: torch.Tensor, inputs: int) -> torch.Tensor:
+        """Codes [N, K] of rows of blocks, [N / 32, bytes]."""
+
+    @classmethod
+    @abstractmethod
+    def _encoding(cls, codes: Codes, native: ModuleType) -> Any: ...
+
+    @classmethod
+    def expanded(cls, codes: Codes) -> torch.Tensor:
+        """W [N, K] in bf16 by its definition, see `Codes`."""
+        import torch
+
+        values = cls.values(codes.codes).to(torch.float32)
+        if codes.zeros is not None:
+            values = values - codes.for_each_weight(codes.zeros)
+        else:
+            values = values - cls.zero()
+        return (values * codes.for_each_weight(codes.scales)).to(torch.bfloat16)
+
+    @classmethod
+    def _check(cls, codes: Codes) -> None:
+        outputs, inputs = codes.shape
+        if outputs % BLOCK or inputs % BLOCK:
+            raise UnsupportedError(
+                f"{cls.name}: expected outputs and inputs in multiples of {BLOCK}, got {outputs} "
+                f"and {inputs}"
+            )
+        if codes.group <= 0 or codes.group % GROUP_MULTIPLE:
+            raise UnsupportedError(
+                f"{cls.name}: expected groups in multiples of {GROUP_MULTIPLE} inputs, got "
+                f"{codes.group}"
+            )
+        kind = name_of(codes.scales.dtype)
+        if kind not in cls.scale_types:
+            raise UnsupportedError(
+                f"{cls.name}: expected scales as {' or '.join(cls.scale_types)}, got {kind}"
+            )
+        scales = codes.scales.float()
+        wrong = int((~(scales.abs() <= LARGEST_SCALE)).sum())
+        if wrong:
+            raise UnsupportedError(
+                f"{cls.name}: {wrong} of {scales.numel()} scales are infinite, NaN or above "
+                f"{LARGEST_SCALE:g}; the checkpoint is damaged"
+            )
+        if codes.zeros is not None and not cls.has_zeros:
+            raise UnsupportedError(f"{cls.name}: expected no zero points")
+
+    @classmethod
+    def _parts(cls, codes: Codes) -> Iterator[torch.Tensor]:
+        import torch
+
+        yield cls.rows(codes.codes)
+        for of_groups in (codes.scales, codes.zeros):
+            if of_groups is not None:
+                blocks = codes.shape[0] // BLOCK
+                by_group = of_groups.reshape(blocks, -1, codes.groups).transpose(1, 2).contiguous()
+                yield by_group.view(blocks, -1).view(torch.uint8)
+
+    def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
+        """Codes are looked up and multiplied, some blocks at a time."""
+        return _Expansion(type(self), self.shape[1], self.layout)
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    kind: type[ScaledWeight]
+    inputs: int
+    layout: Layout
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        blocks = weight.numel() // (BLOCK * self.inputs)
+        data, into = rows.view(blocks, -1), weight.view(blocks, BLOCK, self.inputs)
+        step = max(1, CHUNK_WEIGHTS // (BLOCK * self.inputs))
+        for first in range(0, blocks, step):
+            last = min(first + step, blocks)
+            codes = self._codes(data[first:last])
+            into[first:last] = self.kind.expanded(codes).view(-1, BLOCK, self.inputs)
+
+    def _codes(self, data: torch.Tensor) -> Codes:
+        at = BLOCK * self.inputs * self.kind.bits // 8
+        codes = self.kind.codes(data[:, :at], self.inputs)
+        layout, groups = self.layout, -(-self.inputs // self.layout.group)
+        outputs = 1 if layout.is_uniform else BLOCK
+        end = at + groups * outputs * layout.scales.itemsize
+        scales = _of_groups(data[:, at:end].contiguous().view(layout.scales), groups)
+        zeros = None
+        if layout.has_zeros:
+            zeros = _of_groups(data[:, end : end + groups * BLOCK], groups)
+        return Codes(codes, scales, layout.group, zeros, layout.factor)
+
+
+def _of_groups(blocks: torch.Tensor, groups: int) -> torch.Tensor:
+    """[blocks · outputs, groups] from [blocks, groups · outputs]."""
+    return blocks.reshape(len(blocks), groups, -1).transpose(1, 2).reshape(-1, groups)
+
+
+def name_of(kind: torch.dtype) -> str:
+    """A type's name without its module's."""
+    return str(kind).removeprefix("torch.")
+
+
+def elements(codes: torch.Tensor) -> torch.Tensor:
+    """Elements of rows, [N / 32, K / 2, 64], of codes [N, K]."""
+    outputs, inputs = codes.shape
+    blocks = codes.reshape(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2)
+    return blocks.reshape(outputs // BLOCK, inputs // 2, 2 * BLOCK)
+
+
+def from_elements(rows: torch.Tensor) -> torch.Tensor:
+    """Codes [N, K] of elements [N / 32, K / 2, 64]."""
+    blocks, pairs, _ = rows.shape
+    return rows.reshape(blocks, pairs, BLOCK, 2).transpose(1, 2).reshape(blocks * BLOCK, 2 * pairs)
+
+
+def nibble_rows(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of four bits as rows: a lane of 32 bits has the quarters of two rows."""
+    four = elements(codes)
+    blocks, pairs, _ = four.shape
+    both = four.view(blocks, pairs // 2, 2 * QUARTERS, LANES).transpose(2, 3)
+    nibbles = both.reshape(blocks, -1, 2)
+    return nibbles[..., 0] | nibbles[..., 1] << 4
+
+
+def from_nibble_rows(rows: torch.Tensor, inputs: int) -> torch.Tensor:
+    """The reverse of `nibble_rows`."""
+    import torch
+
+    blocks = len(rows)
+    nibbles = torch.stack((rows & 15, rows >> 4), dim=-1)
+    both = nibbles.view(blocks, inputs // 4, LANES, 2 * QUARTERS).transpose(2, 3)
+    return from_elements(both.reshape(blocks, inputs // 2, 2 * BLOCK))

@@ -1,0 +1,79 @@
+"""Quantised demo checkpoints as plain ones: the weights that a kernel has to multiply with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of eight neighbouring outputs lies in a word."""
+MXFP4_BIAS = 127
+
+
+def dequantised(quantised: Path, plain: Path) -> Path:
+    """Write the checkpoint in `quantised` to `plain`, its linear layers in bf16."""
+    shutil.copytree(quantised, plain)
+    config = json.loads((plain / "config.json").read_text())
+    scheme = config.pop("quantization_config")
+    (plain / "config.json").write_text(json.dumps(config))
+    tensors = load_file(quantised / "model.safetensors")
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, end = name.rpartition(".")
+        if "norm" in layer or "embed" in layer or layer == "lm_head" or end == "bias":
+            state[name] = tensor
+        else:
+            layers.setdefault(layer, {})[end] = tensor
+    for layer, parts in layers.items():
+        state[f"{layer}.weight"] = _weight(parts, scheme).to(torch.bfloat16).contiguous()
+    save_file(state, plain / "model.safetensors", metadata={"format": "pt"})
+    return plain
+
+
+def _weight(parts: dict[str, torch.Tensor], scheme: dict[str, Any]) -> torch.Tensor:
+    """W [N, K] of one layer, float32."""
+    method = scheme["quant_method"]
+    if method == "fp8":
+        rows, columns = scheme["weight_block_size"]
+        weight = parts["weight"].float()
+        scales = parts["weight_scale_inv"].repeat_interleave(rows, 0)[: weight.shape[0]]
+        return weight * scales.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+    if method == "gptq":
+        codes = _words(parts["qweight"].t())
+        return (codes - 8) * _spread(parts["scales"].t(), codes)
+    if method == "awq":
+        codes, zeros = (_words(parts[name], AWQ_PLACES).t() for name in ("qweight", "qzeros"))
+        return (codes - _spread(zeros, codes)) * _spread(parts["scales"].t(), codes)
+    if "weight" in parts:
+        return parts["weight"].float() * parts["weight_scale"]
+    if parts["weight_packed"].dtype == torch.uint8:
+        packed = parts["weight_packed"]
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).int()
+        values = torch.tensor((*FP4, *(-value for value in FP4)))[codes]
+        exponents = parts["weight_scale"].float() - MXFP4_BIAS
+        return values * _spread(torch.exp2(exponents), codes)
+    codes = _words(parts["weight_packed"])
+    zeros = torch.full((1, 1), 8.0)
+    if "weight_zero_point" in parts:
+        zeros = _spread(_words(parts["weight_zero_point"].t()).t(), codes)
+    return (codes - zeros) * _spread(parts["weight_scale"], codes)
+
+
+def _words(words: torch.Tensor, places: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Codes of four bits of int32 words, along the last dimension."""
+    unsigned = words.to(torch.int64) & 0xFFFFFFFF
+    each = [unsigned >> 4 * place & 15 for place in places]
+    return torch.stack(each, dim=-1).flatten(-2).float()
+
+
+def _spread(of_groups: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """One value for each weight, as vLLM loads scales for a model in bf16."""
+    group = codes.shape[1] // of_groups.shape[1]
+    return of_groups.to(torch.bfloat16).float().repeat_interleave(group, 1)

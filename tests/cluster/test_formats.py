@@ -1,0 +1,63 @@
+"""Quantised checkpoints on this project's kernels: the tokens of stock vLLM.
+
+Stock vLLM computes the same weights in bf16, and where it has a kernel for the format on this
+processor, the checkpoint itself.  Kernels round activations in other places, so that tokens may
+differ where two are equally likely.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dequantised import dequantised
+from engines import IN_THIS_PROCESS, batch, engine, hetero, prompts, run_engines
+from leftovers import Scene
+from test_tokens import NEARLY_EQUAL, gap_where_different
+
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
+from ray_hetero.cli.demo.stored import FORMATS
+from ray_hetero.kernels import streaming_linear
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.slow,
+    pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module"),
+]
+SHAPE = DemoShape(layers=2, hidden=768, heads=24)
+"""All sizes are multiples of 128."""
+EVERYWHERE = {"w4a16", "w4a16-zeros", "gptq", "awq"}
+"""Formats that stock vLLM computes on any x86-64 without quantising activations."""
+HELD = {
+    "int8": "int8", "fp8": "fp8", "fp8-channel": "fp8", "w4a16": "int4", "w4a16-zeros": "int4",
+    "gptq": "int4", "awq": "int4", "mxfp4": "fp4",
+}  # fmt: skip
+"""The format of ray_hetero/weight_formats that holds each."""
+
+
+def test_every_format_of_demo_models_is_here() -> None:
+    assert HELD.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_tokens_are_those_of_stock(name: str, scene: Scene, logs: Path, tmp_path: Path) -> None:
+    quantised = write_demo_model(tmp_path / "quantised", stored=name, shape=SHAPE)
+    plain = dequantised(quantised, tmp_path / "plain")
+    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
+    arguments = [
+        engine(plain, dtype="bfloat16"),
+        engine(quantised, 2, dtype="bfloat16", **hetero(cpu=cpu)),
+        *([engine(quantised, dtype="bfloat16")] if name in EVERYWHERE else []),
+    ]
+    asked = [batch(prompts(), logprobs=2)]
+    folder = logs / name
+    answers = run_engines(scene, folder, [(one, asked) for one in arguments], extra=IN_THIS_PROCESS)
+    (expected,), (ours,), *same = answers
+    log = (folder / "log").read_text()
+    assert log.count(f"4 linear layers are computed from the checkpoint's own {HELD[name]}") == 2
+    assert log.count("1 layers are computed as one operator") == 2
+    for theirs in (expected, *(one for (one,) in same)):
+        found = [gap_where_different(*pair) for pair in zip(ours, theirs, strict=True)]
+        gaps = [gap for gap in found if gap is not None]
+        assert len(gaps) <= 4
+        assert all(gap < NEARLY_EQUAL for gap in gaps)

@@ -1,0 +1,218 @@
+"""Weights of codes and scales are expanded, by all instruction sets and as on a GPU, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from native_module import LEVELS, native, needs_native  # noqa: E402
+
+from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.weight_formats import SCALED_FORMATS, ScaledWeight  # noqa: E402
+from ray_hetero.weight_formats.base import pack  # noqa: E402
+from ray_hetero.weight_formats.fp4 import Fp4Weight  # noqa: E402
+from ray_hetero.weight_formats.fp8 import NAN, Fp8Weight  # noqa: E402
+from ray_hetero.weight_formats.int4 import Int4Weight  # noqa: E402
+from ray_hetero.weight_formats.int8 import Int8Weight  # noqa: E402
+from ray_hetero.weight_formats.scaled import Codes  # noqa: E402
+
+pytestmark = needs_native
+TYPES = {
+    "bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e8m0fnu": torch.float8_e8m0fnu,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}  # fmt: skip
+MIDDLE = 127
+"""The exponent of 1 in E8M0."""
+
+
+def made(
+    kind: type[ScaledWeight],
+    outputs: int,
+    inputs: int,
+    group: int,
+    *,
+    scales: str | None = None,
+    has_zeros: bool = False,
+    is_uniform: bool = False,
+    seed: int = 0,
+) -> Codes:
+    """Random codes, all that the format has, with random scales."""
+    random = torch.Generator().manual_seed(seed)
+    most = 1 << kind.bits
+    shuffled = torch.randperm(outputs * inputs, generator=random) % most
+    codes = shuffled.to(torch.uint8).view(outputs, inputs)
+    if kind is Fp8Weight:
+        codes = torch.where((codes & NAN) == NAN, codes & 0x80, codes)
+    groups = -(-inputs // group)
+    shape = (outputs // 32 if is_uniform else outputs, groups)
+    name = scales or kind.scale_types[0]
+    if name == "float8_e8m0fnu":
+        exponents = torch.randint(MIDDLE - 20, MIDDLE + 20, shape, generator=random)
+        values = exponents.to(torch.uint8).view(TYPES[name])
+    else:
+        values = torch.randn(shape, generator=random).to(TYPES[name])
+    zeros = None
+    if has_zeros:
+        zeros = torch.randint(0, most, (outputs, groups), generator=random).to(torch.uint8)
+    return Codes(codes, values, group, zeros, 0.0371 if name == "float8_e4m3fn" else 1.0)
+
+
+CASES: list[tuple[type[ScaledWeight], dict[str, Any]]] = [
+    *((kind, {"scales": scales, "has_zeros": has_zeros})
+      for kind in (Int4Weight, Int8Weight) for scales in kind.scale_types
+      for has_zeros in (False, True)),
+    *((Fp8Weight, {"scales": scales}) for scales in Fp8Weight.scale_types),
+    (Fp8Weight, {"scales": "float32", "is_uniform": True}),
+    *((Fp4Weight, {"scales": scales}) for scales in Fp4Weight.scale_types),
+]  # fmt: skip
+
+
+def bits(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(torch.int16)
+
+
+def check(kind: type[ScaledWeight], codes: Codes) -> None:
+    expected = kind.expanded(codes)
+    weight = kind.stored(codes, native)
+    assert weight.shape == codes.shape
+    for level in LEVELS:
+        found = weight.packed(native, native.level(level))
+        assert torch.equal(bits(found), bits(pack(expected))), level
+    on_gpu = torch.empty(expected.numel(), dtype=torch.bfloat16)
+    expansion = weight.expansion(0, codes.shape[0], torch.device("cpu"))
+    expansion(weight.data.view(torch.uint8).view(-1), on_gpu)
+    assert torch.equal(bits(on_gpu.view(expected.shape)), bits(expected))
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group"),
+    [(64, 256, 128), (32, 32, 32), (96, 160, 64), (64, 96, 12), (128, 544, 544), (32, 192, 48)],
+)
+def test_all_codes_are_expanded_to_the_bit(
+    kind: type[ScaledWeight], options: dict[str, Any], outputs: int, inputs: int, group: int
+) -> None:
+    check(kind, made(kind, outputs, inputs, group, **options))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    case=st.sampled_from(CASES),
+    blocks=st.integers(1, 3),
+    tiles=st.integers(1, 9),
+    group=st.integers(1, 80).map(lambda fours: 4 * fours),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_any_group(
+    case: tuple[type[ScaledWeight], dict[str, Any]], blocks: int, tiles: int, group: int, seed: int
+) -> None:
+    kind, options = case
+    check(kind, made(kind, 32 * blocks, 32 * tiles, group, seed=seed, **options))
+
+
+@pytest.mark.parametrize("kind", SCALED_FORMATS.values())
+def test_a_part_of_the_outputs_is_expanded_by_itself(kind: type[ScaledWeight]) -> None:
+    codes = made(kind, 160, 96, 32)
+    weight, expected = kind.stored(codes, native), kind.expanded(codes)
+    part = torch.empty(64 * 96, dtype=torch.bfloat16)
+    expansion = weight.expansion(32, 96, torch.device("cpu"))
+    expansion(weight.data[32:96].view(torch.uint8).view(-1), part)
+    assert torch.equal(bits(part.view(64, 96)), bits(expected[32:96]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_products_are_those_of_the_expanded_weight(
+    kind: type[ScaledWeight], options: dict[str, Any], level: str
+) -> None:
+    codes = made(kind, 96, 1184, 64, **options)
+    weight, plain = kind.stored(codes, native), kind.expanded(codes).float()
+    bias = torch.randn(96)
+    for tokens in (1, 2, 3, 4, 9, 17, 32, 33, 70):
+        x = torch.randn(tokens, 1184).bfloat16()
+        y = torch.full((tokens, 96), torch.nan, dtype=torch.bfloat16)
+        native.linear(
+            x=x.data_ptr(), stride=x.stride(0), w=weight.data.data_ptr(), encoding=weight.encoding,
+            bias=bias.data_ptr(), y=y.data_ptr(), m=tokens, level=native.level(level),
+        )  # fmt: skip
+        expected = x.float() @ plain.T + bias
+        # Sums of 1184 products in float32, of which some are large, then one rounding to bf16.
+        room = 2 * 1184 * 2**-24 * (x.float().abs() @ plain.abs().T)
+        assert ((y.float() - expected).abs() <= room + 2**-8 * expected.abs() + 1e-30).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_result_does_not_depend_on_threads(threads: int) -> None:
+    codes = made(Int4Weight, 320, 3072, 128)
+    weight = Int4Weight.stored(codes, native)
+    before = torch.get_num_threads()
+    found = []
+    for tokens in (1, 8, 40):
+        x = torch.randn(tokens, 3072, generator=torch.Generator().manual_seed(1)).bfloat16()
+        for count in (2, threads):
+            y = torch.empty(tokens, 320, dtype=torch.bfloat16)
+            torch.set_num_threads(count)
+            try:
+                native.linear(
+                    x=x.data_ptr(), stride=3072, w=weight.data.data_ptr(),
+                    encoding=weight.encoding, bias=0, y=y.data_ptr(), m=tokens,
+                    level=native.level(LEVELS[-1]),
+                )  # fmt: skip
+            finally:
+                torch.set_num_threads(before)
+            found.append(y)
+        assert torch.equal(found[-1], found[-2])
+
+
+def test_scales_of_zero_and_tiny_ones() -> None:
+    codes = made(Int4Weight, 32, 128, 32, scales="float32")
+    codes.scales[:, 0] = 0.0
+    codes.scales[:, 1] = 2.0**-60
+    codes.scales[:, 2] *= -1
+    check(Int4Weight, codes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        (
+            Int4Weight,
+            {"outputs": 48},
+            r"outputs and inputs in multiples of 32, got 48",
+        ),
+        (Int4Weight, {"group": 6}, r"int4: expected groups in multiples of 4 inputs, got 6"),
+        (
+            Fp8Weight,
+            {"scales": "float8_e4m3fn"},
+            r"expected scales as float32 or .* got float8",
+        ),
+        (Fp8Weight, {"has_zeros": True}, r"fp8: expected no zero points"),
+    ],
+)
+def test_what_kernels_do_not_compute_is_refused(
+    kind: type[ScaledWeight], change: dict[str, Any], said: str
+) -> None:
+    sizes = {"outputs": 64, "inputs": 96, "group": 32, **change}
+    with pytest.raises(UnsupportedError, match=said):
+        kind.stored(made(kind, **sizes), native)
+
+
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan, 1e31])
+def test_scales_that_are_no_numbers_are_refused(wrong: float) -> None:
+    codes = made(Int8Weight, 32, 64, 32, scales="float32")
+    codes.scales[3, 1] = wrong
+    with pytest.raises(UnsupportedError, match=r"int8: 1 of 64 scales are infinite, NaN or above"):
+        Int8Weight.stored(codes, native)
+
+
+def test_nan_weights_are_refused() -> None:
+    codes = made(Fp8Weight, 32, 64, 32)
+    codes.codes[5, 7] = 0xFF
+    with pytest.raises(UnsupportedError, match=r"fp8: 1 of 2048 weights are NaN"):
+        Fp8Weight.stored(codes, native)
