@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 
-NOISE = re.compile(
-    r"A worker died or was killed|SYSTEM_ERROR|force killing|Traceback \(most recent call last\)"
-    r"|died unexpectedly|Fatal Python error|leaked \w+ objects"
+CRASH = re.compile(
+    r"A worker died or was killed|SYSTEM_ERROR|force killing|died unexpectedly|Fatal Python error"
 )
 """Lines by which a user would take a normal end for a crash."""
+TRACEBACK = "Traceback (most recent call last)"
+ENDS = "[shutdown]"
+"""In vLLM's first line about an end; on the way up it prints tracebacks of errors that it handles,
+as of a warm-up of its tokenizer where there is none."""
 
 
 def noise(output: str) -> list[str]:
     """Lines of an output that look like a crash; none of an engine that ended in order."""
-    return [line for line in output.splitlines() if NOISE.search(line)]
+    _, _, end = output.partition(ENDS)
+    found = [line for line in output.splitlines() if CRASH.search(line)]
+    return found + [line for line in end.splitlines() if TRACEBACK in line]
