@@ -58,13 +58,16 @@ def write_shape(name: str, *, layers: int | None = None) -> Path:
 
 
 def layer_bytes(shape: dict[str, int]) -> int:
-    """Bytes of one decoder layer in bf16: attention, MLP or all experts, and the two norms."""
+    """Bytes of one decoder layer in bf16: attention, MLP or all experts, and the norms."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    others = 2 * hidden
     if experts := shape.get("num_experts"):
         inner = experts * shape["moe_intermediate_size"]
+        # The router, and norms of queries and keys.
+        others += hidden * experts + 2 * head_size(shape)
     queries = shape["num_attention_heads"] * head_size(shape)
     kv = shape["num_key_value_heads"] * head_size(shape)
-    return DTYPE_BYTES * (2 * hidden * queries + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden)
+    return DTYPE_BYTES * (2 * hidden * queries + 2 * hidden * kv + 3 * hidden * inner + others)
 
 
 def head_size(shape: dict[str, int]) -> int:

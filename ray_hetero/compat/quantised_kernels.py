@@ -11,7 +11,7 @@ from ray_hetero.compat.patching import original
 def offer_kernels(kernels: Mapping[str, type], *, is_first: bool) -> None:
     """Have vLLM choose among more kernels for linear layers on CPUs.
 
-    Replaces: the lists `_POSSIBLE_…_KERNELS` of `model_executor.kernels.linear`, on CPU ranks.
+    Replaces: the lists `_POSSIBLE_…_KERNELS` of vllm.model_executor.kernels.linear, on CPU ranks.
     Why: `register_linear_kernel` puts a kernel behind those of vLLM, and knows no list of those for
     FP8 in blocks, nor for FP8 weights alone.
     Can go when: kernels of all lists can be registered, with an order.

@@ -43,15 +43,15 @@ class _Nothing:
     def __exit__(self, *args: object) -> None: ...
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_it_computes_what_torch_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_it_computes_what_torch_computes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, _Nothing)
     torch.manual_seed(0)
     # The shapes of an 8B model: one, two and four pieces, the last of them smaller or not.
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     weights = [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in shapes]
-    found = [FORMATS[name].made(pack(weight), streaming_linear) for weight in weights]
+    found = [FORMATS[kind].made(pack(weight), streaming_linear) for weight in weights]
     borrowed = [weight for weight in found if weight is not None]
     assert len(borrowed) == len(weights)
     gpu = BorrowedGpu(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)

@@ -216,6 +216,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
+    ("kernels/quantised_linear", quantised_linear.StreamedBlockFloats, "_get_layer_params"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
     ("compat/api_server", GenerateBaseServing, "_raise_if_error"),
