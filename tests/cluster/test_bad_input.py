@@ -38,7 +38,7 @@ LOADING = "Starting to load model"
         ({}, {"cpu": {"cores": "two"}}, ConfigError, r"cpu\.cores: .*integer.*got 'two'"),
         ({}, {"layers": [1, 1, 2]}, ConfigError, r"3 numbers \[1, 1, 2\] for 2 pipeline stages"),
         ({}, {"layout": [["cpu"]]}, ConfigError,
-         r"1 stages of 1 ranks.*--pipeline-parallel-size 2.*Type: --pipeline-parallel-size 1"),
+         r"1 stages of 1 ranks.*--pipeline-parallel-size 2.*type: --pipeline-parallel-size 1"),
         ({"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_both"}}, {}, UnsupportedError,
          r"--kv-transfer-config does not work with ray_hetero: .*Leave it out"),
         ({"speculative_config": {"method": "medusa", "num_speculative_tokens": 2}}, {},
