@@ -43,24 +43,6 @@ inline std::int64_t place_among(std::int64_t token, std::int64_t count, std::int
 
 // ---- a product of all experts --------------------------------------------------------------------
 
-// Sums [tokens][kBlock] plus what `rows` rows in bf16 add to them, for up to 32 tokens whose tiles
-// begin at x, `step` elements apart; meanwhile `lines` lines a tile are read ahead from `next` on.
-template <bool kTwo>
-void add_group(const std::uint16_t* x, std::int64_t step, const std::uint16_t* w,
-               std::int64_t rows, bool is_first, const std::uint8_t* next, std::int64_t lines,
-               float* sums) {
-  if (is_first) {
-    clear_sums<kTwo>();
-  } else {
-    load_sums<kTwo>(sums);
-  }
-  for (std::int64_t row = 0; row < rows; row += kTile, x += step) {
-    for (std::int64_t line = 0; line < lines; ++line, next += kLineBytes) prefetch_l2(next);
-    multiply<kTwo>(x, w + row * kRow);
-  }
-  store_sums<kTwo>(sums);
-}
-
 // One of the two products of the experts that a step uses.
 //
 // Tokens(number) gives the ExpertTokens of an active expert, store(number, block, first, count,

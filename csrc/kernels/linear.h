@@ -382,6 +382,24 @@ class FewTokens {
 
 // ---- many tokens --------------------------------------------------------------------------------
 
+// Sums [tokens][kBlock] plus what `rows` rows in bf16 add to them, for up to 32 tokens whose tiles
+// begin at x, `step` elements apart; meanwhile `lines` lines a tile are read ahead from `next` on.
+template <bool kTwo>
+void add_group(const std::uint16_t* x, std::int64_t step, const std::uint16_t* w,
+               std::int64_t rows, bool is_first, const std::uint8_t* next, std::int64_t lines,
+               float* sums) {
+  if (is_first) {
+    clear_sums<kTwo>();
+  } else {
+    load_sums<kTwo>(sums);
+  }
+  for (std::int64_t row = 0; row < rows; row += kTile, x += step) {
+    for (std::int64_t line = 0; line < lines; ++line, next += kLineBytes) prefetch_l2(next);
+    multiply<kTwo>(x, w + row * kRow);
+  }
+  store_sums<kTwo>(sums);
+}
+
 class ManyTokens {
  public:
   explicit ManyTokens(const Task& task)
@@ -463,27 +481,11 @@ class ManyTokens {
     for (std::int64_t token = 0; token < tokens; token += 2 * kTile) {
       const std::int64_t here = std::min<std::int64_t>(2 * kTile, tokens - token);
       if (token == 0 || here < 2 * kTile) configure_tiles(here);
-      const auto add = here > kTile ? add_two<true> : add_two<false>;
+      const auto add = here > kTile ? add_group<true> : add_group<false>;
       add(packed_ + row / kTile * step + (begin + token) * 2 * kTile, step, w, rows,
           row == 0, next + token / (2 * kTile) * rows / kTile * lines * kLineBytes, lines,
           sums + token * kBlock);
     }
-  }
-
-  template <bool kTwo>
-  static void add_two(const std::uint16_t* x, std::int64_t step,
-                                       const std::uint16_t* w, std::int64_t rows, bool is_first,
-                                       const std::uint8_t* next, std::int64_t lines, float* sums) {
-    if (is_first) {
-      clear_sums<kTwo>();
-    } else {
-      load_sums<kTwo>(sums);
-    }
-    for (std::int64_t row = 0; row < rows; row += kTile, x += step) {
-      for (std::int64_t line = 0; line < lines; ++line, next += kLineBytes) prefetch_l2(next);
-      multiply<kTwo>(x, w + row * kRow);
-    }
-    store_sums<kTwo>(sums);
   }
 
   const Task& task_;
