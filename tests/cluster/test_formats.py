@@ -61,3 +61,29 @@ def test_tokens_are_those_of_stock(name: str, scene: Scene, logs: Path, tmp_path
         gaps = [gap for gap in found if gap is not None]
         assert len(gaps) <= 4
         assert all(gap < NEARLY_EQUAL for gap in gaps)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "w4a16-zeros"])
+def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
+    name: str, scene: Scene, logs: Path, tmp_path: Path
+) -> None:
+    quantised = write_demo_model(tmp_path / "quantised", "qwen3_moe", stored=name, shape=SHAPE)
+    plain = dequantised(quantised, tmp_path / "plain")
+    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
+    arguments = [
+        engine(plain, dtype="bfloat16"),
+        engine(quantised, 2, dtype="bfloat16", **hetero(cpu=cpu)),
+    ]
+    asked = [batch(prompts(), logprobs=2)]
+    folder = logs / f"experts-{name}"
+    answers = run_engines(scene, folder, [(one, asked) for one in arguments], extra=IN_THIS_PROCESS)
+    (expected,), (ours,) = answers
+    # The first of the two layers has no experts.
+    scheme = {"w4a16": "int4", "w4a16-zeros": "int4"}.get(name, name.partition("-")[0])
+    assert (folder / "log").read_text().count(
+        f"experts of 1 layers are the checkpoint's own {scheme}"
+    ) == 1
+    found = [gap_where_different(*pair) for pair in zip(ours, expected, strict=True)]
+    gaps = [gap for gap in found if gap is not None]
+    assert len(gaps) <= 4
+    assert all(gap < NEARLY_EQUAL for gap in gaps)
