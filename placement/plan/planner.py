@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -150,9 +151,7 @@ class Planner:
 
     def _times_on(self, stage: StageDevices) -> tuple[int, ...]:
         times = {
-            first: cost.layer_step(
-                self.shape, self.shape.layers[first], stage, self._decode, self.links
-            ).total
+            first: self._layer_step(first, stage, self._decode).total
             for first in set(self._first_alike)
         }
         return tuple(times[first] for first in self._first_alike)
@@ -204,9 +203,13 @@ class Planner:
     def _time(
         self, row: Sequence[StageDevices], place: int, first: int, count: int, run: cost.Pass
     ) -> Step:
-        layers = self.shape.layers[first : first + count]
-        inside = (cost.layer_step(self.shape, x, row[place], run, self.links) for x in layers)
+        # Layers that are alike are priced once.
+        alike = Counter(self._first_alike[first : first + count])
+        inside = (self._layer_step(index, row[place], run) * many for index, many in alike.items())
         return cost.total_step(inside) + self._beside_layers(row, place, run)
+
+    def _layer_step(self, index: int, stage: StageDevices, run: cost.Pass) -> Step:
+        return cost.layer_step(self.shape, self.shape.layers[index], stage, run, self.links)
 
     def _reach(self, stage: StageDevices, place: int) -> tuple[int, ...]:
         beside = self._memory(stage, place, 0, 0)

@@ -16,7 +16,7 @@ from placement.errors import DoesNotFitError, LayoutError
 from placement.model.shape import ModelShape
 from placement.plan.cost import Workload
 from placement.plan.devices import Links, StageDevices
-from placement.plan.does_not_fit import explain, explain_given
+from placement.plan.does_not_fit import explain, explain_given, headline
 from placement.plan.planner import Order, Planner
 from placement.plan.stage_plan import Objective, RankPlan, Split, StagePlan
 
@@ -64,10 +64,10 @@ def choose_split(
     _check_counts(shape, stages, work)
     planner = Planner(shape, tuple(stages), work, objective, links or Links())
     if layers is not None:
-        return _given(planner, _checked_layers(shape, stages, layers))
+        return _given(planner, _checked_layers(shape, stages, layers), explained=explained)
     split = planner.best(order)
     if split is None:
-        raise DoesNotFitError(explain(planner, order) if explained else "no split fits")
+        raise DoesNotFitError(explain(planner, order) if explained else headline(planner))
     return replace(split, gpu_only=_gpu_only(planner, split, order))
 
 
@@ -103,10 +103,10 @@ def _checked_layers(
     return tuple(layers)
 
 
-def _given(planner: Planner, layers: tuple[int, ...]) -> Split:
+def _given(planner: Planner, layers: tuple[int, ...], *, explained: bool) -> Split:
     split = planner.build(range(len(layers)), layers)
     if any(rank.kv_room < rank.memory.kv for rank in split.ranks):
-        raise DoesNotFitError(explain_given(planner, split))
+        raise DoesNotFitError(explain_given(planner, split) if explained else headline(planner))
     return split
 
 
