@@ -151,7 +151,9 @@ class Planner:
 
     def _times_on(self, stage: StageDevices) -> tuple[int, ...]:
         times = {
-            first: self._layer_step(first, stage, self._decode).total
+            first: cost.layer_step(
+                self.shape, self.shape.layers[first], stage, self._decode, self.links
+            ).total
             for first in set(self._first_alike)
         }
         return tuple(times[first] for first in self._first_alike)
@@ -203,13 +205,12 @@ class Planner:
     def _time(
         self, row: Sequence[StageDevices], place: int, first: int, count: int, run: cost.Pass
     ) -> Step:
-        # Layers that are alike are priced once.
-        alike = Counter(self._first_alike[first : first + count])
-        inside = (self._layer_step(index, row[place], run) * many for index, many in alike.items())
+        kinds = Counter(self._first_alike[first : first + count])
+        inside = (
+            cost.layer_step(self.shape, self.shape.layers[kind], row[place], run, self.links) * times
+            for kind, times in kinds.items()
+        )
         return cost.total_step(inside) + self._beside_layers(row, place, run)
-
-    def _layer_step(self, index: int, stage: StageDevices, run: cost.Pass) -> Step:
-        return cost.layer_step(self.shape, self.shape.layers[index], stage, run, self.links)
 
     def _reach(self, stage: StageDevices, place: int) -> tuple[int, ...]:
         beside = self._memory(stage, place, 0, 0)
