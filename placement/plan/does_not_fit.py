@@ -14,13 +14,13 @@ from placement.units import GIB
 def explain(planner: Planner, order: Order) -> str:
     """Message for a model that no split fits."""
     split = _least_wrong(planner, order)
-    lines = [f"{headline(planner)}:", *map(_arithmetic, split.ranks)]
+    lines = [_headline(planner), *map(_arithmetic, split.ranks)]
     return "\n".join([*lines, _nearest(planner, order)])
 
 
 def explain_given(planner: Planner, split: Split) -> str:
     """Message for a model that does not fit with the layers the user gave."""
-    head = f"layers {list(split.layers)} do not fit. {headline(planner)}:"
+    head = f"layers {list(split.layers)} do not fit. {_headline(planner)}"
     lines = [head, *map(_arithmetic, split.ranks)]
     better = planner.best("fixed")
     if better is not None:
@@ -28,14 +28,18 @@ def explain_given(planner: Planner, split: Split) -> str:
     return "\n".join([*lines, _nearest(planner, "fixed")])
 
 
-def headline(planner: Planner) -> str:
+def brief(planner: Planner) -> str:
     """Message for a model that does not fit, without the arithmetic."""
+    return _headline(planner).removesuffix(":")
+
+
+def _headline(planner: Planner) -> str:
     work, shape = planner.work, planner.shape
     sizes = sorted({stage.size for stage in planner.stages})
     return (
         f"{shape.model_type} with {len(shape.layers)} layers, {_gib(shape.weight_bytes)} of "
         f"weights and KV cache for {asked_sequences(work)} x {asked_tokens(work)} tokens does not "
-        f"fit on {len(planner.stages)} stages x {' or '.join(map(str, sizes))} ranks"
+        f"fit on {len(planner.stages)} stages x {' or '.join(map(str, sizes))} ranks:"
     )
 
 

@@ -300,6 +300,7 @@ class SplitSearch:
             max_batched_tokens=self.facts.max_num_batched_tokens,
             links=self.links,
             explained=self.explained,
+            drafter=self.facts.drafter,
         )
 
 

@@ -37,8 +37,8 @@ EAGER = [
 COMPILED = [("llama-bf16-compiled", 2, 1), ("opt-f32-compiled", 1, 2)]
 
 NEARLY_EQUAL = 0.13
-"""How far apart logprobs may be that bf16 cannot tell apart reliably: two of its steps between 8 and
-16, where the largest logits of the demo models are."""
+"""How far apart logprobs may be that bf16 cannot tell apart reliably: two of its steps between 8
+and 16, where the largest logits of the demo models are."""
 has_no_native = streaming_linear._native is None
 
 Tokens = dict[str, list[list[int]]]
