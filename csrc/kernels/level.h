@@ -16,6 +16,7 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 //
 #include "linear.h"
 #include "experts.h"
+#include "sum_over_ranks.h"
 #include "post_attention.h"
 #include "rotation.h"
 //
@@ -25,6 +26,6 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-inline const Kernels kKernels{kHasTiles, run, run, rotate, run, run, expand};
+inline const Kernels kKernels{kHasTiles, run, run, rotate, run, run, run, expand};
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

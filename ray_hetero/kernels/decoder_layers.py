@@ -358,6 +358,8 @@ def _memory(
     many, shape = kernel.prompts, gpu_layers.shape_of(layers)
     if many is None or shape is None or not _has_weights(layers, many.gpu):
         return None
+    if kernel.sums is not None:
+        return None  # it would have to wait for the other ranks twice a layer
     if shape in made:
         return made[shape]
     try:
@@ -408,17 +410,28 @@ def _layer(
     attention, perceptron = layer.self_attn, layer.mlp
     own = [attention.qkv_proj, attention.o_proj, perceptron.gate_up_proj, perceptron.down_proj]
     norms = [as_norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    # Tensor-parallel ranks add their products up in between.
-    if None in norms or any(one not in linears or one.tp_size > 1 for one in own):
+    if None in norms or any(one not in linears for one in own) or not _adds_as_known(own, kernel):
         return None
     input_norm, norm = norms
     assert input_norm is not None
     assert norm is not None
     stacked, output, gate_up, down = (linears[one] for one in own)
+    if kernel.sums is not None and not kernel.sums.is_first:
+        output, down = (replace(one, bias=None) for one in (output, down))
     return Layer(
         Beginning(input_norm, stacked),
         Attention(attention, kernel),
         Parts(output, norm, gate_up, down),
+    )
+
+
+def _adds_as_known(linears: Sequence[Any], kernel: StreamingLinear) -> bool:
+    """Whether native calls can add up what the ranks of a group compute with these layers."""
+    if kernel.sums is None:
+        return all(one.tp_size == 1 for one in linears)
+    _, output, _, down = linears
+    return all(one.tp_size == kernel.sums.size for one in linears) and all(
+        one.reduce_results and one.input_is_parallel for one in (output, down)
     )
 
 
