@@ -25,13 +25,13 @@ import torch.distributed as dist  # noqa: E402
 from native_module import LEVELS, native, needs_native  # noqa: E402
 
 from ray_hetero.distributed import shared_memory, shared_sums  # noqa: E402
-from ray_hetero.kernels.post_attention import (  # noqa: E402
-    Beginning,
-    BetweenAttentions,
+from ray_hetero.kernels.layer_parts import (  # noqa: E402
     Linear,
     Norm,
-    Parts,
+    PostAttention,
+    QkvInput,
 )
+from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms, meeting  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
@@ -194,7 +194,7 @@ def linear(weight: Any, bias: Any = None, *, is_compact: bool) -> Linear:
     return Linear(held, bias)
 
 
-def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[Parts]:
+def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[PostAttention]:
     """A layer's parts, and those that each rank has of it."""
     torch.manual_seed(count)
     shapes = (HIDDEN, ATTENDED), (WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)
@@ -205,11 +205,11 @@ def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[Parts]:
     qkv = torch.randn(QKV, HIDDEN).mul_(HIDDEN**-0.5).bfloat16()
     norms = [Norm(torch.rand(HIDDEN).add_(0.5).bfloat16(), 1e-5) for _ in range(2)]
 
-    def made(own: int, of: int) -> Parts:
+    def made(own: int, of: int) -> PostAttention:
         first = own == 0
         gate_up = torch.cat([one.chunk(of)[own] for one in (gate, up)])
-        following = Beginning(norms[1], linear(qkv, is_compact=is_compact))
-        return Parts(
+        following = QkvInput(norms[1], linear(qkv, is_compact=is_compact))
+        return PostAttention(
             linear(output.chunk(of, 1)[own], output_bias if first else None, is_compact=is_compact),
             norms[0],
             linear(gate_up, is_compact=is_compact),
@@ -227,10 +227,10 @@ def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, l
     whole, *parts = parts_of(count, is_last=is_last, is_compact=count == 2)
     sums = shared(count, native.FEW_TOKENS * HIDDEN)
 
-    def block(parts: Parts, sums: RankSums | None) -> BetweenAttentions:
+    def block(parts: PostAttention, sums: RankSums | None) -> PostAttentionBlock:
         kernel = StreamingLinear(native, native.level(level))
         kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
-        return BetweenAttentions(parts, kernel)
+        return PostAttentionBlock(parts, kernel)
 
     alone = block(whole, None)
     blocks = [block(one, own) for one, own in zip(parts, sums, strict=True)]
@@ -257,7 +257,7 @@ def test_a_missing_rank_is_an_error_of_a_collective() -> None:
         native, memory, elements=native.FEW_TOKENS * HIDDEN, ranks=[4, 5], own=0, limit_s=0.2,
         connections=[None, None],
     )  # fmt: skip
-    block = BetweenAttentions(part, kernel)
+    block = PostAttentionBlock(part, kernel)
     given = torch.randn(1, ATTENDED // 2).bfloat16(), torch.randn(1, HIDDEN).bfloat16()
     # The second time too: what is in the memory is of no step any more.
     for _ in range(2):
@@ -270,7 +270,7 @@ def test_layers_need_room_for_their_sums() -> None:
     kernel = StreamingLinear(native)
     kernel.sums = shared(2, HIDDEN)[0]
     with pytest.raises(ValueError, match="expected room for the sums of 32 × 256 elements"):
-        BetweenAttentions(part, kernel)
+        PostAttentionBlock(part, kernel)
 
 
 def test_other_errors_stay_what_they_are() -> None:
