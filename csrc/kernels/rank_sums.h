@@ -75,7 +75,7 @@ class RankSums {
   void meet(std::int64_t elements, ReadAhead& ahead) {
     if (lost_ != 0) return;
     ++round_;
-    line(own_).elements.store(elements, std::memory_order_relaxed);
+    line(own_).elements[round_ % 2].store(elements, std::memory_order_relaxed);
     line(own_).round.store(round_, std::memory_order_release);
     for (std::int64_t rank = 0; rank < size() && lost_ == 0; ++rank) {
       if (rank != own_) await(rank, elements, ahead);
@@ -111,7 +111,8 @@ class RankSums {
   // What each rank tells the others.
   struct alignas(kLineBytes) Line {
     std::atomic<std::uint64_t> round;  // how often it has come
-    std::atomic<std::int64_t> elements;
+    // Of what it adds up, in turns: others may look when it has come once more, but not twice.
+    std::atomic<std::int64_t> elements[2];
   };
   struct alignas(kLineBytes) Header {
     std::atomic<std::int32_t> lost;  // 0, or which rank is missing and why, as the first one found
@@ -144,8 +145,8 @@ class RankSums {
       const timespec nap{0, kSleepNanoseconds};
       nanosleep(&nap, nullptr);
     }
-    // It cannot have gone on to the next sums: for that it needs this rank.
-    if (other.elements.load(std::memory_order_relaxed) != elements) lose(rank, Why::kOther);
+    const auto& theirs = other.elements[round_ % 2];
+    if (theirs.load(std::memory_order_relaxed) != elements) lose(rank, Why::kOther);
   }
 
   // Whether the wait for a rank is over because somebody is missing.

@@ -2,9 +2,10 @@
 
     python rank_sums_process.py '{"memory": 3, "own": 0, "members": 2, "limit_s": 1, …}'
 
-Prints one line of JSON for each thing that it has done; `doing` says what: "check" adds up random
-numbers at each level and prints a digest of the results, "repeat" prints a line and adds up until a
-rank is missing, "other" adds up other elements than the rest.
+Prints a line of JSON once it is ready, waits for a line, and prints one for each thing that it has
+done; `doing` says what: "check" adds up random numbers at each level and prints a digest of the
+results, "repeat" adds up once, and then until a rank is missing, "other" then adds up other elements
+than the rest.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def main() -> None:
     def tell(**what: Any) -> None:
         print(json.dumps(what), flush=True)
 
+    tell(pid=os.getpid())
+    sys.stdin.readline()
     if given["doing"] == "check":
         for level in native.levels():
             for elements in SIZES:
@@ -71,7 +74,7 @@ def main() -> None:
         return
     level = native.levels()[-1]
     run(4096, level)
-    tell(pid=os.getpid())
+    tell(sums=1)
     try:
         if given["doing"] == "other":
             run(8192, level)

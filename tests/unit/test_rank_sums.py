@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ class Rank:
         inherited = [given["memory"], *(one for one in given["connections"] if one >= 0)]
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "rank_sums_process.py"), json.dumps(given)],
-            stdout=subprocess.PIPE, text=True, pass_fds=inherited,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=inherited,
             env={**os.environ, "OMP_NUM_THREADS": "2"},
         )  # fmt: skip
 
@@ -63,11 +64,18 @@ class Rank:
         told: dict[str, Any] = json.loads(line)
         return told
 
+    def begin(self) -> None:
+        """Let it go on once all are ready: from then on each has to be there within the limit."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
     def end(self) -> None:
         self.process.kill()
         self.process.wait(PROCESS_SECONDS)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
 
 
 @contextlib.contextmanager
@@ -88,6 +96,10 @@ def ranks(count: int, *, limit_s: float, doing: list[str]) -> Iterator[list[Rank
         for end in pair:
             end.close()
     try:
+        for rank in made:
+            rank.told()
+        for rank in made:
+            rank.begin()
         yield made
     finally:
         for rank in made:
@@ -133,12 +145,12 @@ def test_a_rank_that_is_killed_is_named_at_once(count: int, lost: int) -> None:
 
 @pytest.mark.parametrize(("count", "lost"), [(2, 0), (3, 1)])
 def test_a_rank_that_is_stopped_is_named_within_the_limit(count: int, lost: int) -> None:
-    with ranks(count, limit_s=1.5, doing=["repeat"] * count) as found:
+    with ranks(count, limit_s=5.5, doing=["repeat"] * count) as found:
         for rank in found:
             rank.told()
         found[lost].process.send_signal(signal.SIGSTOP)
         error = (
-            f"rank {10 + lost}, of the same tensor-parallel group, was not there in 1.5 s "
+            f"rank {10 + lost}, of the same tensor-parallel group, was not there in 5.5 s "
             "(exchange.timeout_s)"
         )
         for rank in found[:lost] + found[lost + 1 :]:
@@ -239,9 +251,7 @@ def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, l
         residual = torch.randn(tokens, HIDDEN).bfloat16()
         expected = alone(attended, residual)
         slices = [one.contiguous() for one in attended.chunk(count, 1)]
-        found = together(
-            [lambda one=one, x=x: one(x, residual) for one, x in zip(blocks, slices, strict=True)]
-        )
+        found = together([partial(one, x, residual) for one, x in zip(blocks, slices, strict=True)])
         for y, total in found:
             torch.testing.assert_close(y.float(), expected[0].float(), rtol=2**-6, atol=2**-5)
             torch.testing.assert_close(total.float(), expected[1].float(), rtol=2**-6, atol=2**-5)
