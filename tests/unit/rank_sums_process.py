@@ -4,8 +4,8 @@
 
 Prints a line of JSON once it is ready, waits for a line, and prints one for each thing that it has
 done; `doing` says what: "check" adds up random numbers at each level and prints a digest of the
-results, "repeat" adds up once, and then until a rank is missing, "other" then adds up other elements
-than the rest.
+results, "repeat" adds up once, and then until a rank is missing, "other" then adds up other
+elements than the rest.
 """
 
 from __future__ import annotations
