@@ -179,7 +179,7 @@ def _used(shape: ModelShape, tensor: Tensor) -> float:
 def _reduce(shape: ModelShape, stage: StageDevices, run: Pass, links: Links) -> int:
     if stage.size == 1:
         return 0
-    link = group_link(stage, links)
+    link = group_link(stage, links, run.tokens)
     payload = run.tokens * shape.hidden_size * shape.dtype_bytes
     moved = 2 * (stage.size - 1) / stage.size * payload
     return REDUCTIONS_PER_LAYER * _pico(link.latency_s + moved / link.bandwidth)

@@ -95,22 +95,35 @@ def test_others(name: str, pipeline: int, tensor: int, others: Tokens, stock: St
     _same(others[name], stock(name))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(has_no_native, reason="needs the native module")
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_kernels_of_this_project(architecture: str, scene: Scene, logs: Path, model: Model) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "pipeline", "tensor"),
+    [
+        ("llama", 1, 2),
+        pytest.param("llama", 2, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_this_project(
+    architecture: str, pipeline: int, tensor: int, scene: Scene, logs: Path, model: Model
+) -> None:
     path = model(architecture, "bf16")
-    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming", "compact_weights": True}
+    shares = pipeline * tensor
+    cpu = {"ranks_per_socket": shares, "linear_kernel": "streaming", "compact_weights": True}
     compiled = {"dtype": "bfloat16", "enforce_eager": False}
+    ours_made = engine(path, pipeline, tensor, **compiled, **hetero(cpu=cpu))
     runs = [
-        (made, [batch(prompts(), logprobs=2)])
-        for made in (engine(path, **compiled), engine(path, 2, **compiled, **hetero(cpu=cpu)))
+        (made, [batch(prompts(), logprobs=2)]) for made in (engine(path, **compiled), ours_made)
     ]
-    folder = logs / f"kernels-{architecture}"
+    folder = logs / f"kernels-{architecture}-{pipeline}-{tensor}"
     (theirs,), (ours,) = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
+    # Ranks of one stage say the same.
     log = (folder / "log").read_text()
-    assert log.count("2 layers are computed as one operator") == 2
-    assert log.count("(cpu.compact_weights)") == 2
+    layers = {1: 4, 2: 2}[pipeline]
+    assert f"{layers} layers are computed as one operator" in log
+    assert "(cpu.compact_weights)" in log
+    assert ("are added up in memory that they share" in log) == (tensor > 1)
     found = [gap_where_different(*pair) for pair in zip(ours, theirs, strict=True)]
     gaps = [gap for gap in found if gap is not None]
     assert len(gaps) <= 3
