@@ -1,7 +1,7 @@
 // A decode step of a CPU stage's layers, 8B-shaped, in a program of its own: nothing but a compiler
 // is needed.
 //
-//     g++ -O3 -fopenmp -std=c++17 -Icsrc -o decode_step benchmarks/decode_step.cpp
+//     g++ -O3 -fopenmp -std=c++17 -Icsrc -o decode_step benchmarks/decode_step.cpp csrc/kernels/levels/*.cpp
 //     OMP_NUM_THREADS=14 GOMP_CPU_AFFINITY=2-15 ./decode_step LAYERS REQUESTSxCONTEXT…
 //
 // Times whole steps with compact weights, their linear layers alone, and plain reads of the same
