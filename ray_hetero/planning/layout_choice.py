@@ -18,6 +18,7 @@ from placement.model.shape import ModelShape
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import LayerPlan, Measure, plan_layers
+from ray_hetero.planning.world_plan import with_chosen_sockets
 
 WORTH_A_RANK = 0.99
 """Fewer ranks are taken where their step, by this factor, is no longer than the shortest."""
@@ -86,6 +87,7 @@ def choose_layout(
     """
     if facts.shape is None or config.layers != "auto":
         return None
+    nodes = with_chosen_sockets(config.cpu, nodes)
     found = [
         _priced(layout, config, nodes, facts, measure, how)
         for layout in layouts_to_try(nodes, facts.shape)
