@@ -18,6 +18,7 @@ from placement.model.shape import ModelShape
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import LayerPlan, Measure, plan_layers
+from ray_hetero.planning.world_plan import with_chosen_sockets
 
 WORTH_A_RANK = 0.99
 """Fewer ranks are taken where their step, by this factor, is no longer than the shortest."""
@@ -86,11 +87,12 @@ def choose_layout(
     """
     if facts.shape is None or config.layers != "auto":
         return None
+    free = with_chosen_sockets(config.cpu, nodes)
 
     def priced(layout: Layout, *, explained: bool) -> Candidate:
-        return _priced(layout, config, nodes, facts, measure, how | {"explained": explained})
+        return _priced(layout, config, free, facts, measure, how | {"explained": explained})
 
-    found = [priced(one, explained=False) for one in layouts_to_try(nodes, facts.shape)]
+    found = [priced(one, explained=False) for one in layouts_to_try(free, facts.shape)]
     fitting = [one for one in found if one.plan is not None]
     if any(one.is_unknown for one in found):
         return None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import decoder_parts  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from decoder_parts import HEAD, known_layers, linears, model  # noqa: E402
 from native_module import LEVELS, native, needs_native  # noqa: E402
+from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
+from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.distributed import shared_memory, shared_sums  # noqa: E402
+from ray_hetero.kernels import decode_step, layer_fusion  # noqa: E402
+from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layer_parts import (  # noqa: E402
     Linear,
     Norm,
@@ -35,6 +42,7 @@ from ray_hetero.kernels.layer_parts import (  # noqa: E402
 from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms, meeting  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.structures import STRUCTURES  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.weight_formats.base import pack  # noqa: E402
 
@@ -257,6 +265,102 @@ def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, l
             torch.testing.assert_close(total.float(), expected[1].float(), rtol=2**-6, atol=2**-5)
             assert torch.equal(y, found[0][0])
             assert torch.equal(total, found[0][1])
+
+
+class Whole(Requests):
+    """Layers of all heads, and what each rank of a group has of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lengths: list[int], count: int) -> None:
+        monkeypatch.setattr(decoder_parts, "WIDE", 64 * count)
+        super().__init__(monkeypatch, lengths, heads=3 * count, kv_heads=count)
+        self.count = count
+
+    def part(self, own: int) -> Any:
+        """The model of a rank."""
+        made = model(LAYERS, heads=3, kv_heads=1)
+        for theirs, mine in zip(self.layers, list(made.layers)[1:-1], strict=True):
+            qkv = theirs.self_attn.qkv_proj.matrix.split(
+                [3 * self.count * HEAD, self.count * HEAD, self.count * HEAD]
+            )
+            gate_up = theirs.mlp.gate_up_proj.matrix.chunk(2)
+            slices = {
+                mine.self_attn.qkv_proj: torch.cat([one.chunk(self.count)[own] for one in qkv]),
+                mine.self_attn.o_proj: theirs.self_attn.o_proj.matrix.chunk(self.count, 1)[own],
+                mine.mlp.gate_up_proj: torch.cat([one.chunk(self.count)[own] for one in gate_up]),
+                mine.mlp.down_proj: theirs.mlp.down_proj.matrix.chunk(self.count, 1)[own],
+            }
+            for product, matrix in slices.items():
+                product.matrix, product.tp_size = matrix.contiguous(), self.count
+                product.reduce_results = product.input_is_parallel = True
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                getattr(mine, norm).weight.data.copy_(getattr(theirs, norm).weight.data)
+            mine.self_attn.attn.impl = cpu_attn.CPUAttentionBackendImpl(
+                3, HEAD, 0.2, 1, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto"
+            )
+        return made
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
+    count: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Whole(monkeypatch, [300, 1, 64], count)
+    hidden, residual = whole.inputs(is_first=False)
+    caches = whole.begin("vec")
+    alone = whole.made(level)
+    assert alone._decode_step is not None
+    contexts = [whole.contexts[layer.self_attn.attn.layer_name] for layer in whole.layers]
+    before = [cache.clone() for cache in caches]
+    requests = decode_step._Requests(whole.positions, whole.slots, whole.lengths, whole.blocks)
+    expected = alone._decode_step._run(requests, contexts, hidden, residual)
+    calls, kept, written = [], [], []
+    for own, sums in enumerate(shared(count, native.FEW_TOKENS * decoder_parts.HIDDEN)):
+        kernel = StreamingLinear(native, native.level(level))
+        kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
+        rank = whole.part(own)
+        layers = DecoderLayers(known_layers(rank, linears(rank), kernel), kernel)
+        mine = [cache[:, own : own + 1].contiguous() for cache in before]
+        given = [
+            (made, module, cache, slots)
+            for (made, module, _, slots), cache in zip(contexts, mine, strict=True)
+        ]
+        assert layers._decode_step is not None
+        kept.append(layers)
+        calls.append(partial(layers._decode_step._run, requests, given, hidden, residual))
+        written.append(mine)
+    found = together(calls)
+    for y, total in found:
+        torch.testing.assert_close(y.float(), expected[0].float(), **CLOSE)
+        torch.testing.assert_close(total.float(), expected[1].float(), **CLOSE)
+        assert torch.equal(y, found[0][0])
+        assert torch.equal(total, found[0][1])
+    for number, cache in enumerate(caches):
+        together_again = torch.cat([mine[number] for mine in written], 1)
+        torch.testing.assert_close(together_again.float(), cache.float(), **CLOSE)
+
+
+def test_layers_of_a_group_are_left_to_vllm_without_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Whole(monkeypatch, [1], 2).part(0)
+    kernel = StreamingLinear(native)
+    structure = next(one for one in STRUCTURES if one.is_model(rank))
+    layer, made = list(rank.layers)[1], linears(rank)
+    why = layer_fusion.layer_of(structure, layer, made, kernel)
+    assert why == "tensor-parallel ranks add their products up in between"
+    kernel.sums = shared(2, native.FEW_TOKENS * decoder_parts.HIDDEN)[1]
+    biases = [
+        replace(made[one], bias=torch.zeros(decoder_parts.HIDDEN))
+        for one in (layer.self_attn.o_proj, layer.mlp.down_proj)
+    ]
+    made |= dict(zip((layer.self_attn.o_proj, layer.mlp.down_proj), biases, strict=True))
+    found = layer_fusion.layer_of(structure, layer, made, kernel)
+    # The first rank adds biases.
+    assert (found.parts.output.bias, found.parts.down.bias) == (None, None)
+    layer.mlp.down_proj.reduce_results = False
+    why = layer_fusion.layer_of(structure, layer, made, kernel)
+    assert why == "tensor-parallel ranks add other products up than those that are known"
 
 
 def test_a_missing_rank_is_an_error_of_a_collective() -> None:
