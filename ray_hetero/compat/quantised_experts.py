@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.cpu_experts import computing
 from ray_hetero.compat.patching import original, replace
+from ray_hetero.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
+INTEGERS = {
+    "CompressedTensorsWNA16MoEMethod": (
+        "compressed-tensors", "weight_packed", "weight_scale", "weight_zero_point",
+    ),
+    "AutoGPTQMoEMethod": ("gptq", "qweight", "scales", "qzeros"),
+    "AutoAWQMoEMethod": ("awq", "qweight", "scales", "qzeros"),
+}  # fmt: skip
+"""vLLM's method → how integers are packed, and the ends of their tensors' names."""
 CLASSES = ("CPUExpertsFp8", "CPUExpertsInt4", "CPUExpertsMxfp4")
 """vLLM's experts whose weights a checkpoint holds as codes, in `experts.cpu_moe`."""
 
@@ -32,6 +41,8 @@ class StoredExperts:
     w2_zero: torch.Tensor | None = None
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale; None where the tensors' shapes say it."""
+    layout: str = "compressed-tensors"
+    """Who packs integers of four bits this way: compressed-tensors, gptq or awq."""
 
 
 def use_quantised_experts(kernel: Callable[..., None]) -> None:
@@ -39,8 +50,8 @@ def use_quantised_experts(kernel: Callable[..., None]) -> None:
 
     Replaces: `CPUExpertsFp8._supports_current_device`, `CPUExpertsFp8._supports_quant_scheme`,
     `CPUExpertsFp8.apply`, the same three of `CPUExpertsInt4` and of `CPUExpertsMxfp4`;
-    `prepare_fp8_moe_layer_for_cpu` and `prepare_mxfp4_moe_layer_for_cpu` of `experts.cpu_moe`,
-    `oracle.int_wna16._process_weights_cpu`.
+    `cpu_moe.prepare_fp8_moe_layer_for_cpu`, `cpu_moe.prepare_mxfp4_moe_layer_for_cpu`,
+    `int_wna16._process_weights_cpu`.
     Why: vLLM's kernels for them need AMX, and its choice knows its own kernels only.
     Can go when: kernels of experts can be registered, as quantisation methods can.
 
@@ -82,11 +93,14 @@ def _is_known(key: Any) -> bool:
 def quantised_layers(model: Any) -> Iterator[tuple[Any, Any, StoredExperts]]:
     """Layers whose experts are computed by one of `CLASSES`.
 
-    Uses: `RoutedExperts.quant_method`, `moe_kernel.fused_experts` of it, and the names under which
-    the methods register a checkpoint's tensors.
+    Uses: `FusedMoEKernel.fused_experts` of a layer's method, and the names under which the methods in
+    `INTEGERS` and those of floats register a checkpoint's tensors.
 
     Yields:
         The layer, its experts object, and its tensors.
+
+    Raises:
+        UnsupportedError: integers that are packed in a way that nothing here reads.
 
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -102,14 +116,7 @@ def quantised_layers(model: Any) -> Iterator[tuple[Any, Any, StoredExperts]]:
 
 def _stored(layer: Any, name: str) -> StoredExperts:
     if name == "CPUExpertsInt4":
-        return StoredExperts(
-            "int4",
-            layer.w13_weight_packed.data,
-            layer.w2_weight_packed.data,
-            layer.w13_weight_scale.data,
-            layer.w2_weight_scale.data,
-            *(_data(layer, f"{part}_weight_zero_point") for part in ("w13", "w2")),
-        )
+        return _stored_integers(layer)
     end = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
     w13_scale, w2_scale = (getattr(layer, f"{part}_{end}").data for part in ("w13", "w2"))
     scheme = "fp8" if name == "CPUExpertsFp8" else "mxfp4"
@@ -121,6 +128,30 @@ def _stored(layer: Any, name: str) -> StoredExperts:
         w13_scale,
         w2_scale,
         block=None if block is None else (block[0], block[1]),
+    )
+
+
+def _stored_integers(layer: Any) -> StoredExperts:
+    method = type(layer.quant_method).__name__
+    names = INTEGERS.get(method)
+    config = getattr(layer.quant_method, "quant_config", None)
+    if names is None or getattr(config, "desc_act", False):
+        reordered = "with act-order " if names is not None else ""
+        raise UnsupportedError(
+            f"{layer.layer_name}: its experts are in integers of four bits {reordered}({method}), "
+            "which nothing on a CPU rank computes. Write a layout without CPU ranks."
+        )
+    layout, weight, scale, zero = names
+    is_symmetric = layout == "gptq" and getattr(config, "is_sym", True)
+    return StoredExperts(
+        "int4",
+        getattr(layer, f"w13_{weight}").data,
+        getattr(layer, f"w2_{weight}").data,
+        getattr(layer, f"w13_{scale}").data,
+        getattr(layer, f"w2_{scale}").data,
+        None if is_symmetric else _data(layer, f"w13_{zero}"),
+        None if is_symmetric else _data(layer, f"w2_{zero}"),
+        layout=layout,
     )
 
 
@@ -138,5 +169,6 @@ def forget_tensors(layer: Any) -> None:
             nothing = parameter.data.new_zeros(()).expand(parameter.shape)
             setattr(layer, name, torch.nn.Parameter(nothing, requires_grad=False))
     for part in ("w13", "w2"):
-        if not hasattr(layer, f"{part}_weight"):
-            setattr(layer, f"{part}_weight", getattr(layer, f"{part}_weight_packed"))
+        for name in ("weight_packed", "qweight"):
+            if not hasattr(layer, f"{part}_weight") and hasattr(layer, f"{part}_{name}"):
+                setattr(layer, f"{part}_weight", getattr(layer, f"{part}_{name}"))

@@ -22,6 +22,8 @@ from ray_hetero.weight_formats.fp8 import Fp8Weight
 from ray_hetero.weight_formats.int4 import Int4Weight
 from ray_hetero.weight_formats.scaled import Codes, ScaledWeight
 
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where each of eight neighbouring outputs lies in a word of AutoAWQ's."""
 KINDS: dict[str, type[ScaledWeight]] = {"fp8": Fp8Weight, "int4": Int4Weight, "mxfp4": Fp4Weight}
 """Formats by `StoredExperts.scheme`."""
 
@@ -67,23 +69,54 @@ def _codes(
     stored: StoredExperts, weight: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None,
     expert: int,
 ) -> Codes:  # fmt: skip
-    kind = KINDS[stored.scheme]
-    codes = unpacked(weight, kind.bits) if kind.bits < 8 else weight.view(torch.uint8)
-    outputs, inputs = codes.shape
+    if stored.scheme == "int4":
+        return _integers(stored.layout, weight, scale, None if zeros is None else zeros[expert])
     if stored.scheme == "mxfp4":
+        codes = unpacked(weight, Fp4Weight.bits)
         return Codes(codes, scale.view(torch.float8_e8m0fnu), MXFP4_GROUP)
+    codes = weight.view(torch.uint8)
+    outputs, inputs = codes.shape
     if stored.block is not None:
         rows, group = stored.block
         return Codes(codes, scale.float().repeat_interleave(rows, 0)[:outputs], group)
-    if stored.scheme == "int4":
-        of_groups = None if zeros is None else unpacked(zeros[expert].t(), kind.bits).t()
-        return Codes(codes, scale, inputs // scale.shape[1], of_groups)
     if scale.numel() not in (1, outputs):
         raise UnsupportedError(
             f"experts in {stored.scheme}: expected one scale, or one for each of {outputs} "
             f"outputs, got {tuple(scale.shape)}"
         )
     return Codes(codes, scale.float().reshape(-1, 1).expand(outputs, 1).contiguous(), inputs)
+
+
+def _integers(
+    layout: str, words: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
+) -> Codes:
+    """Integers of four bits as the libraries pack them.
+
+    Args:
+        layout: compressed-tensors ([N, K / 8], scales [N, groups], zeros [N / 8, groups]), gptq
+            ([K / 8, N], [groups, N], [groups, N / 8], each less 1), or awq ([K, N / 8], the others
+            as gptq, each itself).
+        words: int32, eight codes each.
+        scale: of groups.
+        zeros: words, or None for the middle of the codes.
+
+    """
+    bits = Int4Weight.bits
+    if layout == "compressed-tensors":
+        of_groups = None if zeros is None else unpacked(zeros.t(), bits).t()
+        codes = unpacked(words, bits)
+    elif layout == "gptq":
+        of_groups = None if zeros is None else unpacked(zeros, bits).t() + 1
+        codes, scale = unpacked(words.t(), bits), scale.t()
+    else:
+        of_groups = None if zeros is None else _in_order(unpacked(zeros, bits)).t()
+        codes, scale = _in_order(unpacked(words, bits)).t(), scale.t()
+    return Codes(codes, scale, codes.shape[1] // scale.shape[1], of_groups)
+
+
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [M, N] that lie in their words as AutoAWQ has them."""
+    return codes.unflatten(1, (-1, len(AWQ_PLACES)))[..., AWQ_PLACES].flatten(1)
 
 
 def _paired(codes: Codes, *, is_interleaved: bool) -> Codes:

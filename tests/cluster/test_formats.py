@@ -63,7 +63,7 @@ def test_tokens_are_those_of_stock(name: str, scene: Scene, logs: Path, tmp_path
         assert all(gap < NEARLY_EQUAL for gap in gaps)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "w4a16-zeros"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "w4a16-zeros", "gptq", "awq"])
 def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
     name: str, scene: Scene, logs: Path, tmp_path: Path
 ) -> None:
@@ -79,7 +79,7 @@ def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
     answers = run_engines(scene, folder, [(one, asked) for one in arguments], extra=IN_THIS_PROCESS)
     (expected,), (ours,) = answers
     # The first of the two layers has no experts.
-    scheme = {"w4a16": "int4", "w4a16-zeros": "int4"}.get(name, name.partition("-")[0])
+    scheme = HELD[name]
     assert (folder / "log").read_text().count(
         f"experts of 1 layers are the checkpoint's own {scheme}"
     ) == 1

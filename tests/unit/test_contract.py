@@ -36,7 +36,10 @@ from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor import layers
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_random_seed
@@ -70,6 +73,7 @@ from ray_hetero.compat import (
     engine_processes,
     message_queues,
     patching,
+    quantised_experts,
     spec_decode,
 )
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
@@ -221,6 +225,15 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
+    ("compat/cpu_experts", FusedMoEKernel, "fused_experts"),
+    *(
+        ("compat/quantised_experts", getattr(cpu_moe, name), attribute)
+        for name in quantised_experts.CLASSES
+        for attribute in ("_supports_current_device", "_supports_quant_scheme", "apply")
+    ),
+    ("compat/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
+    ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
+    ("compat/quantised_experts", int_wna16, "_process_weights_cpu"),
     ("kernels/quantised_linear", quantised_linear.StreamedBlockFloats, "_get_layer_params"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),

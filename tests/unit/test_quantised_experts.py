@@ -64,6 +64,8 @@ def stored(name: str, inner: int) -> StoredExperts:
         return StoredExperts("mxfp4", *(words(one).view(torch.uint8) for one in codes), *exponents)
     group = 16
     scales = (small((*shape[:2], shape[2] // group)).bfloat16() for shape in (w13, w2))
+    if name in ("gptq", "awq"):
+        return packed_by_library(name, codes, list(scales))
     made = StoredExperts("int4", *map(words, codes), *scales)
     if name == "int4":
         return made
@@ -73,6 +75,35 @@ def stored(name: str, inner: int) -> StoredExperts:
     )
     w13_zero, w2_zero = (one.transpose(1, 2).contiguous() for one in zeros)
     return replace(made, w13_zero=w13_zero, w2_zero=w2_zero)
+
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+"""Which of eight neighbouring outputs lies where in a word, from its lowest bits on."""
+
+
+def packed_by_library(
+    name: str, codes: list[torch.Tensor], scales: list[torch.Tensor]
+) -> StoredExperts:
+    """Integers with zero points as AutoGPTQ and AutoAWQ pack them."""
+    zeros = [torch.randint(1, 16, one.shape, dtype=torch.uint8) for one in scales]
+    if name == "gptq":
+        held = [words(one).transpose(1, 2).contiguous() for one in codes]
+        points = [words(one.transpose(1, 2) - 1) for one in zeros]
+    else:
+
+        def along_outputs(one: torch.Tensor) -> torch.Tensor:
+            by_input = one.transpose(1, 2).unflatten(-1, (-1, 8))
+            return words(by_input[..., AWQ_ORDER].flatten(-2))
+
+        held, points = ([along_outputs(one) for one in some] for some in (codes, zeros))
+    by_group = [one.transpose(1, 2).contiguous() for one in scales]
+    found = StoredExperts("int4", *held, *by_group, *points, layout=name)
+    for expert in range(EXPERTS):
+        for i, one in enumerate(codes_of(found, expert)):
+            assert torch.equal(one.codes, codes[i][expert])
+            assert one.zeros is not None
+            assert torch.equal(one.zeros, zeros[i][expert])
+    return found
 
 
 def plain(given: StoredExperts, **how: Any) -> Given:
@@ -85,7 +116,8 @@ def plain(given: StoredExperts, **how: Any) -> Given:
 
 @pytest.mark.parametrize("inner", [32, 96])
 @pytest.mark.parametrize(
-    "name", ["fp8-tensor", "fp8-channel", "fp8-block", "mxfp4", "int4", "int4-zeros"]
+    "name",
+    ["fp8-tensor", "fp8-channel", "fp8-block", "mxfp4", "int4", "int4-zeros", "gptq", "awq"],
 )
 def test_results_are_those_of_the_weights_in_bf16(name: str, inner: int) -> None:
     torch.manual_seed(inner)
