@@ -207,7 +207,8 @@ class Planner:
     ) -> Step:
         kinds = Counter(self._first_alike[first : first + count])
         inside = (
-            cost.layer_step(self.shape, self.shape.layers[kind], row[place], run, self.links) * times
+            cost.layer_step(self.shape, self.shape.layers[kind], row[place], run, self.links)
+            * times
             for kind, times in kinds.items()
         )
         return cost.total_step(inside) + self._beside_layers(row, place, run)
