@@ -73,6 +73,9 @@ class CpuConfig(_Section):
     """What a CPU rank gets: a whole CPU package, or one NUMA node (sub-NUMA clustering)."""
     ranks_per_socket: Annotated[int, Field(ge=1, le=64)] = 1
     """Into how many equal shares of cores each socket is split, one rank a share."""
+    sockets: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Auto = "auto"
+    """Sockets of each node that CPU ranks may take, by number (`ray-hetero topology`), in this
+    order; auto is all of them, a rank's own near the GPUs that it exchanges with."""
     cores: Annotated[int, Field(ge=1)] | Auto = "auto"
     """Compute threads of each rank; auto is all cores of the socket less the reserved ones."""
     reserved_cores: Annotated[int, Field(ge=0)] | Auto = "auto"

@@ -297,7 +297,11 @@ def test_stages_are_fitted_by_what_a_layer_and_a_step_cost() -> None:
     ("program", "arguments", "lines"),
     [
         ("streaming_linear", ["1", "1"], ["outputs are those of plain sums", "1 tokens, compact"]),
-        ("decode_step", ["1", "1x128", "4x300"], ["1x128", "4x300"]),
+        (
+            "decode_step",
+            ["1/2", "1x128", "4x300"],
+            ["sums of 32 × 4096 over 2 ranks", "1x128", "4x300"],
+        ),
     ],
 )
 def test_programs_without_python_can_be_built_and_run(
