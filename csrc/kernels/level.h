@@ -19,6 +19,8 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 //
 #include "linear.h"
 #include "experts.h"
+#include "norms.h"
+#include "activations.h"
 #include "post_attention.h"
 #include "rotation.h"
 //

@@ -97,7 +97,10 @@ def test_compiled(name: str, pipeline: int, tensor: int, compiled: Tokens, stock
 
 @pytest.mark.slow
 @pytest.mark.skipif(has_no_native, reason="needs the native module")
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "qwen3", "mistral", "gemma", "gemma2", "phi3", "granite", "glm4", "stablelm", "opt"],
+)
 def test_kernels_of_this_project(architecture: str, scene: Scene, logs: Path, model: Model) -> None:
     path = model(architecture, "bf16")
     cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming", "compact_weights": True}
