@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "rank_sums.h"
 #include "tokens.h"
 #include "weight.h"
 
@@ -20,6 +21,7 @@ struct Task {
   std::uint16_t* y;   // [m][n] bf16
   std::int64_t m, stride;
   bool x_is_tiles = false;  // for levels with tiles, and few tokens
+  float* partial = nullptr;  // [m][n], in the place of y: what the ranks of a group add up
 
   Places places() const { return {m, stride, x_is_tiles}; }
 };
@@ -64,6 +66,7 @@ struct PostAttention {
   float multiplier = 1;           // of what is added to the residual
   bool is_parallel = false;       // whether the perceptron's norm is of the attention's residual
   std::optional<QkvInput> next;   // of the layer that comes; none after the last
+  RankSums* sums = nullptr;       // of the group whose ranks have parts of output and down, if any
 
   bool has_mlp() const { return down.w.encoding != nullptr; }
   bool is_gated() const { return gate_up.w.n() != inner(); }

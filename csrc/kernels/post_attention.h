@@ -3,19 +3,21 @@
 //   r ← r + O·a      h ← D·(silu(G·n) ∘ (U·n))  with n = norm(r)      r ← r + h      q ← Q·norm(r)
 //
 // in one parallel region; other models have another activation, no gate, norms of what is added to
-// the residual, or the perceptron beside the attention: n = norm(r) before O·a is added.  As operators of their own, what lies between the products costs a step
-// little arithmetic and much waiting: for the threads to be called together, and for instructions
-// that a layer's weights have driven out of the caches.
+// the residual, or the perceptron beside the attention: n = norm(r) before O·a is added.  As
+// operators of their own, what lies between the products costs a step little arithmetic and much
+// waiting: for the threads to be called together, and for instructions that a layer's weights have
+// driven out of the caches.
 //
-// Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16.
+// Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16.  Of a
+// tensor-parallel group O and D are the rank's parts, whose sums over all ranks are rounded once.
 //
 // Included once for each level, see levels.h.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 inline Task task_of(const Linear& linear, const std::uint16_t* from, const Places& places,
-                    std::uint16_t* to) {
-  return {from, linear.w, linear.bias, to, places.m, linear.w.k(), places.are_tiles};
+                    std::uint16_t* to, float* partial = nullptr) {
+  return {from, linear.w, linear.bias, to, places.m, linear.w.k(), places.are_tiles, partial};
 }
 
 class PostAttentionBlock {
@@ -32,11 +34,12 @@ class PostAttentionBlock {
         gate_up_(normed_ + normed_places_.elements()),
         gated_(gate_up_ + 2 * gated_places_.elements()),
         sum_between_(layer.next ? gated_ + gated_places_.elements() : sum),
-        output_task_(task_of(layer.output, attended, places, projected_)),
+        output_task_(task_of(layer.output, attended, places, projected_, partial(kOutput))),
         output_(output_task_) {
     if (layer.has_mlp()) {
       up_task_ = task_of(layer.gate_up, normed_, normed_places_, gate_up_);
-      down_task_ = task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y);
+      down_task_ = task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
+                           partial(kDown));
       up_.emplace(up_task_);
       down_.emplace(down_task_);
     }
@@ -69,12 +72,13 @@ class PostAttentionBlock {
     if (next_) FewTokens::reserve_own(next_task_);
   }
 
-  // A thread's share; all of the team's have to come.
-  void work(int thread, int threads, Barrier& barrier) {
+  // A thread's share; all of the team's have to come.  False if a rank of the group is missing, as
+  // RankSums knows then: nothing is to be computed any more.
+  bool work(int thread, int threads, Barrier& barrier) {
     if (layer_.is_parallel) norm_residual(thread, threads);
     output_.work(thread);
     ReadAhead up = up_ ? up_->ahead(thread) : ReadAhead(nullptr, 0);
-    barrier.wait(up);
+    if (!project(thread, threads, barrier, up, kOutput, projected_)) return false;
     if (layer_.is_parallel) {
       add(thread, threads);
     } else if (up_) {
@@ -83,7 +87,7 @@ class PostAttentionBlock {
     } else {
       const Places rows{normed_places_.m, normed_places_.stride, false};
       norm(thread, threads, residual_, layer_.output_norm, layer_.norm, sum_, y_, rows);
-      return;
+      return true;
     }
     up_->work(thread);
     ReadAhead down = down_->ahead(thread);
@@ -91,17 +95,13 @@ class PostAttentionBlock {
     activate_some(thread, threads);
     barrier.wait(down);
     down_->work(thread);
-    if (next_) {
-      ReadAhead next = next_->ahead(thread);
-      barrier.wait(next);
-      norm(thread, threads, sum_between_, layer_.down_norm, layer_.next->norm, sum_);
-      barrier.wait(next);
-      next_->work(thread);
-    } else if (layer_.down_norm || layer_.multiplier != 1) {
-      ReadAhead nothing(nullptr, 0);
-      barrier.wait(nothing);
-      end(thread, threads);
-    }
+    if (!next_) return end(thread, threads, barrier);
+    ReadAhead next = next_->ahead(thread);
+    if (!project(thread, threads, barrier, next, kDown, projected_)) return false;
+    norm(thread, threads, sum_between_, layer_.down_norm, layer_.next->norm, sum_);
+    barrier.wait(next);
+    next_->work(thread);
+    return true;
   }
 
   // The first weights of this thread's share.
@@ -110,6 +110,23 @@ class PostAttentionBlock {
  private:
   static std::int64_t elements(const PostAttention& layer, std::int64_t m) {
     return (3 * layer.output.w.n() + 3 * layer.inner()) * m;
+  }
+
+  // Where the ranks of a group write what they project.
+  enum Place { kOutput, kDown };
+  float* partial(Place place) const {
+    return layer_.sums == nullptr ? nullptr : layer_.sums->partial(place);
+  }
+
+  // Have what all threads have projected be in `to`, of all ranks; false if one is missing.
+  bool project(int thread, int threads, Barrier& barrier, ReadAhead& ahead, Place place,
+               std::uint16_t* to) const {
+    if (layer_.sums != nullptr) {
+      return sum_over_ranks(thread, threads, barrier, ahead, *layer_.sums, place,
+                            normed_places_.elements(), to);
+    }
+    barrier.wait(ahead);
+    return true;
   }
 
   // `own` is the norm of what is added.
@@ -148,8 +165,13 @@ class PostAttentionBlock {
     }
   }
 
-  // What is added to the residual by whoever comes.
-  void end(int thread, int threads) const {
+  // What is added to the residual by whoever comes; false if a rank is missing.
+  bool end(int thread, int threads, Barrier& barrier) const {
+    const bool changes = layer_.down_norm || layer_.multiplier != 1;
+    if (layer_.sums == nullptr && !changes) return true;
+    ReadAhead nothing(nullptr, 0);
+    if (!project(thread, threads, barrier, nothing, kDown, y_)) return false;
+    if (!changes) return true;
     const std::int64_t n = normed_places_.stride;
     for (std::int64_t token = thread; token < normed_places_.m; token += threads) {
       std::uint16_t* y = y_ + token * n;
@@ -158,6 +180,7 @@ class PostAttentionBlock {
         store_bf16(y + i, multiplied(y + i, layer_.multiplier));
       }
     }
+    return true;
   }
 
   void activate_some(int thread, int threads) const {
@@ -206,6 +229,7 @@ inline void run(const PostAttention& layer, const std::uint16_t* attended,
              [&](int thread, int threads, Barrier& barrier) {
                block.work(thread, threads, barrier);
              });
+    if (layer.sums != nullptr) layer.sums->check();
     attended += tokens * layer.output.w.k();
     residual += tokens * layer.output.w.n();
     sum += tokens * layer.output.w.n();

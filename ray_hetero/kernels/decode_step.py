@@ -20,6 +20,7 @@ from ray_hetero.kernels.attention import SPAN, Attention
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layer_parts import QkvInput
 from ray_hetero.kernels.post_attention import PostAttentionBlock
+from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.token_rows import is_few_rows, token_rows
@@ -130,31 +131,32 @@ class DecodeStep:
         residual = None if residual is None else residual.contiguous()
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
         number = {id(metadata): place for place, (metadata, *_) in enumerate(groups)}
-        self._layers.run(
-            requests=[
-                self._kernel.native.Requests(
-                    m=len(one.positions),
-                    positions=one.positions.data_ptr(),
-                    slots=one.slots.data_ptr(),
-                    lengths=one.lengths.data_ptr(),
-                    blocks=one.blocks.data_ptr(),
-                    most_blocks=one.blocks.stride(0),
-                    block=cache.shape[2],
-                    cache_blocks=cache.shape[0],
-                    tiles=module.isa == TILES,
-                )
-                for one, (_, module, cache, _) in zip(requests, groups, strict=True)
-            ],
-            caches=[
-                (cache.data_ptr(), cache.stride(0), cache.stride(1), number[id(metadata)])
-                for metadata, _, cache, _ in contexts
-            ],
-            hidden=hidden.data_ptr(),
-            residual=0 if residual is None else residual.data_ptr(),
-            y=y.data_ptr(),
-            sum=total.data_ptr(),
-            level=self._kernel.level,
-        )
+        with meeting(self._kernel.sums):
+            self._layers.run(
+                requests=[
+                    self._kernel.native.Requests(
+                        m=len(one.positions),
+                        positions=one.positions.data_ptr(),
+                        slots=one.slots.data_ptr(),
+                        lengths=one.lengths.data_ptr(),
+                        blocks=one.blocks.data_ptr(),
+                        most_blocks=one.blocks.stride(0),
+                        block=cache.shape[2],
+                        cache_blocks=cache.shape[0],
+                        tiles=module.isa == TILES,
+                    )
+                    for one, (_, module, cache, _) in zip(requests, groups, strict=True)
+                ],
+                caches=[
+                    (cache.data_ptr(), cache.stride(0), cache.stride(1), number[id(metadata)])
+                    for metadata, _, cache, _ in contexts
+                ],
+                hidden=hidden.data_ptr(),
+                residual=0 if residual is None else residual.data_ptr(),
+                y=y.data_ptr(),
+                sum=total.data_ptr(),
+                level=self._kernel.level,
+            )
         return y, total
 
 

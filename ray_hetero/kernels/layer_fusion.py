@@ -31,6 +31,7 @@ from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
+from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.structures import STRUCTURES, Calls, LayerModules, structure_of
 from ray_hetero.log import logger
@@ -137,7 +138,8 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
     if known is None:
         return f"layers of this kind in {type(decoder).__name__} are not among those that are known"
     structure, modules = known
-    if why := _why_unsuited(modules, linears) or attention.why_unsuited(modules):
+    why = _why_unsuited(modules, linears) or _why_not_added(modules, kernel.sums)
+    if why := why or attention.why_unsuited(modules):
         return why
     # vLLM adds to the residual and takes the norm in one operator where it hands both on.
     of_rounded = structure.calls not in {Calls.RESIDUAL, Calls.HIDDEN_FIRST}
@@ -147,6 +149,9 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
     assert input_norm is not None
     assert norm is not None
     qkv, output, *perceptron = (linears[one] for one in modules.linears)
+    is_first = kernel.sums is None or kernel.sums.is_first
+    if not is_first:
+        output = replace(output, bias=None)
     begins, attention_part = QkvInput(input_norm, qkv), Attention(modules, kernel)
     parts = PostAttention(
         output,
@@ -161,6 +166,8 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
     activation = as_activation(modules.activation)
     assert activation is not None
     gate_up, down = perceptron
+    if not is_first:
+        down = replace(down, bias=None)
     parts = replace(parts, gate_up=gate_up, down=down, activation=activation[0])
     if parts.is_gated != activation[1]:
         return f"the perceptron has other sizes than {type(modules.activation).__name__} suggests"
@@ -171,8 +178,6 @@ def _why_unsuited(modules: LayerModules, linears: Linears) -> str:
     """Why the products, norms and activation of a layer cannot be computed here; or ""."""
     if any(one not in linears for one in modules.linears):
         return "vLLM's own kernels compute linear layers of it"
-    if any(one.tp_size > 1 for one in modules.linears):
-        return "tensor-parallel ranks add their products up in between"
     if modules.mlp is None and as_activation(modules.activation) is None:
         return f"the activation is another one ({type(modules.activation).__name__})"
     for norm in modules.norms:
@@ -192,6 +197,21 @@ def as_activation(module: Any) -> tuple[Activation, bool] | None:
     return None if found is None else (found, False)
 
 
+def _why_not_added(modules: LayerModules, sums: RankSums | None) -> str:
+    """Why the ranks of a tensor-parallel group cannot add up in native calls; or ""."""
+    size = 1 if sums is None else sums.size
+    if any(one.tp_size != size for one in modules.linears):
+        return "tensor-parallel ranks add their products up in between"
+    if sums is None:
+        return ""
+    if modules.mlp is not None:
+        return "tensor-parallel ranks add their experts up in a call of their own"
+    added = (modules.output, modules.down)
+    if not all(one.reduce_results and one.input_is_parallel for one in added):
+        return "tensor-parallel ranks add other products up than those that are known"
+    return ""
+
+
 def _memory(
     layers: Sequence[Layer], kernel: StreamingLinear, made: Memories
 ) -> AttentionMemory | None:
@@ -199,6 +219,8 @@ def _memory(
     many, shape = kernel.prompts, gpu_layers.shape_of(layers)
     if many is None or shape is None or not _has_weights(layers, many.gpu):
         return None
+    if kernel.sums is not None:
+        return None  # it would have to wait for the other ranks twice a layer
     if shape in made:
         return made[shape]
     try:

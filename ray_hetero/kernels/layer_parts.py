@@ -152,8 +152,14 @@ class PostAttention:
         gate, up = x.chunk(2, dim=-1)
         return function(gate) * up
 
-    def native(self, module: Any) -> Any:
-        """The native module's object."""
+    def native(self, module: Any, sums: Any = None) -> Any:
+        """The native module's object.
+
+        Args:
+            module: the native module.
+            sums: its object of the group whose ranks have parts of output and down, if any.
+
+        """
 
         def optional(part: Linear | Norm | QkvInput | None) -> Any:
             return None if part is None else part.native
@@ -169,6 +175,7 @@ class PostAttention:
             multiplier=self.multiplier,
             is_parallel=self.is_parallel,
             next=optional(self.next),
+            sums=sums,
         )
 
 

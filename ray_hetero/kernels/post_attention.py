@@ -10,9 +10,11 @@ the activation, are one call of csrc/kernels/post_attention.h; a GPU that comput
 from __future__ import annotations
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
 
 from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
+from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 
 
@@ -22,7 +24,7 @@ class PostAttentionBlock:
     def __init__(self, parts: PostAttention, kernel: StreamingLinear) -> None:
         self.parts = parts
         self._kernel = kernel
-        self.native = parts.native(kernel.native)
+        self.native = parts.native(kernel.native, kernel.sums and kernel.sums.native)
 
     def __call__(
         self, attended: torch.Tensor, residual: torch.Tensor
@@ -40,8 +42,10 @@ class PostAttentionBlock:
         """
         tokens = attended.shape[0]
         many = self._kernel.prompts
+        sums = self._kernel.sums
         if (
             many is not None
+            and sums is None  # a GPU would have to wait for them in between
             and tokens >= many.from_tokens
             and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
         ):
@@ -51,14 +55,15 @@ class PostAttentionBlock:
         attended, residual = attended.contiguous(), residual.contiguous()
         result = attended.new_empty((tokens, self.parts.outputs))
         total = torch.empty_like(residual)
-        self.native.run(
-            attended.data_ptr(),
-            residual.data_ptr(),
-            tokens,
-            total.data_ptr(),
-            result.data_ptr(),
-            self._kernel.level,
-        )
+        with meeting(sums):
+            self.native.run(
+                attended.data_ptr(),
+                residual.data_ptr(),
+                tokens,
+                total.data_ptr(),
+                result.data_ptr(),
+                self._kernel.level,
+            )
         return result, total
 
     def one_by_one(
@@ -66,7 +71,7 @@ class PostAttentionBlock:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as a sequence of operators; arguments and result as of a call."""
         parts, total = self.parts, residual.clone(memory_format=torch.contiguous_format)
-        added = self._linear(attended, parts.output)
+        added = self._summed(self._linear(attended, parts.output))
         if parts.is_parallel:
             hidden = norm(total, parts.norm)
             total += added * parts.multiplier
@@ -76,7 +81,8 @@ class PostAttentionBlock:
         if parts.gate_up is None or parts.down is None:
             return hidden, total
         inner = self._activated(self._linear(hidden, parts.gate_up))
-        added = addend(self._linear(inner, parts.down), parts.down_norm, parts.multiplier)
+        added = self._summed(self._linear(inner, parts.down))
+        added = addend(added, parts.down_norm, parts.multiplier)
         if parts.next is None:
             return added, total
         return self._linear(add_and_norm(added, total, parts.next.norm), parts.next.qkv), total
@@ -88,6 +94,13 @@ class PostAttentionBlock:
         gated = x.new_empty((x.shape[0], x.shape[1] // 2))
         torch.ops._C.silu_and_mul(gated, x)
         return gated
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """A product of which each rank of a tensor-parallel group has computed a part."""
+        if self._kernel.sums is None:
+            return x
+        summed: torch.Tensor = tensor_model_parallel_all_reduce(x)
+        return summed
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return self._kernel.compute(x, linear.weight, linear.bias)

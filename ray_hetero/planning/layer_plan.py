@@ -118,6 +118,7 @@ def plan_layers(
     asked: Asked | None = None,
     described: Described | None = None,
     links: Links | None = None,
+    explained: bool = True,
 ) -> LayerPlan:
     """Decide devices, order of the stages and layers of each.
 
@@ -133,6 +134,8 @@ def plan_layers(
         asked: the step to price and the sequences to hold; None is the engine's own choice.
         described: what a description of the cluster says of a seat's device.
         links: the ways between ranks; None is what is assumed of them.
+        explained: whether an error says by how much a model does not fit, which takes many times
+            as long as planning.
 
     Raises:
         LayoutError: there are too few devices.
@@ -162,7 +165,7 @@ def plan_layers(
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
         return LayerPlan(world, None, warning=warning, threads=threads)
-    search = SplitSearch(config, facts, facts.shape, stages, asked, links)
+    search = SplitSearch(config, facts, facts.shape, stages, asked, links, explained)
     if is_chosen:
         split = search.best()
         moved = enumerate(_moved(world, split))
@@ -256,6 +259,7 @@ class SplitSearch:
     stages: tuple[StageDevices, ...]
     asked: Asked | None = None
     links: Links | None = None
+    explained: bool = True
 
     def best(self) -> Split:
         """The best split with room for what is wanted, else for one sequence.
@@ -271,7 +275,7 @@ class SplitSearch:
         batch = min(PRICED_BATCH, facts.max_num_seqs) if many else 1
         wanted = min(facts.max_num_seqs, WANTED_KV_TOKENS // facts.max_model_len)
         try:
-            return self._choose(batch, max(1, wanted))
+            return replace(self, explained=False)._choose(batch, max(1, wanted))
         except DoesNotFitError:
             return self._choose(1, 1)
 
@@ -295,6 +299,8 @@ class SplitSearch:
             max_model_len=self.facts.max_model_len,
             max_batched_tokens=self.facts.max_num_batched_tokens,
             links=self.links,
+            explained=self.explained,
+            drafter=self.facts.drafter,
         )
 
 
