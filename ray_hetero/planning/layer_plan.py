@@ -18,9 +18,9 @@ from placement.plan.devices import Links, StageDevices, stages_of
 from placement.plan.split import RankPlan, Split, choose_split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
+from ray_hetero.planning.fused_architectures import FUSED_MODEL_TYPES
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 from ray_hetero.planning.rank_devices import (
-    FUSED_MODEL_TYPES,
     Described,
     UnknownDeviceError,
     rank_devices,

@@ -22,7 +22,6 @@ from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import LayerPlan, describe_split, plan_layers
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
-from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES
 
 AUTO = HeteroConfig()
 FACTS = EngineFacts(LLAMA_70B, "", 80, 8192, 256, 2048, 0.9)
@@ -330,12 +329,6 @@ def test_what_makes_a_sockets_step_short_is_priced(
     others = sum(t.nbytes for layer in layers for t in layer.tensors) - held
     expected = (held * read_share + others) / figures.read_bandwidth
     assert step["weights"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_layers_that_are_priced_as_one_operator_are_those_that_can_be() -> None:
-    llama = pytest.importorskip("ray_hetero.kernels.structures.llama")
-    known = {name.removesuffix("DecoderLayer").lower() for name in llama.LAYERS}
-    assert known == FUSED_MODEL_TYPES
 
 
 def test_throughput_balances_the_stages() -> None:
