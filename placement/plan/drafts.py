@@ -39,8 +39,9 @@ class Drafter:
         layers = sum(cost.layer_weights(layer, size) for layer in self.shape.layers)
         if self.has_own_vocabulary:
             return layers + cost.around_weights(self.shape, size, first=True, last=True)
-        embedding = () if is_first else self.shape.embedding
-        return layers + sum(tensor.rank_bytes(size) for tensor in embedding)
+        # An output matrix of its own is one for fewer tokens.
+        held = self.shape.output_head + (() if is_first else self.shape.embedding)
+        return layers + sum(tensor.rank_bytes(size) for tensor in held)
 
     def kv_bytes(self, size: int, work: Workload) -> int:
         """KV bytes of a rank, for the sequences that must have room."""

@@ -45,14 +45,26 @@ def drafter_of(
 
 
 def _shape(method: str | None, model: object, target: ModelShape) -> ModelShape | None:
-    like_target = replace(target, layers=target.layers[-1:])
+    like_target = replace(target, layers=target.layers[-1:], output_head=())
     if method is not None and method.endswith("mtp"):
         # Its layers are in the target's own checkpoint, behind those that count.
         return like_target
     try:
-        return shape_of(model if isinstance(model, Mapping) else Path(str(model)))
+        shape = shape_of(model if isinstance(model, Mapping) else Path(str(model)))
     except UnknownModelError:
         return like_target if method in HEADS else None
+    if method not in HEADS or not shape.layers:
+        return shape
+    # What combines the target's hidden states, and EAGLE-3's only layer, have names of their own.
+    first = replace(shape.layers[0], tensors=(*shape.layers[0].tensors, *shape.extra))
+    is_exact = shape.source == "safetensors"
+    return replace(
+        shape,
+        layers=(first, *shape.layers[1:]),
+        embedding=(shape.embedding if is_exact else ()) or target.embedding,
+        output_head=shape.output_head if is_exact else (),
+        extra=(),
+    )
 
 
 def drafter_in(speculative: SpeculativeConfig | None, target: ModelShape | None) -> Drafter | None:
