@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placement.cluster.layout import Kind, Layout
 from placement.errors import LayoutError
@@ -62,6 +62,8 @@ class Seat:
     socket: Socket | None = None
     """The socket of a CPU rank."""
     bundle_cpus: float = 0
+    serves_experts: bool = False
+    """Whether it holds experts of all stages, and is no rank of vLLM's."""
 
     @property
     def device(self) -> str:
@@ -84,7 +86,9 @@ class _Free:
         return gpus <= self.gpus and cpus <= len(self.sockets)
 
 
-def assign(layout: Layout, nodes: Sequence[Node], turn: Turn = ALONE) -> tuple[Seat, ...]:
+def assign(
+    layout: Layout, nodes: Sequence[Node], turn: Turn = ALONE, expert_ranks: int = 0
+) -> tuple[Seat, ...]:
     """Seat every rank, the ranks of a stage on one node wherever one has the room.
 
     The driver's node comes first, then nodes by address, so the same input gives the same seats.
@@ -94,6 +98,7 @@ def assign(layout: Layout, nodes: Sequence[Node], turn: Turn = ALONE) -> tuple[S
         nodes: the cluster.
         turn: this engine's; the devices of those before it are left to them where there are enough
             for all, so that engines that do not see each other's claims yet choose others.
+        expert_ranks: sockets for experts; they come last, and all ranks are on one node then.
 
     Raises:
         LayoutError: the nodes together have too few devices of a kind.
@@ -102,13 +107,13 @@ def assign(layout: Layout, nodes: Sequence[Node], turn: Turn = ALONE) -> tuple[S
     places = _places(nodes)
     try:
         for _ in range(turn.index):
-            _seat_all(layout, places, nodes)
-        return _seat_all(layout, places, nodes)
+            _seat_all(layout, places, nodes, expert_ranks)
+        return _seat_all(layout, places, nodes, expert_ranks)
     except LayoutError:
         if not turn.index:
             raise
     # The others have theirs already, and this is what they left.
-    return _seat_all(layout, _places(nodes), nodes)
+    return _seat_all(layout, _places(nodes), nodes, expert_ranks)
 
 
 def _places(nodes: Sequence[Node]) -> list[_Free]:
@@ -118,8 +123,12 @@ def _places(nodes: Sequence[Node]) -> list[_Free]:
     ]
 
 
-def _seat_all(layout: Layout, places: Sequence[_Free], nodes: Sequence[Node]) -> tuple[Seat, ...]:
+def _seat_all(
+    layout: Layout, places: Sequence[_Free], nodes: Sequence[Node], expert_ranks: int
+) -> tuple[Seat, ...]:
     """Seats of one engine; takes its devices out of the places."""
+    if expert_ranks:
+        places = [_place_of_all(layout, places, nodes, expert_ranks)]
     seats: list[Seat] = []
     used: Counter[tuple[str, Kind]] = Counter()
     for stage, kinds in enumerate(layout.stages):
@@ -133,7 +142,31 @@ def _seat_all(layout: Layout, places: Sequence[_Free], nodes: Sequence[Node]) ->
             local_rank = used[place.node.node_id, kind]
             used[place.node.node_id, kind] += 1
             seats.append(_seat(place, len(seats), stage, tensor_rank, kind, local_rank))
+    for number in range(expert_ranks):
+        local_rank = used[places[0].node.node_id, "cpu"] + number
+        seat = _seat(places[0], len(seats), len(layout.stages), number, "cpu", local_rank)
+        seats.append(replace(seat, serves_experts=True))
     return tuple(seats)
+
+
+def _place_of_all(
+    layout: Layout, places: Sequence[_Free], nodes: Sequence[Node], expert_ranks: int
+) -> _Free:
+    """A node for all stages and expert ranks, which share memory.
+
+    Raises:
+        LayoutError: no node has room for all of them.
+
+    """
+    gpus, sockets = layout.count("gpu"), layout.count("cpu") + expert_ranks
+    found = next((place for place in places if place.room(gpus, sockets)), None)
+    if found is None:
+        raise LayoutError(
+            f"layout {layout} with {expert_ranks} expert ranks (experts.ranks) needs {gpus} GPUs "
+            f"and {sockets} CPU sockets of one node. There are: {_there(nodes)}. "
+            "cpu.ranks_per_socket splits a socket into several."
+        )
+    return found
 
 
 def _seat(
@@ -164,13 +197,16 @@ def _seat(
 
 
 def _no_room(layout: Layout, stage: int, kind: Kind, nodes: Sequence[Node]) -> str:
-    there = "; ".join(
-        f"{node.host.name} ({node.address}): {node.gpus} GPUs, {len(node.sockets)} sockets"
-        for node in nodes
-    )
     return (
         f"layout {layout} needs {layout.count('gpu')} GPUs and {layout.count('cpu')} sockets; "
-        f"no {kind} is left for stage {stage}. There are: {there}."
+        f"no {kind} is left for stage {stage}. There are: {_there(nodes)}."
+    )
+
+
+def _there(nodes: Sequence[Node]) -> str:
+    return "; ".join(
+        f"{node.host.name} ({node.address}): {node.gpus} GPUs, {len(node.sockets)} sockets"
+        for node in nodes
     )
 
 

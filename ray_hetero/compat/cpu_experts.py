@@ -78,6 +78,15 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
     replace(CPUUnquantizedExperts, "apply", computing)
 
 
+def number_of(layer: Any) -> int | None:
+    """The number that `take` gave a layer; None where it is left to vLLM.
+
+    Uses: `FusedMoEKernel.fused_experts`.
+    """
+    kernel = getattr(layer.quant_method, "moe_kernel", None)
+    return None if kernel is None else getattr(kernel.fused_experts, "layer_number", None)
+
+
 def other_methods(model: Any) -> Counter[str]:
     """Layers of routed experts that are quantised, counted by vLLM's class for them."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

@@ -147,7 +147,7 @@ class HandoverMemory:
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """The bytes of each part, in the order of `Geometry.sizes`."""
-        return self.memory.split(self.geometry.sizes)
+        return tuple(self.memory.split(self.geometry.sizes))
 
     def bind(self, rank: int, numa_nodes: Sequence[int]) -> None:
         """Let the pages of an expert rank's results come from its NUMA nodes, if untouched yet."""

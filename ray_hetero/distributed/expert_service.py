@@ -105,9 +105,9 @@ class ExpertService:
             if asked is not None:
                 self._compute(*asked)
 
-    @torch.inference_mode()
     def _compute(self, channel: int, layer: int, tokens: int) -> None:
         held, views = self._computed[channel][layer]
-        sums = held.compute(views.x[:tokens], views.weights[:tokens], views.ids[:tokens])
-        views.results[self._number][:tokens].copy_(sums)
+        with torch.inference_mode():
+            sums = held.compute(views.x[:tokens], views.weights[:tokens], views.ids[:tokens])
+            views.results[self._number][:tokens].copy_(sums)
         self._receiver.finish(channel)

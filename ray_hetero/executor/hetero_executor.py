@@ -214,7 +214,7 @@ class HeteroExecutor(GuardedExecutor):
             engine_args.limit_batches_in_flight(self.vllm_config, batches)
             self._share_batches()
             step.outcome = str(world.layout)
-        for warning in filter(None, (plan.warning, world_plan.sharing_warning(world.seats))):
+        for warning in filter(None, (plan.warning, world_plan.sharing_warning(world.members))):
             logger.warning(warning)
         logger.info("\n%s", as_text(placement_table(world, plan.threads)))
         for line in layer_plan.describe_split(plan):
@@ -303,7 +303,7 @@ class HeteroExecutor(GuardedExecutor):
 
     def _reserve(self) -> ray_cluster.Reservation:
         with self._progress.step("reserve"):
-            seats = self.world.seats
+            seats = self.world.members
             if self._external is not None:
                 return self._external.reservation(seats)
             return ray_cluster.reserve(
@@ -328,7 +328,7 @@ class HeteroExecutor(GuardedExecutor):
             self._ranks = ranks
             fingerprints = actors.prepare()
             assert actors.processes is not None
-            for seat in self.world.seats:
+            for seat in self.world.members:
                 logger.info("started %s", actors.processes.describe(seat.rank))
             check_agreement(fingerprints)
         self._keep_off_compute_cores(actors.processes.pids)

@@ -117,6 +117,7 @@ class RoutedExperts:
                 f"experts of hidden size {self.hidden}: expected a multiple of {MULTIPLE}"
             )
         self._level = level
+        self._native_module = native
         filling = -inner % MULTIPLE
         room = _Room(3 * self.count * (inner + filling) * self.hidden)
 
@@ -148,6 +149,11 @@ class RoutedExperts:
             beta=activation.beta,
             limit=activation.limit,
         )
+
+    @property
+    def call(self) -> Any:
+        """What another native module calls (csrc/expert_call.h), valid as long as this is."""
+        return self._native_module.ExpertCall(self._native, self._level)
 
     @property
     def nbytes(self) -> int:

@@ -61,7 +61,9 @@ def plan_world(
         )
     except LayoutError as error:
         raise LayoutError(f"{error}{_held(nodes)}") from None
-    return World(layout, assign(layout, nodes, turn), tuple(layers))
+    seats = assign(layout, nodes, turn, config.experts.ranks)
+    ranks = layout.world_size
+    return World(layout, seats[:ranks], tuple(layers), experts=seats[ranks:])
 
 
 def _held(nodes: Sequence[Node]) -> str:

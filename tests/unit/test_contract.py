@@ -36,7 +36,11 @@ from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor import layers
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.fused_moe import layer as fused_moe_layer
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_random_seed
@@ -51,7 +55,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocCl
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, SamplerOutput
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -69,6 +73,7 @@ from ray_hetero.compat import (
     engine_processes,
     message_queues,
     patching,
+    remote_experts,
     spec_decode,
 )
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
@@ -117,6 +122,10 @@ OVERRIDES: dict[type, set[str]] = {
     HostCommunicator: {
         "__init__", "all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast", "send",
         "recv",
+    },
+    remote_experts._remote_method(): {
+        "__init__", "create_weights", "maybe_roundup_sizes", "uses_weight_scale_2_pattern",
+        "process_weights_after_loading", "get_fused_moe_quant_config", "apply",
     },
 }  # fmt: skip
 """Methods that stand for one of vLLM's; a renamed one would silently never be called."""
@@ -216,6 +225,14 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
+    ("compat/cpu_experts", FusedMoEKernel, "fused_experts"),
+    ("compat/remote_experts", RoutedExperts, "_get_quant_method"),
+    ("compat/remote_experts", RoutedExperts, "__init__"),
+    ("compat/remote_experts", RoutedExperts, "forward_modular"),
+    ("compat/remote_experts", RoutedExperts, "_ensure_moe_quant_config_init"),
+    ("compat/remote_experts", fused_moe_layer, "make_parallel_config"),
+    ("compat/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
+    ("compat/message_queues", AsyncModelRunnerOutput, "get_output"),
     ("kernels/quantised_linear", quantised_linear.StreamedBlockFloats, "_get_layer_params"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
