@@ -160,6 +160,11 @@ class RemoteExperts:
             "experts of %d layers are computed by %s", len(self._layers), " and ".join(names)
         )
 
+    def close(self) -> None:
+        """Let the expert ranks go."""
+        if self._channel is not None:
+            self._channel.close()
+
     def _take(self, layer: Any) -> remote_experts.Compute:
         number = len(self._layers)
         self._layers.append(RemoteLayer(layer.layer_name, layer.hidden_size, layer.top_k))

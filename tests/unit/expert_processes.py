@@ -2,11 +2,12 @@
 
     python expert_processes.py {stock,stage,expert} WORK NUMBER
 
-WORK holds what `request.json` says: the model, its dtype, the number of expert ranks, the kernel.
+WORK holds `request.json`: by name the model, its dtype, the expert ranks and their kernel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -40,69 +41,87 @@ from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
 TOKENS = 70
 
 
-def configured(work: Path) -> tuple[Any, HeteroConfig, int]:
-    given = json.loads((work / "request.json").read_text())
+def configured(case: dict[str, Any]) -> tuple[Any, HeteroConfig]:
     args = EngineArgs(
-        model=given["model"], dtype=given["dtype"], skip_tokenizer_init=True, enforce_eager=True,
-        max_model_len=512, kv_cache_memory_bytes=1 << 30,
+        model=case["model"], dtype=case["dtype"], skip_tokenizer_init=True, enforce_eager=True,
+        max_model_len=128, kv_cache_memory_bytes=1 << 30,
     )  # fmt: skip
     config = HeteroConfig.model_validate(
-        {"cpu": {"linear_kernel": given["kernel"]}, "experts": given["experts"]}
+        {"cpu": {"linear_kernel": case["kernel"]}, "experts": case["experts"]}
     )
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    current_platform.import_kernels()
-    return args.create_engine_config(), config, config.experts.ranks
+    return args.create_engine_config(), config
 
 
-def rank_of(work: Path, config: HeteroConfig, ranks: int, dtype: str, model: str) -> RankSpec:
+def rank_of(meeting: str, config: HeteroConfig, model: str, dtype: str) -> RankSpec:
     """The one rank of a stage, beside expert ranks."""
     where = {"node_id": "n", "address": "a", "node_name": "n", "is_driver_node": True}
     seat = Seat(0, 0, 0, "gpu", local_rank=0, **where)  # type: ignore[arg-type]
     experts = [
         Seat(1 + n, 1, n, "cpu", local_rank=n, serves_experts=True, **where)  # type: ignore[arg-type]
-        for n in range(ranks)
+        for n in range(config.experts.ranks)
     ]
     world = World(Layout((("gpu",),)), (seat,), (4,), tuple(experts))
     # Fewer tokens at once than there are, so that they are handed over in pieces.
-    shared = SharedSettings("e", dtype, 512, 16, 0, 32, 8, False, False, False, (), ())
+    shared = SharedSettings("e", dtype, 128, 16, 0, 32, 8, False, False, False, (), ())
     engine = EngineSpec(EngineArgs(model=model), config, None)
-    return RankSpec(world, seat, engine, shared, (), (), meeting=work.name)
+    return RankSpec(world, seat, engine, shared, (), (), meeting=meeting)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     role, work, number = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    vllm_config, config, ranks = configured(work)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    current_platform.import_kernels()
+    for name, case in json.loads((work / "request.json").read_text()).items():
+        vllm_config, config = configured(case)
+        with set_current_vllm_config(vllm_config):
+            init_distributed_environment(1, 0, "env://", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+            meeting = f"{work.name}-{name}"
+            if role == "expert":
+                serve(meeting, vllm_config, config, number)
+            else:
+                found = stage(meeting, vllm_config, config, has_experts=role == "stock")
+                torch.save(found, work / f"{name}-{role}.pt")
+
+
+def serve(meeting: str, vllm_config: Any, config: HeteroConfig, number: int) -> None:
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    held = load_experts(
+        vllm_config, config, are_remote(config, layers), number, config.experts.ranks
+    )
+    service = ExpertService(held, number)
+    reached = reach(meeting, 0, number, (), 200)
+    service.add(reached)
+    is_ready(reached)
+    with contextlib.suppress(torch.distributed.DistNetworkError):
+        service.serve()
+
+
+def stage(
+    meeting: str, vllm_config: Any, config: HeteroConfig, *, has_experts: bool
+) -> dict[str, Any]:
     model_config = vllm_config.model_config
-    layers = model_config.get_total_num_hidden_layers()
-    is_remote = are_remote(config, layers)
-    with set_current_vllm_config(vllm_config):
-        init_distributed_environment(1, 0, "env://", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        if role == "expert":
-            service = ExpertService(
-                load_experts(vllm_config, config, is_remote, number, ranks), number
-            )
-            reached = reach(work.name, 0, number, (), 100)
-            service.add(reached)
-            is_ready(reached)
-            service.serve()
-        remote = None
-        if role == "stage":
-            dtype = str(model_config.dtype).removeprefix("torch.")
-            remote = RemoteExperts(
-                rank_of(work, config, ranks, dtype, model_config.model), layers, model_config.dtype
-            )
-        with set_default_torch_dtype(model_config.dtype):
-            model = initialize_model(vllm_config=vllm_config)
-        get_model_loader(vllm_config.load_config).load_weights(model, model_config)
-        process_weights_after_loading(model, model_config, torch.device("cpu"))
-        if remote is not None:
-            remote.connect()
-        held = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
-        torch.save({"held": held, "sums": computed(model, vllm_config)}, work / f"{role}.pt")
+    remote = None
+    if not has_experts:
+        dtype = str(model_config.dtype).removeprefix("torch.")
+        rank = rank_of(meeting, config, model_config.model, dtype)
+        layers = model_config.get_total_num_hidden_layers()
+        remote = RemoteExperts(rank, layers, model_config.dtype)
+    with set_default_torch_dtype(model_config.dtype):
+        model = initialize_model(vllm_config=vllm_config)
+    get_model_loader(vllm_config.load_config).load_weights(model, model_config)
+    process_weights_after_loading(model, model_config, torch.device("cpu"))
+    if remote is not None:
+        remote.connect()
+    held = sum(p.nbytes for n, p in model.named_parameters() if ".routed_experts." in n)
+    found = {"held": held, "sums": computed(model, vllm_config)}
+    if remote is not None:
+        assert remote.problem is None
+        remote.close()
+    return found
 
 
 @torch.inference_mode()
