@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 from setuptools.errors import BaseError, CCompilerError
 from setuptools.extension import Extension
@@ -34,6 +35,12 @@ class OptionalBuild(build_ext):
             )
 
 
+LEVELS = os.environ.get("RAY_HETERO_LEVELS", "*").split(",")
+"""Levels of instruction sets to compile, like avx2,portable; for shorter builds while working."""
+
+# Each level is a file of its own, and a core compiles each.
+ParallelCompile().install()
+
 setup(
     ext_modules=[
         Pybind11Extension(
@@ -45,7 +52,14 @@ setup(
         ),
         Pybind11Extension(
             "ray_hetero._streaming_linear",
-            ["csrc/kernels/bindings.cpp"],
+            [
+                "csrc/kernels/bindings.cpp",
+                *(
+                    path
+                    for level in LEVELS
+                    for path in sorted(glob(f"csrc/kernels/levels/{level}.cpp"))
+                ),
+            ],
             depends=sorted(glob("csrc/kernels/**/*.h", recursive=True)),
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp"],

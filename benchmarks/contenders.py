@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,12 +210,14 @@ def of_checkout(contender: Contender, checkout: Path) -> Contender:
     """
     here = str(Path(__file__).parent)
     command = tuple(part.replace(here, str(checkout / "benchmarks")) for part in contender.command)
+    # Engines that take turns share their sockets; claims are there to prevent that.
+    claims = str(Path(tempfile.gettempdir()) / f"ray_hetero-before-{os.getuid()}")
     path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
     return replace(
         contender,
         name="before",
         command=command,
-        environment={**contender.environment, "PYTHONPATH": path},
+        environment={**contender.environment, "PYTHONPATH": path, "RAY_HETERO_CLAIM_DIR": claims},
     )
 
 

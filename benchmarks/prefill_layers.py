@@ -30,7 +30,7 @@ import torch
 from shapes import SHAPES
 
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.step_rows import Request, StepRows
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand
@@ -59,7 +59,7 @@ class RandomCompact:
         )
 
 
-class NoCopies(BorrowedGpu):
+class NoCopies(GpuPrefill):
     """The same without copies of weights."""
 
     copies = True
@@ -73,7 +73,7 @@ class NoCopies(BorrowedGpu):
         self._ahead.append(slot)
 
 
-def linear(outputs: int, inputs: int, *, is_compact: bool, gpu: BorrowedGpu) -> Any:
+def linear(outputs: int, inputs: int, *, is_compact: bool, gpu: GpuPrefill) -> Any:
     """A linear layer of random bits."""
     some = torch.randint(0x30, 0x3F, (1 << 20,), dtype=torch.uint8)
     width = inputs * 3 // 2 if is_compact else 2 * inputs
@@ -90,7 +90,7 @@ def linear(outputs: int, inputs: int, *, is_compact: bool, gpu: BorrowedGpu) -> 
     return SimpleNamespace(weight=weight, bias=None)
 
 
-def made_layers(options: argparse.Namespace, gpu: BorrowedGpu) -> tuple[list[Any], AttentionShape]:
+def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> tuple[list[Any], AttentionShape]:
     """Layers as `GpuLayers` takes them."""
     shape = SHAPES[options.shape]
     hidden, inner, heads = (
@@ -107,8 +107,8 @@ def made_layers(options: argparse.Namespace, gpu: BorrowedGpu) -> tuple[list[Any
 
     layers = [
         SimpleNamespace(
-            beginning=SimpleNamespace(
-                norm=norm(), stacked=product(hidden + 2 * attention.keys, hidden)
+            input=SimpleNamespace(
+                norm=norm(), qkv=product(hidden + 2 * attention.keys, hidden)
             ),
             attention=SimpleNamespace(cos_sin=cos_sin, norms=[], scale=attention.size**-0.5),
             parts=SimpleNamespace(

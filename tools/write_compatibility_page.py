@@ -7,7 +7,7 @@ What, where, why and what to do instead come from `ray_hetero.preflight.refusals
 
 from __future__ import annotations
 
-from pages import DOCS, replaced, table
+from page_blocks import DOCS, replaced, table
 
 from ray_hetero.preflight.refusals import REFUSALS, Refusal
 

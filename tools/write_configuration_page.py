@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from pages import DOCS, replaced, table
+from page_blocks import DOCS, replaced, table
 from pydantic import BaseModel
 
 from ray_hetero.config import HeteroConfig

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pages import DOCS, replaced, table
+from page_blocks import DOCS, replaced, table
 
 from ray_hetero import compat
 

@@ -1,4 +1,7 @@
-// The kernels of one level; levels.h says which and includes this for each.
+// The kernels of one level; a file of levels/ says which, and includes this once.
+//
+// kernels.h comes before the file turns its instructions on: what is in there is shared by all
+// levels, and the linker takes any level's copy of it.
 
 #include RAY_HETERO_VECTORS
 
@@ -25,6 +28,9 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-inline const Kernels kKernels{kHasTiles, run, run, rotate, run, run, expand};
+const Kernels& kernels() {
+  static const Kernels made{kHasTiles, run, run, rotate, run, run, expand};
+  return made;
+}
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -1,8 +1,8 @@
 // The kernels, compiled for several levels of a processor's instruction sets.
 //
-// There is one source: linear.h, attention.h, … are included once for each level, in a namespace of
-// its own and compiled for its instructions, over the vectors and tiles that the level has.
-// What is included here before belongs to all levels, and is compiled for any processor.
+// There is one source: level.h includes linear.h, attention.h, …, and each file of levels/ includes
+// it once, in a namespace of its own and compiled for its instructions, over the vectors and tiles
+// that the level has.
 //
 // One level's results depend neither on the number of threads nor on chance.  Those of two levels
 // differ by the order and the rounding of sums in float32: for a sum of K products w · x by at most
@@ -10,153 +10,52 @@
 
 #pragma once
 
-#include "attention_parts.h"
-#include "layers.h"
+#include "kernels.h"
 #include "processor.h"
-#include "read_ahead.h"
-#include "routing.h"
-#include "scratch.h"
-#include "sizes.h"
-#include "team.h"
-#include "tile_config.h"
-#include "tokens.h"
-#include "vectors.h"
-#include "weight.h"
-#include "work_queue.h"
 
-#include <omp.h>
-
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <deque>
-#include <limits>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
 #include <vector>
 
 namespace ray_hetero {
 
-// What a level computes.
-struct Kernels {
-  bool has_tiles;
-  void (*linear)(const Task&);
-  // attended [m][k], residual [m][n] → sum [m][n], y [m][outputs()], all bf16; sum may be the
-  // residual.
-  void (*post_attention)(const PostAttention&, const std::uint16_t* attended,
-                         const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
-                         std::uint16_t* y);
-  // qkv [m][stride]: queries, then keys, of each token, in place.
-  void (*rotate)(const Rotation&, std::uint16_t* qkv, std::int64_t stride,
-                 const std::int64_t* positions, std::int64_t m);
-  void (*decode_step)(const DecoderLayers&, const std::vector<Cache>&, const Requests&,
-                      const Step&);
-  void (*experts)(const Experts&, const RoutedTokens&);
-  // Write a weight's rows as packed ones.
-  void (*expand)(const Weight&, std::uint16_t* packed);
-};
-
-}  // namespace ray_hetero
-
-#define RAY_HETERO_TILES "tiles/software.h"
-#define RAY_HETERO_HAS_BF16 0
-
-#define RAY_HETERO_LEVEL portable
-#define RAY_HETERO_VECTORS "vectors/portable.h"
-#define RAY_HETERO_HAS_TILES false
-#include "level.h"
+// A build may leave levels out (setup.py, RAY_HETERO_LEVELS); their addresses are null then.
+#define RAY_HETERO_LEVEL(name)                         \
+  namespace name {                                     \
+  __attribute__((weak)) const Kernels& kernels();      \
+  }
+RAY_HETERO_LEVEL(software_tiles)
+RAY_HETERO_LEVEL(portable)
+RAY_HETERO_LEVEL(avx2)
+RAY_HETERO_LEVEL(avx512)
+RAY_HETERO_LEVEL(avx512_bf16)
+RAY_HETERO_LEVEL(amx)
 #undef RAY_HETERO_LEVEL
-#undef RAY_HETERO_HAS_TILES
-
-#define RAY_HETERO_LEVEL software_tiles
-#define RAY_HETERO_HAS_TILES true
-#include "level.h"
-#undef RAY_HETERO_LEVEL
-#undef RAY_HETERO_HAS_TILES
-#undef RAY_HETERO_VECTORS
-
-#if defined(__x86_64__)
-
-#define RAY_HETERO_HAS_TILES false
-
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#define RAY_HETERO_LEVEL avx2
-#define RAY_HETERO_VECTORS "vectors/avx2.h"
-#include "level.h"
-#undef RAY_HETERO_LEVEL
-#undef RAY_HETERO_VECTORS
-#pragma GCC pop_options
-
-#define RAY_HETERO_VECTORS "vectors/avx512.h"
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
-#define RAY_HETERO_LEVEL avx512
-#include "level.h"
-#undef RAY_HETERO_LEVEL
-#pragma GCC pop_options
-
-#undef RAY_HETERO_HAS_BF16
-#define RAY_HETERO_HAS_BF16 1
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
-#define RAY_HETERO_LEVEL avx512_bf16
-#include "level.h"
-#undef RAY_HETERO_LEVEL
-#undef RAY_HETERO_HAS_TILES
-
-#undef RAY_HETERO_TILES
-#define RAY_HETERO_TILES "tiles/amx.h"
-#define RAY_HETERO_HAS_TILES true
-#define RAY_HETERO_LEVEL amx
-#include "level.h"
-#undef RAY_HETERO_LEVEL
-#undef RAY_HETERO_VECTORS
-#undef RAY_HETERO_HAS_TILES
-#pragma GCC pop_options
-
-#endif
-
-#undef RAY_HETERO_HAS_BF16
-#undef RAY_HETERO_TILES
-
-namespace ray_hetero {
 
 // A set of instructions that kernels are compiled for.
 struct Level {
   const char* name;
-  bool (*is_here)();  // whether this process may use it
   const Kernels& kernels;
 };
 
-// From those for tests to the best.
-inline const std::vector<Level>& all_levels() {
-  static const std::vector<Level> levels = {
-      {"software_tiles", [] { return true; }, software_tiles::kKernels},
-      {"portable", [] { return true; }, portable::kKernels},
+// Those that this process may use, from those for tests to the best.
+inline std::vector<Level> levels() {
+  struct Known {
+    const char* name;
+    bool (*is_here)();
+    const Kernels& (*kernels)();
+  };
+  static const Known all[] = {
+      {"software_tiles", [] { return true; }, software_tiles::kernels},
+      {"portable", [] { return true; }, portable::kernels},
 #if defined(__x86_64__)
-      {"avx2", has_avx2, avx2::kKernels},
-      {"avx512", has_avx512, avx512::kKernels},
-      {"avx512_bf16", has_avx512_bf16, avx512_bf16::kKernels},
-      {"amx", has_amx, amx::kKernels},
+      {"avx2", has_avx2, avx2::kernels},
+      {"avx512", has_avx512, avx512::kernels},
+      {"avx512_bf16", has_avx512_bf16, avx512_bf16::kernels},
+      {"amx", has_amx, amx::kernels},
 #endif
   };
-  return levels;
-}
-
-// Those that this process may use; the last one is the best.
-inline std::vector<Level> levels() {
   std::vector<Level> found;
-  for (const Level& level : all_levels()) {
-    if (level.is_here()) found.push_back(level);
+  for (const Known& level : all) {
+    if (level.kernels != nullptr && level.is_here()) found.push_back({level.name, level.kernels()});
   }
   return found;
 }

@@ -73,6 +73,9 @@ class Step:
     def __add__(self, other: Step) -> Step:
         return Step(*(getattr(self, p.name) + getattr(other, p.name) for p in fields(self)))
 
+    def __mul__(self, times: int) -> Step:
+        return Step(*(getattr(self, p.name) * times for p in fields(self)))
+
 
 def total_step(steps: Iterable[Step]) -> Step:
     """Sum of steps, part by part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -204,8 +205,11 @@ class Planner:
     def _time(
         self, row: Sequence[StageDevices], place: int, first: int, count: int, run: cost.Pass
     ) -> Step:
-        layers = self.shape.layers[first : first + count]
-        inside = (cost.layer_step(self.shape, x, row[place], run, self.links) for x in layers)
+        kinds = Counter(self._first_alike[first : first + count])
+        inside = (
+            cost.layer_step(self.shape, self.shape.layers[kind], row[place], run, self.links) * times
+            for kind, times in kinds.items()
+        )
         return cost.total_step(inside) + self._beside_layers(row, place, run)
 
     def _reach(self, stage: StageDevices, place: int) -> tuple[int, ...]:

@@ -11,21 +11,20 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ray
 import vllm.envs as envs
 
 from placement.cluster import ray_cluster
 from placement.cluster.assignment import Node, Turn
-from placement.cluster.external_group import describe_group, nodes_within
-from placement.errors import ClaimError, LayoutError, PlacementError
-from ray_hetero.compat import engine_args, engine_core, layer_partition, shared_batches
+from placement.cluster.external_group import nodes_within
+from placement.errors import ClaimError, PlacementError
+from ray_hetero.compat import engine_core, layer_partition
 from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.errors import RankError, RayHeteroError
 from ray_hetero.executor.actors import RankActors
+from ray_hetero.executor.engine_plan import EnginePlan, EnginePlanner
 from ray_hetero.executor.kv_shares import KvShares
 from ray_hetero.executor.lockstep import run_schedule
 from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue
@@ -33,49 +32,21 @@ from ray_hetero.executor.rank_set import RankSet
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
 from ray_hetero.log import adopt, logger
-from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.progress import StartupProgress
 from ray_hetero.observability.status_board import EngineBoard
-from ray_hetero.observability.world_table import as_text, placement_table
-from ray_hetero.planning import layer_plan, world_plan
-from ray_hetero.planning.engine_facts import EngineFacts, facts_of
-from ray_hetero.planning.layer_plan import LayerPlan
-from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
-from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.cluster_software import software_of
-from ray_hetero.preflight.refusals import (
-    refuse_checkpoint,
-    refuse_drafting,
-    refuse_heads,
-    refuse_shared_experts,
-)
-from ray_hetero.preflight.unsupported_drafters import Drafting
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.held_signals import sigterm_held
 from ray_hetero.runtime.parent_watch import end_with_parent
 from ray_hetero.runtime.ray_connection import RayConnection
-from ray_hetero.worker import mixed_groups, warmup
-from ray_hetero.worker.rank_config import check_agreement, shared_settings
+from ray_hetero.worker import warmup
+from ray_hetero.worker.rank_config import check_agreement
 from ray_hetero.worker.warmup import Phase, WarmupSizes
-from ray_hetero.world import RankSpec, SharedSettings, World
+from ray_hetero.world import World
 
 PLANNING_TRIES = 3
 """How often an engine plans when others claim first what it has planned with."""
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """What the step `plan` decides; the same for all generations of ranks."""
-
-    world: World
-    specs: tuple[RankSpec, ...]
-    """What each rank is told, by rank."""
-    memory_bytes: dict[int, int]
-    """Host memory that each CPU rank will take, by rank; none where nothing is known."""
-    spare_here: tuple[int, ...]
-    """Logical CPUs of the driver's node that no CPU rank computes on."""
-    info: EngineInfo
 
 
 class HeteroExecutor(GuardedExecutor):
@@ -198,106 +169,12 @@ class HeteroExecutor(GuardedExecutor):
 
     def _make_plan(self, nodes: Sequence[Node]) -> EnginePlan:
         with self._progress.step("plan") as step:
-            facts = facts_of(self.vllm_config)
-            plan = self._layer_plan(nodes, facts)
-            world = plan.world
-            refuse_heads(self.model_config, world.layout)
-            if world.has_cpu:
-                refuse_checkpoint(self.model_config)
-            if not world.is_stock:
-                refuse_shared_experts(self.parallel_config)
-                self._check_drafting(world)
-            shared = self._shared_settings(world)
-            # The driver's own copy of the configuration answers questions about layers too.
-            layer_partition.set_partition(world.layers)
-            batches = self._batches_in_flight(world)
-            engine_args.limit_batches_in_flight(self.vllm_config, batches)
-            self._share_batches()
-            step.outcome = str(world.layout)
-        for warning in filter(None, (plan.warning, world_plan.sharing_warning(world.members))):
-            logger.warning(warning)
-        logger.info("\n%s", as_text(placement_table(world, plan.threads)))
-        for line in layer_plan.describe_split(plan):
-            logger.info("plan: %s", line)
-        here = ray.get_runtime_context().get_node_id()
-        return EnginePlan(
-            world,
-            rank_specs(plan, nodes, self._spec, shared),
-            plan.memory_bytes(),
-            next((spare_cpus(plan, node) for node in nodes if node.node_id == here), ()),
-            info_of(
-                self.vllm_config.instance_id,
-                self.model_config.model,
-                plan,
-                facts.shape,
-                self._spec.metrics_path,
-            ),
-        )
-
-    def _check_drafting(self, world: World) -> None:
-        speculative, stages = self.vllm_config.speculative_config, world.layout.stages
-        if speculative is None:
-            return
-        refuse_drafting(Drafting(self.vllm_config, self._config, len(stages)))
-        if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
-            refuse_checkpoint(speculative.draft_model_config)
-
-    def _layer_plan(self, nodes: Sequence[Node], facts: EngineFacts) -> LayerPlan:
-        try:
-            return layer_plan.plan_layers(
-                self._config,
-                nodes,
-                facts,
-                pipeline_parallel_size=self.parallel_config.pipeline_parallel_size,
-                tensor_parallel_size=self.parallel_config.tensor_parallel_size,
-                partition=self._given_partition,
-                measure=bandwidth_probe(nodes, self._config.placement.timeout_s),
-                turn=self._turn,
-            )
-        except LayoutError as error:
-            if self._external is None:
-                raise
-            inside = describe_group(self._external.bundles, nodes)
-            raise LayoutError(f"{error} {inside}") from None
-
-    def _shared_settings(self, world: World) -> SharedSettings:
-        return shared_settings(
-            self.vllm_config,
-            world.layout,
-            graph_tokens=mixed_groups.graph_tokens(
-                self._spec.engine_args,
-                self._config.gpu.in_mixed_groups,
-                max_num_seqs=self.scheduler_config.max_num_seqs,
-                max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
-            ),
-        )
-
-    def _batches_in_flight(self, world: World) -> int:
-        asked = self._config.pipeline.batches_in_flight
-        if asked != "auto":
-            return asked
-        if not world.is_stock and self.vllm_config.speculative_config is not None:
-            # With more, vLLM's scheduler would take a batch's drafts for tokens before the batch
-            # has told which token comes before them.
-            return 1
-        if world.has_cpu and not world.is_cpu_only and self._config.objective == "latency":
-            return 1
-        return int(self.vllm_config.max_concurrent_batches)
-
-    def _share_batches(self) -> None:
-        """Divide the requests, where somebody wants more than one batch and not another scheduler.
-
-        A draft model's tokens would be counted as requests.
-        """
-        config, vllm_config = self._config, self.vllm_config
-        is_wanted = config.pipeline.batches_in_flight != "auto" or config.objective == "throughput"
-        if (
-            is_wanted
-            and vllm_config.max_concurrent_batches > 1
-            and self.scheduler_config.scheduler_cls is None
-            and vllm_config.speculative_config is None
-        ):
-            self.scheduler_config.scheduler_cls = shared_batches.CLASS
+            plan = EnginePlanner(
+                self.vllm_config, self._spec, self._turn, self._given_partition, self._external
+            ).plan(nodes)
+            step.outcome = str(plan.world.layout)
+        plan.log()
+        return plan
 
     # --- reserve ------------------------------------------------------------------------------
 

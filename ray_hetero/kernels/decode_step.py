@@ -11,23 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
-from vllm.v1.attention.backend import AttentionType
 
+from ray_hetero.kernels.attention import SPAN, Attention
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
-from ray_hetero.kernels.post_attention import Beginning, BetweenAttentions
+from ray_hetero.kernels.layer_parts import QkvInput
+from ray_hetero.kernels.post_attention import PostAttentionBlock
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.token_rows import is_few_rows, token_rows
-
-if TYPE_CHECKING:
-    from ray_hetero.kernels.decoder_layers import Attention
-
-SPAN = 32
-"""Of a head's size and a block's tokens: what csrc/kernels/attention.h takes at once."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class DecodeStep:
     """Computes steps of one token a request, or of a few.
 
     Args:
-        beginning: of the first layer.
+        first: how the first layer begins.
         layers: at least one, each with a known scale.
         kernel: what computes linear layers.
 
@@ -55,16 +50,16 @@ class DecodeStep:
 
     def __init__(
         self,
-        beginning: Beginning,
-        layers: Sequence[tuple[Attention, BetweenAttentions]],
+        first: QkvInput,
+        layers: Sequence[tuple[Attention, PostAttentionBlock]],
         kernel: StreamingLinear,
     ) -> None:
         self._kernel = kernel
         self._names = [attention.name for attention, _ in layers]
         self._layers = kernel.native.DecoderLayers(
-            first=beginning.native,
-            layers=[(attention.rotation, attention.scale, between.native)
-                    for attention, between in layers],
+            first=first.native,
+            layers=[(attention.rotation, attention.scale, block.native)
+                    for attention, block in layers],
         )  # fmt: skip
 
     def __call__(
@@ -157,22 +152,6 @@ class DecodeStep:
             level=self._kernel.level,
         )
         return y, total
-
-
-def known_scale(attention: Any) -> float | None:
-    """Scale of an attention's scores; None if it does more than csrc/kernels/attention.h does."""
-    impl = attention.impl
-    is_known = (
-        type(impl).__name__ == "CPUAttentionBackendImpl"
-        and impl.attn_type == AttentionType.DECODER
-        and impl.alibi_slopes is None
-        and impl.sliding_window == -1
-        and not impl.logits_soft_cap
-        and impl.sinks is None
-        and not impl.is_fp8_kv_cache
-        and attention.head_size % SPAN == 0
-    )
-    return float(impl.scale) if is_known else None
 
 
 def is_known(cache: torch.Tensor, isa: str) -> bool:

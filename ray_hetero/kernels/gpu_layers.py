@@ -25,7 +25,7 @@ from ray_hetero.kernels.gpu_attention import (
     attend,
     put_together,
 )
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu, chunks, current, rms_norm
+from ray_hetero.kernels.gpu_prefill import GpuPrefill, chunks, current, rms_norm
 from ray_hetero.kernels.gpu_rotation import rotate
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.kv_transfer import KvReturns, KvUploads, Span, spans_of
@@ -34,7 +34,8 @@ from ray_hetero.planning.prefill_memory import attention_bytes
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.decoder_layers import Attention, Layer
+    from ray_hetero.kernels.attention import Attention
+    from ray_hetero.kernels.decoder_layers import Layer
 
 LIMIT_S = 600.0
 """Longest wait for the GPU at the end of a step."""
@@ -89,9 +90,7 @@ class AttentionMemory:
 
     """
 
-    def __init__(
-        self, gpu: BorrowedGpu, shape: AttentionShape, cores: Collection[int] = ()
-    ) -> None:
+    def __init__(self, gpu: GpuPrefill, shape: AttentionShape, cores: Collection[int] = ()) -> None:
         self.shape = shape
         self.gpu_bytes = attention_bytes(shape.heads, shape.kv_heads, shape.size, gpu.tokens)
         try:
@@ -119,7 +118,7 @@ class AttentionMemory:
         return self._ordering.submit(work)
 
 
-def _begin_thread(gpu: BorrowedGpu, cores: Collection[int]) -> None:
+def _begin_thread(gpu: GpuPrefill, cores: Collection[int]) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     # Workers of OpenMP belong to the main thread.
@@ -138,7 +137,7 @@ class GpuLayers:
 
     """
 
-    def __init__(self, layers: Sequence[Layer], gpu: BorrowedGpu, memory: AttentionMemory) -> None:
+    def __init__(self, layers: Sequence[Layer], gpu: GpuPrefill, memory: AttentionMemory) -> None:
         self._layers = layers
         self._gpu = gpu
         self._memory = memory
@@ -201,7 +200,7 @@ class GpuLayers:
         return self._layers
 
     @property
-    def gpu(self) -> BorrowedGpu:
+    def gpu(self) -> GpuPrefill:
         """Where they are computed."""
         return self._gpu
 
@@ -238,8 +237,8 @@ class _Step:
             self._spans = self._begin_uploads()
             y, total = gpu.sent(hidden, residual)
             for layer in self._layers:
-                x = gpu.add_and_norm(y, total, layer.beginning.norm)
-                attended = self._attend(layer.attention, gpu.product(x, layer.beginning.stacked))
+                x = gpu.add_and_norm(y, total, layer.input.norm)
+                attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
                 x = gpu.product(attended, layer.parts.output)
                 x = gpu.add_and_norm(x, total, layer.parts.norm)
                 x = gpu.gated(gpu.product(x, layer.parts.gate_up))
@@ -259,15 +258,15 @@ class _Step:
         uploads.begin(self._caches.caches, spans)
         return spans
 
-    def _attend(self, attention: Attention, stacked: torch.Tensor) -> torch.Tensor:
+    def _attend(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
         """Attention of a layer: [tokens, queries] of [tokens, queries + keys + values]."""
-        shape, tokens = self._memory.shape, len(stacked)
-        heads = stacked.view(tokens, -1, shape.size)
+        shape, tokens = self._memory.shape, len(qkv)
+        heads = qkv.view(tokens, -1, shape.size)
         self._turn(attention, heads[:, : shape.heads + shape.kv_heads])
         queries = heads[:, : shape.heads]
         new = heads[:, shape.heads :].view(tokens, 2, shape.kv_heads, shape.size)
         if self._caches is not None:
-            self._memory.returns.send(stacked[:, shape.queries :])
+            self._memory.returns.send(qkv[:, shape.queries :])
         assert attention.scale is not None
         whole = attend(
             queries, new[:, 0], new[:, 1], self._own, self._own, attention.scale, is_causal=True

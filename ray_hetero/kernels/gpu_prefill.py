@@ -27,7 +27,7 @@ from ray_hetero.runtime.locked_pages import lock_pages
 from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.post_attention import Linear, Norm, Parts
+    from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
 
 LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
@@ -80,7 +80,7 @@ class Taken:
     """Its memory."""
 
 
-class BorrowedGpu:
+class GpuPrefill:
     """What a CPU rank computes linear layers of many tokens with.
 
     Args:
@@ -221,10 +221,10 @@ class BorrowedGpu:
             (y_host,) = self.received(y)
         return y_host
 
-    def between(
-        self, parts: Parts, attended: torch.Tensor, residual: torch.Tensor
+    def post_attention(
+        self, parts: PostAttention, attended: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `BetweenAttentions` computes; shapes as there, all in host memory."""
+        """What `PostAttentionBlock` computes; shapes as there, all in host memory."""
         with current(self._computing):
             x = self._sent(attended, self._x_host, self._x)
             total = self._sent(residual, self._residual_host, self._residual)
@@ -233,7 +233,7 @@ class BorrowedGpu:
             y = self.product(x, parts.down)
             if parts.next is not None:
                 y = self.add_and_norm(y, total, parts.next.norm)
-                y = self.product(y, parts.next.stacked)
+                y = self.product(y, parts.next.qkv)
             y_host, total_host = self.received(y, total)
         return y_host, total_host
 

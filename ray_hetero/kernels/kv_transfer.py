@@ -18,7 +18,7 @@ import torch
 
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_attention import Lengths
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu, current
+from ray_hetero.kernels.gpu_prefill import GpuPrefill, current
 from ray_hetero.kernels.kv_layouts import unpack_blocks
 from ray_hetero.kernels.step_rows import Request
 from ray_hetero.log import logger
@@ -56,7 +56,7 @@ class KvReturns:
 
     """
 
-    def __init__(self, gpu: BorrowedGpu, kv_heads: int, size: int) -> None:
+    def __init__(self, gpu: GpuPrefill, kv_heads: int, size: int) -> None:
         self._gpu = gpu
         self._shape = (2, kv_heads, size)
         elements = gpu.tokens * 2 * kv_heads * size
@@ -235,7 +235,7 @@ class KvUploads:
 
     """
 
-    def __init__(self, gpu: BorrowedGpu, kv_heads: int, size: int) -> None:
+    def __init__(self, gpu: GpuPrefill, kv_heads: int, size: int) -> None:
         self._gpu = gpu
         self._token = 2 * kv_heads * size
         self._stream = gpu.stream()

@@ -17,10 +17,10 @@ from ray_hetero.compat import cpu_linear, quantised_kernels
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import quantised_linear, streaming_linear
-from ray_hetero.kernels.decoder_layers import fuse
 from ray_hetero.kernels.expert_layers import ExpertLayers
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.post_attention import Linear
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.layer_fusion import fuse
+from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.weight_formats import FORMATS, HostWeight, PackedWeight, ScaledWeight
@@ -53,7 +53,7 @@ class LinearLayers:
     ) -> None:
         self._config = config
         self._spare = tuple(spare)
-        self._gpu: BorrowedGpu | None = None
+        self._gpu: GpuPrefill | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
         self._is_loaded = False
@@ -69,7 +69,7 @@ class LinearLayers:
         self._kernel.prompts = None
         self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
-            self._gpu = BorrowedGpu(gpu, tokens)
+            self._gpu = GpuPrefill(gpu, tokens)
         quantised_linear.use_holder(self._stored)
         quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=self._streams)
         if self._streams:

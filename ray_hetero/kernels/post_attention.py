@@ -9,86 +9,16 @@ the activation, are one call of csrc/kernels/post_attention.h; a GPU that comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
+from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.streaming_linear import StreamingLinear
-from ray_hetero.weight_formats import HostWeight
 
 
-@dataclass(frozen=True, eq=False)
-class Linear:
-    """A linear layer."""
-
-    weight: HostWeight
-    """W [N, K]."""
-    bias: torch.Tensor | None
-    """[N], float32."""
-
-    @property
-    def native(self) -> tuple[int, int, Any]:
-        """What the native module takes: addresses of weight and bias, and the encoding."""
-        bias = 0 if self.bias is None else self.bias.data_ptr()
-        return self.weight.data.data_ptr(), bias, self.weight.encoding
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A root-mean-square norm."""
-
-    weight: torch.Tensor
-    """[N], bf16."""
-    epsilon: float
-
-    @property
-    def native(self) -> tuple[int, float]:
-        """What the native module takes."""
-        return self.weight.data_ptr(), self.epsilon
-
-
-@dataclass(frozen=True, eq=False)
-class Beginning:
-    """How a layer begins."""
-
-    norm: Norm
-    stacked: Linear
-    """Queries, keys and values."""
-
-    @property
-    def native(self) -> tuple[Any, Any]:
-        """What the native module takes."""
-        return self.norm.native, self.stacked.native
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """What is computed from one attention to the next, in this order."""
-
-    output: Linear
-    norm: Norm
-    gate_up: Linear
-    down: Linear
-    next: Beginning | None = None
-    """Of the layer that comes; None after the last."""
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """All linear layers."""
-        own = (self.output, self.gate_up, self.down)
-        return own if self.next is None else (*own, self.next.stacked)
-
-    @property
-    def outputs(self) -> int:
-        """Size of the result."""
-        return self.linears[-1].weight.shape[0]
-
-
-class BetweenAttentions:
+class PostAttentionBlock:
     """Computes parts: few tokens in one native call, many on a borrowed GPU."""
 
-    def __init__(self, parts: Parts, kernel: StreamingLinear) -> None:
+    def __init__(self, parts: PostAttention, kernel: StreamingLinear) -> None:
         self.parts = parts
         self._kernel = kernel
         self.native = kernel.native.PostAttention(
@@ -120,7 +50,7 @@ class BetweenAttentions:
             and tokens >= many.from_tokens
             and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
         ):
-            return many.gpu.between(self.parts, attended, residual)
+            return many.gpu.post_attention(self.parts, attended, residual)
         if tokens > self._kernel.few_tokens:
             return self.one_by_one(attended, residual)
         attended, residual = attended.contiguous(), residual.contiguous()
@@ -150,7 +80,7 @@ class BetweenAttentions:
         if parts.next is None:
             return hidden, total
         add_and_norm(hidden, total, parts.next.norm)
-        return self._linear(hidden, parts.next.stacked), total
+        return self._linear(hidden, parts.next.qkv), total
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return self._kernel.compute(x, linear.weight, linear.bias)

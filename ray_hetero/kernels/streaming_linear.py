@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.weight_formats import HostWeight, PackedWeight
 
 try:
@@ -43,7 +43,7 @@ _library = torch.library.Library("ray_hetero", "FRAGMENT")
 class Prompts:
     """What computes steps of many tokens."""
 
-    gpu: BorrowedGpu
+    gpu: GpuPrefill
     from_tokens: int
     cores: tuple[int, ...] = ()
     """Logical CPUs of the thread that orders the GPU's work; none leaves it where it starts."""

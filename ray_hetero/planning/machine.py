@@ -96,7 +96,8 @@ def hub_config(model: str) -> Path:
 
     path = Path(model).expanduser()
     is_name = model.count("/") == 1 and not model.startswith((".", "/", "~"))
-    if path.exists() or not is_name:
+    # A name that is too long for a file is refused where the file is read.
+    if not is_name or _is_there(path):
         return path
     try:
         from huggingface_hub import hf_hub_download
@@ -113,3 +114,10 @@ def hub_config(model: str) -> Path:
             f"{model}: there is no such folder, and the hub does not give its config.json: "
             f"{reason}. Give a folder with a config.json."
         ) from None
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False

@@ -20,6 +20,8 @@ from pathlib import Path
 
 MARKER = "RAY_HETERO_TEST_ID"
 SHARED_MEMORY = Path("/dev/shm")
+SEMAPHORES = "sem.mp-"
+"""What Python's multiprocessing calls its semaphores."""
 GONE_SECONDS = 20.0
 """Longest wait for processes that are on their way out."""
 AGENTS_GONE_SECONDS = 90.0
@@ -65,6 +67,21 @@ def _held_by_others(marker: str) -> frozenset[str]:
     return frozenset(held)
 
 
+def _others_track_semaphores(marker: str) -> bool:
+    """Whether a semaphore that nobody holds may still be removed by somebody else's process.
+
+    That of a process that was killed stays until its family's resource tracker ends, which is with
+    the family's last process.  A tracker of ours is a process of the scene.
+    """
+    ours = marked_processes(marker)
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_tracker = b"multiprocessing.resource_tracker" in (directory / "cmdline").read_bytes()
+            if is_tracker and int(directory.name) not in ours:
+                return True
+    return False
+
+
 def _names_in_use(process: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for line in (process / "maps").read_text().splitlines():
@@ -98,8 +115,10 @@ class Scene:
     def leftovers(self) -> list[str]:
         """Everything that is there now and was not there before, in words."""
         found = [f"process {pid}: {words}" for pid, words in self.processes().items()]
-        new = segments() - self.before
-        found += [f"/dev/shm/{name}" for name in sorted(new - _held_by_others(self.marker))]
+        new = segments() - self.before - _held_by_others(self.marker)
+        if _others_track_semaphores(self.marker):
+            new = {name for name in new if not name.startswith(SEMAPHORES)}
+        found += [f"/dev/shm/{name}" for name in sorted(new)]
         found += [str(path) for path in self.temporary.glob("ray_hetero-*")]
         return found + [f"claim {holder}" for holder in self._holders()]
 

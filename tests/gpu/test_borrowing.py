@@ -11,7 +11,7 @@ from gpu_host import IS_PRETENDED, Checkpoint, needs_gpus
 from leftovers import Scene
 from token_checks import Answer, Case, asked_for, check, run_cases, write_report
 
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.weight_formats import FORMATS
 from ray_hetero.weight_formats.base import pack
 
@@ -54,7 +54,7 @@ def test_it_computes_what_torch_computes(kind: str, monkeypatch: pytest.MonkeyPa
     found = [FORMATS[kind].made(pack(weight), streaming_linear) for weight in weights]
     borrowed = [weight for weight in found if weight is not None]
     assert len(borrowed) == len(weights)
-    gpu = BorrowedGpu(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)
+    gpu = GpuPrefill(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)
     for weight in borrowed:
         gpu.add(weight)
     taken = gpu.take()

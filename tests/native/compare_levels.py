@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +55,19 @@ def built(folder: Path) -> Path:
 
     target = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = [pybind11.get_include(), sysconfig.get_path("include")]
-    subprocess.run(
-        ["g++", "-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden",
-         *(f"-I{include}" for include in includes), str(ROOT / "csrc/kernels/bindings.cpp"),
-         "-o", str(target)],
-        check=True,
-    )  # fmt: skip
+    kernels = ROOT / "csrc/kernels"
+    sources = [kernels / "bindings.cpp", *sorted((kernels / "levels").glob("*.cpp"))]
+    options = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden",
+               *(f"-I{include}" for include in includes)]  # fmt: skip
+
+    def compiled(source: Path) -> str:
+        made = str(folder / f"{source.stem}.o")
+        subprocess.run(["g++", *options, "-c", str(source), "-o", made], check=True)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, sources))
+    subprocess.run(["g++", "-fopenmp", "-shared", *objects, "-o", str(target)], check=True)
     return target
 
 

@@ -1,15 +1,24 @@
-"""A model of parts that are known to decoder_layers.py, with an attention that can be followed."""
+"""Models of vLLM's own classes, made without an engine, with an attention that can be followed."""
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from native_module import native
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from ray_hetero.kernels.post_attention import Linear
+from ray_hetero.compat import decoder_classes
+from ray_hetero.kernels import layer_fusion
+from ray_hetero.kernels.decoder_layers import Layer
+from ray_hetero.kernels.layer_parts import Linear
+from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.kernels.structures import STRUCTURES
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
 
@@ -19,27 +28,32 @@ POSITIONS = 8448
 EPSILON = 1e-5
 
 
-def named(name: str, **parts: Any) -> Any:
-    made = type(name, (torch.nn.Module,), {})()
+def class_of(name: str) -> Any:
+    """A class of vLLM's by its name."""
+    for file, names in decoder_classes.CLASSES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{decoder_classes.MODELS}.{file}"), name)
+    raise AssertionError(f"{name} is not in decoder_classes.py")
+
+
+def bare(cls: Any, **parts: Any) -> Any:
+    """A module of a class whose own beginning wants the configuration of an engine."""
+    made = cls.__new__(cls)
+    torch.nn.Module.__init__(made)
     for key, value in parts.items():
         setattr(made, key, value)
+    if hasattr(cls, "forward_native"):
+        made._forward_method = made.forward_native
     return made
 
 
-class RMSNorm(torch.nn.Module):
-    has_weight = True
-    variance_size_override = None
-    variance_epsilon = EPSILON
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.rand(size).add_(0.5).bfloat16(), requires_grad=False)
-
-    def forward(self, x: Any, residual: Any = None) -> Any:
-        total = x.float() if residual is None else x.float() + residual.float()
-        scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + EPSILON)
-        normed = (total * scale).bfloat16() * self.weight
-        return normed if residual is None else (normed, total.bfloat16())
+def rms_norm(size: int) -> Any:
+    weight = torch.rand(size).add_(0.5).bfloat16()
+    return bare(
+        RMSNorm, weight=torch.nn.Parameter(weight, requires_grad=False), has_weight=True,
+        pass_weight=True, pass_weight_add=True, variance_epsilon=EPSILON,
+        variance_size_override=None, hidden_size=size,
+    )  # fmt: skip
 
 
 class Product(torch.nn.Module):
@@ -53,91 +67,105 @@ class Product(torch.nn.Module):
         return (x.float() @ self.matrix.float().T).bfloat16(), None
 
 
-class SiluAndMul(torch.nn.Module):
-    def forward(self, x: Any) -> Any:
-        gate, up = x.float().chunk(2, dim=-1)
-        return (torch.nn.functional.silu(gate) * up).bfloat16()
-
-
 def rotary(rotated: int) -> Any:
-    # Its own beginning wants the configuration of an engine.
-    made = RotaryEmbedding.__new__(RotaryEmbedding)
-    torch.nn.Module.__init__(made)
-    made.head_size, made.rotary_dim, made.max_position_embeddings = HEAD, rotated, POSITIONS
-    made.base, made.is_neox_style, made.use_aiter = 10000.0, True, False
+    made = bare(
+        RotaryEmbedding, head_size=HEAD, rotary_dim=rotated, max_position_embeddings=POSITIONS,
+        base=10000.0, is_neox_style=True, use_aiter=False,
+    )  # fmt: skip
     made.register_buffer("cos_sin_cache", made._compute_cos_sin_cache().bfloat16())
-    made._forward_method = made.forward_native
     return made
 
 
-class Attended(torch.nn.Module):
-    """In the place of vLLM's `Attention`: a mixture of all that it is given."""
+class Attended:
+    """What is computed in the place of vLLM's attention: a mixture of all that it is given."""
 
-    query_quant = kv_sharing_target_layer_name = None
-    head_size = head_size_v = HEAD
-    attn_backend = SimpleNamespace(forward_includes_kv_cache_update=False)
-
-    def __init__(self, layer_name: str) -> None:
-        super().__init__()
-        self.layer_name = layer_name
-        self.impl = SimpleNamespace(
-            do_kv_cache_update=self.write, forward=self.attend, written=None
-        )
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.written: Any = None
 
     def write(self, layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
-        assert (layer, cache, slots) == (self, "cache", "slots")
-        self.impl.written = keys.clone(), values.clone()
+        assert (layer, cache, slots) == (self.layer, "cache", "slots")
+        self.written = keys.clone(), values.clone()
 
     def attend(
         self, layer: Any, queries: Any, keys: Any, values: Any, cache: Any, metadata: Any, out: Any
     ) -> None:
-        assert (layer, cache, metadata) == (self, "cache", "metadata")
-        assert all(map(torch.equal, self.impl.written, (keys, values)))
-        each = HEADS // KV_HEADS
+        assert (layer, cache, metadata) == (self.layer, "cache", "metadata")
+        assert all(map(torch.equal, self.written, (keys, values)))
+        each = queries.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(each, dim=1) for x in (keys, values))
         out.copy_(queries - 0.5 * keys + 0.25 * values)
 
     def forward(self, queries: Any, keys: Any, values: Any) -> Any:
         queries, keys, values = (x.reshape(len(x), -1, HEAD) for x in (queries, keys, values))
-        self.impl.written = keys, values
+        self.written = keys, values
         out = torch.empty_like(queries)
-        self.attend(self, queries, keys, values, "cache", "metadata", out)
+        self.attend(self.layer, queries, keys, values, "cache", "metadata", out)
         return out.view(len(out), -1)
 
 
-Attended.__name__ = "Attention"
+def attended(number: int, heads: int, kv_heads: int) -> Any:
+    """vLLM's attention, which computes what `Attended` does."""
+    made = bare(
+        Attention, layer_name=f"layers.{number}", query_quant=None,
+        kv_sharing_target_layer_name=None, head_size=HEAD, head_size_v=HEAD, num_heads=heads,
+        num_kv_heads=kv_heads,
+        attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
+    )  # fmt: skip
+    does = Attended(made)
+    made.impl = SimpleNamespace(do_kv_cache_update=does.write, forward=does.attend)
+    made.forward = does.forward
+    return made
 
 
 def attention(
     name: str, number: int = 0, *, rotated: int = HEAD, heads: int = HEADS, kv_heads: int = KV_HEADS
 ) -> Any:
     queries, keys = heads * HEAD, kv_heads * HEAD
-    norms = {"q_norm": RMSNorm(HEAD), "k_norm": RMSNorm(HEAD)} if name == "Qwen3Attention" else {}
-    return named(
-        name, qkv_proj=Product(queries + 2 * keys, HIDDEN), o_proj=Product(HIDDEN, queries),
-        rotary_emb=rotary(rotated), attn=Attended(f"layers.{number}"), q_size=queries,
-        kv_size=keys, head_dim=HEAD, qk_norm=False, **norms,
+    norms = {"q_norm": rms_norm(HEAD), "k_norm": rms_norm(HEAD)} if name == "Qwen3Attention" else {}
+    return bare(
+        class_of(name), qkv_proj=Product(queries + 2 * keys, HIDDEN),
+        o_proj=Product(HIDDEN, queries), rotary_emb=rotary(rotated),
+        attn=attended(number, heads, kv_heads), q_size=queries, kv_size=keys, head_dim=HEAD,
+        qk_norm=False, **norms,
+    )  # fmt: skip
+
+
+def mlp(name: str = "LlamaMLP") -> Any:
+    return bare(
+        class_of(name), gate_up_proj=Product(2 * WIDE, HIDDEN), act_fn=bare(SiluAndMul),
+        down_proj=Product(HIDDEN, WIDE),
     )  # fmt: skip
 
 
 def model(
-    layers: int, *, model: str = "LlamaModel", layer: str = "LlamaDecoderLayer",
+    layers: int, *, model: Any = "LlamaModel", layer: Any = "LlamaDecoderLayer",
     attends: str = "LlamaAttention", heads: int = HEADS, kv_heads: int = KV_HEADS,
+    rotated: int = HEAD,
 ) -> Any:  # fmt: skip
     def one(number: int) -> Any:
-        return named(
-            layer, input_layernorm=RMSNorm(HIDDEN),
-            self_attn=attention(attends, number, heads=heads, kv_heads=kv_heads),
-            post_attention_layernorm=RMSNorm(HIDDEN),
-            mlp=named(
-                "LlamaMLP", gate_up_proj=Product(2 * WIDE, HIDDEN), act_fn=SiluAndMul(),
-                down_proj=Product(HIDDEN, WIDE),
+        return bare(
+            class_of(layer) if isinstance(layer, str) else layer,
+            input_layernorm=rms_norm(HIDDEN),
+            self_attn=attention(
+                attends, number, rotated=rotated, heads=heads, kv_heads=kv_heads
             ),
+            post_attention_layernorm=rms_norm(HIDDEN), mlp=mlp(),
         )  # fmt: skip
 
-    missing = named("PPMissingLayer")
+    missing = torch.nn.Identity()
     stages = torch.nn.ModuleList([missing, *map(one, range(layers)), missing])
-    return named(model, layers=stages, start_layer=1, end_layer=1 + layers)
+    cls = class_of(model) if isinstance(model, str) else model
+    return bare(cls, layers=stages, start_layer=1, end_layer=1 + layers)
+
+
+def known_layers(model: Any, linears: dict[Any, Linear], kernel: StreamingLinear) -> list[Layer]:
+    """The parts of a model's layers, all of which are known."""
+    structure = next(one for one in STRUCTURES if one.is_model(model))
+    found = [layer_fusion.layer_of(structure, layer, linears, kernel)
+             for layer in list(model.layers)[model.start_layer : model.end_layer]]  # fmt: skip
+    assert not [why for why in found if isinstance(why, str)]
+    return [layer for layer in found if isinstance(layer, Layer)]
 
 
 def linears(model: Any) -> dict[Any, Linear]:

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_parts import HEAD, HIDDEN, model
+from decoder_parts import HEAD, HIDDEN, known_layers, model
 from native_module import native
 from vllm.v1.attention.backends import cpu_attn
 
+from ray_hetero.kernels import attention as attention_module
 from ray_hetero.kernels import decode_step, decoder_layers
 from ray_hetero.kernels.decoder_layers import DecoderLayers
 from ray_hetero.kernels.gpu_layers import AttentionMemory, shape_of
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu
-from ray_hetero.kernels.post_attention import Linear
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
@@ -103,7 +104,7 @@ class Steps:
             # What was never written must not be read.
             shape = (blocks, kv_heads, block, 2 * HEAD)
             self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
-        for module in (decoder_layers, decode_step):
+        for module in (attention_module, decoder_layers, decode_step):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
         self.made = self._made(device, least, most, is_compact, has_memory)
         self._free = torch.randperm(blocks - 1).add(1).tolist()
@@ -113,7 +114,7 @@ class Steps:
         has_memory: bool,
     ) -> DecoderLayers:  # fmt: skip
         kernel = StreamingLinear(native)
-        linears, gpu = {}, BorrowedGpu(device, most)
+        linears, gpu = {}, GpuPrefill(device, most)
         for module in self.decoder.modules():
             if hasattr(module, "matrix"):
                 kind = CompactWeight if is_compact else PackedWeight
@@ -123,9 +124,7 @@ class Steps:
                 gpu.add(held)
         gpu.take()
         kernel.prompts = Prompts(gpu, least)
-        layers = [decoder_layers._layer(layer, linears, kernel) for layer in self.layers]
-        self.known = [layer for layer in layers if layer is not None]
-        assert len(self.known) == len(self.layers)
+        self.known = known_layers(self.decoder, linears, kernel)
         shape = shape_of(self.known)
         assert shape is not None
         memory = AttentionMemory(gpu, shape) if has_memory else None

@@ -67,6 +67,7 @@ from worlds import layout, world
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.compat import (
+    decoder_classes,
     engine_args,
     engine_clients,
     engine_environment,
@@ -181,6 +182,10 @@ def test_every_name_that_is_imported_exists(where: str, module: str, name: str) 
     assert hasattr(importlib.import_module(module), name), f"{where}.py imports it"
 
 
+def _class(file: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"{decoder_classes.MODELS}.{file}"), name)
+
+
 PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", GPUModelRunner, "reload_weights"),
     ("compat/warmup", CPUModelRunner, "profile_run"),
@@ -260,6 +265,11 @@ PRIVATE: list[tuple[str, Any, str]] = [
         for name in ("TP", "ETP", "DCP", "PCP", "PP", "DP", "EP")
     ),
     ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
+    *(
+        ("compat/decoder_classes", _class(module, name), "forward")
+        for module, names in decoder_classes.CLASSES.items()
+        for name in names
+    ),
 ]
 """Names of vLLM's that are not meant for others: where they are touched, of what they are."""
 

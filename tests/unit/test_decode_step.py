@@ -10,12 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from decoder_parts import HEAD, HIDDEN, POSITIONS, linears, model  # noqa: E402
+from decoder_parts import HEAD, HIDDEN, POSITIONS, known_layers, linears, model  # noqa: E402
 from native_module import LEVELS, native, needs_native  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
+from ray_hetero.kernels import attention as attention_module  # noqa: E402
 from ray_hetero.kernels import decode_step, decoder_layers  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
@@ -75,8 +76,8 @@ class Requests:
             layer.self_attn.attn.impl = cpu_attn.CPUAttentionBackendImpl(
                 heads, HEAD, 0.2, kv_heads, **given
             )
-        monkeypatch.setattr(decoder_layers, "get_attention_context", self.contexts.__getitem__)
-        monkeypatch.setattr(decode_step, "get_attention_context", self.contexts.__getitem__)
+        for module in (attention_module, decoder_layers, decode_step):
+            monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
         self.heads, self.kv_heads = heads, kv_heads
 
     @property
@@ -87,8 +88,7 @@ class Requests:
         given = linears(self.decoder)
         kernel = StreamingLinear(native, native.level(level))
         kernel.few_tokens = native.FEW_TOKENS
-        layers = [decoder_layers._layer(layer, given, kernel) for layer in self.layers]
-        return DecoderLayers([layer for layer in layers if layer is not None], kernel)
+        return DecoderLayers(known_layers(self.decoder, given, kernel), kernel)
 
     def cache(self, layer: int, isa: str) -> Any:
         """What the requests have written before."""
@@ -372,7 +372,7 @@ def test_an_attention_that_does_more_is_vllms(
 def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests(monkeypatch, [40])
     layers = requests.made()
-    beginning = layers._beginning.native
+    beginning = layers._input.native
     attention, between = layers._layers[0]
     with pytest.raises(ValueError, match="each but the last with the next one"):
         native.DecoderLayers(first=beginning, layers=[(attention.rotation, 1.0, between.native)])

@@ -7,7 +7,6 @@ the operator's.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,35 +17,28 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from decoder_parts import HEAD, HIDDEN, attention, linears, model  # noqa: E402
+from decoder_parts import HEAD, HIDDEN, class_of, known_layers, linears, model  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import decoder_layers  # noqa: E402
-from ray_hetero.kernels.decoder_layers import Attention  # noqa: E402
-from ray_hetero.kernels.post_attention import Linear  # noqa: E402
+from ray_hetero.kernels import attention, decoder_layers, layer_fusion  # noqa: E402
+from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.structures import llama  # noqa: E402
 
 current_platform.import_kernels()
 
-FILES = ("llama", "qwen2", "qwen3")
 
-
-def classes(names: set[str]) -> list[Any]:
-    found = {}
-    for file in FILES:
-        module = importlib.import_module(f"vllm.model_executor.models.{file}")
-        found |= {name: getattr(module, name) for name in names if hasattr(module, name)}
-    assert set(found) == names
-    return list(found.values())
+def classes(names: tuple[str, ...]) -> list[Any]:
+    return [class_of(name) for name in names]
 
 
 def by_name(cls: Any) -> str:
     return str(cls.__name__)
 
 
-@pytest.mark.parametrize("cls", classes(decoder_layers.LAYERS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(llama.LAYERS), ids=by_name)
 def test_a_layer_adds_its_residual_in_its_norms_and_nowhere_else(cls: Any) -> None:
     layer = SimpleNamespace(
         input_layernorm=lambda x, residual: (f"norm({x})", f"{residual}+{x}"),
@@ -59,7 +51,7 @@ def test_a_layer_adds_its_residual_in_its_norms_and_nowhere_else(cls: Any) -> No
     assert found == (f"mlp(second({attended}))", f"r+h+{attended}")
 
 
-@pytest.mark.parametrize("cls", classes(decoder_layers.PERCEPTRONS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(llama.MLPS), ids=by_name)
 def test_a_perceptron_is_two_products_with_the_activation_between(cls: Any) -> None:
     perceptron = SimpleNamespace(
         gate_up_proj=lambda x: (f"gate_up({x})", None),
@@ -69,7 +61,7 @@ def test_a_perceptron_is_two_products_with_the_activation_between(cls: Any) -> N
     assert cls.forward(perceptron, "x") == "down(gated(gate_up(x)))"
 
 
-@pytest.mark.parametrize("cls", classes(decoder_layers.MODELS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(llama.MODELS), ids=by_name)
 def test_a_model_hands_on_what_a_layer_gives_to_the_next(
     cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +84,7 @@ def test_a_model_hands_on_what_a_layer_gives_to_the_next(
 
 def fuse(model: Any, given: dict[Any, Linear] | None = None) -> int:
     given = linears(model) if given is None else given
-    return decoder_layers.fuse(torch.nn.Sequential(model), given, StreamingLinear(native))
+    return layer_fusion.fuse(torch.nn.Sequential(model), given, StreamingLinear(native))
 
 
 def kinds(model: Any) -> list[str]:
@@ -103,7 +95,8 @@ def kinds(model: Any) -> list[str]:
 def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What vLLM's forward context gives, by name of a layer."""
     found: dict[str, Any] = {}
-    monkeypatch.setattr(decoder_layers, "get_attention_context", found.__getitem__)
+    for module in (attention, decoder_layers):
+        monkeypatch.setattr(module, "get_attention_context", found.__getitem__)
     before = len(decoder_layers._runs)
     yield found
     del decoder_layers._runs[before:]
@@ -112,16 +105,19 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 @needs_native
 @pytest.mark.parametrize("rotated", [HEAD, HEAD // 2])
 @pytest.mark.parametrize("tokens", [1, 5, 33])
-@pytest.mark.parametrize("cls", classes(decoder_layers.ATTENTIONS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(llama.ATTENTIONS), ids=by_name)
 def test_an_attention_computes_what_vllms_does(
     cls: Any, tokens: int, rotated: int, contexts: dict[str, Any]
 ) -> None:
     torch.manual_seed(2)
-    module = attention(cls.__name__, rotated=rotated)
+    decoder = model(1, attends=cls.__name__, rotated=rotated)
+    module = decoder.layers[1].self_attn
     contexts["layers.0"] = "metadata", module.attn, "cache", "slots"
     hidden, positions = torch.randn(tokens, HIDDEN).bfloat16(), torch.randint(64, (tokens,))
     expected = cls.forward(module, positions=positions, hidden_states=hidden)
-    found = Attention(module, StreamingLinear(native))(positions, module.qkv_proj(hidden)[0])
+    kernel = StreamingLinear(native)
+    (layer,) = known_layers(decoder, linears(decoder), kernel)
+    found = layer.attention(positions, module.qkv_proj(hidden)[0])
     assert found.is_contiguous()
     torch.testing.assert_close(module.o_proj(found)[0], expected, rtol=2**-6, atol=2**-5)
 
@@ -142,15 +138,10 @@ def test_layers_are_what_they_were_one_by_one(
     residual = None if is_first else torch.randn(tokens, HIDDEN).bfloat16()
     kept = hidden.clone(), residual if residual is None else residual.clone()
     expected: Any = hidden, residual
-    classes_of = {name: cls for kind in ("LAYERS", "ATTENTIONS", "PERCEPTRONS")
-                  for cls in classes(getattr(decoder_layers, kind))
-                  for name in [cls.__name__]}  # fmt: skip
     for layer in layers:
-        for part in (layer, layer.self_attn, layer.mlp):
-            type(part).forward = classes_of[type(part).__name__].forward
-        expected = layer(positions, *expected)
+        expected = layer(positions, *(one if one is None else one.clone() for one in expected))
     assert fuse(decoder) == 3
-    assert kinds(decoder) == ["_Run", "_Done", "_Done"]
+    assert kinds(decoder) == ["FusedRun", "FusedAlready", "FusedAlready"]
     found: Any = hidden, residual
     for layer in list(decoder.layers)[1:-1]:
         found = layer(positions, *found)
@@ -170,20 +161,43 @@ def test_a_dummy_run_attends_to_nothing(contexts: dict[str, Any]) -> None:
     assert all(bool(one.isfinite().all()) for one in found)
 
 
+def another(name: str) -> Any:
+    """A class that has a name of vLLM's, and computes something else."""
+
+    def forward(self: Any, *given: Any) -> Any:
+        raise NotImplementedError
+
+    return type(name, (class_of(name),), {"forward": forward})
+
+
 @needs_native
 @pytest.mark.parametrize(
-    "made",
+    ("made", "why"),
     [
-        lambda: model(2, model="SubclassOfLlamaModel"),
-        lambda: model(2, layer="GraniteDecoderLayer"),
+        (lambda: model(2, model=another("LlamaModel")), "models of the class LlamaModel"),
+        (lambda: model(2, layer=another("LlamaDecoderLayer")), "LlamaDecoderLayer: the layer"),
     ],
     ids=["model", "layer"],
 )
-def test_what_is_not_known_is_left_alone(made: Any) -> None:
+def test_what_is_not_known_is_left_alone_and_named_in_one_line(
+    made: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(layer_fusion.logger, "info", lambda text, *given: said.append(text % given))
     decoder = made()
     before = kinds(decoder)
     assert fuse(decoder) == 0
     assert kinds(decoder) == before
+    (line,) = said
+    assert line.startswith("2 decoder layers are computed operator by operator")
+    assert why in line
+
+
+@needs_native
+def test_a_subclass_that_computes_the_same_is_known_under_any_name() -> None:
+    layer, of_model = class_of("LlamaDecoderLayer"), class_of("LlamaModel")
+    inherits = {base: type(f"Fine{base.__name__}", (base,), {}) for base in (layer, of_model)}
+    assert fuse(model(2, model=inherits[of_model], layer=inherits[layer])) == 2
 
 
 def wanting(decoder: Any, given: dict[Any, Linear]) -> None:
@@ -244,7 +258,7 @@ def test_a_layer_that_is_different_is_left_alone_and_parts_the_others(
     given = linears(decoder)
     change(decoder, given)
     assert fuse(decoder, given) == fused
-    left = ["_Run", "LlamaDecoderLayer", "_Run"] if fused else ["LlamaDecoderLayer"] * 3
+    left = ["FusedRun", "LlamaDecoderLayer", "FusedRun"] if fused else ["LlamaDecoderLayer"] * 3
     assert kinds(decoder) == left
 
 

@@ -23,10 +23,10 @@ from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels import decoder_layers, gpu_layers, gpu_prefill  # noqa: E402
+from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_fusion  # noqa: E402
 from ray_hetero.kernels.gpu_attention import Lengths, attend, put_together  # noqa: E402
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, GpuLayers  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu  # noqa: E402
+from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.kv_layouts import unpack_blocks  # noqa: E402
 from ray_hetero.kernels.step_rows import Request, one_prompt, step_rows  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -181,7 +181,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_attention_to_the_cores(
 def test_memory_that_is_not_there_is_said_with_what_it_costs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = BorrowedGpu(CPU, 64)
+    gpu = GpuPrefill(CPU, 64)
 
     def no_memory(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
@@ -317,4 +317,4 @@ def test_layers_whose_weights_are_too_small_for_the_gpu_stay_on_the_cores(
     steps = Steps(monkeypatch, has_memory=False)
     assert steps.made._on_gpu is None
     kernel = steps.made._kernel
-    assert decoder_layers._memory(steps.known, kernel, {}) is None
+    assert layer_fusion._memory(steps.known, kernel, {}) is None

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import gpu_prefill, streaming_linear  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu  # noqa: E402
+from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.linear_layers import LinearLayers  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import SLOTS, gpu_bytes  # noqa: E402
@@ -47,8 +47,8 @@ def weights(seed: int = 0) -> list[torch.Tensor]:
 
 def borrowed(
     plain: list[torch.Tensor], tokens: int = 64, *, is_compact: bool = False
-) -> tuple[BorrowedGpu, list[torch.Tensor]]:
-    gpu = BorrowedGpu(CPU, tokens)
+) -> tuple[GpuPrefill, list[torch.Tensor]]:
+    gpu = GpuPrefill(CPU, tokens)
     kind = CompactWeight if is_compact else PackedWeight
     packed = [weight for weight in (kind.made(pack(weight), native) for weight in plain) if weight]
     assert len(packed) == len(plain)
@@ -58,7 +58,7 @@ def borrowed(
     return gpu, [weight.data for weight in packed]
 
 
-def check(gpu: BorrowedGpu, plain: torch.Tensor, packed: torch.Tensor, tokens: int) -> None:
+def check(gpu: GpuPrefill, plain: torch.Tensor, packed: torch.Tensor, tokens: int) -> None:
     outputs, inputs = plain.shape
     # A view of a wider tensor, as attention hands over slices.
     x = torch.randn(tokens, inputs + 64).bfloat16()[:, :inputs]
@@ -91,13 +91,13 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     plain = weights()
     gpu, packed = borrowed(plain)
     fetched: list[tuple[int, int]] = []
-    fetch = BorrowedGpu._fetch
+    fetch = GpuPrefill._fetch
 
-    def fetch_and_count(self: BorrowedGpu, piece: gpu_prefill._Piece) -> None:
+    def fetch_and_count(self: GpuPrefill, piece: gpu_prefill._Piece) -> None:
         fetched.append((piece.weight.data_ptr(), piece.begin))
         fetch(self, piece)
 
-    monkeypatch.setattr(BorrowedGpu, "_fetch", fetch_and_count)
+    monkeypatch.setattr(GpuPrefill, "_fetch", fetch_and_count)
     pieces = sum(len(found) for found in gpu._pieces.values())
     assert pieces > 2 * SLOTS
 
@@ -119,7 +119,7 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
 
 
 def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
-    gpu = BorrowedGpu(CPU, 64)
+    gpu = GpuPrefill(CPU, 64)
     small, large = (torch.zeros(n, 512, dtype=torch.bfloat16) for n in (32, 1024))
     gpu.add(PackedWeight.made(small, native))
     gpu.add(PackedWeight.made(large, native))
@@ -130,7 +130,7 @@ def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
 
 
 def test_a_rank_without_such_weights_takes_nothing() -> None:
-    taken = BorrowedGpu(CPU, 64).take()
+    taken = GpuPrefill(CPU, 64).take()
     assert (taken.weight_bytes, taken.gpu_bytes) == (0, 0)
 
 
@@ -149,10 +149,10 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
     gpu, _ = borrowed([])
     gpu.add(PackedWeight.made(pack(weights()[0]), native))
 
-    def no_memory(self: BorrowedGpu, outputs: int, inputs: int) -> None:
+    def no_memory(self: GpuPrefill, outputs: int, inputs: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
-    monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
+    monkeypatch.setattr(GpuPrefill, "_allocate", no_memory)
     with pytest.raises(UnsupportedError, match=r"takes 0\.8 GiB .* allocate 2\.00 GiB\. Lower"):
         gpu.take()
     assert not gpu.suits(weights()[0], 1)
@@ -183,13 +183,13 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     layers.loaded(torch.nn.Module())
     borrowed_tokens: list[int] = []
-    linear = BorrowedGpu.linear
+    linear = GpuPrefill.linear
 
-    def linear_and_note(self: BorrowedGpu, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def linear_and_note(self: GpuPrefill, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         borrowed_tokens.append(x.shape[0])
         return linear(self, x, *rest)
 
-    monkeypatch.setattr(BorrowedGpu, "linear", linear_and_note)
+    monkeypatch.setattr(GpuPrefill, "linear", linear_and_note)
     for shape in ((7, 512), (8, 512), (2, 4, 512), (64, 512), (65, 512)):
         x = torch.randn(shape).bfloat16()
         found = layer.cpu_linear(x, layer.weight, None)
@@ -201,10 +201,10 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
 def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_memory(self: BorrowedGpu, outputs: int, inputs: int) -> None:
+    def no_memory(self: GpuPrefill, outputs: int, inputs: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(BorrowedGpu, "_allocate", no_memory)
+    monkeypatch.setattr(GpuPrefill, "_allocate", no_memory)
     unasked = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
     held = unasked._packed(layer)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

@@ -41,7 +41,8 @@ def test_70b_on_one_h100_and_two_sockets() -> None:
     # One sequence of 4096 tokens has 16.8 MB of KV a layer; the output matrix is 2.1 GB.
     on_cpu, on_gpu = ((layer + kv / 4) / speed for speed in (CPU_BANDWIDTH, GPU_BANDWIDTH))
     output = (128256 * 8192 + 8192) * 2 / CPU_BANDWIDTH
-    send = 150e-6 + 2 * 2 * 8192 / 3e9 + 2 * 2 * 8192 / 51.2e9
+    # Through memory that both map, and over the GPU's link.
+    send = 70e-6 + 2 * 2 * 8192 / 10e9 + 2 * 2 * 8192 / 51.2e9
     assert split.step_s == pytest.approx(38 * on_cpu + 42 * on_gpu + output + 2 * send, rel=1e-6)
     assert split.step_s == pytest.approx(0.320, abs=0.001)
     gpu = split.ranks[1]

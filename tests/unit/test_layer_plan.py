@@ -333,8 +333,8 @@ def test_what_makes_a_sockets_step_short_is_priced(
 
 
 def test_layers_that_are_priced_as_one_operator_are_those_that_can_be() -> None:
-    decoder_layers = pytest.importorskip("ray_hetero.kernels.decoder_layers")
-    known = {name.removesuffix("Model").lower() for name in decoder_layers.MODELS}
+    llama = pytest.importorskip("ray_hetero.kernels.structures.llama")
+    known = {name.removesuffix("DecoderLayer").lower() for name in llama.LAYERS}
     assert known == FUSED_MODEL_TYPES
 
 

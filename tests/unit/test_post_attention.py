@@ -13,14 +13,14 @@ from native_module import LEVELS, native, needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels import gpu_prefill  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import BorrowedGpu  # noqa: E402
-from ray_hetero.kernels.post_attention import (  # noqa: E402
-    Beginning,
-    BetweenAttentions,
+from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.kernels.layer_parts import (  # noqa: E402
     Linear,
     Norm,
-    Parts,
+    PostAttention,
+    QkvInput,
 )
+from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
@@ -72,8 +72,8 @@ class Layer:
         ]
         output, gate_up, down, queries = (one for one, _ in made)
         self._plain = {id(one): weight for one, weight in made}
-        following = None if is_last else Beginning(norm(), queries)
-        self.parts = Parts(output, norm(), gate_up, down, following)
+        following = None if is_last else QkvInput(norm(), queries)
+        self.parts = PostAttention(output, norm(), gate_up, down, following)
 
     def _linear(self, x: torch.Tensor, one: Linear) -> torch.Tensor:
         y = x.float() @ self._plain[id(one)].T
@@ -97,10 +97,10 @@ class Layer:
         if parts.next is None:
             return x, total
         x, total = self._add_and_norm(x, total, parts.next.norm)
-        return self._linear(x, parts.next.stacked), total
+        return self._linear(x, parts.next.qkv), total
 
 
-def check(fused: BetweenAttentions, layer: Layer, tokens: int) -> None:
+def check(fused: PostAttentionBlock, layer: Layer, tokens: int) -> None:
     # Views of wider tensors, as slices of what a step has more of.
     attended = torch.randn(tokens, ATTENDED + 32).bfloat16()[:, :ATTENDED]
     residual = torch.randn(tokens, HIDDEN + 32).bfloat16()[:, :HIDDEN]
@@ -119,7 +119,7 @@ def check(fused: BetweenAttentions, layer: Layer, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 40])
 def test_it_computes_what_torch_computes(tokens: int, is_last: bool, is_compact: bool) -> None:
     layer = Layer(is_last=is_last, is_compact=is_compact)
-    check(BetweenAttentions(layer.parts, kernel()), layer, tokens)
+    check(PostAttentionBlock(layer.parts, kernel()), layer, tokens)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -127,13 +127,13 @@ def test_it_computes_what_torch_computes(tokens: int, is_last: bool, is_compact:
 @pytest.mark.parametrize("tokens", [1, 8, 16, 17, 32, 33])
 def test_at_each_level(tokens: int, is_compact: bool, level: str) -> None:
     layer = Layer(is_last=False, is_compact=is_compact)
-    check(BetweenAttentions(layer.parts, kernel(level, few_tokens=32)), layer, tokens)
+    check(PostAttentionBlock(layer.parts, kernel(level, few_tokens=32)), layer, tokens)
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
 def test_threads_do_not_change_the_result(threads: int) -> None:
     layer = Layer(is_last=False)
-    fused = BetweenAttentions(layer.parts, kernel())
+    fused = PostAttentionBlock(layer.parts, kernel())
     attended, residual = (torch.randn(3, n).bfloat16() for n in (ATTENDED, HIDDEN))
     expected = fused(attended, residual)
     before = torch.get_num_threads()
@@ -156,21 +156,21 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
     # The last chunk is shorter.
     monkeypatch.setattr(gpu_prefill, "CHUNK_TOKENS", 24)
     layer = Layer(is_last=is_last, is_compact=is_compact)
-    gpu = BorrowedGpu(torch.device("cpu"), 64)
+    gpu = GpuPrefill(torch.device("cpu"), 64)
     for one in layer.parts.linears:
         gpu.add(one.weight)
     gpu.take()
     computing = kernel()
     computing.prompts = Prompts(gpu, 16)
-    fused = BetweenAttentions(layer.parts, computing)
+    fused = PostAttentionBlock(layer.parts, computing)
     sizes: list[int] = []
-    between = BorrowedGpu.between
+    post_attention = GpuPrefill.post_attention
 
-    def between_and_note(self: BorrowedGpu, parts: Parts, x: torch.Tensor, *rest: Any) -> Any:
+    def call_and_note(self: GpuPrefill, parts: PostAttention, x: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(x))
-        return between(self, parts, x, *rest)
+        return post_attention(self, parts, x, *rest)
 
-    monkeypatch.setattr(BorrowedGpu, "between", between_and_note)
+    monkeypatch.setattr(GpuPrefill, "post_attention", call_and_note)
     for tokens in (15, 16, 64, 65, 50):
         check(fused, layer, tokens)
     assert sizes == [16, 64, 50]
@@ -178,6 +178,6 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
 
 def test_layers_that_do_not_fit_together_are_refused() -> None:
     layer = Layer(is_last=False)
-    swapped = Parts(layer.parts.output, norm(), layer.parts.down, layer.parts.gate_up)
+    swapped = PostAttention(layer.parts.output, norm(), layer.parts.down, layer.parts.gate_up)
     with pytest.raises(ValueError, match="fit together"):
-        BetweenAttentions(swapped, kernel())
+        PostAttentionBlock(swapped, kernel())

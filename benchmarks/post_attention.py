@@ -1,7 +1,7 @@
 """What fusing the layers of a CPU rank gains: the same layers as products alone, operator by
 operator, and as one operator each; milliseconds a layer, the three in turns.
 
-    python benchmarks/between_attentions.py --shape 1b --tokens 1,4
+    python benchmarks/post_attention.py --shape 1b --tokens 1,4
 
 Without attention.  Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD,
 GOMP_CPU_AFFINITY).
@@ -21,7 +21,8 @@ import torch
 from shapes import SHAPES, layer_bytes
 
 from ray_hetero.kernels import streaming_linear
-from ray_hetero.kernels.post_attention import Beginning, BetweenAttentions, Linear, Norm, Parts
+from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention, QkvInput
+from ray_hetero.kernels.post_attention import PostAttentionBlock
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.weight_formats import PackedWeight
 from ray_hetero.weight_formats.base import pack
@@ -35,19 +36,19 @@ def packed(outputs: int, inputs: int) -> Linear:
     return Linear(PackedWeight.made(pack(weight), streaming_linear._native), None)
 
 
-def made(shape: dict[str, int], kernel: StreamingLinear) -> BetweenAttentions:
+def made(shape: dict[str, int], kernel: StreamingLinear) -> PostAttentionBlock:
     """One layer, from its attention to the next."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
     first, second = (Norm(torch.ones(hidden).bfloat16(), 1e-5) for _ in range(2))
-    parts = Parts(
+    parts = PostAttention(
         packed(hidden, hidden), first, packed(2 * inner, hidden), packed(hidden, inner),
-        Beginning(second, packed(hidden + 2 * kv, hidden)),
+        QkvInput(second, packed(hidden + 2 * kv, hidden)),
     )  # fmt: skip
-    return BetweenAttentions(parts, kernel)
+    return PostAttentionBlock(parts, kernel)
 
 
-def ways(layers: list[BetweenAttentions], kernel: StreamingLinear) -> Ways:
+def ways(layers: list[PostAttentionBlock], kernel: StreamingLinear) -> Ways:
     """How to compute all layers, from [M, hidden] and a residual of that shape."""
 
     def products(x: torch.Tensor, residual: torch.Tensor) -> None:

@@ -1,0 +1,15 @@
+// AMX-BF16: Sapphire Rapids and later.
+
+#include "../kernels.h"
+
+#if defined(__x86_64__)
+
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+#define RAY_HETERO_LEVEL amx
+#define RAY_HETERO_VECTORS "vectors/avx512.h"
+#define RAY_HETERO_TILES "tiles/amx.h"
+#define RAY_HETERO_HAS_TILES true
+#define RAY_HETERO_HAS_BF16 1
+#include "../level.h"
+
+#endif

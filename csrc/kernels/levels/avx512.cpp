@@ -1,0 +1,15 @@
+// AVX-512: Skylake-SP, Cascade Lake.
+
+#include "../kernels.h"
+
+#if defined(__x86_64__)
+
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+#define RAY_HETERO_LEVEL avx512
+#define RAY_HETERO_VECTORS "vectors/avx512.h"
+#define RAY_HETERO_TILES "tiles/software.h"
+#define RAY_HETERO_HAS_TILES false
+#define RAY_HETERO_HAS_BF16 0
+#include "../level.h"
+
+#endif

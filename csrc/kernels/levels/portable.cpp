@@ -1,0 +1,10 @@
+// Plain C++.
+
+#include "../kernels.h"
+
+#define RAY_HETERO_LEVEL portable
+#define RAY_HETERO_VECTORS "vectors/portable.h"
+#define RAY_HETERO_TILES "tiles/software.h"
+#define RAY_HETERO_HAS_TILES false
+#define RAY_HETERO_HAS_BF16 0
+#include "../level.h"

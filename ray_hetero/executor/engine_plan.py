@@ -1,0 +1,193 @@
+"""What an engine decides before it takes anything: the executor's step `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from placement.cluster.assignment import Node, Turn
+from placement.cluster.external_group import describe_group
+from placement.cluster.ray_cluster import ExternalGroup
+from placement.errors import LayoutError
+from ray_hetero.compat import engine_args, layer_partition, shared_batches
+from ray_hetero.log import logger
+from ray_hetero.observability.engine_info import EngineInfo, info_of
+from ray_hetero.observability.world_table import as_text, placement_table
+from ray_hetero.planning import layer_plan, world_plan
+from ray_hetero.planning.engine_facts import EngineFacts, facts_of
+from ray_hetero.planning.layer_plan import LayerPlan
+from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
+from ray_hetero.planning.socket_bandwidth import bandwidth_probe
+from ray_hetero.preflight.refusals import (
+    refuse_checkpoint,
+    refuse_drafting,
+    refuse_heads,
+    refuse_shared_experts,
+)
+from ray_hetero.preflight.unsupported_drafters import Drafting
+from ray_hetero.worker import mixed_groups
+from ray_hetero.worker.rank_config import shared_settings
+from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What the step `plan` decides; the same for all generations of ranks."""
+
+    layers: LayerPlan
+    specs: tuple[RankSpec, ...]
+    """What each rank is told, by rank."""
+    memory_bytes: dict[int, int]
+    """Host memory that each CPU rank will take, by rank; none where nothing is known."""
+    spare_here: tuple[int, ...]
+    """Logical CPUs of the driver's node that no CPU rank computes on."""
+    info: EngineInfo
+
+    @property
+    def world(self) -> World:
+        """All ranks of the engine."""
+        return self.layers.world
+
+    def log(self) -> None:
+        """Say what was decided, and what speaks against it."""
+        sharing = world_plan.sharing_warning(self.world.members)
+        for warning in filter(None, (self.layers.warning, sharing)):
+            logger.warning(warning)
+        logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))
+        for line in layer_plan.describe_split(self.layers):
+            logger.info("plan: %s", line)
+
+
+class EnginePlanner:
+    """Plans an engine on a cluster's nodes, and sets vLLM's configuration accordingly.
+
+    Args:
+        vllm_config: the engine's.
+        spec: what the user has asked for.
+        turn: the engine's place among those that start together.
+        partition: VLLM_PP_LAYER_PARTITION as the user has set it.
+        external: the placement group around the engine, if there is one.
+
+    """
+
+    def __init__(
+        self, vllm_config: Any, spec: EngineSpec, turn: Turn, partition: str | None,
+        external: ExternalGroup | None,
+    ) -> None:  # fmt: skip
+        self._vllm_config = vllm_config
+        self._spec = spec
+        self._config = spec.config
+        self._turn = turn
+        self._partition = partition
+        self._external = external
+
+    def plan(self, nodes: Sequence[Node]) -> EnginePlan:
+        """Plan, refuse what cannot work, and set what follows from it.
+
+        Args:
+            nodes: what the engine may use.
+
+        Raises:
+            PlacementError: there are too few devices, or the model does not fit on them.
+            RayHeteroError: the model or the configuration does not work on these ranks.
+
+        """
+        vllm_config = self._vllm_config
+        facts = facts_of(vllm_config)
+        plan = self._layer_plan(nodes, facts)
+        self._refuse(plan.world)
+        shared = self._shared_settings(plan.world)
+        # The driver's own copy of the configuration answers questions about layers too.
+        layer_partition.set_partition(plan.world.layers)
+        engine_args.limit_batches_in_flight(vllm_config, self._batches_in_flight(plan.world))
+        self._share_batches()
+        here = ray.get_runtime_context().get_node_id()
+        return EnginePlan(
+            plan,
+            rank_specs(plan, nodes, self._spec, shared),
+            plan.memory_bytes(),
+            next((spare_cpus(plan, node) for node in nodes if node.node_id == here), ()),
+            info_of(
+                vllm_config.instance_id,
+                vllm_config.model_config.model,
+                plan,
+                facts.shape,
+                self._spec.metrics_path,
+            ),
+        )
+
+    def _layer_plan(self, nodes: Sequence[Node], facts: EngineFacts) -> LayerPlan:
+        parallel = self._vllm_config.parallel_config
+        try:
+            return layer_plan.plan_layers(
+                self._config,
+                nodes,
+                facts,
+                pipeline_parallel_size=parallel.pipeline_parallel_size,
+                tensor_parallel_size=parallel.tensor_parallel_size,
+                partition=self._partition,
+                measure=bandwidth_probe(nodes, self._config.placement.timeout_s),
+                turn=self._turn,
+            )
+        except LayoutError as error:
+            if self._external is None:
+                raise
+            inside = describe_group(self._external.bundles, nodes)
+            raise LayoutError(f"{error} {inside}") from None
+
+    def _refuse(self, world: World) -> None:
+        model_config = self._vllm_config.model_config
+        refuse_heads(model_config, world.layout)
+        if world.has_cpu:
+            refuse_checkpoint(model_config)
+        if world.is_stock:
+            return
+        refuse_shared_experts(self._vllm_config.parallel_config)
+        speculative, stages = self._vllm_config.speculative_config, world.layout.stages
+        if speculative is not None:
+            refuse_drafting(Drafting(self._vllm_config, self._config, len(stages)))
+            if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
+                refuse_checkpoint(speculative.draft_model_config)
+
+    def _shared_settings(self, world: World) -> SharedSettings:
+        scheduler = self._vllm_config.scheduler_config
+        return shared_settings(
+            self._vllm_config,
+            world.layout,
+            graph_tokens=mixed_groups.graph_tokens(
+                self._spec.engine_args,
+                self._config.gpu.in_mixed_groups,
+                max_num_seqs=scheduler.max_num_seqs,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            ),
+        )
+
+    def _batches_in_flight(self, world: World) -> int:
+        asked = self._config.pipeline.batches_in_flight
+        if asked != "auto":
+            return asked
+        if not world.is_stock and self._vllm_config.speculative_config is not None:
+            # With more, vLLM's scheduler would take a batch's drafts for tokens before the batch
+            # has told which token comes before them.
+            return 1
+        if world.has_cpu and not world.is_cpu_only and self._config.objective == "latency":
+            return 1
+        return int(self._vllm_config.max_concurrent_batches)
+
+    def _share_batches(self) -> None:
+        """Divide the requests, where somebody wants more than one batch and not another scheduler.
+
+        A draft model's tokens would be counted as requests.
+        """
+        config, vllm_config = self._config, self._vllm_config
+        is_wanted = config.pipeline.batches_in_flight != "auto" or config.objective == "throughput"
+        if (
+            is_wanted
+            and vllm_config.max_concurrent_batches > 1
+            and vllm_config.scheduler_config.scheduler_cls is None
+            and vllm_config.speculative_config is None
+        ):
+            vllm_config.scheduler_config.scheduler_cls = shared_batches.CLASS

@@ -1,0 +1,50 @@
+"""Llama's layers: attention, then a gated multi-layer perceptron, a norm before each.
+
+Qwen 2 adds biases of queries, keys and values, Qwen 3 norms of heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_hetero.compat.decoder_classes import has_forward_of
+from ray_hetero.kernels.structures.base import LayerModules, is_made_of
+
+MODELS = ("LlamaModel", "Qwen2Model")
+LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
+MLPS = ("LlamaMLP", "Qwen2MLP")
+
+
+class Llama:
+    """The structure of Llama's layers."""
+
+    def is_model(self, model: Any) -> bool:
+        """Whether a model is one of this family."""
+        return has_forward_of(model, *MODELS)
+
+    def modules(self, layer: Any) -> LayerModules | None:
+        """The modules of a layer; None if its classes compute something else."""
+        if not is_made_of(layer, LAYERS, {"self_attn": ATTENTIONS, "mlp": MLPS}):
+            return None
+        attention, mlp = layer.self_attn, layer.mlp
+        if getattr(attention, "dual_chunk_attention_config", None):
+            return None
+        return LayerModules(
+            input_norm=layer.input_layernorm,
+            qkv=attention.qkv_proj,
+            head_norms=head_norms(attention),
+            rotary=attention.rotary_emb,
+            attend=attention.attn,
+            output=attention.o_proj,
+            norm=layer.post_attention_layernorm,
+            gate_up=mlp.gate_up_proj,
+            activation=mlp.act_fn,
+            down=mlp.down_proj,
+        )
+
+
+def head_norms(attention: Any) -> tuple[Any, ...]:
+    """Norms of an attention's queries and keys, where it has them."""
+    return tuple(getattr(attention, name) for name in ("q_norm", "k_norm")
+                 if hasattr(attention, name))  # fmt: skip
