@@ -33,6 +33,9 @@ class Signals(Protocol):
     def parts(self, memory: HandoverMemory) -> tuple[torch.Tensor, ...]:
         """`HandoverMemory.parts` as the device of the stage sees them."""
 
+    def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
+        """Write a tensor into the memory, of which `to` is a part."""
+
     def post(self, layer: int, tokens: int) -> None:
         """Ask for a layer, once what was written before is there."""
 
@@ -56,6 +59,10 @@ class HostSignals:
     def parts(self, memory: HandoverMemory) -> tuple[torch.Tensor, ...]:
         """The memory as it is."""
         return memory.parts
+
+    def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy the tensor."""
+        to.copy_(values)
 
     def post(self, layer: int, tokens: int) -> None:
         """Set the requests."""
@@ -121,9 +128,9 @@ class ExpertChannel:
 
         """
         tokens, views = x.shape[0], self._views[layer]
-        views.x[:tokens].copy_(x)
-        views.ids[:tokens].copy_(ids)
-        views.weights[:tokens].copy_(weights)
+        self._signals.write(x, views.x[:tokens])
+        self._signals.write(ids, views.ids[:tokens])
+        self._signals.write(weights, views.weights[:tokens])
         self._signals.post(layer, tokens)
 
     def take(self, tokens: int, layer: int) -> torch.Tensor:
@@ -144,12 +151,14 @@ class ExpertChannel:
         if not self._signals.wait():
             assert self.problem is not None, "the watch tells before it ends waits"
             raise self.problem
-        sums, *others = (result[:tokens] for result in self._views[layer].results)
+        first, *others = (result[:tokens] for result in self._views[layer].results)
         if not others:
-            return sums.clone()
-        if len(others) == 1:
-            return sums + others[0]
-        return torch.stack([sums, *others]).sum(0)
+            # Not a copy: see `GpuSignals.write`.
+            return first * 1
+        sums = first + others[0]
+        for more in others[1:]:
+            sums += more
+        return sums
 
     def close(self) -> None:
         """Watch no more."""

@@ -110,6 +110,13 @@ class GpuSignals:
         device = torch.device("cuda", torch.cuda.current_device())
         return tuple(mapped(memory.memory, device).split(memory.geometry.sizes))
 
+    def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
+        """Have a kernel write the tensor over the link.
+
+        A copy of torch's would take the memory for the GPU's own, and tell CUDA so.
+        """
+        torch.mul(values, 1, out=to)
+
     def post(self, layer: int, tokens: int) -> None:
         """Write the requests behind what the stream has to do before."""
         given = self._posts.get((layer, tokens))
