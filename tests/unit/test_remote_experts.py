@@ -55,7 +55,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {**GATED, "num_experts": 8, "shared_expert_intermediate_size": 64}),
     "deepseek_v2": ("DeepseekV2", {**MLA, "moe_intermediate_size": 64,
                                    "topk_method": "group_limited_greedy"}),
-    "deepseek_v3": ("DeepseekV3", {**MLA, "moe_intermediate_size": 64}),
+    "deepseek_v3": ("DeepseekV3", {**MLA, "moe_intermediate_size": 64, "topk_method": "noaux_tc"}),
     "glm4_moe": ("Glm4Moe", {**GATED, "n_routed_experts": 8, "n_shared_experts": 1,
                              "first_k_dense_replace": 1, "head_dim": 32}),
     "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 32}),
@@ -87,13 +87,23 @@ def run(role: str, work: Path, number: int = 0) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, tuple[Any, Any]]:
     """What the layers of each model make of some tokens, in vLLM and with expert ranks."""
+    wanted = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and "found" in item.fixturenames
+    }
     work = tmp_path_factory.mktemp("experts") / uuid.uuid4().hex
     work.mkdir()
     cases = {
         name: case | {"model": str(written(work / name, name, case["dtype"]))}
         for name, case in CASES.items()
+        if name in wanted
     }
     (work / "request.json").write_text(json.dumps(cases))
     processes = [run("stock", work), run("stage", work)]
@@ -108,7 +118,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]
             process.kill()
     return {
         name: tuple(torch.load(work / f"{name}-{role}.pt") for role in ("stock", "stage"))
-        for name in CASES
+        for name in cases
     }
 
 
