@@ -4,7 +4,6 @@ none of them, and in an expert rank, which has a slice of each.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -130,7 +129,7 @@ def hold_slices(is_remote: IsRemote, number: int, ranks: int) -> None:
 
     The model is to be made on the device `meta`.
 
-    Replaces: `layer.make_parallel_config`, `RoutedExperts.__init__`.
+    Replaces: `FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp`, `RoutedExperts.__init__`.
     Why: vLLM slices experts as it slices everything of a rank, and here only experts are there.
     Can go when: experts can be made and loaded without their model.
 
@@ -141,15 +140,15 @@ def hold_slices(is_remote: IsRemote, number: int, ranks: int) -> None:
 
     """
     import torch
-    from vllm.model_executor.layers.fused_moe import layer as fused_moe_layer
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    def slicing(make: Any) -> Any:
-        @functools.wraps(make)
-        def make_parallel_config(*args: Any, **how: Any) -> Any:
-            return dataclasses.replace(make(*args, **how), tp_size=ranks, tp_rank=number)
+    def slicing(flatten: Any) -> Any:
+        @functools.wraps(flatten)
+        def flatten_tp_across_dp_and_pcp(*sizes: int, **named: int) -> tuple[int, int]:
+            return ranks, number
 
-        return make_parallel_config
+        return flatten_tp_across_dp_and_pcp
 
     def placing(init: Any) -> Any:
         @functools.wraps(init)
@@ -159,7 +158,7 @@ def hold_slices(is_remote: IsRemote, number: int, ranks: int) -> None:
 
         return __init__
 
-    replace(fused_moe_layer, "make_parallel_config", slicing)
+    replace(FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp", slicing)
     replace(RoutedExperts, "__init__", placing)
 
 

@@ -36,7 +36,7 @@ from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor import layers
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
-from vllm.model_executor.layers.fused_moe import layer as fused_moe_layer
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -235,7 +235,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/remote_experts", RoutedExperts, "__init__"),
     ("compat/remote_experts", RoutedExperts, "forward_modular"),
     ("compat/remote_experts", RoutedExperts, "_ensure_moe_quant_config_init"),
-    ("compat/remote_experts", fused_moe_layer, "make_parallel_config"),
+    ("compat/remote_experts", FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"),
     ("compat/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
     ("compat/message_queues", AsyncModelRunnerOutput, "get_output"),
     ("kernels/quantised_linear", quantised_linear.StreamedBlockFloats, "_get_layer_params"),
