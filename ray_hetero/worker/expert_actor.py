@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from placement.cluster.claims import claim_socket
+from ray_hetero.compat import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.remote_experts import are_remote
@@ -61,7 +62,10 @@ class ExpertActor:
         rank, config = self._rank, self._rank.engine.config
         number, ranks = rank.seat.tensor_rank, len(rank.world.experts)
         model_config = self._vllm_config.model_config
-        is_remote = are_remote(config, model_config.get_total_num_hidden_layers())
+        hidden_layers = model_config.get_total_num_hidden_layers()
+        is_remote = are_remote(config, hidden_layers)
+        # The driver's environment has those of the stages.
+        layer_partition.set_partition((hidden_layers,))
         with set_current_vllm_config(self._vllm_config):
             _make_groups_of_one()
             layers = load_experts(self._vllm_config, config, is_remote, number, ranks)

@@ -78,7 +78,7 @@ from ray_hetero.compat import (
     spec_decode,
 )
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
-from ray_hetero.errors import UnsupportedError
+from ray_hetero.errors import RankError, UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
 from ray_hetero.executor.rank_queues import RequestQueue
 from ray_hetero.executor.recovery import RankRecovery
@@ -515,6 +515,24 @@ def test_answers_do_not_pass_through_rays_tracing() -> None:
     traced, untraced = frames
     assert traced.count("_resume_span") == 3
     assert "_resume_span" not in untraced
+
+
+def test_what_was_computed_while_there_was_a_problem_is_no_answer() -> None:
+    class Async(AsyncModelRunnerOutput):  # type: ignore[misc]
+        def get_output(self) -> str:
+            return "tokens"
+
+    process, problems, answers = RankActor.__new__(RankActor), list[Exception](), list[Any]()
+    process.worker_response_mq = SimpleNamespace(enqueue=answers.append)
+    message_queues.answer_untraced(process)
+    message_queues.answer_if_well(process, lambda: problems[0] if problems else None)
+    for output in ("tokens", Async()):
+        process.enqueue_output(output)
+    problems.append(RankError("rank 2 has ended"))
+    for output in ("tokens", Async()):
+        process.enqueue_output(output)
+    done, failed = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
+    assert answers == [(done, "tokens")] * 2 + [(failed, "rank 2 has ended")] * 2
 
 
 def test_a_name_that_upstream_renamed_is_told() -> None:
