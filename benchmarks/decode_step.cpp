@@ -1,18 +1,28 @@
 // A decode step of a CPU stage's layers, 8B-shaped, in a program of its own: nothing but a compiler
 // is needed.
 //
-//     g++ -O3 -fopenmp -std=c++17 -Icsrc -o decode_step benchmarks/decode_step.cpp
-//     OMP_NUM_THREADS=14 GOMP_CPU_AFFINITY=2-15 ./decode_step LAYERS REQUESTSxCONTEXT…
+//     g++ -O3 -fopenmp -std=c++17 -Icsrc -o decode_step benchmarks/decode_step.cpp csrc/kernels/levels/*.cpp
+//     taskset -c 2-15 ./decode_step LAYERS REQUESTSxCONTEXT…
+//     taskset -c 2-15 ./decode_step LAYERS/RANKS REQUESTSxCONTEXT…
 //
 // Times whole steps with compact weights, their linear layers alone, and plain reads of the same
-// bytes, in turns; medians.  GB/s are of weights and of keys and values really read.
+// bytes, in turns; medians.  GB/s are of weights and of keys and values really read.  One thread is
+// bound to each CPU that the program may use.
+//
+// With RANKS as many processes share these CPUs, each with its part of every layer, and add up in
+// memory that they share; the first one's times are printed.  Before come sums of 1 × 4096 and of
+// 32 × 4096 elements alone.
 
 #include "measuring.h"
 
+#include <sched.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 
 namespace {
 
@@ -20,7 +30,6 @@ using namespace measuring;
 using namespace ray_hetero;
 
 constexpr long kHidden = 4096, kWide = 14336, kHeads = 32, kKvHeads = 8, kSize = 128;
-constexpr long kQkv = (kHeads + 2 * kKvHeads) * kSize;
 constexpr long kBlockTokens = 128, kPositions = 16384;
 constexpr int kRounds = 15;
 
@@ -43,38 +52,90 @@ Weight made(long n, long k) {
   return {rows, compact};
 }
 
-}  // namespace
-
-int main(int count, char** words) {
-  if (count < 3) {
-    std::printf("usage: %s LAYERS REQUESTSxCONTEXT…\n", words[0]);
-    return 2;
+// CPUs that this process may use.
+std::vector<int> usable_cpus() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) {
+    std::perror("sched_getaffinity");
+    std::exit(1);
   }
-  const int layers = std::atoi(words[1]);
+  std::vector<int> found;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &set)) found.push_back(cpu);
+  }
+  return found;
+}
+
+// A thread on each CPU, or all of this process on one that it shares with other ranks.
+void bind_threads(const std::vector<int>& cpus) {
+  omp_set_num_threads(static_cast<int>(cpus.size()));
+#pragma omp parallel
+  {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpus[omp_get_thread_num()], &set);
+    if (sched_setaffinity(0, sizeof(set), &set) != 0) std::perror("sched_setaffinity");
+  }
+}
+
+// Which part of the work this process has.
+struct Part {
+  int rank = 0, ranks = 1;
+  RankSums* sums = nullptr;
+
+  bool prints() const { return rank == 0; }
+};
+
+// Sums alone, all ranks together.
+void time_sums(const Level& level, const Part& part) {
+  constexpr int kTimes = 1000;
+  auto* x = allocate<float>(kFewTokens * kHidden);
+  auto* y = allocate<Bf16>(kFewTokens * kHidden);
+  for (const long tokens : {1L, 32L}) {
+    std::vector<double> seconds;
+    for (int round = 0; round <= kRounds; ++round) {
+      const double start = now();
+      level.kernels.sum_over_ranks(*part.sums, x, tokens * kHidden, y, kTimes);
+      if (round > 0) seconds.push_back((now() - start) / kTimes);
+    }
+    if (part.prints()) {
+      std::printf("sums of %ld × %ld over %d ranks: %.2f µs\n", tokens, kHidden, part.ranks,
+                  median(seconds) * 1e6);
+    }
+  }
+}
+
+void time_steps(int layers, const Part& part, int count, char** words) {
   const Level level = levels().back();
+  if (part.sums != nullptr) time_sums(level, part);
+  const long heads = kHeads / part.ranks, kv_heads = kKvHeads / part.ranks;
+  const long wide = kWide / part.ranks, qkv = (heads + 2 * kv_heads) * kSize;
   auto* norm_weight = allocate<Bf16>(kHidden);
   auto* cos_sin = allocate<Bf16>(kPositions * kSize);
   fill(norm_weight, kHidden);
   fill(cos_sin, kPositions * kSize);
   const Norm norm{norm_weight, 1e-5f};
-  const auto qkv_input = [&] { return QkvInput{norm, {made(kQkv, kHidden), nullptr}}; };
+  const auto qkv_input = [&] { return QkvInput{norm, {made(qkv, kHidden), nullptr}}; };
   DecoderLayers model{qkv_input(), {}};
   std::vector<Weight> weights{model.first.qkv.w};
   for (int layer = 0; layer < layers; ++layer) {
-    PostAttention post_attention{{made(kHidden, kHeads * kSize)}, norm, {made(2 * kWide, kHidden)},
-                    {made(kHidden, kWide)}, {}};
+    PostAttention post_attention{{made(kHidden, heads * kSize)}, norm, {made(2 * wide, kHidden)},
+                    {made(kHidden, wide)}, {}};
+    post_attention.sums = part.sums;
     if (layer + 1 < layers) post_attention.next = qkv_input();
     for (const Linear* linear : {&post_attention.output, &post_attention.gate_up, &post_attention.down}) {
       weights.push_back(linear->w);
     }
     if (post_attention.next) weights.push_back(post_attention.next->qkv.w);
-    const Rotation rotation{kHeads, kKvHeads, kSize, cos_sin, kPositions, kSize, {}, {}};
+    const Rotation rotation{heads, kv_heads, kSize, cos_sin, kPositions, kSize, {}, {}};
     model.layers.push_back({rotation, 0.088f, post_attention});
   }
   double weight_bytes = 0;
   for (const Weight& weight : weights) weight_bytes += 1.5 * double(weight.n()) * double(weight.k());
-  std::printf("%d threads, %s, %d layers, %.2f GB\n", omp_get_max_threads(),
-              level.name, layers, weight_bytes / 1e9);
+  if (part.prints()) {
+    std::printf("%d × %d threads, %s, %d layers, %d × %.2f GB\n", part.ranks,
+                omp_get_max_threads(), level.name, layers, part.ranks, weight_bytes / 1e9);
+  }
   auto* x = allocate<Bf16>(kFewTokens * kWide);
   auto* y = allocate<Bf16>(kFewTokens * 2 * kWide);
   auto* sum = allocate<Bf16>(kFewTokens * kHidden);
@@ -88,10 +149,10 @@ int main(int count, char** words) {
     std::vector<std::int32_t> lengths(m, static_cast<std::int32_t>(context)), table(m * blocks);
     for (long i = 0; i < m * blocks; ++i) table[i] = static_cast<std::int32_t>(i);
     for (long i = 0; i < m; ++i) slots[i] = i * blocks * kBlockTokens + context - 1;
-    const std::size_t elements = m * blocks * kKvHeads * block_elements;
+    const std::size_t elements = m * blocks * kv_heads * block_elements;
     std::vector<Cache> caches;
     for (int layer = 0; layer < layers; ++layer) {
-      caches.push_back({allocate<Bf16>(elements), kKvHeads * block_elements, block_elements});
+      caches.push_back({allocate<Bf16>(elements), kv_heads * block_elements, block_elements});
       fill(caches.back().data, static_cast<long>(elements));
     }
     const Requests requests{m, positions.data(), slots.data(), lengths.data(), table.data(), blocks,
@@ -110,14 +171,61 @@ int main(int count, char** words) {
       // The first round warms up.
       if (round > 0) steps.push_back(stepped), linear.push_back(multiplied), reads.push_back(read);
     }
-    const double kept = 4.0 * double(m * context * kKvHeads * kSize * layers);
-    std::printf("%-8s step %7.2f ms %6.1f GB/s   linear layers alone %7.2f ms %6.1f GB/s   "
+    const double kept = 4.0 * double(m * context * kv_heads * kSize * layers);
+    const double ranks = part.ranks;
+    if (part.prints()) std::printf("%-8s step %7.2f ms %6.1f GB/s   linear layers alone %7.2f ms %6.1f GB/s   "
                 "plain reads %6.1f GB/s\n",
-                words[argument], median(steps) * 1e3, (weight_bytes + kept) / median(steps) / 1e9,
-                median(linear) * 1e3, weight_bytes / median(linear) / 1e9,
-                weight_bytes / median(reads) / 1e9);
+                words[argument], median(steps) * 1e3,
+                ranks * (weight_bytes + kept) / median(steps) / 1e9, median(linear) * 1e3,
+                ranks * weight_bytes / median(linear) / 1e9,
+                ranks * weight_bytes / median(reads) / 1e9);
     std::fflush(stdout);
     for (const Cache& cache : caches) munmap(cache.data, elements * sizeof(Bf16));
   }
+}
+
+// A process for each rank, with its share of the CPUs.
+int time_ranks(int layers, int ranks, int count, char** words) {
+  const std::vector<int> cpus = usable_cpus();
+  const long elements = kFewTokens * kHidden;
+  const std::int64_t bytes = RankSums::needed(ranks, elements);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    std::perror("mmap");
+    return 1;
+  }
+  std::vector<int> names(ranks);
+  std::iota(names.begin(), names.end(), 0);
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (fork() != 0) continue;
+    const std::size_t first = cpus.size() * rank / ranks, last = cpus.size() * (rank + 1) / ranks;
+    std::vector<int> own(cpus.begin() + first, cpus.begin() + last);
+    if (own.empty()) own.push_back(cpus[first]);
+    bind_threads(own);
+    RankSums sums(static_cast<std::uint8_t*>(memory), bytes, elements, names, rank, 600.0,
+                  std::vector<int>(ranks, -1));
+    time_steps(layers, {rank, ranks, &sums}, count, words);
+    std::exit(0);
+  }
+  int failed = 0;
+  for (int status = 0; wait(&status) > 0;) failed |= status;
+  return failed != 0;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  char* slash = nullptr;
+  const long layers = count < 3 ? 0 : std::strtol(words[1], &slash, 10);
+  const long ranks = slash != nullptr && *slash == '/' ? std::atol(slash + 1) : 1;
+  if (layers < 1 || ranks < 1 || kKvHeads % ranks != 0) {
+    std::printf("usage: %s LAYERS[/RANKS] REQUESTSxCONTEXT…, with 1, 2, 4 or 8 ranks\n", words[0]);
+    return 2;
+  }
+  if (ranks > 1) {
+    return time_ranks(static_cast<int>(layers), static_cast<int>(ranks), count, words);
+  }
+  bind_threads(usable_cpus());
+  time_steps(static_cast<int>(layers), {}, count, words);
   return 0;
 }

@@ -1,7 +1,7 @@
 // Bandwidth of the streaming linear kernel on the weights of 8B-shaped layers, in a program of its
 // own: nothing but a compiler is needed.
 //
-//     g++ -O3 -fopenmp -std=c++17 -Icsrc -o streaming_linear benchmarks/streaming_linear.cpp
+//     g++ -O3 -fopenmp -std=c++17 -Icsrc -o streaming_linear benchmarks/streaming_linear.cpp csrc/kernels/levels/*.cpp
 //     OMP_NUM_THREADS=14 GOMP_CPU_AFFINITY=2-15 ./streaming_linear LAYERS TOKENS…
 //
 // First every kernel's outputs are compared with plain sums, then each number of tokens is timed:

@@ -1,23 +1,27 @@
-"""The one configuration of this backend, read from vLLM's `--additional-config` and a YAML file.
+"""The one configuration of this backend: every key with its type, default and meaning.
 
-`--additional-config '{"ray_hetero": {…}}'` wins, key by key, over the file named by
-`RAY_HETERO_CONFIG`, which wins over the defaults.  Unknown keys are refused; keys that once had
-another name are taken by that too, with a line in the log.
+`--additional-config '{"ray_hetero": {…}}'` wins, key by key, over the YAML or JSON file named by
+`RAY_HETERO_CONFIG`, which wins over the defaults (`ray_hetero.config_sources`).  Unknown keys are
+refused; keys that once had another name are taken by that too, with a line in the log.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
 
 from placement.given import key_of, listed, shown
 from placement.plan.stage_plan import Objective
-from placement.yaml_file import YamlError, read_yaml
+from ray_hetero.config_sources import Merged, as_written, merged, read_sources
 from ray_hetero.errors import ConfigError
-from ray_hetero.log import logger
 
 Kind = Literal["cpu", "gpu"]
 Auto = Literal["auto"]
@@ -30,16 +34,13 @@ Environment = dict[
     Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
     Annotated[str, Field(pattern=r"^[^\x00]*$")],
 ]
-
-ENVIRONMENT_VARIABLE = "RAY_HETERO_CONFIG"
-KEY = "ray_hetero"
-RENAMED = {
-    "restart": "max_restarts",
-    "cpu.strict": "cpu.max_remote_memory_fraction",
-    "cpu.borrow_gpu": "cpu.prefill_on_gpu",
-    "cpu.borrow_gpu_tokens": "cpu.prefill_on_gpu_tokens",
+_STAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "array", "minItems": 1, "items": {"type": "string", "enum": ["cpu", "gpu"]}},
 }
-"""Old name of a key → its name; both in the same section."""
+Stages = Annotated[list[list[Kind]], WithJsonSchema(_STAGES)]
+"""The kinds of the ranks of each stage; no stage is without one."""
 
 
 class _Section(BaseModel):
@@ -52,11 +53,11 @@ class GpuConfig(_Section):
     """GPU ranks."""
 
     accelerator_type: Word | None = None
-    """Ray's accelerator type the GPU bundles ask for, for example H100; None takes any."""
+    """Ray's accelerator type the GPU bundles ask for, for example H100; null takes any."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a GPU's memory for vLLM; None takes vLLM's own --gpu-memory-utilization."""
+    """Share of a GPU's memory for vLLM; null takes vLLM's own --gpu-memory-utilization."""
     bandwidth_gb_s: GigabytesPerSecond | None = None
-    """What a GPU reads its memory with, in 10^9 bytes per second, for planning; None looks the GPU
+    """What a GPU reads its memory with, in 10^9 bytes per second, for planning; null looks the GPU
     up in the table of known parts."""
     in_mixed_groups: Literal["eager", "compiled", "graphs"] = "graphs"
     """How GPU ranks run in a tensor-parallel group with CPU ranks: operator by operator, compiled
@@ -72,14 +73,18 @@ class CpuConfig(_Section):
     """What a CPU rank gets: a whole CPU package, or one NUMA node (sub-NUMA clustering)."""
     ranks_per_socket: Annotated[int, Field(ge=1, le=64)] = 1
     """Into how many equal shares of cores each socket is split, one rank a share."""
+    sockets: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Auto = "auto"
+    """Sockets of each node that CPU ranks may take, by number (`ray-hetero topology`), in this
+    order; auto is all of them, a rank's own near the GPUs that it exchanges with."""
     cores: Annotated[int, Field(ge=1)] | Auto = "auto"
     """Compute threads of each rank; auto is all cores of the socket less the reserved ones."""
     reserved_cores: Annotated[int, Field(ge=0)] | Auto = "auto"
     """Cores of a socket kept for the engine, the API server and Ray."""
     kv_cache_gib: Gibibytes | Auto = "auto"
-    """KV cache of each CPU rank in GiB."""
+    """KV cache of each CPU rank in GiB; auto is room for all sequences at their longest, as far
+    as memory is free. vLLM's VLLM_CPU_KVCACHE_SPACE is not read."""
     bandwidth_gb_s: GigabytesPerSecond | None = None
-    """What one CPU rank reads its memory with, in 10^9 bytes per second, for planning; None
+    """What one CPU rank reads its memory with, in 10^9 bytes per second, for planning; null
     measures it at the first start on a host."""
     openmp: Literal["auto", "gomp", "iomp", "none"] = "auto"
     """OpenMP library to preload; none leaves threads and binding to the environment."""
@@ -97,12 +102,12 @@ class CpuConfig(_Section):
     """Whether a CPU rank has a GPU of its node compute its layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""
     prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] = 96
-    """Tokens of a step from which it does."""
+    """Minimum tokens of a step before a GPU computes the layers of CPU ranks."""
     install_kernels: bool = False
     """Whether nodes that lack the CPU kernels beside a CUDA install fetch them at start-up, as
     `ray-hetero install-cpu-kernels` does; else the engine names these nodes and ends."""
     max_remote_memory_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Largest share of a CPU rank's memory on foreign NUMA nodes; more is an error. None only logs
+    """Largest share of a CPU rank's memory on foreign NUMA nodes; more is an error. null only logs
     the share."""
     env: Environment = {}
     """Added to the environment of CPU ranks."""
@@ -151,7 +156,7 @@ class ServingConfig(_Section):
     """The engine while it serves."""
 
     step_timeout_s: Seconds | None = None
-    """Longest wait for one step of the engine on every rank; None takes vLLM's
+    """Longest wait for one step of the engine on every rank; null takes vLLM's
     VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, which is 300 unless set."""
 
 
@@ -177,7 +182,7 @@ class ExchangeConfig(_Section):
 class HeteroConfig(_Section):
     """All settings of the `ray_hetero` backend."""
 
-    layout: Auto | list[list[Kind]] = "auto"
+    layout: Auto | Stages = "auto"
     """A list of stages, each the kinds of its ranks in tensor-parallel order; stages may differ in
     size.  vLLM's sizes of pipeline and tensor parallelism are taken from it unless given."""
     layers: Auto | list[Annotated[int, Field(ge=1)]] = "auto"
@@ -214,97 +219,41 @@ def load_config(additional_config: object) -> HeteroConfig:
     """Merge the file and the command line into one configuration.
 
     Args:
-        additional_config: vLLM's `additional_config`; its key `ray_hetero` is read.
+        additional_config: vLLM's `additional_config`; its key `ray_hetero` is read, or the keys of
+            this backend where they stand there by themselves.
 
     Raises:
-        ConfigError: a file that is not there or not YAML, an unknown key, a wrong type or value.
+        ConfigError: a file that cannot be read, an unknown key, a wrong type or value.
 
     """
-    settings = _from_file(os.environ.get(ENVIRONMENT_VARIABLE))
-    given: object = {}
-    if isinstance(additional_config, dict):
-        _check_beside(additional_config)
-        given = additional_config.get(KEY, {})
-    where = f"--additional-config key {KEY!r}"
-    return _validate(_merged(settings, _by_new_names(_mapping(given, where), where)))
+    return validated(read_settings(additional_config))
 
 
-def _check_beside(additional_config: dict[Any, Any]) -> None:
-    """Refuse settings of ours that nobody would read.
+def read_settings(additional_config: object) -> Merged:
+    """What the file and the command line say, with the source of each value; not validated yet.
 
     Raises:
-        ConfigError: a key of ours without `ray_hetero` around it, or that name in another spelling.
+        ConfigError: a file that cannot be read, or keys where nobody reads them.
 
     """
-    for key in map(str, additional_config):
-        if key in HeteroConfig.model_fields or key in RENAMED:
-            raise ConfigError(
-                f"--additional-config key {key!r}: it belongs inside {KEY!r}; "
-                f'type: --additional-config \'{{"{KEY}": {{"{key}": …}}}}\''
-            )
-        if key != KEY and re.sub(r"[\W_]", "", key.lower()) == KEY.replace("_", ""):
-            raise ConfigError(f"--additional-config key {key!r}: expected {KEY!r}")
+    return merged(read_sources(additional_config, HeteroConfig.model_fields))
 
 
-def _from_file(path: str | None) -> dict[str, Any]:
-    if not path:
-        return {}
-    where = f"{ENVIRONMENT_VARIABLE}={path}"
+def validated(given: Merged) -> HeteroConfig:
+    """The configuration that settings make.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or value.
+
+    """
     try:
-        content = read_yaml(path)
-    except YamlError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return _by_new_names(_mapping({} if content is None else content, where), where)
-
-
-def _mapping(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{where}: expected keys and values, got {shown(value)}")
-    return value
-
-
-def _by_new_names(settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """The settings of one source with all keys by their names of today.
-
-    Raises:
-        ConfigError: a key is there by its old and by its new name.
-
-    """
-    settings = {
-        key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()
-    }
-    for old, new in RENAMED.items():
-        section: object = settings
-        *path, name = old.split(".")
-        for part in path:
-            section = section.get(part) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or name not in section:
-            continue
-        if (now := new.split(".")[-1]) in section:
-            raise ConfigError(f"{where}: {old} is the old name of {new}; keep the new one only")
-        logger.warning("%s: %s is called %s now, please rename it", where, old, new)
-        section[now] = section.pop(name)
-    return settings
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        merged[key] = _merged(below, value) if both else value  # type: ignore[arg-type]
-    return merged
-
-
-def _validate(settings: dict[str, Any]) -> HeteroConfig:
-    try:
-        return HeteroConfig.model_validate(settings)
+        return HeteroConfig.model_validate(given.settings)
     except ValidationError as error:
-        problems = listed([_problem(dict(detail)) for detail in error.errors()])
+        problems = listed([_problem(dict(detail), given) for detail in error.errors()])
         raise ConfigError(f"ray_hetero configuration: {problems}") from None
 
 
-def _problem(detail: dict[str, Any]) -> str:
+def _problem(detail: dict[str, Any], given: Merged) -> str:
     # Names of pydantic's union members are no keys.
     tags = ("[", "constrained-")
     names = [str(part) for part in detail["loc"] if not any(tag in str(part) for tag in tags)]
@@ -313,5 +262,8 @@ def _problem(detail: dict[str, Any]) -> str:
         section: Any = HeteroConfig
         for name in names[:-1]:
             section = section.model_fields[name].annotation
-        return f"{key_of(tuple(names))}: unknown key; known here: {', '.join(section.model_fields)}"
-    return f"{key_of(tuple(names))}: {detail['msg']}, got {shown(detail['input'])}"
+        found = f"unknown key; known here: {', '.join(section.model_fields)}"
+    else:
+        found = f"{detail['msg']}, got {as_written(detail['input'])}"
+    source = given.origin(tuple(map(str, detail["loc"])))
+    return f"{key_of(tuple(names))}: {found}" + (f" (in {source.name})" if source else "")

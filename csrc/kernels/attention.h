@@ -1,9 +1,9 @@
 // Attention of a decode step: one token of each request over its KV blocks, in vLLM's layouts.
 //
 // Requests are cut into parts, at most 64 of them; a unit is a part and a head of keys, with the
-// heads of queries that share it.  Threads take units as in linear.h, and who computes
-// the last part of a head puts its parts together, in their order: the result depends neither on
-// the number of threads nor on chance.  The softmax of parts is that of Dao et al.,
+// heads of queries that share it, of all requests that do (attention_parts.h).  Threads take units
+// as in linear.h, and who computes the last part of a head puts its parts together, in their order:
+// the result depends neither on the number of threads nor on chance.  The softmax of parts is that of Dao et al.,
 // "Flash-Decoding for long-context inference", 2023.
 //
 // Included once for each level, see levels.h.
@@ -111,21 +111,21 @@ class Attention {
             const Places& places)
       : rotation_(rotation), scale_(scale * kLog2E), cache_(cache), requests_(requests),
         parts_(parts), each_(rotation.heads / rotation.kv_heads),
-        kept_(each_ * (rotation.size + 2)), qkv_(qkv), attended_(attended),
-        places_(places),
+        qkv_(qkv), attended_(attended), places_(places),
         queue_(parts.units(), omp_get_max_threads()),
-        missing_(new std::atomic<int>[requests.m * rotation.kv_heads]),
+        missing_(new std::atomic<int>[parts.groups() * rotation.kv_heads]),
         partial_(scratch(partial(rotation, parts), kPartial)) {
-    for (std::int64_t i = 0; i < requests.m * rotation.kv_heads; ++i) {
+    for (std::int64_t i = 0; i < parts.groups() * rotation.kv_heads; ++i) {
       const std::int64_t parts_of = parts.of(i / rotation.kv_heads);
       missing_[i].store(static_cast<int>(parts_of), std::memory_order_relaxed);
     }
   }
 
-  // Floats of what parts keep until they are put together.
+  // Floats of what parts keep until they are put together, and of queries that are gathered.
   static std::size_t partial(const Rotation& rotation, const Parts& parts) {
-    const std::int64_t each = rotation.heads / rotation.kv_heads;
-    return static_cast<std::size_t>(parts.units() * each * (rotation.size + 2));
+    const std::int64_t heads = rotation.heads / rotation.kv_heads * parts.all_rows();
+    const std::int64_t gathered = parts.has_shared() ? rotation.size / 2 : 0;
+    return static_cast<std::size_t>(heads * (rotation.size + 2 + gathered));
   }
 
   // Rotate, and write keys and values: a thread's share of heads.  All must have come before work().
@@ -175,64 +175,102 @@ class Attention {
     return cache_.data + block * cache_.block_stride + head * cache_.head_stride;
   }
 
-  const std::uint16_t* keys_of_token(std::int64_t request, std::int64_t head,
+  const std::uint16_t* keys_of_token(std::int64_t group, std::int64_t head,
                                      std::int64_t token) const {
-    return keys_of(requests_.blocks[request * requests_.most_blocks + token / requests_.block],
-                   head);
+    // The last request has all blocks.
+    const std::int64_t last = parts_.request(group) + parts_.rows(group) - 1;
+    return keys_of(requests_.blocks[last * requests_.most_blocks + token / requests_.block], head);
+  }
+
+  // What a unit keeps of each of its heads until the parts are put together.
+  struct Kept {
+    float* sums;     // [heads][size]
+    float* largest;  // [heads], of scores
+    float* shares;   // [heads], their sum
+  };
+
+  Kept kept(std::int64_t unit) const {
+    const std::int64_t size = rotation_.size, heads = parts_.rows(parts_.group(unit)) * each_;
+    float* sums = partial_ + parts_.rows_before(unit) * each_ * (size + 2);
+    return {sums, sums + heads * size, sums + heads * (size + 1)};
   }
 
   void attend(std::int64_t unit) {
-    const std::int64_t request = parts_.request(unit), head = parts_.head(unit);
-    for (std::int64_t query = 0; query < each_; query += kGroup) {
-      attend(unit, query, std::min<std::int64_t>(kGroup, each_ - query));
+    const std::int64_t group = parts_.group(unit), head = parts_.head(unit);
+    const std::int64_t heads = parts_.rows(group) * each_;
+    const std::int64_t end = std::min(parts_.end(unit), parts_.length(group));
+    const std::uint16_t* q = queries(unit);
+    const Kept to = kept(unit);
+    std::memset(to.sums, 0, heads * rotation_.size * sizeof(float));
+    std::fill_n(to.largest, heads, -std::numeric_limits<float>::infinity());
+    std::fill_n(to.shares, heads, 0.0f);
+    for (std::int64_t token = parts_.begin(unit); token < end; token += kChunk) {
+      const Span span{group, head, token, std::min(kChunk, end - token)};
+      for (std::int64_t query = 0; query < heads; query += kGroup) {
+        attend(span, q, query, std::min<std::int64_t>(kGroup, heads - query), to);
+      }
     }
-    std::atomic<int>& missing = missing_[request * rotation_.kv_heads + head];
-    if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(request, head);
+    std::atomic<int>& missing = missing_[group * rotation_.kv_heads + head];
+    if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(group, head);
+  }
+
+  // Queries of a unit, [heads][size]: those of several requests are brought together.
+  const std::uint16_t* queries(std::int64_t unit) const {
+    const std::int64_t group = parts_.group(unit), some = each_ * rotation_.size;
+    const std::uint16_t* from =
+        qkv_ + parts_.request(group) * stride() + parts_.head(unit) * some;
+    if (parts_.rows(group) == 1) return from;
+    float* behind = partial_ + parts_.all_rows() * each_ * (rotation_.size + 2);
+    std::uint16_t* gathered =
+        reinterpret_cast<std::uint16_t*>(behind) + parts_.rows_before(unit) * some;
+    for (std::int64_t row = 0; row < parts_.rows(group); ++row) {
+      std::memcpy(gathered + row * some, from + row * stride(), some * sizeof(std::uint16_t));
+    }
+    return gathered;
   }
 
   const HeadKernels& kernels() const {
     return kHeadKernels[static_cast<std::size_t>(requests_.layout)];
   }
 
-  // Some of the heads that share one of keys.
-  void attend(std::int64_t unit, std::int64_t query, std::int64_t heads) {
-    const std::int64_t request = parts_.request(unit), size = rotation_.size;
-    const std::int64_t end = std::min<std::int64_t>(parts_.end(unit), requests_.lengths[request]);
-    float* sums = partial_ + unit * kept_ + query * size;
-    float* largest = partial_ + unit * kept_ + each_ * size + query;
-    float* shares = largest + each_;
-    std::memset(sums, 0, heads * size * sizeof(float));
-    std::fill_n(largest, heads, -std::numeric_limits<float>::infinity());
-    std::fill_n(shares, heads, 0.0f);
-    for (std::int64_t token = parts_.begin(unit); token < end; token += kChunk) {
-      const Span span{request, parts_.head(unit), token, std::min(kChunk, end - token)};
-      float scores[kGroup * kChunk];
-      score(span, query, heads, scores);
-      for (std::int64_t head = 0; head < heads; ++head) {
-        const float before = largest[head];
-        const float more = soften(scores + head * kChunk, span.tokens, largest[head]);
-        const float kept = std::exp2(before - largest[head]);
-        shares[head] = shares[head] * kept + more;
-        if (kept != 1) scale(sums + head * size, kept);
-      }
-      add_values(span, heads, scores, sums);
-    }
-  }
-
-  // Neighbouring tokens of a request, and a head of keys.
+  // Neighbouring tokens of a group's requests, and a head of keys.
   struct Span {
-    std::int64_t request, head, begin, tokens;
+    std::int64_t group, head, begin, tokens;
   };
 
-  void score(const Span& span, std::int64_t query, std::int64_t heads, float* scores) const {
+  // Some of the heads that share one of keys, to what is kept of all.
+  void attend(const Span& span, const std::uint16_t* q, std::int64_t query, std::int64_t heads,
+              const Kept& to) const {
+    const std::int64_t size = rotation_.size, of_group = parts_.request(span.group);
+    float scores[kGroup * kChunk];
+    score(span, q + query * size, heads, query == 0, scores);
+    for (std::int64_t head = 0; head < heads; ++head) {
+      const std::int64_t all = query + head, request = of_group + all / each_;
+      const std::int64_t tokens =
+          std::min(span.tokens, requests_.lengths[request] - span.begin);
+      float* own = scores + head * kChunk;
+      if (tokens > 0) {
+        float& largest = to.largest[all];
+        const float before = largest;
+        const float more = soften(own, tokens, span.tokens, largest);
+        const float kept = std::exp2(before - largest);
+        to.shares[all] = to.shares[all] * kept + more;
+        if (kept != 1) scale(to.sums + all * size, kept);
+      } else {
+        std::fill_n(own, kChunk, 0.0f);
+      }
+    }
+    add_values(span, heads, scores, to.sums + query * size);
+  }
+
+  void score(const Span& span, const std::uint16_t* q, std::int64_t heads, bool is_first,
+             float* scores) const {
     const std::int64_t size = rotation_.size, block = requests_.block;
     const bool tiles = requests_.layout == Layout::kTiles;
-    const std::uint16_t* q =
-        qkv_ + span.request * stride() + (span.head * each_ + query) * size;
     for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
       const std::int64_t place = span.begin + token, at = place % block;
-      const std::uint16_t* keys = keys_of_token(span.request, span.head, place);
-      prefetch(keys, at);
+      const std::uint16_t* keys = keys_of_token(span.group, span.head, place);
+      if (is_first) prefetch(keys, at);
       kernels().score[heads - 1](q, size, keys + (tiles ? at * size : at), block,
                                    scores + token);
     }
@@ -244,7 +282,7 @@ class Attention {
     for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
       const std::int64_t place = span.begin + token, at = place % block;
       const std::uint16_t* values =
-          keys_of_token(span.request, span.head, place) + block * size;
+          keys_of_token(span.group, span.head, place) + block * size;
       for (std::int64_t i = 0; i < size; i += kSpan) {
         kernels().add_values[heads - 1](shares + token,
                                          values + (tiles ? i * block + at * kTile : at * size + i),
@@ -280,9 +318,10 @@ class Attention {
     for (std::int64_t i = 0; i < elements; i += kLine) kPrefetch(at + i);
   }
 
-  // Scores of some tokens become 2^(score − largest), those of the others of the last 32 become 0.
-  // `largest` is that of tokens before, and grows; returns the sum.
-  float soften(float* scores, std::int64_t tokens, float& largest) const {
+  // Scores of the first tokens become 2^(score − largest), those of the others up to the last 32 of
+  // `all` become 0.  `largest` is that of tokens before, and grows; returns the sum.
+  float soften(float* scores, std::int64_t tokens, std::int64_t all_tokens,
+               float& largest) const {
     const Floats scale = spread(scale_);
     Floats most = spread(largest);
     for (std::int64_t token = 0; token < tokens; token += kTile) {
@@ -293,7 +332,8 @@ class Attention {
     largest = largest_of(most);
     const Floats from = spread(largest);
     Floats all = zeros();
-    for (std::int64_t token = 0; token < (tokens + kSpan - 1) / kSpan * kSpan; token += kTile) {
+    for (std::int64_t token = 0; token < (all_tokens + kSpan - 1) / kSpan * kSpan;
+         token += kTile) {
       const Floats power = power_of_two(minus(load_floats(scores + token), from));
       const Floats share = first(power, tokens - token);
       store_floats(scores + token, share);
@@ -303,31 +343,28 @@ class Attention {
   }
 
   // Put the parts of a head together.
-  void finish(std::int64_t request, std::int64_t head) const {
-    const std::int64_t size = rotation_.size, parts = parts_.of(request);
-    const auto kept = [&](std::int64_t part) {
-      return partial_ + parts_.unit(request, head, part) * kept_;
-    };
-    for (std::int64_t query = 0; query < each_; ++query) {
-      const std::int64_t largest_at = each_ * size + query, sum_at = largest_at + each_;
-      float largest = kept(0)[largest_at], sum = 0;
+  void finish(std::int64_t group, std::int64_t head) const {
+    const std::int64_t size = rotation_.size, parts = parts_.of(group);
+    const auto of_part = [&](std::int64_t part) { return kept(parts_.unit(group, head, part)); };
+    for (std::int64_t query = 0; query < parts_.rows(group) * each_; ++query) {
+      float largest = of_part(0).largest[query], sum = 0;
       for (std::int64_t part = 1; part < parts; ++part) {
-        largest = std::max(largest, kept(part)[largest_at]);
+        largest = std::max(largest, of_part(part).largest[query]);
       }
-      float* whole = kept(0) + query * size;
+      float* whole = of_part(0).sums + query * size;
       for (std::int64_t part = 0; part < parts; ++part) {
-        const float* from = kept(part);
-        const float weight = std::exp2(from[largest_at] - largest);
-        sum += weight * from[sum_at];
+        const Kept from = of_part(part);
+        const float weight = std::exp2(from.largest[query] - largest);
+        sum += weight * from.shares[query];
         for (std::int64_t i = 0; i < size; i += kTile) {
-          const Floats scaled = times(load_floats(from + query * size + i),
-                                              spread(weight));
+          const Floats scaled = times(load_floats(from.sums + query * size + i), spread(weight));
           store_floats(whole + i, part == 0 ? scaled
                                                 : plus(load_floats(whole + i), scaled));
         }
       }
       const Floats share = spread(1.0f / sum);
-      const std::int64_t first = (head * each_ + query) * size;
+      const std::int64_t request = parts_.request(group) + query / each_;
+      const std::int64_t first = (head * each_ + query % each_) * size;
       for (std::int64_t i = 0; i < size; i += kTile) {
         store_bf16(attended_ + places_.at(request, first + i),
                    times(load_floats(whole + i), share));
@@ -341,13 +378,12 @@ class Attention {
   const Requests& requests_;
   const Parts& parts_;
   const std::int64_t each_;  // heads of queries for one of keys
-  const std::int64_t kept_;  // floats of a unit: sums of heads, their largest scores, their shares
   std::uint16_t* qkv_;
   std::uint16_t* attended_;
   const Places places_;
   WorkQueue queue_;
   std::unique_ptr<std::atomic<int>[]> missing_;  // parts of each head that are not done
-  float* partial_;                               // [units][kept_]
+  float* partial_;                               // kept of each unit, then gathered queries
 };
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

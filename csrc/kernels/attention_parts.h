@@ -1,4 +1,5 @@
-// How the attention of a step is shared out: requests in parts, and parts by heads.
+// How the attention of a step is shared out: requests in groups that read the same keys and
+// values, groups in parts, and parts by heads.
 
 #pragma once
 
@@ -6,44 +7,91 @@
 #include "sizes.h"
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace ray_hetero {
 
-// The units of a step, the same for all its layers.
+// Whether two requests of one token each are neighbours in one conversation, as the tokens are of a
+// request that verifies drafts: the second sees what the first sees, and itself.
+inline bool are_neighbours(const Requests& requests, std::int64_t first, std::int64_t second) {
+  const std::int64_t block = requests.block, before = requests.lengths[first];
+  if (requests.lengths[second] != before + 1) return false;
+  const std::int32_t* left = requests.blocks + first * requests.most_blocks;
+  const std::int32_t* right = requests.blocks + second * requests.most_blocks;
+  const std::int64_t used = (before + block - 1) / block;
+  // The one before attends to nothing that stands where the second is to be, but reads it: it must
+  // be written in this step.
+  return requests.slots[second] == right[before / block] * block + before % block &&
+         std::memcmp(left, right, used * sizeof(std::int32_t)) == 0;
+}
+
+// The units of a step, the same for all its layers.  A unit reads its keys and values once, for all
+// requests of its group.
 class Parts {
  public:
   explicit Parts(const Requests& requests, std::int64_t kv_heads)
-      : kv_heads_(kv_heads), first_(requests.m + 1) {
-    for (std::int64_t request = 0; request < requests.m; ++request) {
-      const std::int64_t chunks = (requests.lengths[request] + kChunk - 1) / kChunk;
-      const std::int64_t of_part = (chunks + kMostParts - 1) / kMostParts;
-      const std::int64_t parts = (chunks + of_part - 1) / of_part;
-      tokens_.push_back(of_part * kChunk);
-      first_[request + 1] = first_[request] + parts;
-      requests_.insert(requests_.end(), parts, request);
+      : kv_heads_(kv_heads), requests_(requests.m), first_{0}, rows_before_{0} {
+    for (std::int64_t begin = 0, end; begin < requests.m; begin = end) {
+      end = begin + 1;
+      while (end < requests.m && requests.lengths[begin] >= kTogetherTokens &&
+             are_neighbours(requests, end - 1, end)) {
+        ++end;
+      }
+      add(begin, end - begin, requests.lengths[end - 1]);
     }
   }
 
   std::int64_t units() const { return first_.back() * kv_heads_; }
-  std::int64_t of(std::int64_t request) const { return first_[request + 1] - first_[request]; }
-  std::int64_t request(std::int64_t unit) const { return requests_[unit / kv_heads_]; }
+  std::int64_t groups() const { return static_cast<std::int64_t>(groups_.size()); }
+  bool has_shared() const { return groups() < requests_; }
+
+  // Of a group: its first request, how many it has, tokens of the last, which has the most, and
+  // parts.
+  std::int64_t request(std::int64_t group) const { return groups_[group].request; }
+  std::int64_t rows(std::int64_t group) const { return groups_[group].rows; }
+  std::int64_t length(std::int64_t group) const { return groups_[group].length; }
+  std::int64_t of(std::int64_t group) const { return first_[group + 1] - first_[group]; }
+
+  std::int64_t group(std::int64_t unit) const { return group_of_[unit / kv_heads_]; }
   std::int64_t head(std::int64_t unit) const { return unit % kv_heads_; }
-  // The first of a unit's tokens, and behind the last if the request were longer.
+  // The first of a unit's tokens, and behind the last if the requests were longer.
   std::int64_t begin(std::int64_t unit) const {
-    const std::int64_t of = request(unit);
-    return (unit / kv_heads_ - first_[of]) * tokens_[of];
+    const std::int64_t of = group(unit);
+    return (unit / kv_heads_ - first_[of]) * groups_[of].tokens;
   }
-  std::int64_t end(std::int64_t unit) const { return begin(unit) + tokens_[request(unit)]; }
-  std::int64_t unit(std::int64_t request, std::int64_t head, std::int64_t part) const {
-    return (first_[request] + part) * kv_heads_ + head;
+  std::int64_t end(std::int64_t unit) const { return begin(unit) + groups_[group(unit)].tokens; }
+  std::int64_t unit(std::int64_t group, std::int64_t head, std::int64_t part) const {
+    return (first_[group] + part) * kv_heads_ + head;
   }
 
+  // Requests of all units before one, and of all.
+  std::int64_t rows_before(std::int64_t unit) const {
+    const std::int64_t of = group(unit);
+    return rows_before_[of] + (unit - first_[of] * kv_heads_) * groups_[of].rows;
+  }
+  std::int64_t all_rows() const { return rows_before_.back(); }
+
  private:
-  std::int64_t kv_heads_;
-  std::vector<std::int64_t> first_;     // part of each request
-  std::vector<std::int64_t> requests_;  // of each part
-  std::vector<std::int64_t> tokens_;    // of a part of each request
+  struct Group {
+    std::int64_t request, rows, length, tokens;  // the last: of a part
+  };
+
+  void add(std::int64_t request, std::int64_t rows, std::int64_t length) {
+    const std::int64_t chunks = (length + kChunk - 1) / kChunk;
+    const std::int64_t of_part = (chunks + kMostParts - 1) / kMostParts;
+    const std::int64_t parts = (chunks + of_part - 1) / of_part;
+    group_of_.insert(group_of_.end(), parts, groups());
+    groups_.push_back({request, rows, length, of_part * kChunk});
+    first_.push_back(first_.back() + parts);
+    rows_before_.push_back(rows_before_.back() + parts * kv_heads_ * rows);
+  }
+
+  std::int64_t kv_heads_, requests_;
+  std::vector<Group> groups_;
+  std::vector<std::int64_t> group_of_;     // of each part
+  std::vector<std::int64_t> first_;        // part of each group
+  std::vector<std::int64_t> rows_before_;  // of the units of the groups before each
 };
 
 }  // namespace ray_hetero

@@ -58,8 +58,10 @@ Norm as_norm(const AsNorm& given) {
 
 PostAttention post_attention(const AsLinear& output, const AsNorm& norm, const AsLinear& gate_up,
                             const AsLinear& down,
-                            const std::optional<std::tuple<AsNorm, AsLinear>>& next) {
+                            const std::optional<std::tuple<AsNorm, AsLinear>>& next,
+                            RankSums* sums) {
   PostAttention made;
+  made.sums = sums;
   made.output = as_linear(output);
   made.norm = as_norm(norm);
   made.gate_up = as_linear(gate_up);
@@ -69,6 +71,11 @@ PostAttention post_attention(const AsLinear& output, const AsNorm& norm, const A
   if (made.gate_up.w.k() != hidden || made.gate_up.w.n() != 2 * made.down.w.k() ||
       made.down.w.n() != hidden || (made.next && made.next->qkv.w.k() != hidden)) {
     throw py::value_error("expected the layers' inputs and outputs to fit together");
+  }
+  if (sums != nullptr && sums->elements() < kFewTokens * hidden) {
+    throw py::value_error("expected room for the sums of " + std::to_string(kFewTokens) + " × " +
+                          std::to_string(hidden) + " elements, got " +
+                          std::to_string(sums->elements()));
   }
   return made;
 }
@@ -110,8 +117,10 @@ DecoderLayers decoder_layers(
     const bool is_last = i + 1 == layers.size();
     if (post_attention.output.w.n() != hidden || post_attention.output.w.k() != queries ||
         made.first.qkv.w.n() != qkv || post_attention.next.has_value() == is_last ||
+        post_attention.sums != std::get<2>(layers.front()).sums ||
         (post_attention.next && post_attention.next->qkv.w.n() != qkv)) {
-      throw py::value_error("expected layers of one shape, each but the last with the next one");
+      throw py::value_error("expected layers of one shape and one group, each but the last with "
+                            "the next one");
     }
     if (rotation.kv_heads <= 0 || rotation.heads % rotation.kv_heads != 0 ||
         rotation.size % kSpan != 0 || rotation.kv_heads != like.kv_heads ||
@@ -202,6 +211,17 @@ void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, const Encod
                   pointer<const float>(bias), pointer<std::uint16_t>(y), m, stride};
   py::gil_scoped_release release;
   level.kernels.linear(task);
+}
+
+void run_rank_sums(RankSums& sums, std::uintptr_t x, std::int64_t elements, std::uintptr_t y,
+                   const Level& level, std::int64_t times) {
+  if (elements <= 0 || elements > sums.elements() || elements % kLanes != 0 || times < 1) {
+    throw py::value_error("expected from 16 to " + std::to_string(sums.elements()) +
+                          " elements in multiples of 16, got " + std::to_string(elements));
+  }
+  py::gil_scoped_release release;
+  level.kernels.sum_over_ranks(sums, pointer<const float>(x), elements,
+                               pointer<std::uint16_t>(y), times);
 }
 
 using AsWeight = std::tuple<std::uintptr_t, const Encoding&>;
@@ -359,12 +379,48 @@ PYBIND11_MODULE(_streaming_linear, module) {
           "Queries and keys of qkv [m, stride], bf16, by address, in place; positions int64.\n"
           "Raises ValueError: a position that cos_sin does not have.");
 
+  py::register_exception<MissingRank>(module, "MissingRank", PyExc_RuntimeError);
+  py::class_<RankSums>(module, "RankSums",
+                       "Sums over the ranks of a tensor-parallel group, in memory that they share.")
+      .def(py::init([](std::uintptr_t memory, std::int64_t bytes, std::int64_t elements,
+                       std::vector<int> ranks, std::int64_t own, double limit_s,
+                       std::vector<int> connections) {
+             return std::make_unique<RankSums>(pointer<std::uint8_t>(memory), bytes, elements,
+                                               std::move(ranks), own, limit_s,
+                                               std::move(connections));
+           }),
+           py::kw_only(), py::arg("memory"), py::arg("bytes"), py::arg("elements"),
+           py::arg("ranks"), py::arg("own"), py::arg("limit_s"), py::arg("connections"),
+           "Memory by address, whose bytes were 0 before the first of the ranks made this; `ranks`\n"
+           "are their numbers for messages, `own` this one's place among them.  A rank is waited\n"
+           "for `limit_s` seconds.  `connections` are descriptors of sockets to the other ranks, -1\n"
+           "for none, whose end is that of the rank.  All this must outlive this.\n"
+           "Raises ValueError: memory of another size.")
+      .def_static("bytes", &RankSums::needed, py::arg("ranks"), py::arg("elements"),
+                  "Bytes of the memory for sums of so many elements.")
+      .def_property_readonly(
+          "own_pages",
+          [](const RankSums& sums) {
+            const auto at = [&](std::int64_t rank) {
+              return RankSums::partial_at(sums.size(), sums.elements(), rank);
+            };
+            return std::pair(at(sums.own()), at(sums.own() + 1));
+          },
+          "First and last byte, the latter not included, of the pages that this rank writes.")
+      .def("run", &run_rank_sums, py::kw_only(), py::arg("x"), py::arg("elements"), py::arg("y"),
+           py::arg("level"), py::arg("times") = 1,
+           "y [elements], bf16 = the sums of all ranks' x [elements], float32, by address; all ranks\n"
+           "have to call it.  With `times` the same is done so often.\n"
+           "Raises ValueError: more elements than there is memory for.  Raises MissingRank: a rank\n"
+           "has ended, is late, or computes something else.");
+
   py::class_<PostAttention>(module, "PostAttention",
                                   "What a decoder layer computes from one attention to the next.")
       .def(py::init(&post_attention), py::kw_only(), py::arg("output"), py::arg("norm"),
-           py::arg("gate_up"), py::arg("down"), py::arg("next"),
+           py::arg("gate_up"), py::arg("down"), py::arg("next"), py::arg("sums") = nullptr,
            "Layers are (address of W, of the bias or 0, its Encoding), norms (address,\n"
            "epsilon), `next` a norm and a layer, or None; what they point at must outlive this.\n"
+           "`sums` are those of the group whose ranks have parts of output and down, or None.\n"
            "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_post_attention, py::arg("attended"), py::arg("residual"), py::arg("m"),
            py::arg("sum"), py::arg("y"), py::arg("level"),

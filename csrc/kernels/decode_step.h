@@ -36,6 +36,9 @@ class DecodeStep {
   void run() {
     together([this] { reserve_own(); },
              [this](int thread, int threads, Barrier& barrier) { work(thread, threads, barrier); });
+    // All layers are of one group.
+    const RankSums* sums = layers_.layers.front().post_attention.sums;
+    if (sums != nullptr) sums->check();
   }
 
  private:
@@ -67,7 +70,7 @@ class DecodeStep {
       barrier.wait(output);
       attentions_[i].work(thread);
       barrier.wait(output);
-      blocks_[i].work(thread, threads, barrier);
+      if (!blocks_[i].work(thread, threads, barrier)) return;
     }
   }
 

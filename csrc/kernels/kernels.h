@@ -6,6 +6,7 @@
 
 #include "attention_parts.h"
 #include "layers.h"
+#include "rank_sums.h"
 #include "read_ahead.h"
 #include "routing.h"
 #include "scratch.h"
@@ -51,6 +52,9 @@ struct Kernels {
   void (*decode_step)(const DecoderLayers&, const std::vector<Cache>&, const Requests&,
                       const Step&);
   void (*experts)(const Experts&, const RoutedTokens&);
+  // x [elements], float32 → y [elements], bf16: sums over all ranks, so many times.
+  void (*sum_over_ranks)(RankSums&, const float* x, std::int64_t elements, std::uint16_t* y,
+                         std::int64_t times);
   // Write a weight's rows as packed ones.
   void (*expand)(const Weight&, std::uint16_t* packed);
 };

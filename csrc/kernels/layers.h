@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "rank_sums.h"
 #include "tokens.h"
 #include "weight.h"
 
@@ -20,6 +21,7 @@ struct Task {
   std::uint16_t* y;   // [m][n] bf16
   std::int64_t m, stride;
   bool x_is_tiles = false;  // for levels with tiles, and few tokens
+  float* partial = nullptr;  // [m][n], in the place of y: what the ranks of a group add up
 
   Places places() const { return {m, stride, x_is_tiles}; }
 };
@@ -47,6 +49,7 @@ struct PostAttention {
   Norm norm;                    // before the multi-layer perceptron
   Linear gate_up, down;         // gate and up are one: [2 · k of down]
   std::optional<QkvInput> next;  // of the layer that comes; none after the last
+  RankSums* sums = nullptr;      // of the group whose ranks have parts of output and down, if any
 
   std::int64_t outputs() const { return next ? next->qkv.w.n() : down.w.n(); }
 };

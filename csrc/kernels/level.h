@@ -19,6 +19,7 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 //
 #include "linear.h"
 #include "experts.h"
+#include "sum_over_ranks.h"
 #include "post_attention.h"
 #include "rotation.h"
 //
@@ -29,7 +30,7 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 const Kernels& kernels() {
-  static const Kernels made{kHasTiles, run, run, rotate, run, run, expand};
+  static const Kernels made{kHasTiles, run, run, rotate, run, run, run, expand};
   return made;
 }
 

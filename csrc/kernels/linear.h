@@ -19,7 +19,11 @@ RAY_HETERO_INLINE void store_token(const Task& task, std::int64_t token, std::in
     const std::int64_t at = block * kBlock + half;
     Floats sum = load_floats(sums + half);
     if (task.bias != nullptr) sum = plus(sum, load_floats(task.bias + at));
-    store_bf16(task.y + token * task.w.n() + at, sum);
+    if (task.partial != nullptr) {
+      store_floats(task.partial + token * task.w.n() + at, sum);
+    } else {
+      store_bf16(task.y + token * task.w.n() + at, sum);
+    }
   }
 }
 

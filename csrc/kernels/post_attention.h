@@ -7,7 +7,8 @@
 // that a layer's weights have driven out of the caches.
 //
 // Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16, a norm is
-// taken of the sum before it is rounded.
+// taken of the sum before it is rounded.  Of a tensor-parallel group O and D are the rank's parts,
+// whose sums over all ranks are rounded once.
 //
 // Included once for each level, see levels.h.
 
@@ -73,8 +74,8 @@ inline void add_and_norm_some(int thread, int threads, const std::uint16_t* x,
 }
 
 inline Task task_of(const Linear& linear, const std::uint16_t* from, const Places& places,
-                    std::uint16_t* to) {
-  return {from, linear.w, linear.bias, to, places.m, linear.w.k(), places.are_tiles};
+                    std::uint16_t* to, float* partial = nullptr) {
+  return {from, linear.w, linear.bias, to, places.m, linear.w.k(), places.are_tiles, partial};
 }
 
 class PostAttentionBlock {
@@ -90,10 +91,11 @@ class PostAttentionBlock {
         normed_(projected_ + normed_places_.elements()),
         gate_up_(normed_ + normed_places_.elements()),
         gated_(gate_up_ + 2 * gated_places_.elements()),
-        sum_between_(layer.next ? gated_ + gated_places_.elements() : sum),
-        output_task_(task_of(layer.output, attended, places, projected_)),
+        sum_between_(layer.next ? gated_ + gated_places_.elements() : sum), y_(y),
+        output_task_(task_of(layer.output, attended, places, projected_, partial(kOutput))),
         up_task_(task_of(layer.gate_up, normed_, normed_places_, gate_up_)),
-        down_task_(task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y)),
+        down_task_(task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
+                           partial(kDown))),
         output_(output_task_), up_(up_task_), down_(down_task_) {
     if (layer.next) {
       next_task_ = task_of(layer.next->qkv, normed_, normed_places_, y);
@@ -118,11 +120,12 @@ class PostAttentionBlock {
     if (next_) FewTokens::reserve_own(next_task_);
   }
 
-  // A thread's share; all of the team's have to come.
-  void work(int thread, int threads, Barrier& barrier) {
+  // A thread's share; all of the team's have to come.  False if a rank of the group is missing, as
+  // RankSums knows then: nothing is to be computed any more.
+  bool work(int thread, int threads, Barrier& barrier) {
     output_.work(thread);
     ReadAhead up = up_.ahead(thread);
-    barrier.wait(up);
+    if (!project(thread, threads, barrier, up, kOutput, projected_)) return false;
     norm(thread, threads, residual_, layer_.norm, sum_between_);
     barrier.wait(up);
     up_.work(thread);
@@ -131,12 +134,16 @@ class PostAttentionBlock {
     gates(thread, threads);
     barrier.wait(down);
     down_.work(thread);
-    if (!next_) return;
+    if (!next_) {
+      ReadAhead nothing(nullptr, 0);
+      return layer_.sums == nullptr || project(thread, threads, barrier, nothing, kDown, y_);
+    }
     ReadAhead next = next_->ahead(thread);
-    barrier.wait(next);
+    if (!project(thread, threads, barrier, next, kDown, projected_)) return false;
     norm(thread, threads, sum_between_, layer_.next->norm, sum_);
     barrier.wait(next);
     next_->work(thread);
+    return true;
   }
 
   // The first weights of this thread's share.
@@ -145,6 +152,23 @@ class PostAttentionBlock {
  private:
   static std::int64_t elements(const PostAttention& layer, std::int64_t m) {
     return (3 * layer.output.w.n() + 3 * layer.down.w.k()) * m;
+  }
+
+  // Where the ranks of a group write what they project.
+  enum Place { kOutput, kDown };
+  float* partial(Place place) const {
+    return layer_.sums == nullptr ? nullptr : layer_.sums->partial(place);
+  }
+
+  // Have what all threads have projected be in `to`, of all ranks; false if one is missing.
+  bool project(int thread, int threads, Barrier& barrier, ReadAhead& ahead, Place place,
+               std::uint16_t* to) const {
+    if (layer_.sums != nullptr) {
+      return sum_over_ranks(thread, threads, barrier, ahead, *layer_.sums, place,
+                            normed_places_.elements(), to);
+    }
+    barrier.wait(ahead);
+    return true;
   }
 
   void norm(int thread, int threads, const std::uint16_t* residual, const Norm& norm,
@@ -166,7 +190,7 @@ class PostAttentionBlock {
   const std::uint16_t* residual_;
   const Places normed_places_, gated_places_;
   std::uint16_t* sum_;
-  std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *sum_between_;
+  std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *sum_between_, *y_;
   Task output_task_, up_task_, down_task_, next_task_{};
   FewTokens output_, up_, down_;
   std::optional<FewTokens> next_;
@@ -185,6 +209,7 @@ inline void run(const PostAttention& layer, const std::uint16_t* attended,
              [&](int thread, int threads, Barrier& barrier) {
                block.work(thread, threads, barrier);
              });
+    if (layer.sums != nullptr) layer.sums->check();
     attended += tokens * layer.output.w.k();
     residual += tokens * layer.output.w.n();
     sum += tokens * layer.output.w.n();

@@ -20,6 +20,9 @@ constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the m
 
 constexpr std::int64_t kChunk = 128;     // tokens whose scores are kept; parts are multiples of it
 constexpr std::int64_t kMostParts = 64;  // of a request
+// Cached tokens from which requests that share them are attended together: fewer stay in the caches,
+// and there is more to share out among threads.
+constexpr std::int64_t kTogetherTokens = 1024;
 constexpr std::int64_t kSpan = 32;       // tokens at once; blocks are multiples of it
 
 }  // namespace ray_hetero

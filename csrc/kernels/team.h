@@ -7,6 +7,7 @@
 
 #include <omp.h>
 #include <sched.h>
+#include <time.h>
 
 #include <atomic>
 #include <cstdint>
@@ -30,8 +31,15 @@ class Barrier {
   explicit Barrier(int threads) : threads_(threads) {}
 
   void wait(ReadAhead& ahead) {
+    wait(ahead, [] {});
+  }
+
+  // The last thread to come does something before all go on.
+  template <typename Last>
+  void wait(ReadAhead& ahead, const Last& last) {
     const int round = round_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+      last();
       arrived_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
       return;
@@ -39,13 +47,23 @@ class Barrier {
     for (int turn = 1; round_.load(std::memory_order_acquire) == round; ++turn) {
       ahead.fetch();
       pause();
+      if (turn % kTurns != 0) continue;
       // Somebody may wait for this core.
-      if (turn % kTurns == 0) sched_yield();
+      if (turn < kManyTurns) {
+        sched_yield();
+      } else {
+        // Nothing of this process takes so long, another one that is waited for may.
+        turn = kManyTurns;
+        const timespec nap{0, kNapNanoseconds};
+        nanosleep(&nap, nullptr);
+      }
     }
   }
 
  private:
   static constexpr int kTurns = 1024;
+  static constexpr int kManyTurns = 128 * kTurns;
+  static constexpr long kNapNanoseconds = 50'000;
 
   const int threads_;
   alignas(64) std::atomic<int> arrived_{0};

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from placement.cluster.layout import Kind, Layout
@@ -81,13 +81,28 @@ class _Free:
     node: Node
     gpus: int
     sockets: list[Socket]
+    seated: int = 0
+    """CPU ranks that have no socket yet."""
 
     def room(self, gpus: int, cpus: int) -> bool:
-        return gpus <= self.gpus and cpus <= len(self.sockets)
+        return gpus <= self.gpus and cpus <= len(self.sockets) - self.seated
+
+    def socket_near(self, numa_nodes: Collection[int]) -> Socket | None:
+        """Take the first socket that is left on one of these NUMA nodes."""
+        for socket in self.sockets:
+            if not set(numa_nodes).isdisjoint(socket.numa_nodes):
+                self.sockets.remove(socket)
+                return socket
+        return None
 
 
 def assign(
-    layout: Layout, nodes: Sequence[Node], turn: Turn = ALONE, expert_ranks: int = 0
+    layout: Layout,
+    nodes: Sequence[Node],
+    turn: Turn = ALONE,
+    expert_ranks: int = 0,
+    *,
+    near_gpus: bool = True,
 ) -> tuple[Seat, ...]:
     """Seat every rank, the ranks of a stage on one node wherever one has the room.
 
@@ -99,6 +114,8 @@ def assign(
         turn: this engine's; the devices of those before it are left to them where there are enough
             for all, so that engines that do not see each other's claims yet choose others.
         expert_ranks: sockets for experts; they come last, and all ranks are on one node then.
+        near_gpus: whether a CPU rank sits near the GPUs that it exchanges with, as far as the host
+            tells where they are; else sockets are taken in their order.
 
     Raises:
         LayoutError: the nodes together have too few devices of a kind.
@@ -107,13 +124,13 @@ def assign(
     places = _places(nodes)
     try:
         for _ in range(turn.index):
-            _seat_all(layout, places, nodes, expert_ranks)
-        return _seat_all(layout, places, nodes, expert_ranks)
+            _seat_all(layout, places, nodes, expert_ranks, near_gpus)
+        return _seat_all(layout, places, nodes, expert_ranks, near_gpus)
     except LayoutError:
         if not turn.index:
             raise
     # The others have theirs already, and this is what they left.
-    return _seat_all(layout, _places(nodes), nodes, expert_ranks)
+    return _seat_all(layout, _places(nodes), nodes, expert_ranks, near_gpus)
 
 
 def _places(nodes: Sequence[Node]) -> list[_Free]:
@@ -124,13 +141,18 @@ def _places(nodes: Sequence[Node]) -> list[_Free]:
 
 
 def _seat_all(
-    layout: Layout, places: Sequence[_Free], nodes: Sequence[Node], expert_ranks: int
+    layout: Layout,
+    places: Sequence[_Free],
+    nodes: Sequence[Node],
+    expert_ranks: int,
+    near_gpus: bool,
 ) -> tuple[Seat, ...]:
     """Seats of one engine; takes its devices out of the places."""
     if expert_ranks:
         places = [_place_of_all(layout, places, nodes, expert_ranks)]
     seats: list[Seat] = []
     used: Counter[tuple[str, Kind]] = Counter()
+    gpus_before = {place.node.node_id: place.node.gpus - place.gpus for place in places}
     for stage, kinds in enumerate(layout.stages):
         gpus, cpus = kinds.count("gpu"), kinds.count("cpu")
         home = next((place for place in places if place.room(gpus, cpus)), None)
@@ -146,6 +168,8 @@ def _seat_all(
         local_rank = used[places[0].node.node_id, "cpu"] + number
         seat = _seat(places[0], len(seats), len(layout.stages), number, "cpu", local_rank)
         seats.append(replace(seat, serves_experts=True))
+    for place in places:
+        _give_sockets(place, seats, gpus_before[place.node.node_id] if near_gpus else None)
     return tuple(seats)
 
 
@@ -169,18 +193,59 @@ def _place_of_all(
     return found
 
 
+def gpus_near(
+    seat: Seat, seats: Sequence[Seat], host: Host, gpus_before: int = 0
+) -> dict[int, int]:
+    """NUMA nodes of the GPUs that a CPU rank exchanges with on its node, by the GPU's number.
+
+    These are the GPU ranks of its own stage and of the stages beside it; for an expert rank, all.
+
+    Args:
+        seat: the CPU rank's.
+        seats: all ranks.
+        host: of its node.
+        gpus_before: GPUs of the node that engines before this one have.
+
+    """
+    numa_nodes = {gpu.index: gpu.numa_node for gpu in host.gpus if gpu.numa_node is not None}
+    others = [
+        gpus_before + other.local_rank
+        for other in seats
+        if other.kind == "gpu"
+        and other.node_id == seat.node_id
+        and (seat.serves_experts or abs(other.stage - seat.stage) <= 1)
+    ]
+    return {gpu: numa_nodes[gpu] for gpu in others if gpu in numa_nodes}
+
+
+def _give_sockets(place: _Free, seats: list[Seat], gpus_before: int | None) -> None:
+    """Give the CPU ranks of a node their sockets: first to those that have one near their GPUs,
+    unless `gpus_before` is None.
+    """
+    node = place.node
+    mine = [seat for seat in seats if seat.kind == "cpu" and seat.node_id == node.node_id]
+    near = {
+        seat.rank: place.socket_near(gpus_near(seat, seats, node.host, gpus_before).values())
+        for seat in mine
+        if gpus_before is not None
+    }
+    for seat in mine:
+        socket = near.get(seat.rank) or place.sockets.pop(0)
+        # Shares that overlap (more ranks than cores) must still fit into the node's CPUs.
+        cpus = min(float(len(socket.cores)), len(node.host.cores) / max(1, len(node.sockets)))
+        seats[seat.rank] = replace(seat, socket=socket, bundle_cpus=cpus)
+    place.seated = 0
+
+
 def _seat(
     place: _Free, rank: int, stage: int, tensor_rank: int, kind: Kind, local_rank: int
 ) -> Seat:
+    """A seat; a CPU rank's has no socket yet."""
     node = place.node
-    socket = None
-    cpus = 0.0
     if kind == "gpu":
         place.gpus -= 1
     else:
-        socket = place.sockets.pop(0)
-        # Shares that overlap (more ranks than cores) must still fit into the node's CPUs.
-        cpus = min(float(len(socket.cores)), len(node.host.cores) / max(1, len(node.sockets)))
+        place.seated += 1
     return Seat(
         rank=rank,
         stage=stage,
@@ -191,8 +256,6 @@ def _seat(
         node_name=node.host.name,
         local_rank=local_rank,
         is_driver_node=node.is_driver,
-        socket=socket,
-        bundle_cpus=cpus,
     )
 
 

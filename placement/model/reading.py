@@ -7,6 +7,7 @@ headers of a local checkpoint (`shape_from_safetensors`).  No weight is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from os.path import isdir
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +62,8 @@ def shape_of(
     if isinstance(model, Mapping):
         return shape_from_config(model, dtype, kv_dtype)
     path = Path(model)
-    if path.is_dir() and any(path.glob("*.safetensors")):
+    # Unlike Path's, it says no to a name that is too long for a file.
+    if isdir(path) and any(path.glob("*.safetensors")):
         return shape_from_safetensors(path, dtype, kv_dtype)
     return shape_from_config(read_config(path), dtype, kv_dtype)
 
@@ -73,7 +75,7 @@ def read_config(path: Path) -> dict[str, Any]:
         UnknownModelError: there is none, or it is not a JSON object.
 
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if isdir(path) else path
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -46,13 +46,15 @@ class Step:
     weights: int = 0
     kv: int = 0
     compute: int = 0
-    """What operations take beyond the time of the reads."""
+    """What operations take beyond the time of the reads, on a socket for all tokens but one."""
     output: int = 0
     """Output matrix on the last stage."""
     reduce: int = 0
     """All-reduces inside the tensor-parallel group."""
     fixed: int = 0
     """Launches and barriers."""
+    draft: int = 0
+    """A drafter's own steps, on the last stage."""
     send: int = 0
     """Activations to the next stage."""
 
@@ -100,6 +102,8 @@ class Pass:
     sequences: int
     context: int
     """Tokens that a query looks at."""
+    outputs: int
+    """Tokens that the output matrix is multiplied with."""
 
     def pairs(self, kv: KvCache) -> int:
         """(query, key) pairs of attention."""
@@ -110,14 +114,15 @@ class Pass:
         return self.sequences * kv.seen(self.context)
 
 
-def decode_pass(batch: int, context: int) -> Pass:
-    """One token for each of `batch` sequences of `context` tokens."""
-    return Pass(batch, batch, context)
+def decode_pass(batch: int, context: int, drafts: int = 0) -> Pass:
+    """One token, and drafts to verify, for each of `batch` sequences of `context` tokens."""
+    tokens = batch * (1 + drafts)
+    return Pass(tokens, batch, context, tokens)
 
 
 def prefill_pass(tokens: int) -> Pass:
     """One prompt in one pass; a token of it looks at half of them on average."""
-    return Pass(tokens, 1, max(1, tokens // 2))
+    return Pass(tokens, 1, max(1, tokens // 2), 1)
 
 
 def layer_step(
@@ -141,6 +146,11 @@ def _layer_on_rank(
         kv = run.kv_tokens(layer.kv) * layer.kv.rank_bytes(size) / figures.read_bandwidth
         flops += run.pairs(layer.kv) * layer.kv.flops_per_pair / size
     compute = max(0.0, flops / figures.compute - weights - kv)
+    if figures.kind == "cpu":
+        # Half of an 8B model on a socket takes 39.4 ms for one token, 41.9 for 8 and 50.7 for 32
+        # (docs/gpu-host/2026-11-22-two-h200-decode-step.md): those behind the first are not hidden
+        # behind reading.
+        compute = max(compute, (1 - 1 / run.tokens) * flops / figures.compute)
     fixed = figures.layer_latency_s
     if figures.is_launching:
         fixed = max(0.0, fixed - weights - kv - compute)
@@ -169,7 +179,7 @@ def _used(shape: ModelShape, tensor: Tensor) -> float:
 def _reduce(shape: ModelShape, stage: StageDevices, run: Pass, links: Links) -> int:
     if stage.size == 1:
         return 0
-    link = group_link(stage, links)
+    link = group_link(stage, links, run.tokens)
     payload = run.tokens * shape.hidden_size * shape.dtype_bytes
     moved = 2 * (stage.size - 1) / stage.size * payload
     return REDUCTIONS_PER_LAYER * _pico(link.latency_s + moved / link.bandwidth)
@@ -183,7 +193,7 @@ def fixed_step(stage: StageDevices) -> Step:
 def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
     """Time of the last norm and the output matrix on the last stage."""
     size = stage.size
-    flops = 2 * run.sequences * sum(tensor.rank_weights(size) for tensor in shape.output_matrix)
+    flops = 2 * run.outputs * sum(tensor.rank_weights(size) for tensor in shape.output_matrix)
     return Step(
         output=max(
             _pico(

@@ -45,6 +45,7 @@ class LinksSection(_Section):
 
     nccl: LinkSection | None = None
     shm: LinkSection | None = None
+    shared_sums: LinkSection | None = None
     boundary: LinkSection | None = None
     gloo: LinkSection | None = None
     network: LinkSection | None = None

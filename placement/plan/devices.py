@@ -12,6 +12,9 @@ from placement.units import GB, GIB
 
 Source = Literal["measured", "configured", "table"]
 
+NATIVE_STEP_TOKENS = 32
+"""Most tokens of a step that a socket computes in one native call (csrc/kernels/sizes.h)."""
+
 
 @dataclass(frozen=True)
 class DeviceFigures:
@@ -36,6 +39,8 @@ class DeviceFigures:
     then takes its latency or its reads, whichever is longer, not both."""
     read_share: float = 1.0
     """Of the bytes of 16-bit matrices, what a step reads: less than 1 where they are compact."""
+    adds_within_step: bool = False
+    """Whether a decode step is one native call, in which the ranks of a group add up too."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Links:
     """GPUs of one node, in a group of GPUs only."""
     shm: Link = Link("shared memory", 10 * GB, 30e-6)
     """Sockets of one node, inside a tensor-parallel group of sockets only."""
+    shared_sums: Link = Link("shared sums", 20 * GB, 5e-6)
+    """The same in decode steps that are one native call: memory that all ranks map."""
     boundary: Link = Link("shared messages", 10 * GB, 70e-6)
     """From stage to stage on one node where a CPU rank is in the engine: memory that both map."""
     gloo: Link = Link("Gloo", 3 * GB, 150e-6)
@@ -113,13 +120,23 @@ class StageDevices:
         return "cpu" in self.kinds
 
 
-def group_link(stage: StageDevices, links: Links) -> Link:
-    """The way the ranks of a tensor-parallel group take."""
+def group_link(stage: StageDevices, links: Links, tokens: int) -> Link:
+    """The way the ranks of a tensor-parallel group take.
+
+    Args:
+        stage: the group.
+        links: the ways there are.
+        tokens: of the step.
+
+    """
     if len(stage.nodes) > 1:
         return links.network
     if stage.kinds == {"gpu"}:
         return links.nccl
-    return links.shm if stage.kinds == {"cpu"} else links.gloo
+    if stage.kinds != {"cpu"}:
+        return links.gloo
+    adds_within_step = all(rank.figures.adds_within_step for rank in stage.ranks)
+    return links.shared_sums if adds_within_step and tokens <= NATIVE_STEP_TOKENS else links.shm
 
 
 def boundary_link(

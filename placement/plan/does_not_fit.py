@@ -28,6 +28,11 @@ def explain_given(planner: Planner, split: Split) -> str:
     return "\n".join([*lines, _nearest(planner, "fixed")])
 
 
+def brief(planner: Planner) -> str:
+    """Message for a model that does not fit, without the arithmetic."""
+    return _headline(planner).removesuffix(":")
+
+
 def _headline(planner: Planner) -> str:
     work, shape = planner.work, planner.shape
     sizes = sorted({stage.size for stage in planner.stages})

@@ -266,6 +266,7 @@ PART_NAMES = {
     "output": "output",
     "reduce": "all-reduce",
     "fixed": "launches",
+    "draft": "drafts",
     "send": "send",
 }
 

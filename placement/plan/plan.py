@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from placement.model.shape import ModelShape
 from placement.plan.devices import RankDevice
+from placement.plan.drafts import Speculation
 from placement.plan.split import Split
 
 
@@ -21,6 +22,8 @@ class Plan:
     """All devices there are, those without a rank too."""
     remarks: tuple[str, ...] = ()
     """What whoever made the plan wants to say."""
+    speculation: Speculation | None = None
+    """What drafts bring, if there are any."""
 
     @property
     def idle(self) -> tuple[RankDevice, ...]:
@@ -57,6 +60,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON: bytes and seconds."""
         split, shape = self.split, self.shape
+        speculation = {} if self.speculation is None else {"speculation": asdict(self.speculation)}
         return {
             "model": self.model,
             "model_type": shape.model_type,
@@ -79,6 +83,7 @@ class Plan:
             "stages": [_stage_dict(split, index) for index in range(len(split.stages))],
             "idle": [f"{device.node} {device.label}" for device in self.idle],
             "notes": list(self.notes),
+            **speculation,
         }
 
 

@@ -13,6 +13,7 @@ from placement.model.shape import ModelShape
 from placement.plan import cost
 from placement.plan.cost import Memory, Step, Workload
 from placement.plan.devices import Links, RankDevice, StageDevices, boundary_link
+from placement.plan.drafts import Drafter
 from placement.plan.partition import StageCosts, fits, reach_of, shortest_sum, smallest_peak
 from placement.plan.stage_plan import (
     Objective,
@@ -38,6 +39,8 @@ class Planner:
     work: Workload
     objective: Objective
     links: Links
+    drafter: Drafter | None = None
+    """With one, decode steps verify its drafts."""
 
     def best(self, order: Order) -> Split | None:
         """The best split over all orders; None where none fits.
@@ -139,7 +142,8 @@ class Planner:
 
     @property
     def _decode(self) -> cost.Pass:
-        return cost.decode_pass(self.work.batch, self.work.context)
+        drafts = 0 if self.drafter is None else self.drafter.drafts
+        return cost.decode_pass(self.work.batch, self.work.context, drafts)
 
     @property
     def _prefill(self) -> cost.Pass:
@@ -197,6 +201,8 @@ class Planner:
         run = run or self._decode
         fixed = cost.fixed_step(row[place])
         if place == len(row) - 1:
+            if self.drafter is not None and run == self._decode:
+                fixed += self.drafter.step(self.shape, row[place], self.work, self.links)
             return fixed + cost.output_step(self.shape, row[place], run)
         only_gpus = not any(stage.has_cpu for stage in row)
         link = boundary_link(row[place], row[place + 1], self.links, only_gpus=only_gpus)
@@ -207,7 +213,8 @@ class Planner:
     ) -> Step:
         kinds = Counter(self._first_alike[first : first + count])
         inside = (
-            cost.layer_step(self.shape, self.shape.layers[kind], row[place], run, self.links) * times
+            cost.layer_step(self.shape, self.shape.layers[kind], row[place], run, self.links)
+            * times
             for kind, times in kinds.items()
         )
         return cost.total_step(inside) + self._beside_layers(row, place, run)
@@ -220,21 +227,24 @@ class Planner:
             for rank in stage.ranks
         )
         needs = [held + cached for held, cached in zip(weights, kv, strict=True)]
-        reach = reach_of(needs, room)
+        reach = reach_of(needs, room - beside.kv)
         limits = [r.kv_limit_bytes for r in stage.ranks if r.kv_limit_bytes is not None]
         if not limits:
             return reach
-        return tuple(map(min, reach, reach_of(kv, min(limits))))
+        return tuple(map(min, reach, reach_of(kv, min(limits) - beside.kv)))
 
     def _memory(self, stage: StageDevices, place: int, first: int, count: int) -> Memory:
         is_first, is_last = place == 0, place == len(self.stages) - 1
         size, end = stage.size, first + count
         around = cost.around_weights(self.shape, size, first=is_first, last=is_last)
-        return Memory(
+        memory = Memory(
             weights=around + sum(self._layer_weights[size][first:end]),
             kv=sum(self._layer_kv[size][first:end]),
             activations=cost.activation_bytes(self.shape, size, self.work, last=is_last),
         )
+        if self.drafter is None or not is_last:
+            return memory
+        return self.drafter.added(memory, size, self.work, is_first=is_first)
 
 
 def _totals(costs: Sequence[StageCosts], layers: Sequence[int]) -> list[int]:

@@ -16,11 +16,20 @@ from placement.errors import DoesNotFitError, LayoutError
 from placement.model.shape import ModelShape
 from placement.plan.cost import Workload
 from placement.plan.devices import Links, StageDevices
-from placement.plan.does_not_fit import explain, explain_given
+from placement.plan.does_not_fit import brief, explain, explain_given
+from placement.plan.drafts import MOST_DRAFTS, Drafter, Drafting, Speculation, tokens_of_step
 from placement.plan.planner import Order, Planner
 from placement.plan.stage_plan import Objective, RankPlan, Split, StagePlan
 
-__all__ = ["Objective", "Order", "RankPlan", "Split", "StagePlan", "choose_split"]
+__all__ = [
+    "Objective",
+    "Order",
+    "RankPlan",
+    "Split",
+    "StagePlan",
+    "choose_split",
+    "price_drafts",
+]
 
 
 def choose_split(
@@ -37,6 +46,7 @@ def choose_split(
     max_batched_tokens: int = 2048,
     links: Links | None = None,
     explained: bool = True,
+    drafter: Drafter | None = None,
 ) -> Split:
     """Choose stage order, layers per stage and budgets per rank.
 
@@ -54,6 +64,7 @@ def choose_split(
         links: the ways between ranks.
         explained: whether the error says by how much it does not fit, which takes longer than the
             choice itself.
+        drafter: of speculative decoding; decode steps are then those that verify its drafts.
 
     Raises:
         LayoutError: `layers` does not match the stages or the model, or there are too many stages.
@@ -62,12 +73,12 @@ def choose_split(
     """
     work = Workload(batch, context, max_sequences, max_model_len or context, max_batched_tokens)
     _check_counts(shape, stages, work)
-    planner = Planner(shape, tuple(stages), work, objective, links or Links())
+    planner = Planner(shape, tuple(stages), work, objective, links or Links(), drafter)
     if layers is not None:
-        return _given(planner, _checked_layers(shape, stages, layers))
+        return _given(planner, _checked_layers(shape, stages, layers), explained=explained)
     split = planner.best(order)
     if split is None:
-        raise DoesNotFitError(explain(planner, order) if explained else "no split fits")
+        raise DoesNotFitError(explain(planner, order) if explained else brief(planner))
     return replace(split, gpu_only=_gpu_only(planner, split, order))
 
 
@@ -103,10 +114,10 @@ def _checked_layers(
     return tuple(layers)
 
 
-def _given(planner: Planner, layers: tuple[int, ...]) -> Split:
+def _given(planner: Planner, layers: tuple[int, ...], *, explained: bool) -> Split:
     split = planner.build(range(len(layers)), layers)
     if any(rank.kv_room < rank.memory.kv for rank in split.ranks):
-        raise DoesNotFitError(explain_given(planner, split))
+        raise DoesNotFitError(explain_given(planner, split) if explained else brief(planner))
     return split
 
 
@@ -116,3 +127,34 @@ def _gpu_only(planner: Planner, split: Split, order: Order) -> Split | None:
         return None
     alone = replace(planner, stages=gpus).best(order)
     return alone if alone is not None and alone.value <= split.value else None
+
+
+def price_drafts(
+    shape: ModelShape,
+    split: Split,
+    drafter: Drafter,
+    acceptance: float,
+    links: Links | None = None,
+) -> Speculation:
+    """Price decode steps with more and fewer drafts on the ranks and layers of a split.
+
+    Args:
+        shape: the model.
+        split: with or without drafts.
+        drafter: with the number of drafts that was asked for.
+        acceptance: chance that a draft is accepted where those before it were.
+        links: the ways between ranks.
+
+    """
+
+    def drafting(drafts: int) -> Drafting:
+        stages = tuple(stage.devices for stage in split.stages)
+        with_drafts = replace(drafter, drafts=drafts) if drafts else None
+        planner = Planner(shape, stages, split.work, split.objective, links or Links(), with_drafts)
+        step_s = planner.build(range(len(stages)), split.layers).step_s
+        return Drafting(drafts, step_s, tokens_of_step(drafts, acceptance))
+
+    numbers = sorted({*range(MOST_DRAFTS + 1), drafter.drafts})
+    known = {drafts: drafting(drafts) for drafts in numbers}
+    best = min(known.values(), key=lambda one: (one.token_s, one.drafts))
+    return Speculation(acceptance, known[drafter.drafts], known[0], best)

@@ -50,9 +50,12 @@ def _row(number: int, stage: StagePlan, rank: RankPlan, *, first: bool) -> tuple
 def summary(plan: Plan) -> tuple[str, ...]:
     """The lines below the table."""
     split, work = plan.split, plan.split.work
+    drafted = plan.speculation
+    verifies = "" if drafted is None else f" that verifies {drafted.asked.drafts} drafts a request"
+    speed = split.tokens_per_s * (1 if drafted is None else drafted.asked.tokens)
     step = (
-        f"decode step {1e3 * split.step_s:.2f} ms at batch {work.batch} and context "
-        f"{work.context}: {split.tokens_per_s:.1f} tokens/s"
+        f"decode step{verifies} {1e3 * split.step_s:.2f} ms at batch {work.batch} and context "
+        f"{work.context}: {speed:.1f} tokens/s"
     )
     if split.objective == "throughput":
         step += f" with a batch in flight per stage (slowest {1e3 * split.slowest_s:.2f} ms)"
@@ -62,5 +65,6 @@ def summary(plan: Plan) -> tuple[str, ...]:
         f"prompt of {work.context} tokens: {1e3 * split.prefill_s:.0f} ms",
         f"KV cache: {split.kv_tokens} tokens, {split.kv_tokens / work.max_model_len:.1f} sequences "
         f"of {work.max_model_len}; VLLM_PP_LAYER_PARTITION={partition}",
+        *(() if drafted is None else drafted.lines()),
         *plan.notes,
     )

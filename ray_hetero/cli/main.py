@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from placement.errors import PlacementError
+from ray_hetero.cli.config import config
 from ray_hetero.cli.demo_model import demo_model
 from ray_hetero.cli.doctor import doctor
 from ray_hetero.cli.install_cpu_kernels import install_cpu_kernels
@@ -26,6 +27,7 @@ commands = typer.Typer(
 )
 commands.command()(topology)
 commands.command()(plan)
+commands.command()(config)
 commands.command()(doctor)
 commands.command()(status)
 commands.command("install-cpu-kernels")(install_cpu_kernels)
@@ -37,7 +39,7 @@ commands.command("demo-model")(demo_model)
 def options(
     ctx: typer.Context,
     show_version: Annotated[
-        bool, typer.Option("--version", help="Show the version and leave.", is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)
     ] = False,
 ) -> None:
     """One vLLM engine over GPUs and CPU sockets, placed by Ray."""

@@ -16,13 +16,16 @@ from rich.text import Text
 from placement.errors import LayoutError, PlacementError
 from placement.given import numbers, shown
 from placement.model.reading import read_config, shape_of
+from placement.model.shape import ModelShape
 from placement.plan.described import read_described
+from placement.plan.drafts import Drafter
 from placement.plan.picture import plan_svg
 from placement.plan.plan import Plan
 from placement.plan.table import plan_table
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.planning import machine as machines
+from ray_hetero.planning.drafters import drafter_of
 from ray_hetero.planning.engine_facts import (
     DEFAULT_GPU_SHARE,
     facts_of_checkpoint,
@@ -36,6 +39,8 @@ WIDTH_WITHOUT_TERMINAL = 160
 MOST_TOKENS = 1_000_000_000
 MOST_SEQUENCES = 1_000_000
 CLUSTER_TIMEOUT_S = 60.0
+MOST_DRAFTED = 64
+"""Drafts of a request in a step."""
 
 
 def plan(
@@ -115,6 +120,18 @@ def plan(
     ] = None,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafts of a request in a step and the chance that one is accepted, like 3,0.7."
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A draft model's checkpoint or config.json; without, drafts cost nothing."
+        ),
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Show every layout that was looked at.")
     ] = False,
@@ -127,6 +144,7 @@ def plan(
         path = machines.hub_config(model)
         shape = shape_of(path, dtype, kv_cache_dtype)
         content = read_config(path)
+        drafter, acceptance = _drafter(speculative, draft_model, shape)
         with _machine(topology, config, cluster=cluster) as machine:
             found = plan_model(
                 _name(model),
@@ -140,11 +158,13 @@ def plan(
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens,
                     gpu_memory_utilization=gpu_memory_utilization,
+                    drafter=drafter,
                 ),
                 config,
                 pipeline_parallel_size=pipeline_parallel_size or _stages_of(config),
                 tensor_parallel_size=tensor_parallel_size,
                 asked=_asked(batch, context, max_sequences),
+                acceptance=acceptance,
             )
         refuse_model(content, shape, found.layers)
         if svg is not None:
@@ -203,6 +223,29 @@ def _asked(batch: int | None, context: int | None, max_sequences: int | None) ->
         return None
     batch = batch or 1
     return Asked(batch, context or PRICED_CONTEXT, max_sequences or batch)
+
+
+def _drafter(
+    speculative: str | None, model: str | None, target: ModelShape
+) -> tuple[Drafter | None, float | None]:
+    """What --speculative and --draft-model ask for, and the chance of a draft."""
+    if speculative is None:
+        if model is not None:
+            raise LayoutError("--draft-model: expected --speculative with it, like 3,0.7")
+        return None, None
+    drafts, _, chance = speculative.partition(",")
+    found = numbers(drafts)
+    try:
+        acceptance = float(chance)
+    except ValueError:
+        acceptance = -1.0
+    if not found or not 1 <= found[0] <= MOST_DRAFTED or not 0 <= acceptance <= 1:
+        raise LayoutError(
+            f"--speculative: expected drafts from 1 to {MOST_DRAFTED} and a chance from 0 to 1, "
+            f"like 3,0.7; got {shown(speculative)}"
+        )
+    path = None if model is None else machines.hub_config(model)
+    return drafter_of(None if path else "ngram", found[0], path, target), acceptance
 
 
 def _show(found: Plan, choice: Choice | None, *, as_json: bool) -> None:

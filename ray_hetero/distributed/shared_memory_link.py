@@ -6,38 +6,25 @@ message is complete, and one the other way that the oldest may be written again.
 ends, the system closes the socket, which ends the other's wait.
 
 The memory is sealed: nobody can make it smaller under the other's feet, who would end by SIGBUS.
-
-See memfd_create(2) and fcntl(2) for sealed memory, unix(7) for abstract addresses and for passing
-descriptors.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import socket
-import struct
-import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-
-import torch
 
 from placement.errors import NativeError
 from placement.host import native
 from placement.host.sysfs import machine_id
+from ray_hetero.distributed import shared_memory
 from ray_hetero.distributed.link import Terms, WaitUntilRead
 from ray_hetero.distributed.messages import Message, OnItsWay, There
 from ray_hetero.distributed.neighbour import Neighbour
+from ray_hetero.distributed.shared_memory import NOTE
 from ray_hetero.log import logger
 from ray_hetero.runtime.locked_pages import lock_pages
-
-NOTE = b"\0"
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""What cannot be done any more to the memory of messages: changing its size, or its seals."""
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user and group, as SO_PEERCRED answers."""
 
 
 class SharedMemoryLink:
@@ -60,7 +47,7 @@ class SharedMemoryLink:
         machine, _, name = address.partition(b"\0")
         if not machine or machine != machine_id().encode():
             return None
-        connection = Connection(_socket(terms.timeout_s), neighbour.rank)
+        connection = Connection(shared_memory.unix_socket(terms.timeout_s), neighbour.rank)
         try:
             connection.socket.connect(b"\0" + name)
         except OSError:
@@ -132,13 +119,14 @@ class SharedMessages:
 
     def __init__(self, descriptor: int, terms: Terms) -> None:
         each, number = terms.packing.message_bytes(terms.capacity), _number(terms)
-        found, expected = os.fstat(descriptor).st_size, _total_bytes(terms)
-        if found != expected or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        expected = _total_bytes(terms)
+        if not shared_memory.is_sealed(descriptor, expected):
+            found = os.fstat(descriptor).st_size
             raise RuntimeError(
                 f"the shared memory of a stage boundary has {found} bytes, expected {expected} "
                 f"({number} messages of {each} bytes), sealed; do all ranks run the same release?"
             )
-        self.memory = torch.frombuffer(mmap.mmap(descriptor, expected), dtype=torch.uint8)
+        self.memory = shared_memory.mapped(descriptor, expected)
         """uint8, [bytes of all messages]."""
         self.messages = [Message(terms.packing, part) for part in self.memory.split(each)]
 
@@ -180,26 +168,18 @@ class SharedMemoryOffer:
         self._terms = terms
         self._rank = rank
         with ExitStack() as stack:
-            self._descriptor = os.memfd_create(
-                "ray_hetero-messages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            )
+            self._descriptor = shared_memory.made("ray_hetero-messages", _total_bytes(terms))
             stack.callback(os.close, self._descriptor)
-            os.truncate(self._descriptor, _total_bytes(terms))
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
             self._shared = SharedMessages(self._descriptor, terms)
-            self._listener = _socket(terms.timeout_s)
+            self._listener = shared_memory.unix_socket(terms.timeout_s)
             stack.enter_context(self._listener)
-            # Abstract, so it ends with the socket; of another network namespace, where the stage
-            # is looked for in vain, no other socket has it.
-            self._listener.bind(f"\0ray_hetero-{uuid.uuid4()}")
-            self._listener.listen()
+            self._name = shared_memory.bind_abstract(self._listener)
             self._open = stack.pop_all()
 
     @property
     def address(self) -> bytes:
         """This machine's identity, and the socket's name in its network namespace."""
-        name: bytes = self._listener.getsockname()
-        return machine_id().encode() + name
+        return machine_id().encode() + b"\0" + self._name
 
     def accept(self) -> SharedMemorySender:
         """Hand the memory over to the rank that has connected, a process of this user.
@@ -210,10 +190,7 @@ class SharedMemoryOffer:
         """
         connection = Connection(self._listener, self._rank)
         try:
-            end = self._listener.accept()[0]
-            while _user_of(end) != os.getuid():
-                end.close()
-                end = self._listener.accept()[0]
+            end = shared_memory.accepted(self._listener)
             end.settimeout(self._terms.timeout_s)
             socket.send_fds(end, [NOTE], [self._descriptor])
             connection = Connection(end, self._rank)
@@ -230,18 +207,6 @@ class SharedMemoryOffer:
     def withdraw(self) -> None:
         """Close what only a rank that has not connected yet would need."""
         self._open.close()
-
-
-def _socket(timeout_s: float) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(timeout_s)
-    return made
-
-
-def _user_of(connection: socket.socket) -> int:
-    answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(answer)[1]
-    return user
 
 
 class SharedMemoryReached:

@@ -45,6 +45,8 @@ class EnginePlan:
     spare_here: tuple[int, ...]
     """Logical CPUs of the driver's node that no CPU rank computes on."""
     info: EngineInfo
+    locality: str | None
+    """Which sockets are near the GPUs that they feed; None where nothing is known of it."""
 
     @property
     def world(self) -> World:
@@ -57,7 +59,7 @@ class EnginePlan:
         for warning in filter(None, (self.layers.warning, sharing)):
             logger.warning(warning)
         logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))
-        for line in layer_plan.describe_split(self.layers):
+        for line in filter(None, (self.locality, *layer_plan.describe_split(self.layers))):
             logger.info("plan: %s", line)
 
 
@@ -117,6 +119,7 @@ class EnginePlanner:
                 facts.shape,
                 self._spec.metrics_path,
             ),
+            world_plan.locality_line(plan.world.seats, {node.node_id: node.host for node in nodes}),
         )
 
     def _layer_plan(self, nodes: Sequence[Node], facts: EngineFacts) -> LayerPlan:

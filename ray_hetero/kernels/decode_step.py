@@ -20,6 +20,7 @@ from ray_hetero.kernels.attention import SPAN, Attention
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layer_parts import QkvInput
 from ray_hetero.kernels.post_attention import PostAttentionBlock
+from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.token_rows import is_few_rows, token_rows
@@ -130,27 +131,28 @@ class DecodeStep:
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
-        self._layers.run(
-            requests=self._kernel.native.Requests(
-                m=len(requests.positions),
-                positions=requests.positions.data_ptr(),
-                slots=requests.slots.data_ptr(),
-                lengths=requests.lengths.data_ptr(),
-                blocks=requests.blocks.data_ptr(),
-                most_blocks=requests.blocks.stride(0),
-                block=cache.shape[2],
-                cache_blocks=cache.shape[0],
-                tiles=first.isa == TILES,
-            ),
-            caches=[other.data_ptr() for _, _, other, _ in contexts],
-            block_stride=cache.stride(0),
-            head_stride=cache.stride(1),
-            hidden=hidden.data_ptr(),
-            residual=0 if residual is None else residual.data_ptr(),
-            y=y.data_ptr(),
-            sum=total.data_ptr(),
-            level=self._kernel.level,
-        )
+        with meeting(self._kernel.sums):
+            self._layers.run(
+                requests=self._kernel.native.Requests(
+                    m=len(requests.positions),
+                    positions=requests.positions.data_ptr(),
+                    slots=requests.slots.data_ptr(),
+                    lengths=requests.lengths.data_ptr(),
+                    blocks=requests.blocks.data_ptr(),
+                    most_blocks=requests.blocks.stride(0),
+                    block=cache.shape[2],
+                    cache_blocks=cache.shape[0],
+                    tiles=first.isa == TILES,
+                ),
+                caches=[other.data_ptr() for _, _, other, _ in contexts],
+                block_stride=cache.stride(0),
+                head_stride=cache.stride(1),
+                hidden=hidden.data_ptr(),
+                residual=0 if residual is None else residual.data_ptr(),
+                y=y.data_ptr(),
+                sum=total.data_ptr(),
+                level=self._kernel.level,
+            )
         return y, total
 
 

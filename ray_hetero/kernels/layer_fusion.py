@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Linear, PostAttention, QkvInput
+from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.structures import STRUCTURES, LayerModules, Structure
 from ray_hetero.log import logger
@@ -132,12 +134,15 @@ def layer_of(
     modules = structure.modules(layer)
     if modules is None:
         return "the layer, or a part of it, computes something else than those that are known"
-    if why := _why_unsuited(modules, linears) or attention.why_unsuited(modules):
+    why = _why_unsuited(modules, linears) or _why_not_added(modules, kernel.sums)
+    if why := why or attention.why_unsuited(modules):
         return why
     input_norm, norm = as_norm(modules.input_norm), as_norm(modules.norm)
     assert input_norm is not None
     assert norm is not None
     qkv, output, gate_up, down = (linears[one] for one in modules.linears)
+    if kernel.sums is not None and not kernel.sums.is_first:
+        output, down = (replace(one, bias=None) for one in (output, down))
     return Layer(
         QkvInput(input_norm, qkv),
         Attention(modules, kernel),
@@ -149,13 +154,22 @@ def _why_unsuited(modules: LayerModules, linears: Linears) -> str:
     """Why the products and norms of a layer cannot be computed here; or ""."""
     if any(one not in linears for one in modules.linears):
         return "vLLM's own kernels compute linear layers of it"
-    if any(one.tp_size > 1 for one in modules.linears):
-        return "tensor-parallel ranks add their products up in between"
     if type(modules.activation) is not SiluAndMul:
         return f"the activation is another one ({type(modules.activation).__name__})"
     for norm in (modules.input_norm, modules.norm):
         if as_norm(norm) is None:
             return f"a norm is another one ({type(norm).__name__})"
+    return ""
+
+
+def _why_not_added(modules: LayerModules, sums: RankSums | None) -> str:
+    """Why the ranks of a tensor-parallel group cannot add up in native calls; or ""."""
+    size = 1 if sums is None else sums.size
+    if any(one.tp_size != size for one in modules.linears):
+        return "tensor-parallel ranks add their products up in between"
+    added = (modules.output, modules.down)
+    if sums is not None and not all(one.reduce_results and one.input_is_parallel for one in added):
+        return "tensor-parallel ranks add other products up than those that are known"
     return ""
 
 
@@ -166,6 +180,8 @@ def _memory(
     many, shape = kernel.prompts, gpu_layers.shape_of(layers)
     if many is None or shape is None or not _has_weights(layers, many.gpu):
         return None
+    if kernel.sums is not None:
+        return None  # it would have to wait for the other ranks twice a layer
     if shape in made:
         return made[shape]
     try:

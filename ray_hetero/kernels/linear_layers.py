@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -21,6 +22,7 @@ from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_fusion import fuse
 from ray_hetero.kernels.layer_parts import Linear
+from ray_hetero.kernels.rank_sums import RankSums, SumTerms
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.weight_formats import FORMATS, HostWeight, PackedWeight, ScaledWeight
@@ -67,6 +69,7 @@ class LinearLayers:
         if self._kernel is None:
             return
         self._kernel.prompts = None
+        self._kernel.sums = None
         self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
             self._gpu = GpuPrefill(gpu, tokens)
@@ -129,8 +132,33 @@ class LinearLayers:
         if self._gpu is not None and not isinstance(layer, VocabParallelEmbedding):
             self._gpu.add(weight)
 
-    def loaded(self, model: torch.nn.Module) -> str:
+    def sum_terms(self, hidden: int) -> SumTerms | None:
+        """What this rank can add up with the others of its group, now that all weights are there.
+
+        Args:
+            hidden: elements of a token's hidden state.
+
+        Returns:
+            None where layers are not fused.
+
+        """
+        kernel = self._kernel
+        if kernel is None or not (self._config.fuse_layers and self._linears):
+            return None
+        elements = int(kernel.native.FEW_TOKENS) * hidden
+        return SumTerms(kernel.level.name, kernel.few_tokens, elements, len(self._linears))
+
+    @property
+    def native(self) -> ModuleType | None:
+        """The module of the kernels; None where vLLM's own compute all layers."""
+        return None if self._kernel is None else self._kernel.native
+
+    def loaded(self, model: torch.nn.Module, sums: RankSums | None = None) -> str:
         """Fuse layers and take the GPU, now that all weights are there.
+
+        Args:
+            model: vLLM's.
+            sums: with the other ranks of the tensor-parallel group, if it has some.
 
         Returns:
             What the model's code depends on besides its configuration.
@@ -157,6 +185,7 @@ class LinearLayers:
                 self._bytes_before / GIB,
             )
         self._take_gpu(self._kernel)
+        self._kernel.sums = sums
         fused = 0
         if self._config.fuse_layers:
             fused = fuse(model, self._linears, self._kernel)

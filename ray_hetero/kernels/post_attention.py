@@ -10,8 +10,10 @@ the activation, are one call of csrc/kernels/post_attention.h; a GPU that comput
 from __future__ import annotations
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
 
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
+from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 
 
@@ -27,6 +29,7 @@ class PostAttentionBlock:
             gate_up=parts.gate_up.native,
             down=parts.down.native,
             next=parts.next and parts.next.native,
+            sums=kernel.sums and kernel.sums.native,
         )
 
     def __call__(
@@ -45,8 +48,10 @@ class PostAttentionBlock:
         """
         tokens = attended.shape[0]
         many = self._kernel.prompts
+        sums = self._kernel.sums
         if (
             many is not None
+            and sums is None  # a GPU would have to wait for them in between
             and tokens >= many.from_tokens
             and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
         ):
@@ -56,14 +61,15 @@ class PostAttentionBlock:
         attended, residual = attended.contiguous(), residual.contiguous()
         result = attended.new_empty((tokens, self.parts.outputs))
         total = torch.empty_like(residual)
-        self.native.run(
-            attended.data_ptr(),
-            residual.data_ptr(),
-            tokens,
-            total.data_ptr(),
-            result.data_ptr(),
-            self._kernel.level,
-        )
+        with meeting(sums):
+            self.native.run(
+                attended.data_ptr(),
+                residual.data_ptr(),
+                tokens,
+                total.data_ptr(),
+                result.data_ptr(),
+                self._kernel.level,
+            )
         return result, total
 
     def one_by_one(
@@ -71,16 +77,23 @@ class PostAttentionBlock:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as a sequence of operators; arguments and result as of a call."""
         parts, total = self.parts, residual.clone(memory_format=torch.contiguous_format)
-        hidden = self._linear(attended, parts.output)
+        hidden = self._summed(self._linear(attended, parts.output))
         add_and_norm(hidden, total, parts.norm)
         gate_up = self._linear(hidden, parts.gate_up)
         gated = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
         torch.ops._C.silu_and_mul(gated, gate_up)
-        hidden = self._linear(gated, parts.down)
+        hidden = self._summed(self._linear(gated, parts.down))
         if parts.next is None:
             return hidden, total
         add_and_norm(hidden, total, parts.next.norm)
         return self._linear(hidden, parts.next.qkv), total
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """A product of which each rank of a tensor-parallel group has computed a part."""
+        if self._kernel.sums is None:
+            return x
+        summed: torch.Tensor = tensor_model_parallel_all_reduce(x)
+        return summed
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return self._kernel.compute(x, linear.weight, linear.bias)

@@ -21,6 +21,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.weight_formats import HostWeight, PackedWeight
 
 try:
@@ -69,6 +70,8 @@ class StreamingLinear:
         """Above, vLLM's packed kernel computes."""
         self.prompts: Prompts | None = None
         """Set once the weights are loaded."""
+        self.sums: RankSums | None = None
+        """Of a tensor-parallel group that adds up in native calls; set once weights are loaded."""
         self.weights: dict[int, HostWeight] = {}
         """Known weights by their address, which is all that an operator is given."""
 

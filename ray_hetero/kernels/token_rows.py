@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 MOST_ROWS = 16
-"""Tokens of one request.  Each reads the request's keys and values again, so that long chunks are
-left to vLLM's attention, which reads them once."""
+"""Tokens of one request.  Longer chunks are left to vLLM's attention, which multiplies matrices; of
+these, the tokens of a long request read its keys and values together (csrc/kernels/attention.h)."""
 
 
 def token_rows(metadata: Any, tokens: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from placement.cluster.assignment import Node
 from placement.model.reading import UnknownModelError, shape_of
 from placement.model.shape import ModelShape
+from placement.plan.drafts import Drafter
 from placement.units import GIB
+from ray_hetero.planning.drafters import drafter_asked, drafter_in
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -49,6 +51,8 @@ class EngineFacts:
     per_rank: frozenset[str] = frozenset()
     """Of the most sequences and tokens, those that are for each rank of the world: vLLM's defaults
     on a driver without a GPU."""
+    drafter: Drafter | None = None
+    """Of speculative decoding."""
 
     def in_world(self, ranks: int) -> EngineFacts:
         """The facts once the number of ranks is known."""
@@ -71,6 +75,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         gpu_memory_utilization=vllm_config.cache_config.gpu_memory_utilization,
         is_eager=bool(model.enforce_eager),
         is_bf16=str(model.dtype) == "torch.bfloat16",
+        drafter=drafter_in(vllm_config.speculative_config, shape),
     )
 
 
@@ -84,6 +89,7 @@ def facts_of_checkpoint(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     gpu_memory_utilization: float = DEFAULT_GPU_SHARE,
+    drafter: Drafter | None = None,
 ) -> EngineFacts:
     """The same without vLLM, from a checkpoint's config.json and what was asked for.
 
@@ -96,6 +102,7 @@ def facts_of_checkpoint(
         max_num_seqs: vLLM's --max-num-seqs; None is its default for a server.
         max_num_batched_tokens: vLLM's --max-num-batched-tokens; None is its default for a server.
         gpu_memory_utilization: vLLM's --gpu-memory-utilization.
+        drafter: of speculative decoding.
 
     """
     defaults = server_defaults(nodes)
@@ -116,6 +123,7 @@ def facts_of_checkpoint(
             if defaults.are_per_rank and given is None
         ),
         is_bf16=(own_dtype(config) if dtype == "auto" else dtype) == "bfloat16",
+        drafter=drafter,
     )
 
 
@@ -141,6 +149,7 @@ def facts_of_model(engine_args: EngineArgs, defaults: ServerDefaults) -> EngineF
         per_rank=frozenset(
             name for name, given in asked.items() if defaults.are_per_rank and not given
         ),
+        drafter=drafter_asked(engine_args, shape),
     )
 
 

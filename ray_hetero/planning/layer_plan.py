@@ -126,6 +126,7 @@ def plan_layers(
     asked: Asked | None = None,
     described: Described | None = None,
     links: Links | None = None,
+    explained: bool = True,
 ) -> LayerPlan:
     """Decide devices, order of the stages and layers of each.
 
@@ -141,6 +142,8 @@ def plan_layers(
         asked: the step to price and the sequences to hold; None is the engine's own choice.
         described: what a description of the cluster says of a seat's device.
         links: the ways between ranks; None is what is assumed of them.
+        explained: whether an error says by how much a model does not fit, which takes many times
+            as long as planning.
 
     Raises:
         LayoutError: there are too few devices.
@@ -160,17 +163,17 @@ def plan_layers(
     threads = {
         seat.rank: compute_threads(seat, config.cpu) for seat in world.members if seat.kind == "cpu"
     }
+    expert_bytes = 0
     if facts.shape is not None and config.experts.ranks:
         expert_bytes = bytes_of_expert_rank(facts.shape, config.experts)
         check_room(world, expert_bytes)
         facts = replace(facts, shape=shape_of_stages(facts.shape, config.experts))
-        own = _plan_stages(
-            config, world, nodes, facts, threads, partition, measure, asked, described, links
-        )
-        return replace(own, expert_bytes=expert_bytes)
-    return _plan_stages(
-        config, world, nodes, facts, threads, partition, measure, asked, described, links
-    )
+    is_given = config.layers != "auto" or bool(partition)
+    planned = _plan_stages(
+        config, world, nodes, facts, threads, measure, asked, described, links,
+        explained=explained, is_given=is_given,
+    )  # fmt: skip
+    return replace(planned, expert_bytes=expert_bytes)
 
 
 def _plan_stages(
@@ -179,13 +182,14 @@ def _plan_stages(
     nodes: Sequence[Node],
     facts: EngineFacts,
     threads: dict[int, tuple[int, ...]],
-    partition: str | None,
     measure: Measure,
     asked: Asked | None,
     described: Described | None,
     links: Links | None,
+    *,
+    explained: bool,
+    is_given: bool,
 ) -> LayerPlan:
-    is_given = config.layers != "auto" or bool(partition)
     is_chosen = world.has_cpu and not world.is_cpu_only and not is_given
     if facts.shape is None:
         warning = _equal(facts.why_no_shape) if is_chosen else ""
@@ -195,7 +199,7 @@ def _plan_stages(
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
         return LayerPlan(world, None, warning=warning, threads=threads)
-    search = SplitSearch(config, facts, facts.shape, stages, asked, links)
+    search = SplitSearch(config, facts, facts.shape, stages, asked, links, explained)
     if is_chosen:
         split = search.best()
         moved = enumerate(_moved(world, split))
@@ -289,6 +293,7 @@ class SplitSearch:
     stages: tuple[StageDevices, ...]
     asked: Asked | None = None
     links: Links | None = None
+    explained: bool = True
 
     def best(self) -> Split:
         """The best split with room for what is wanted, else for one sequence.
@@ -304,7 +309,7 @@ class SplitSearch:
         batch = min(PRICED_BATCH, facts.max_num_seqs) if many else 1
         wanted = min(facts.max_num_seqs, WANTED_KV_TOKENS // facts.max_model_len)
         try:
-            return self._choose(batch, max(1, wanted))
+            return replace(self, explained=False)._choose(batch, max(1, wanted))
         except DoesNotFitError:
             return self._choose(1, 1)
 
@@ -328,6 +333,8 @@ class SplitSearch:
             max_model_len=self.facts.max_model_len,
             max_batched_tokens=self.facts.max_num_batched_tokens,
             links=self.links,
+            explained=self.explained,
+            drafter=self.facts.drafter,
         )
 
 

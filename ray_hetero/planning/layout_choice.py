@@ -18,6 +18,7 @@ from placement.model.shape import ModelShape
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import LayerPlan, Measure, plan_layers
+from ray_hetero.planning.world_plan import with_chosen_sockets
 
 WORTH_A_RANK = 0.99
 """Fewer ranks are taken where their step, by this factor, is no longer than the shortest."""
@@ -86,16 +87,20 @@ def choose_layout(
     """
     if facts.shape is None or config.layers != "auto":
         return None
-    found = [
-        _priced(layout, config, nodes, facts, measure, how)
-        for layout in layouts_to_try(nodes, facts.shape)
-    ]
+    free = with_chosen_sockets(config.cpu, nodes)
+
+    def priced(layout: Layout, *, explained: bool) -> Candidate:
+        return _priced(layout, config, free, facts, measure, how | {"explained": explained})
+
+    found = [priced(one, explained=False) for one in layouts_to_try(free, facts.shape)]
     fitting = [one for one in found if one.plan is not None]
     if any(one.is_unknown for one in found):
         return None
     if not fitting:
-        widest = max(found, key=lambda one: one.layout.world_size, default=None)
-        raise DoesNotFitError(widest.problem if widest else "there is no device to plan on")
+        if not found:
+            raise DoesNotFitError("there is no device to plan on")
+        widest = max(found, key=lambda one: one.layout.world_size)
+        raise DoesNotFitError(priced(widest.layout, explained=True).problem)
     alone = [one for one in fitting if not one.layout.count("cpu")]
     if alone and len(alone[0].layout.stages) == 1:
         chosen = alone[0]

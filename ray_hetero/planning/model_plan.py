@@ -12,6 +12,7 @@ from placement.errors import DoesNotFitError, LayoutError
 from placement.model.shape import ModelShape
 from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.plan import Plan
+from placement.plan.split import price_drafts
 from placement.units import GIB
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
@@ -41,6 +42,7 @@ def plan_model(
     tensor_parallel_size: int = 1,
     partition: str | None = None,
     asked: Asked | None = None,
+    acceptance: float | None = None,
 ) -> ModelPlan:
     """Plan a model; without sizes and a layout, its stages are chosen too.
 
@@ -53,6 +55,7 @@ def plan_model(
         tensor_parallel_size: ranks of the largest stage.
         partition: VLLM_PP_LAYER_PARTITION, if set.
         asked: the step to price and the sequences to hold; None is the engine's own choice.
+        acceptance: chance that a draft is accepted, to price what drafts bring.
 
     Raises:
         LayoutError: there are too few devices, or nothing is known to plan by.
@@ -91,7 +94,11 @@ def plan_model(
         wrong = DoesNotFitError if "fit" in found.warning else LayoutError
         raise wrong(found.warning or "nothing is known to plan by: give figures of the devices")
     remarks = tuple(_remarks(facts, found, choice))
-    shown = Plan(name, shape, found.held_split, tuple(_devices(machine, found)), remarks)
+    speculation = None
+    if facts.drafter is not None and acceptance is not None:
+        speculation = price_drafts(shape, found.split, facts.drafter, acceptance, machine.links)
+    devices = tuple(_devices(machine, found))
+    shown = Plan(name, shape, found.held_split, devices, remarks, speculation)
     return ModelPlan(shown, found, choice)
 
 

@@ -125,7 +125,7 @@ def rank_devices(
         )
         for seat in seats
     )
-    stages = {seat.stage: [other.kind for other in seats if other.stage == seat.stage]
+    stages = {seat.stage: [other for other in seats if other.stage == seat.stage]
               for seat in seats}  # fmt: skip
     return tuple(
         _gpu_in_stage(device, stages[seat.stage], config, is_eager=is_eager)
@@ -139,17 +139,18 @@ def rank_devices(
 
 
 def _gpu_in_stage(
-    device: RankDevice, stage: Sequence[Kind], config: HeteroConfig, *, is_eager: bool
+    device: RankDevice, stage: Sequence[Seat], config: HeteroConfig, *, is_eager: bool
 ) -> RankDevice:
     # So GPU ranks of mixed groups run, unless gpu.in_mixed_groups says otherwise.
-    is_eager |= "cpu" in stage and config.gpu.in_mixed_groups == "eager"
+    is_mixed = any(seat.kind == "cpu" for seat in stage)
+    is_eager |= is_mixed and config.gpu.in_mixed_groups == "eager"
     figures = _with_latency(device.figures, LATENCIES["gpu", is_eager])
     return replace(device, figures=replace(figures, is_launching=is_eager))
 
 
 def _socket_in_stage(
     device: RankDevice,
-    stage: Sequence[Kind],
+    stage: Sequence[Seat],
     config: CpuConfig,
     host: Host,
     *,
@@ -158,11 +159,16 @@ def _socket_in_stage(
     can_fuse: bool,
 ) -> RankDevice:
     streams = is_bf16 and _streams(config, host)
-    is_fused = streams and can_fuse and config.fuse_layers and len(stage) == 1
+    # The ranks of a group add up within their steps where they can share memory.
+    can_share = {(seat.kind, seat.node_id) for seat in stage} == {("cpu", stage[0].node_id)}
+    is_fused = streams and can_fuse and config.fuse_layers and can_share
     latency = FUSED if is_fused else LATENCIES["cpu", is_eager]
     name = config.weight_format(has_amx=_has_amx(host)) if streams else "packed"
     figures = _with_latency(device.figures, latency)
-    return replace(device, figures=replace(figures, read_share=FORMATS[name].read_share))
+    figures = replace(
+        figures, read_share=FORMATS[name].read_share, adds_within_step=is_fused and len(stage) > 1
+    )
+    return replace(device, figures=figures)
 
 
 def _with_latency(figures: DeviceFigures, latency: Latency) -> DeviceFigures:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from placement.cluster.assignment import ALONE, Node, Seat, Turn, assign
+from placement.cluster.assignment import ALONE, Node, Seat, Turn, assign, gpus_near
 from placement.cluster.layout import auto_layout, given_layout
 from placement.errors import LayoutError
 from placement.given import numbers
@@ -49,6 +50,7 @@ def plan_world(
         LayoutError: there are too few devices.
 
     """
+    nodes = with_chosen_sockets(config.cpu, nodes)
     free, held = (sum(getattr(node, name) for node in nodes) for name in ("gpus", "held_gpus"))
     gpus = free if turn.engines == 1 else min(free, (free + held) // turn.engines)
     sockets = sum(len(node.sockets) for node in nodes)
@@ -61,9 +63,40 @@ def plan_world(
         )
     except LayoutError as error:
         raise LayoutError(f"{error}{_held(nodes)}") from None
-    seats = assign(layout, nodes, turn, config.experts.ranks)
+    is_near = config.cpu.sockets == "auto"
+    seats = assign(layout, nodes, turn, config.experts.ranks, near_gpus=is_near)
     ranks = layout.world_size
     return World(layout, seats[:ranks], tuple(layers), experts=seats[ranks:])
+
+
+def with_chosen_sockets(config: CpuConfig, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with those of their sockets that CPU ranks may take, in the order of `cpu.sockets`.
+
+    Raises:
+        ConfigError: a number is there twice, or no node has one of them.
+
+    """
+    if config.sockets == "auto":
+        return list(nodes)
+    asked = config.sockets
+    if len(set(asked)) < len(asked):
+        raise ConfigError(f"cpu.sockets: expected each socket once, got {asked}")
+    chosen = [
+        replace(
+            node,
+            sockets=tuple(
+                socket for number in asked for socket in node.sockets if socket.id == number
+            ),
+        )
+        for node in nodes
+    ]
+    if not any(node.sockets for node in chosen):
+        there = "; ".join(
+            f"{node.host.name}: {', '.join(str(socket.id) for socket in node.sockets) or 'none'}"
+            for node in nodes
+        )
+        raise ConfigError(f"cpu.sockets: expected sockets that are free ({there}), got {asked}")
+    return chosen
 
 
 def _held(nodes: Sequence[Node]) -> str:
@@ -213,6 +246,30 @@ def cpus_near_gpus(
         if idle:
             near[gpu.index] = _cpus(idle)
     return near
+
+
+def locality_line(seats: Sequence[Seat], hosts: Mapping[str, Host]) -> str | None:
+    """A line for the log about sockets and the GPUs that their ranks exchange tensors with.
+
+    Args:
+        seats: all ranks.
+        hosts: by node.
+
+    Returns:
+        None where there are no such GPUs, or the system does not tell where they are.
+
+    """
+    said = []
+    for seat in seats:
+        near = gpus_near(seat, seats, hosts[seat.node_id]) if seat.socket is not None else {}
+        if not near or seat.socket is None:
+            continue
+        beside = [gpu for gpu, node in near.items() if node in seat.socket.numa_nodes]
+        far = [gpu for gpu in near if gpu not in beside]
+        words = [f"{word} GPU {', '.join(map(str, some))}"
+                 for word, some in (("near", beside), ("far from", far)) if some]  # fmt: skip
+        said.append(f"rank {seat.rank} on socket {seat.socket.id}, {' and '.join(words)}")
+    return f"{'; '.join(said)} (cpu.sockets chooses others)" if said else None
 
 
 def sharing_warning(seats: Sequence[Seat]) -> str | None:

@@ -35,10 +35,12 @@ from ray_hetero.compat import (
     model_runner,
     parallel_state,
 )
+from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.distributed.remote_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.linear_layers import LinearLayers
+from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
 from ray_hetero.observability.status_board import RankReport, RankReporter
@@ -219,7 +221,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if self._remote_experts is not None:
             self._remote_experts.connect()
         if linear_layers is not None:
-            layers = linear_layers.loaded(self.worker.model_runner.get_model())
+            sums = self._sums(linear_layers)
+            layers = linear_layers.loaded(self.worker.model_runner.get_model(), sums)
             # Compiled code is kept by what the configuration says.
             self._vllm_config.additional_config |= {"ray_hetero_layers": layers}
         if world.layout.is_mixed(seat.stage):
@@ -249,6 +252,19 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         near = [gpu for gpu in physical_gpus if gpu in self._rank.gpus_beside]
         gpus = near or physical_gpus
         return torch.device("cuda", gpus[self._rank.seat.local_rank % len(gpus)])
+
+    def _sums(self, linear_layers: LinearLayers) -> RankSums | None:
+        """Sums with the other ranks of a group of CPU ranks of one host; None for other groups."""
+        group = get_tp_group()
+        if group.world_size == 1 or group.over_host is not None:
+            return None
+        return shared_sums.joined(
+            group.cpu_group,
+            group.ranks,
+            linear_layers.native,
+            linear_layers.sum_terms(self._vllm_config.model_config.get_hidden_size()),
+            self._rank.engine.config.exchange.timeout_s,
+        )
 
     def _move_near_gpu(self, gpu: int) -> None:
         if cpus := self._rank.near_gpus.get(gpu, ()):

@@ -18,8 +18,9 @@ from ray_hetero.cli.demo.model import write_demo_model
 
 pytest.register_assert_rewrite("server_checks")
 
-EAGER = ("llama-bf16", "opt-bf16", "llama-f32", "opt-f32")
-COMPILED = ("llama-bf16-compiled", "opt-f32-compiled")
+USUAL = ("llama-bf16", "llama-f32", "opt-f32")
+OTHERS = ("llama-bf16-compiled", "opt-f32-compiled", "opt-bf16")
+"""Asked for by slow tests only."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -88,7 +89,7 @@ def stock(
     def answers(name: str) -> list[list[int]]:
         if name not in known:
             # All of a sort in one process: most of an engine's start is importing vLLM.
-            names = EAGER if name in EAGER else COMPILED
+            names = USUAL if name in USUAL else OTHERS
             file = kept / f"{_fingerprint([arguments(one) for one in names])}.json"
             with FileLock(file.with_suffix(".lock")):
                 if not file.exists():

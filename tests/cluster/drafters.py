@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 
@@ -61,6 +61,34 @@ def write_eagle3_head(directory: Path, target: Path) -> Path:
     # vLLM's own choice would name one of the four layers twice.
     reads = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}
     return _write(directory, target, weights, eagle_config=reads)
+
+
+def write_mtp_model(directory: Path, target: Path) -> Path:
+    """The target's own weights as a MiMo checkpoint, with a layer that predicts one token more.
+
+    MiMo is Qwen2 with such layers, and Qwen2 is Llama with biases, which are 0 here.
+    """
+    weights = load_file(target / "model.safetensors")
+    layer = "model.mtp_layers.0"
+    weights |= _quiet_layer(layer, SHAPE.hidden)
+    norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
+    weights |= {f"{layer}.{name}.weight": torch.ones(SHAPE.hidden) for name in norms}
+    noise = _noise("input_proj", SHAPE.hidden, SHAPE.hidden)
+    weights[f"{layer}.input_proj.weight"] = torch.cat([0.02 * noise, torch.eye(SHAPE.hidden)], 1)
+    for name, weight in list(weights.items()):
+        if any(part in name for part in ("q_proj", "k_proj", "v_proj")):
+            weights[name.replace("weight", "bias")] = torch.zeros(len(weight))
+    for file in target.iterdir():
+        if file.suffix in (".json", ".jinja") and not file.name.endswith("index.json"):
+            (directory / file.name).parent.mkdir(exist_ok=True)
+            (directory / file.name).write_bytes(file.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    config |= {
+        "model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
 
 
 def _quiet_layer(name: str, width: int) -> Weights:

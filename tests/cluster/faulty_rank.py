@@ -2,7 +2,8 @@
 
 A variable of the environment names the rank and what it does: in a step of its warm-up "disagree"
 (say that it was the next step) or "hold" (make a file and stay), while it serves "raise" or "index"
-(read behind the end of a tensor of its device; CUDA tells of that later).
+(read behind the end of a tensor of its device; CUDA tells of that later), or "vanish" (send itself
+a signal where the other ranks of its group go on into their native step, once there is a file).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,9 @@ def register() -> None:
     fault: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
     module = sys.modules.get("ray_hetero.worker.rank_actor")
     if not fault or module is None or hasattr(module.perform, "fault"):
+        return
+    if fault["do"] == "vanish":
+        _vanish(fault["rank"], fault["signal"], Path(fault["file"]))
         return
     if fault["do"] in ("raise", "index"):
         _fail_in_steps(fault["rank"], fault["do"])
@@ -66,3 +72,20 @@ def _fail_in_steps(rank: int, how: str) -> None:
         return execute_model(self, scheduler_output)
 
     Worker.execute_model = fail
+
+
+def _vanish(rank: int, number: int, when: Path) -> None:
+    import torch.distributed as dist
+
+    from ray_hetero.kernels import decode_step
+
+    meeting = decode_step.meeting
+
+    @contextmanager
+    def vanish(sums: Any) -> Iterator[None]:
+        if dist.get_rank() == rank and when.exists():
+            os.kill(os.getpid(), number)
+        with meeting(sums):
+            yield
+
+    decode_step.meeting = vanish

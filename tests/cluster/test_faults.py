@@ -31,6 +31,8 @@ from faulty_rank import VARIABLE, site
 from faulty_server import LONG, RANKS, Client, FaultyServer, ask, errors_of
 from leftovers import AGENTS_GONE_SECONDS, Scene, wait_until
 
+from ray_hetero.kernels import streaming_linear
+
 pytestmark = pytest.mark.timeout(600)
 
 RANKS_GONE_SECONDS = 20.0
@@ -104,6 +106,35 @@ def test_a_rank_that_is_stopped(
     assert f"({KEYS[phase]}" in server.last_line()
     assert f"rank {rank} (cpu, socket {rank}" in server.last_line()
     assert f"pid {pid}, is stopped by a signal (kill -CONT {pid}" in server.last_line()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_of_a_group_that_is_missing_inside_of_the_native_step(
+    number: signal.Signals, scene: Scene, logs: Path, model: Model
+) -> None:
+    server = FaultyServer(
+        scene,
+        logs / f"native-{number.name}",
+        model("llama"),
+        {"rank": 1, "do": "vanish", "signal": int(number)},
+        sizes=(1, RANKS),
+        cpu={"ranks_per_socket": RANKS, "linear_kernel": "streaming"},
+        # Longer than vLLM's own collectives take on the way up; the step's own limit is 300 s.
+        exchange={"timeout_s": 30},
+    )
+    clients = server.wait_until_in("decode")
+    assert "their products are added up in memory that they share" in server.log
+    server.held.touch()
+    _check_end(server, clients)
+    assert "rank 1 (cpu, socket 1" in server.last_line()
+    if number == signal.SIGKILL:
+        assert "SIGKILL" in server.last_line()
+        return
+    late = "rank 1, of the same tensor-parallel group, was not there in 30 s (exchange.timeout_s)"
+    assert late in server.last_line()
+    assert f"pid {server.pids[1]}, is stopped by a signal" in server.last_line()
 
 
 def _check_end(server: FaultyServer, clients: list[Client]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,15 +75,6 @@ def test_a_script_that_ends_looks_normal(
     (answered,) = run_engines(scene, logs / "ends", [(left, [batch(prompts())])])
     assert tokens(answered[0]) == stock("llama-bf16")
     assert noise((logs / "ends" / "log").read_text()) == []
-    scene.assert_clean()
-
-
-def test_sigterm_of_an_idle_server_looks_normal(scene: Scene, logs: Path, model: Model) -> None:
-    server = serve(scene, logs / "sigterm", model("llama", "bf16"), *backend(2))
-    wait_until_healthy(server)
-    server.child.signal(signal.SIGTERM)
-    assert server.child.wait(STOP_SECONDS) == 0, server.child.tail()
-    assert noise(server.child.log) == []
     scene.assert_clean()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafters import write_draft_model, write_eagle3_head, write_eagle_head
+from drafters import write_draft_model, write_eagle3_head, write_eagle_head, write_mtp_model
 from engines import (
     IN_THIS_PROCESS,
     Json,
@@ -157,6 +157,18 @@ def test_drafters_on_the_last_stage(
         layouts.append(THREE_STAGES)
     ours = [_speculating(model, layout, drafters(method)) for layout in layouts]
     _compare(scene, logs / method, ours, batch(repeating, max_tokens=40), without)
+
+
+@pytest.mark.slow
+def test_layers_of_the_models_own_checkpoint_draft(
+    scene: Scene, logs: Path, model: Model, repeating: list[list[int]],
+    without: list[list[int]], tmp_path: Path,
+) -> None:  # fmt: skip
+    path = write_mtp_model(tmp_path / "mtp", model("llama", "f32"))
+    drafts = {"method": "mtp", "num_speculative_tokens": DRAFTED}
+    layouts = [LAYOUTS[name] for name in ("pipeline", "mixed stage")]
+    ours = [_speculating(model, layout, drafts) | {"model": str(path)} for layout in layouts]
+    _compare(scene, logs / "mtp", ours, batch(repeating, max_tokens=40), without)
 
 
 FEW = [100, 101, 102, 103]

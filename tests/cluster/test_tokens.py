@@ -30,14 +30,14 @@ pytestmark = pytest.mark.timeout(900)
 
 EAGER = [
     ("llama-bf16", 2, 1),
-    ("opt-bf16", 2, 1),
     ("llama-f32", 1, 2),
     ("opt-f32", 2, 2),
 ]
-COMPILED = [("llama-bf16-compiled", 2, 1), ("opt-f32-compiled", 1, 2)]
+OTHERS = [("llama-bf16-compiled", 2, 1), ("opt-f32-compiled", 1, 2), ("opt-bf16", 2, 1)]
 
-NEARLY_EQUAL = 0.1
-"""Logprobs that bf16 cannot tell apart reliably."""
+NEARLY_EQUAL = 0.13
+"""How far apart logprobs may be that bf16 cannot tell apart reliably: two of its steps between 8
+and 16, where the largest logits of the demo models are."""
 has_no_native = streaming_linear._native is None
 
 Tokens = dict[str, list[list[int]]]
@@ -67,8 +67,8 @@ def eager(scene: Scene, logs: Path, model: Model) -> Tokens:
 
 
 @pytest.fixture(scope="module")
-def compiled(scene: Scene, logs: Path, model: Model) -> Tokens:
-    return _run(scene, logs / "compiled", model, COMPILED)
+def others(scene: Scene, logs: Path, model: Model) -> Tokens:
+    return _run(scene, logs / "others", model, OTHERS)
 
 
 def _same(ours: list[list[int]], theirs: list[list[int]]) -> None:
@@ -90,27 +90,40 @@ def test_eager(name: str, pipeline: int, tensor: int, eager: Tokens, stock: Stoc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "pipeline", "tensor"), COMPILED)
-def test_compiled(name: str, pipeline: int, tensor: int, compiled: Tokens, stock: Stock) -> None:
-    _same(compiled[name], stock(name))
+@pytest.mark.parametrize(("name", "pipeline", "tensor"), OTHERS)
+def test_others(name: str, pipeline: int, tensor: int, others: Tokens, stock: Stock) -> None:
+    _same(others[name], stock(name))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(has_no_native, reason="needs the native module")
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_kernels_of_this_project(architecture: str, scene: Scene, logs: Path, model: Model) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "pipeline", "tensor"),
+    [
+        ("llama", 1, 2),
+        pytest.param("llama", 2, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_this_project(
+    architecture: str, pipeline: int, tensor: int, scene: Scene, logs: Path, model: Model
+) -> None:
     path = model(architecture, "bf16")
-    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming", "compact_weights": True}
+    shares = pipeline * tensor
+    cpu = {"ranks_per_socket": shares, "linear_kernel": "streaming", "compact_weights": True}
     compiled = {"dtype": "bfloat16", "enforce_eager": False}
+    ours_made = engine(path, pipeline, tensor, **compiled, **hetero(cpu=cpu))
     runs = [
-        (made, [batch(prompts(), logprobs=2)])
-        for made in (engine(path, **compiled), engine(path, 2, **compiled, **hetero(cpu=cpu)))
+        (made, [batch(prompts(), logprobs=2)]) for made in (engine(path, **compiled), ours_made)
     ]
-    folder = logs / f"kernels-{architecture}"
+    folder = logs / f"kernels-{architecture}-{pipeline}-{tensor}"
     (theirs,), (ours,) = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
+    # Ranks of one stage say the same.
     log = (folder / "log").read_text()
-    assert log.count("2 layers are computed as one operator") == 2
-    assert log.count("(cpu.compact_weights)") == 2
+    layers = {1: 4, 2: 2}[pipeline]
+    assert f"{layers} layers are computed as one operator" in log
+    assert "(cpu.compact_weights)" in log
+    assert ("are added up in memory that they share" in log) == (tensor > 1)
     found = [gap_where_different(*pair) for pair in zip(ours, theirs, strict=True)]
     gaps = [gap for gap in found if gap is not None]
     assert len(gaps) <= 3

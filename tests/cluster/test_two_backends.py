@@ -27,8 +27,14 @@ def test_a_stock_engine_gets_the_runner_that_it_would_have_had(
     assert child.wait(2 * START_SECONDS) == 0, child.tail()
     found = json.loads(answer.read_text())
     ours, stock = found["ours"], found["stock"]
-    assert (ours["v2"], set(ours["runners"])) == (False, {"CPUModelRunner"})
-    assert stock["v2"] == found["would_be"]
+    assert set(ours["runners"]) == {"CPUModelRunner"}
+    assert ours["chosen"]["executor"] == "HeteroExecutor"
+    before, after = found["would_be"]
+    assert before == after
+    # Where there is Triton, that is the second runner.
+    assert (before["v2_with_triton"], stock["chosen"]["v2_with_triton"]) == (True, True)
+    same = {"v2", "executor", "worker", "scheduler"}
+    assert {key: stock["chosen"][key] for key in same} == {key: before[key] for key in same}
     assert len(stock["runners"]) == 1
     assert stock["tokens"] == ours["tokens"]
     # Each is what the process has after the engine was made.

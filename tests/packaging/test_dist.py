@@ -152,7 +152,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
         metadata = archive.read(
             next(name for name in archive.namelist() if name.endswith("/METADATA"))
         ).decode()
-    code = {name for name in held if name.endswith((".py", ".pyi"))}
+    code = {name for name in held if name.endswith((".py", ".pyi", "/py.typed"))}
     expected = {name for name in tracked() if name.startswith(("ray_hetero/", "placement/"))}
     assert expected <= code
     assert {name.partition("/")[0] for name in held} == {"ray_hetero", "placement"}
@@ -192,6 +192,17 @@ def test_both_entry_points_of_vllm_are_there(installed: Environment) -> None:
         "    print(*(point.load() and point.name for point in entry_points(group=group)))\n"
     )
     assert installed.run("python", "-c", script).stdout == "ray_hetero\nray_hetero\n"
+
+
+def test_types_of_both_packages_are_found(installed: Environment) -> None:
+    script = "import placement, ray_hetero; print(placement.__path__[0], ray_hetero.__path__[0])"
+    for package in installed.run("python", "-c", script).stdout.split():
+        assert Path(package, "py.typed").is_file()
+    assert any(package_types(installed, "placement").glob("_native.pyi"))
+
+
+def package_types(environment: Environment, package: str) -> Path:
+    return only_file(environment.directory, f"lib/python3*/site-packages/{package}")
 
 
 def test_a_compiler_gives_the_native_module(installed: Environment) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from worlds import layout, node, world
 
 from placement.cluster.assignment import NODE_SLIVER, Node, Turn, assign, bundle_of
 from placement.errors import LayoutError
+from placement.host.topology import Gpu
 
 
 def test_a_stage_stays_on_one_node() -> None:
@@ -120,3 +123,37 @@ def test_no_device_is_given_twice_and_bundles_fit(
         mine = [bundle_of(seat) for seat in seats if seat.node_id == place.node_id]
         assert sum(bundle.get("CPU", 0) for bundle in mine) <= place.cpus
         assert sum(bundle.get("GPU", 0) for bundle in mine) <= place.gpus
+
+
+def with_gpus(there: Node, *numa_nodes: int | None) -> Node:
+    gpus = tuple(Gpu(index, numa_node=numa) for index, numa in enumerate(numa_nodes))
+    return replace(there, host=replace(there.host, gpus=gpus))
+
+
+@pytest.mark.parametrize(
+    ("stages", "numa_nodes", "sockets"),
+    [
+        (["c", "g"], [1], [1]),
+        (["g", "c"], [1], [1]),
+        (["cc", "g"], [1], [1, 0]),
+        (["c", "g", "c", "g"], [1, 0], [1, 0]),
+        (["c", "g", "g"], [0, 1], [0]),  # the second GPU is not a neighbour's
+        (["gc"], [1], [1]),
+        (["c", "g"], [None], [0]),
+    ],
+)
+def test_a_socket_is_near_the_gpus_that_it_feeds(
+    stages: list[str], numa_nodes: list[int | None], sockets: list[int]
+) -> None:
+    there = with_gpus(node(sockets=2, gpus=len(numa_nodes)), *numa_nodes)
+    seats = assign(layout(*stages), [there])
+    assert [seat.socket.id for seat in seats if seat.socket] == sockets
+    assert len({seat.socket.id for seat in seats if seat.socket}) == len(sockets)
+    in_order = assign(layout(*stages), [there], near_gpus=False)
+    assert [seat.socket.id for seat in in_order if seat.socket] == sorted(range(len(sockets)))
+
+
+def test_engines_that_start_together_have_gpus_of_their_own_to_be_near() -> None:
+    there = with_gpus(node(sockets=2, gpus=2, is_driver=True), 1, 0)
+    turns = [assign(layout("c", "g"), [there], Turn(index, 2)) for index in (0, 1)]
+    assert [seats[0].socket.id for seats in turns if seats[0].socket] == [1, 0]

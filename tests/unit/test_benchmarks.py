@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from native_module import needs_compiler, needs_native, run_program
+import torch
+from native_module import LEVELS, needs_compiler, needs_native, run_program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+from compact_shares import random_matrices, shares  # noqa: E402
 from contender_process import in_turns, run  # noqa: E402
 from contenders import DRAFTS, Contender, Split, drafting, in_flight, with_gpu  # noqa: E402
 from engine_run import Point, Timeline, figures, forced_drafts  # noqa: E402
@@ -295,14 +297,20 @@ def test_stages_are_fitted_by_what_a_layer_and_a_step_cost() -> None:
     ("program", "arguments", "lines"),
     [
         ("streaming_linear", ["1", "1"], ["outputs are those of plain sums", "1 tokens, compact"]),
-        ("decode_step", ["1", "1x128", "4x300"], ["1x128", "4x300"]),
+        (
+            "decode_step",
+            ["1/2", "1x128", "4x300"],
+            ["sums of 32 × 4096 over 2 ranks", "1x128", "4x300"],
+        ),
     ],
 )
 def test_programs_without_python_can_be_built_and_run(
     program: str, arguments: list[str], lines: list[str], tmp_path: Path
 ) -> None:
     options = ("-O2", f"-I{BENCHMARKS.parent / 'csrc'}")
-    printed = run_program(BENCHMARKS / f"{program}.cpp", tmp_path, *options, arguments=arguments)
+    printed = run_program(
+        BENCHMARKS / f"{program}.cpp", tmp_path, *options, arguments=arguments, level=LEVELS[-1]
+    )
     assert all(line in printed for line in lines), printed
 
 
@@ -315,3 +323,24 @@ def test_a_stage_is_as_busy_as_its_busiest_rank() -> None:
     shares = shares_between(before, after, seconds=2)
     assert {stage: found["busy"] for stage, found in shares.items()} == {"0": 0.75, "1": 0.5}
     assert shares["0"]["waiting"] == 0
+
+
+@needs_native
+def test_outliers_are_those_of_the_compact_weight() -> None:
+    from ray_hetero import _streaming_linear as native
+    from ray_hetero.weight_formats.base import pack
+    from ray_hetero.weight_formats.compact import CompactWeight
+
+    weights = {name: weight[:256, :512] for name, weight in random_matrices()}
+    for name in ("normal", "Laplace"):
+        weight = weights[name].to(torch.bfloat16).contiguous()
+        held = CompactWeight.made(pack(weight), native)
+        assert held is not None
+        found = shares(weight)
+        in_blocks = 1 - found["packed_blocks"]
+        kept = found["outliers"] if in_blocks == 1 else None
+        assert len(held.encoding.packed_blocks) == round(found["packed_blocks"] * 8)
+        if kept is not None:
+            assert held.encoding.outliers_count == round(kept * weight.numel())
+    assert CompactWeight.made(pack(weights["any bits"].contiguous()), native) is None
+    assert shares(weights["any bits"])["packed_blocks"] == 1

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, RENAMED, HeteroConfig, load_config
+from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.config_sources import ENVIRONMENT_VARIABLE, KEY, RENAMED
 from ray_hetero.errors import ConfigError
 
 
@@ -104,10 +105,11 @@ def test_a_bad_file_is_named(file: Path, content: bytes | None, said: str) -> No
         ({"cpu": {"cores": "two"}}, ["cpu.cores: Input should be a valid integer, got 'two'"]),
         ({"cpu": {"kv_cache_gib": [1]}}, ["cpu.kv_cache_gib: Input should be a valid number"]),
         ({"cpu": {"cores": 0}}, ["cpu.cores:", "greater than or equal to 1", "got 0"]),
-        ({"cpu": {"ranks_per_socket": True}}, ["cpu.ranks_per_socket:", "integer", "True"]),
+        ({"cpu": {"ranks_per_socket": True}}, ["cpu.ranks_per_socket:", "integer", "true"]),
         ({"cpu": {"kv_cache_gib": float("inf")}}, ["cpu.kv_cache_gib:", "inf"]),
         ({"cpu": {"env": {"A B": "1"}}}, ["cpu.env.A B", "'A B'"]),
         ({"cpu": {"env": {"A": 1}}}, ["cpu.env.A:", "string", "got 1"]),
+        ({"cpu": {"cores": None}}, ["cpu.cores:", "got null"]),
         ({"cpu": 4}, ["cpu:", "got 4"]),
         ({"gpu": {"memory_utilization": 1.5}}, ["gpu.memory_utilization:", "1.5"]),
         ({"layout": [["tpu"]]}, ["layout", "'cpu' or 'gpu'", "'tpu'"]),
@@ -134,6 +136,59 @@ def test_all_problems_are_told_at_once() -> None:
 def test_a_wrong_type_at_the_top() -> None:
     with pytest.raises(ConfigError, match=r"--additional-config key 'ray_hetero'.*got \[1\]"):
         load_config({KEY: [1]})
+
+
+def test_a_problem_names_its_source(file: Path) -> None:
+    file.write_text("cpu: {cores: 0, reserved_cores: -1}\n")
+    message = refused(cpu={"cores": -2})
+    assert "cpu.reserved_cores: Input should be greater than or equal to 0" in message
+    assert f"got -1 (in {ENVIRONMENT_VARIABLE}={file})" in message
+    assert "got -2 (in --additional-config key 'ray_hetero')" in message
+    assert "got 0" not in message
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("name", ["hetero.yaml", "hetero.json"])
+def test_a_file_and_the_command_line_have_both_forms(
+    wrapped: bool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"layers": [1, 3], "cpu": {"cores": 2, "env": {"A": "\N{GRINNING FACE}"}}}
+    content = {KEY: keys} if wrapped else keys
+    expected = HeteroConfig.model_validate(keys)
+    assert load_config(content) == expected
+    path = tmp_path / name
+    path.write_text(json.dumps(content) if name.endswith("json") else yaml.safe_dump(content))
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(path))
+    assert load_config({}) == expected
+    assert load_config({"other": 1}) == expected
+    assert load_config({"cpu": {"cores": 4}}).cpu.cores == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"layers": [1], "layers": [2]}', "key 'layers' comes twice"),
+        ('{"cpu": {"kv_cache_gib": NaN}}', "NaN is no number"),
+        ("cpu: {}", "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"ray_hetero": {}, "cpu": {}}', "all keys inside 'ray_hetero' or none, got 'cpu' beside"),
+        ('{"ray_hetero": null}', "key 'ray_hetero': expected keys and values, got null"),
+        ("null", ""),
+        (" ", ""),
+    ],
+)
+def test_json_files(
+    content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "hetero.json"
+    path.write_text(content)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(path))
+    if not said:
+        assert load() == HeteroConfig()
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        load()
+    assert str(path) in str(caught.value)
 
 
 def test_settings_cannot_be_changed_later() -> None:
@@ -222,4 +277,4 @@ def test_a_key_is_still_taken_by_its_old_name(
 
 def test_an_old_name_beside_the_key_is_told_where_it_belongs() -> None:
     with pytest.raises(ConfigError, match="it belongs inside 'ray_hetero'"):
-        load_config({"restart": 2})
+        load_config({"restart": 2, KEY: {}})

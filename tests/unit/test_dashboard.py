@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for metrics that there are."""
+"""The Grafana dashboard and the alerts of Prometheus ask for metrics that there are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import REGISTRY
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -16,7 +17,15 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.observability.metrics import FIGURES, LABELS, PREFIX
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "ray_hetero.json"
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "docs" / "grafana" / "ray_hetero.json"
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+OURS = {f"{PREFIX}{figure.name}_total" for figure in FIGURES}
+PROMQL = {
+    "and", "by", "changes", "histogram_quantile", "max", "min", "on", "or", "rate", "sum", "unless",
+}  # fmt: skip
+"""Functions and operators that the alerts use."""
+OF_PROMETHEUS = {"up"}
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +49,53 @@ def vllms_metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_every_metric_exists(panels: list[dict[str, Any]], vllms_metrics: set[str]) -> None:
     asked = " ".join(target["expr"] for panel in panels for target in panel["targets"])
-    ours = {f"{PREFIX}{figure.name}_total" for figure in FIGURES}
-    assert set(re.findall(rf"{PREFIX}\w+", asked)) == ours
-    vllms = {re.sub(r"_(total|bucket)$", "", name) for name in re.findall(r"vllm:\w+", asked)}
+    assert set(re.findall(rf"{PREFIX}\w+", asked)) == OURS
+    vllms = set(re.findall(r"vllm:\w+", asked))
     assert len(vllms) > 5
-    assert vllms - vllms_metrics == set()
+    assert without_suffixes(vllms) - vllms_metrics == set()
+
+
+def without_suffixes(names: set[str]) -> set[str]:
+    """Families of vLLM's metrics by the names of their samples."""
+    return {re.sub(r"_(total|bucket)$", "", name) for name in names}
+
+
+def names_in(expression: str) -> set[str]:
+    """Names of an alert's expression that are neither labels nor PromQL's own."""
+    bare = re.sub(r"\{[^{}]*\}|\[[0-9smhd]+\]|\b(by|on) *\([^()]*\)", " ", expression)
+    assert not set(bare) & set("{}[]"), expression
+    return set(re.findall(r"[a-zA-Z_:][\w:]*", bare)) - PROMQL
+
+
+@pytest.fixture(scope="module")
+def alerts() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def test_every_metric_of_the_alerts_exists(
+    alerts: list[dict[str, Any]], vllms_metrics: set[str]
+) -> None:
+    asked = set().union(*(names_in(alert["expr"]) for alert in alerts))
+    vllms = {name for name in asked if name.startswith("vllm:")}
+    assert asked - vllms <= OURS | OF_PROMETHEUS
+    assert len(asked & OURS) >= 3
+    assert without_suffixes(vllms) - vllms_metrics == set()
+
+
+def test_an_alert_is_complete(alerts: list[dict[str, Any]]) -> None:
+    assert len({alert["alert"] for alert in alerts}) == len(alerts) > 5
+    for alert in alerts:
+        assert alert.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+        assert alert["labels"]["severity"] in {"critical", "warning"}
+        assert alert["annotations"].keys() == {"summary", "description"}
+        assert re.fullmatch(r"\d+m", alert.get("for", "1m"))
+        assert alert["expr"].count("(") == alert["expr"].count(")")
+        labels = re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"])
+        assert set(labels) <= {"instance"}
+        # What a summary names is what is left of the labels.
+        assert "by (instance" in alert["expr"] or "up{" in alert["expr"]
 
 
 def test_every_label_exists(panels: list[dict[str, Any]]) -> None:

@@ -217,6 +217,53 @@ def test_requests_that_verify_drafts_have_several_tokens(
     expect_the_same(Requests(monkeypatch, lengths, block=128, rows=rows), isa=isa)
 
 
+TOGETHER = [1284, 60, 1100]
+"""The first and the last are so long that their drafts are attended together, the last part of the
+first one begins behind the first of its drafts."""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (10, 1)])
+def test_drafts_of_a_long_request_read_it_together(
+    heads: int, kv_heads: int, isa: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(
+        monkeypatch, TOGETHER, block=128, rows=[8, 2, 5], heads=heads, kv_heads=kv_heads
+    )
+    expect_the_same(requests, isa=isa, level=level)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_what_is_not_written_is_not_read_together(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(monkeypatch, TOGETHER[:1], block=128, rows=[4])
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
+    assert layers._decode_step is not None
+    requests.begin(isa)
+    expected = layers._decode_step(requests.positions, hidden, residual)
+    kept = int(requests.slots[-1])
+    requests.slots[-1] = -1
+    for cache in requests.begin(isa):
+        unwritten = cache[kept // 128].view(requests.kv_heads, 2, 128, HEAD)
+        poisoned = torch.zeros(1, 128, requests.kv_heads, HEAD, dtype=torch.bool)
+        poisoned[0, kept % 128] = True
+        if isa == "vec":
+            by_key = poisoned[0].permute(1, 2, 0).reshape(requests.kv_heads, 128, HEAD)
+            by_value = poisoned[0].transpose(0, 1)
+        else:
+            by_key, by_value = (
+                one.reshape(requests.kv_heads, 128, HEAD)
+                for one in as_tiles(*[poisoned.transpose(1, 2)] * 2)
+            )
+        unwritten[:, 0][by_key] = torch.nan
+        unwritten[:, 1][by_value] = torch.nan
+    found = layers._decode_step(requests.positions, hidden, residual)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one[:3].float(), other[:3].float(), **CLOSE)
+
+
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (10, 1), (4, 2), (8, 1), (20, 2)])
 def test_heads_of_keys_may_have_any_number_of_heads_of_queries(
@@ -233,7 +280,7 @@ def test_heads_are_normalised_where_a_model_does_so(
 
 
 def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = Requests(monkeypatch, [300, *LONG])
+    requests = Requests(monkeypatch, [300, *LONG], rows=[2, 1, 4])
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
     assert layers._decode_step is not None
     before, found = torch.get_num_threads(), []

@@ -16,7 +16,8 @@ from test_imports import ROOMS
 
 from placement.plan.described import read_described
 from ray_hetero.cli.main import commands
-from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, HeteroConfig, load_config
+from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.config_sources import ENVIRONMENT_VARIABLE, KEY
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

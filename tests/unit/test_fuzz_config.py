@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from worlds import node
 
 from placement.errors import PlacementError
-from ray_hetero.config import ENVIRONMENT_VARIABLE, KEY, HeteroConfig, load_config
+from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.config_sources import ENVIRONMENT_VARIABLE, KEY
 from ray_hetero.errors import ConfigError, RayHeteroError
 from ray_hetero.planning.world_plan import compute_threads, plan_world, spare_cpus, split_layers
 
@@ -150,7 +151,9 @@ def test_settings_under_another_name_are_not_ours(file: Path, given_: Any, name:
     letters = re.sub(r"[\W_]", "", name.lower())
     if name == KEY:
         check(found, given_)
-    elif name in HeteroConfig.model_fields or letters == "rayhetero":
+    elif name in HeteroConfig.model_fields:
+        check(found, {name: given_})
+    elif letters == "rayhetero":
         assert isinstance(found, str)
         assert repr(name) in found
     else:

@@ -441,6 +441,7 @@ def vllm_config(model: str, hf: dict[str, Any], layers: int) -> Any:
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=2048),
         cache_config=SimpleNamespace(cache_dtype="auto", gpu_memory_utilization=0.8),
+        speculative_config=None,
     )
 
 

@@ -308,9 +308,9 @@ def test_large_batches_are_bound_by_compute() -> None:
     # 0.4 x 14.7 = 5.88 TFLOP/s; 2 FLOP a weight and token.
     weights = 12 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 4096)
     attention = 12 * 16 * 4 * 1024
-    parts = split.stages[0].decode
-    seconds = (parts.weights + parts.kv + parts.compute) / 1e12
-    assert seconds == pytest.approx(512 * (2 * weights + attention) / 5.88e12, rel=1e-6)
+    # What one of the tokens computes is hidden behind reading.
+    seconds = split.stages[0].decode.compute / 1e12
+    assert seconds == pytest.approx(511 * (2 * weights + attention) / 5.88e12, rel=1e-6)
 
 
 def test_only_active_experts_compute() -> None:
@@ -320,9 +320,8 @@ def test_only_active_experts_compute() -> None:
     attention, router = 2 * 6144**2 + 2 * 6144 * 1024, 8 * 6144
     weights = 56 * (attention + router + 2 * 3 * 6144 * 16384)  # 2 of 8 experts
     pairs = 56 * 4 * 6144
-    parts = split.stages[0].decode
-    seconds = (parts.weights + parts.kv + parts.compute) / 1e12
-    assert seconds == pytest.approx(4096 * (2 * weights + pairs) / 5.88e12, rel=1e-6)
+    seconds = split.stages[0].decode.compute / 1e12
+    assert seconds == pytest.approx(4095 * (2 * weights + pairs) / 5.88e12, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import layout, node, socket, world
 
-from placement.cluster.assignment import Seat, Turn, assign
+from placement.cluster.assignment import Node, Seat, Turn, assign
 from placement.errors import LayoutError
 from placement.host.topology import Gpu, Host
 from ray_hetero.config import CpuConfig, HeteroConfig
@@ -18,11 +18,13 @@ from ray_hetero.planning.world_plan import (
     compute_threads,
     cpus_near_gpus,
     gpus_beside,
+    locality_line,
     plan_world,
     sharing_warning,
     spare_cpus,
     split_layers,
 )
+from ray_hetero.world import World
 
 AUTO = HeteroConfig()
 
@@ -190,3 +192,55 @@ def test_sharing_is_told() -> None:
     assert warning is not None
     assert "2 CPU ranks share 4 cores" in warning
     assert sharing_warning(world("g").seats) is None
+
+
+def plan_of(config: HeteroConfig, there: Node, *stages: str) -> World:
+    shape = layout(*stages)
+    return plan_world(
+        HeteroConfig(layout=[list(stage) for stage in shape.stages], cpu=config.cpu), [there],
+        pipeline_parallel_size=len(stages), tensor_parallel_size=max(map(len, stages)),
+        layers=(1,) * len(stages),
+    )  # fmt: skip
+
+
+def on_numa_node(numa_node: int | None, sockets: int = 2) -> Node:
+    there = node(sockets=sockets, gpus=1)
+    return replace(there, host=replace(there.host, gpus=(Gpu(0, numa_node=numa_node),)))
+
+
+def test_the_log_tells_which_sockets_are_near_the_gpus_that_they_feed() -> None:
+    there = on_numa_node(1)
+    hosts = {there.node_id: there.host}
+
+    def line(*stages: str) -> str | None:
+        return locality_line(plan_of(AUTO, there, *stages).seats, hosts)
+
+    assert line("c", "g") == "rank 0 on socket 1, near GPU 0 (cpu.sockets chooses others)"
+    assert line("cc", "g") == (
+        "rank 0 on socket 1, near GPU 0; rank 1 on socket 0, far from GPU 0 "
+        "(cpu.sockets chooses others)"
+    )
+    assert line("g") is None
+    assert line("cc") is None
+    unknown = on_numa_node(None)
+    seats = plan_of(AUTO, unknown, "c", "g").seats
+    assert locality_line(seats, {unknown.node_id: unknown.host}) is None
+
+
+def test_sockets_that_are_asked_for_are_taken_in_their_order() -> None:
+    there = on_numa_node(1, sockets=3)
+
+    def taken(sockets: list[int], *stages: str) -> list[int]:
+        config = HeteroConfig(cpu=CpuConfig(sockets=sockets))
+        return [seat.socket.id for seat in plan_of(config, there, *stages).seats if seat.socket]
+
+    assert taken([0], "c", "g") == [0]
+    assert taken([2, 0], "cc", "g") == [2, 0]
+    with pytest.raises(LayoutError):
+        taken([0], "cc", "g")
+    with pytest.raises(
+        ConfigError, match=r"expected sockets that are free \(a: 0, 1, 2\), got \[7"
+    ):
+        taken([7], "c", "g")
+    with pytest.raises(ConfigError, match="expected each socket once"):
+        taken([1, 1], "cc", "g")

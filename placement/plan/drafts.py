@@ -1,0 +1,133 @@
+"""Speculative decoding as the planner sees it: what drafts, what a step costs, what it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from placement.model.shape import ModelShape
+from placement.plan import cost
+from placement.plan.cost import Memory, Step, Workload
+from placement.plan.devices import Links, StageDevices
+
+MOST_DRAFTS = 8
+"""Drafts of a request in a step up to which the best number is looked for."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What guesses the next tokens of a request: on all ranks of the last stage, whole."""
+
+    drafts: int
+    """Tokens that it guesses for a request in a step."""
+    shape: ModelShape | None = None
+    """Sizes of its model; None for n-grams, which hold and cost next to nothing."""
+    has_own_vocabulary: bool = True
+    """Whether it has an embedding and an output matrix of its own, as draft models do.  EAGLE and
+    MTP heads use those of the model that they draft for."""
+
+    def weights(self, size: int, *, is_first: bool) -> int:
+        """Weight bytes of a rank.
+
+        Args:
+            size: of the last stage.
+            is_first: whether that is the first one too, which has the model's embedding.
+
+        """
+        if self.shape is None:
+            return 0
+        layers = sum(cost.layer_weights(layer, size) for layer in self.shape.layers)
+        if self.has_own_vocabulary:
+            return layers + cost.around_weights(self.shape, size, first=True, last=True)
+        # An output matrix of its own is one for fewer tokens.
+        held = self.shape.output_head + (() if is_first else self.shape.embedding)
+        return layers + sum(tensor.rank_bytes(size) for tensor in held)
+
+    def kv_bytes(self, size: int, work: Workload) -> int:
+        """KV bytes of a rank, for the sequences that must have room."""
+        if self.shape is None:
+            return 0
+        tokens, sequences = cost.asked_tokens(work), cost.asked_sequences(work)
+        return sum(
+            cost.kv_bytes(layer, size, tokens, sequences, work.max_batched_tokens)
+            for layer in self.shape.layers
+        )
+
+    def added(self, memory: Memory, size: int, work: Workload, *, is_first: bool) -> Memory:
+        """What a rank of the last stage holds with the drafter."""
+        return replace(
+            memory,
+            weights=memory.weights + self.weights(size, is_first=is_first),
+            kv=memory.kv + self.kv_bytes(size, work),
+        )
+
+    def step(self, target: ModelShape, stage: StageDevices, work: Workload, links: Links) -> Step:
+        """Time of drafting for a step: one small step after the other."""
+        if self.shape is None:
+            return Step()
+        run = cost.decode_pass(work.batch, work.context)
+        layers = (cost.layer_step(self.shape, one, stage, run, links) for one in self.shape.layers)
+        vocabulary = self.shape if self.has_own_vocabulary else target
+        once = cost.total_step((*layers, cost.output_step(vocabulary, stage, run)))
+        return Step(draft=self.drafts * once.total)
+
+
+def tokens_of_step(drafts: int, acceptance: float) -> float:
+    """Tokens that a step brings a request on the average, each draft being accepted by chance.
+
+    Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, equation 1.
+
+    Args:
+        drafts: of the request in the step.
+        acceptance: chance of a draft, from 0 to 1, where those before it were accepted.
+
+    """
+    return sum(acceptance**place for place in range(drafts + 1))
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A number of drafts, and what comes of it."""
+
+    drafts: int
+    step_s: float
+    tokens: float
+    """That a request gets from a step."""
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for a token of each request."""
+        return self.step_s / self.tokens
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What speculative decoding brings on a plan's ranks."""
+
+    acceptance: float
+    asked: Drafting
+    plain: Drafting
+    """Without drafts."""
+    best: Drafting
+    """The number of drafts with the shortest time for a token."""
+
+    def lines(self) -> Iterator[str]:
+        """What to tell of it."""
+        asked, best = self.asked, self.best
+        yield (
+            f"speculative decoding: {asked.drafts} drafts a request, each accepted with "
+            f"{self.acceptance:g}: {asked.tokens:.2f} tokens a step of {1e3 * asked.step_s:.2f} ms "
+            f"are {self.speed(asked):.2f} times as fast as without "
+            f"({1e3 * self.plain.step_s:.2f} ms a token)"
+        )
+        if best.drafts == 0:
+            yield "best here at this acceptance: no drafts"
+        elif best.drafts != asked.drafts:
+            yield (
+                f"best here at this acceptance: {best.drafts} drafts, {self.speed(best):.2f} times "
+                "as fast"
+            )
+
+    def speed(self, drafting: Drafting) -> float:
+        """How many times as fast as without drafts."""
+        return self.plain.token_s / drafting.token_s

@@ -1,0 +1,161 @@
+"""How the CPU ranks of a tensor-parallel group on one host come to share memory for their sums.
+
+All ranks of the group call `joined` once their weights are loaded.  They tell each other what they
+would add up; where all say the same, the first rank makes memory without a name, and hands it to
+each of the others through a Unix socket.  These sockets stay open: of a process that ends, the
+system closes them, which ends the others' wait.  Where anything is missing, no rank shares memory,
+and vLLM's own all-reduce adds up between operators.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from placement.host.sysfs import machine_id
+from ray_hetero.distributed import shared_memory
+from ray_hetero.kernels.rank_sums import RankSums, SumTerms
+from ray_hetero.log import logger
+
+_MEMBER = struct.Struct("i")
+"""What a rank that connects says: its place in the group."""
+Gather = Callable[[Any], list[Any]]
+"""Tells all ranks of the group something, and gives what each of them has told."""
+
+
+def joined(
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    native: ModuleType | None,
+    terms: SumTerms | None,
+    limit_s: float,
+) -> RankSums | None:
+    """Share memory with the other ranks of a group; all of them have to call this.
+
+    Args:
+        group: of processes on CPUs.
+        ranks: global rank of each member.
+        native: the module of the kernels.
+        terms: what this rank adds up; None where its layers are not computed in native calls.
+        limit_s: longest wait for another rank, now and in each step (exchange.timeout_s).
+
+    Returns:
+        None where some rank cannot.
+
+    Raises:
+        RuntimeError: another rank has ended, or is late.
+
+    """
+
+    def gather(told: Any) -> list[Any]:
+        heard: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(heard, told, group=group)
+        return heard
+
+    heard = gather(terms)
+    if terms is None or any(other != terms for other in heard):
+        if any(heard):
+            told = ", ".join(f"rank {rank}: {one}" for rank, one in zip(ranks, heard, strict=True))
+            logger.info("a decode step is not one native call: the ranks differ (%s)", told)
+        return None
+    assert native is not None
+    own = ranks.index(dist.get_rank())
+    size = native.RankSums.bytes(len(ranks), terms.elements)
+    join = _begin if own == 0 else _join
+    try:
+        shared = join(own, len(ranks), size, gather, limit_s)
+    except OSError as error:
+        raise RuntimeError(
+            f"one of the ranks {list(ranks)}, of one tensor-parallel group, has ended or was not "
+            f"there in {limit_s:g} s (exchange.timeout_s): {error}"
+        ) from None
+    if shared is None:
+        logger.warning(
+            "no memory can be shared by ranks %s, of one tensor-parallel group on one host: vLLM's "
+            "all-reduce adds their products up between operators, and decoding takes longer",
+            list(ranks),
+        )
+        return None
+    memory, connections = shared
+    logger.info(
+        "a decode step is one native call on each of the ranks %s: their products are added up in "
+        "memory that they share (cpu.fuse_layers)",
+        list(ranks),
+    )
+    return RankSums(
+        native, memory, elements=terms.elements, ranks=ranks, own=own, limit_s=limit_s,
+        connections=connections,
+    )  # fmt: skip
+
+
+Shared = tuple[torch.Tensor, list[socket.socket | None]]
+"""The memory, and what this rank is connected to the others by."""
+
+
+def _begin(own: int, members: int, size: int, gather: Gather, limit_s: float) -> Shared | None:
+    """Make the memory and hand it to all others."""
+    with ExitStack() as stack, ExitStack() as kept:
+        try:
+            descriptor = shared_memory.made("ray_hetero-sums", size)
+            stack.callback(os.close, descriptor)
+            listener = stack.enter_context(shared_memory.unix_socket(limit_s))
+            address = machine_id().encode(), shared_memory.bind_abstract(listener, members)
+            memory = shared_memory.mapped(descriptor, size)
+        except OSError as error:
+            logger.warning("no memory can be shared: %s", error)
+            gather(None)
+            return None
+        gather(address)
+        if not all(gather(True)):
+            return None
+        connections: list[socket.socket | None] = [None] * members
+        for _ in range(members - 1):
+            end = kept.enter_context(shared_memory.accepted(listener))
+            end.settimeout(limit_s)
+            (member,) = _MEMBER.unpack(end.recv(_MEMBER.size))
+            socket.send_fds(end, [shared_memory.NOTE], [descriptor])
+            connections[member] = end
+        kept.pop_all()
+        return memory, connections
+
+
+def _join(own: int, members: int, size: int, gather: Gather, limit_s: float) -> Shared | None:
+    """Take the memory that the first rank has made."""
+    with ExitStack() as stack, ExitStack() as kept:
+        address = gather(None)[0]
+        if address is None:
+            return None
+        connection = kept.enter_context(shared_memory.unix_socket(limit_s))
+        if not all(gather(_is_connected(connection, *address))):
+            return None
+        connection.send(_MEMBER.pack(own))
+        _, descriptors, _, _ = socket.recv_fds(connection, len(shared_memory.NOTE), 1)
+        if not descriptors:
+            raise RuntimeError("the first rank of this tensor-parallel group has ended")
+        stack.callback(os.close, descriptors[0])
+        if not shared_memory.is_sealed(descriptors[0], size):
+            raise RuntimeError(
+                f"the memory for the sums of a tensor-parallel group has not {size} bytes, sealed; "
+                "do all ranks run the same release?"
+            )
+        memory = shared_memory.mapped(descriptors[0], size)
+        kept.pop_all()
+        return memory, [connection, *[None] * (members - 1)]
+
+
+def _is_connected(connection: socket.socket, machine: bytes, name: bytes) -> bool:
+    if not machine or machine != machine_id().encode():
+        return False
+    try:
+        connection.connect(b"\0" + name)
+    except OSError:
+        return False
+    return True
