@@ -4,7 +4,8 @@
 
 A CUDA graph of layers that do next to nothing is replayed with and without a handover in each of
 them, to expert ranks whose experts have no size: the difference is what the handover costs.  Also
-measured is a stage that computes on the host (`--host`), which needs no GPU.
+measured is a stage that computes on the host (`--host`), which needs no GPU.  At the end one expert
+rank is stopped in the middle of a step and killed: the step must end.
 
 Needs PyTorch and this repository, not vLLM.  The native module is compiled with the pybind11 that
 PyTorch brings where it was not built.
@@ -13,14 +14,17 @@ PyTorch brings where it was not built.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -48,7 +52,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        native_module(Path(folder))
+        options.folder = Path(folder)
+        native_module(options.folder)
         modes = ["host"] if options.host else ["memory operations", "host functions"]
         found = [
             point
@@ -71,13 +76,14 @@ def native_module(folder: Path) -> None:
         return
     path = folder / "_expert_handover.so"
     include = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
-    subprocess.run(
-        [
-            "c++", "-O3", "-std=c++17", "-shared", "-fPIC", *(f"-I{one}" for one in include),
-            str(ROOT / "csrc/handover/expert_handover.cpp"), "-o", str(path),
-        ],
-        check=True,
-    )  # fmt: skip
+    if not path.exists():
+        subprocess.run(
+            [
+                "c++", "-O3", "-std=c++17", "-shared", "-fPIC", *(f"-I{one}" for one in include),
+                str(ROOT / "csrc/handover/expert_handover.cpp"), "-o", str(path),
+            ],
+            check=True,
+        )  # fmt: skip
     spec = importlib.util.spec_from_file_location(MODULE, path)
     assert spec is not None
     assert spec.loader is not None
@@ -99,7 +105,9 @@ def measured(options: argparse.Namespace, ranks: int, mode: str) -> list[dict[st
     # Before this process has a GPU, which a child could not use.
     context = multiprocessing.get_context("fork" if mode == "host" else "spawn")
     children = [
-        context.Process(target=expert_rank, args=(meeting, number, layers), daemon=True)
+        context.Process(
+            target=expert_rank, args=(options.folder, meeting, number, options.layers), daemon=True
+        )
         for number in range(ranks)
     ]
     for child in children:
@@ -118,7 +126,8 @@ def measured(options: argparse.Namespace, ranks: int, mode: str) -> list[dict[st
         signals.has_operations = False
     try:
         how = mode if mode != "memory operations" or signals.has_operations else "refused"
-        return [point(options, channel, count, ranks, how) for count in tokens]
+        found = [point(options, channel, count, ranks, how) for count in tokens]
+        return [*found, fault(options, channel, children[-1].pid or 0, ranks, how)]
     finally:
         channel.close()
         for child in children:
@@ -126,29 +135,29 @@ def measured(options: argparse.Namespace, ranks: int, mode: str) -> list[dict[st
             child.join()
 
 
-def expert_rank(meeting: str, number: int, layers: list[Any]) -> None:
+def expert_rank(folder: Path, meeting: str, number: int, layers: int) -> None:
     """A process whose experts give tokens back."""
-    with tempfile.TemporaryDirectory() as folder:
-        native_module(Path(folder))
-        from ray_hetero.distributed.expert_meeting import is_ready, reach
-        from ray_hetero.distributed.expert_memory import native
-        from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
+    native_module(folder)
+    from ray_hetero.distributed.expert_meeting import is_ready, reach
+    from ray_hetero.distributed.expert_memory import native
+    from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
 
-        cpus = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cpus[-1 - number % len(cpus)]})
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[-1 - number % len(cpus)]})
 
-        class Echo:
-            function = native().ECHO
-            context = 0
+    class Echo:
+        function = native().ECHO
+        context = 0
 
-        held = {
-            layer.name: HeldLayer(layer.hidden, torch.bfloat16, lambda x, w, i: x, Echo())
-            for layer in layers
-        }
-        service = ExpertService(held, number)
-        reached = reach(meeting, 0, number, (), LIMIT_S)
-        service.add(reached)
-        is_ready(reached)
+    held = {
+        str(layer): HeldLayer(HIDDEN, torch.bfloat16, lambda x, w, i: x, Echo())
+        for layer in range(layers)
+    }
+    service = ExpertService(held, number)
+    reached = reach(meeting, 0, number, (), LIMIT_S)
+    service.add(reached)
+    is_ready(reached)
+    with contextlib.suppress(torch.distributed.DistNetworkError):
         service.serve()
 
 
@@ -158,8 +167,6 @@ def point(
     """Microseconds a layer of so many tokens; the sums are checked."""
     device = "cpu" if mode == "host" else "cuda"
     x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16)
-    weights = torch.rand(tokens, CHOSEN, device=device)
-    ids = torch.zeros(tokens, CHOSEN, device=device, dtype=torch.int32)
 
     def alone() -> torch.Tensor:
         y = x
@@ -167,15 +174,9 @@ def point(
             y = y * 1
         return y
 
-    def handed_over() -> torch.Tensor:
-        y = x
-        for layer in range(options.layers):
-            channel.hand_over(y, weights, ids, layer)
-            y = channel.take(tokens, layer) * (1 / ranks)
-        return y
-
-    without, _ = step_us(alone, options.rounds, device)
-    among, run = step_us(handed_over, options.rounds, device)
+    without = timed(captured(alone, device), options.rounds)
+    run = captured(handing_over(options.layers, channel, x, ranks), device)
+    among = timed(run, options.rounds)
     x.normal_()
     torch.testing.assert_close(run(), x, rtol=2**-6, atol=2**-6)
     if channel.problem is not None:
@@ -189,12 +190,48 @@ def point(
     }
 
 
-def step_us(
-    step: Callable[[], torch.Tensor], rounds: int, device: str
-) -> tuple[float, Callable[[], torch.Tensor]]:
-    """Microseconds of a step, captured where there is a GPU; and what runs it once more."""
+def handing_over(
+    layers: int, channel: Any, x: torch.Tensor, ranks: int
+) -> Callable[[], torch.Tensor]:
+    """A step of layers whose tokens are handed over."""
+    tokens = x.shape[0]
+    weights = torch.rand(tokens, CHOSEN, device=x.device)
+    ids = torch.zeros(tokens, CHOSEN, device=x.device, dtype=torch.int32)
+
+    def step() -> torch.Tensor:
+        y = x
+        for layer in range(layers):
+            channel.hand_over(y, weights, ids, layer)
+            y = channel.take(tokens, layer) * (1 / ranks)
+        return y
+
+    return step
+
+
+def fault(
+    options: argparse.Namespace, channel: Any, pid: int, ranks: int, mode: str
+) -> dict[str, Any]:
+    """Seconds from the death of an expert rank, in the middle of a step, to the end of the step."""
+    device = "cpu" if mode == "host" else "cuda"
+    x = torch.randn(1, HIDDEN, device=device, dtype=torch.bfloat16)
+    run = captured(handing_over(options.layers, channel, x, ranks), device)
+    os.kill(pid, signal.SIGSTOP)
+    begin = time.perf_counter()
+    killer = threading.Timer(1.0, lambda: os.kill(pid, signal.SIGKILL))
+    killer.start()
+    with contextlib.suppress(torch.distributed.DistNetworkError):
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    ended = time.perf_counter() - begin - 1.0
+    assert channel.problem is not None
+    return {"mode": mode, "ranks": ranks, "ended_s": round(ended, 3), "said": str(channel.problem)}
+
+
+def captured(step: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
+    """What runs a step: a CUDA graph of it where there is a GPU."""
     if device == "cpu":
-        return timed(step, rounds), step
+        return step
     # What is captured must have run before.
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -208,7 +245,7 @@ def step_us(
         graph.replay()
         return y
 
-    return timed(replay, rounds), replay
+    return replay
 
 
 def timed(step: Callable[[], torch.Tensor], rounds: int) -> float:
