@@ -83,8 +83,14 @@ def _remote_method() -> Any:
                 self._stock.create_weights(layer, *args, **how | {"weight_loader": _load_nothing})
             self._compute = self._take(layer)
 
-        def maybe_roundup_sizes(self, hidden: int, inner: int, *args: Any) -> tuple[int, int]:
-            return hidden, inner
+        def maybe_roundup_sizes(
+            self,
+            hidden_size: int,
+            intermediate_size_per_partition: int,
+            act_dtype: Any,
+            moe_parallel_config: Any,
+        ) -> tuple[int, int]:
+            return hidden_size, intermediate_size_per_partition
 
         def uses_weight_scale_2_pattern(self) -> bool:
             return bool(self._stock.uses_weight_scale_2_pattern())

@@ -125,12 +125,12 @@ OVERRIDES: dict[type, set[str]] = {
         "recv",
     },
     remote_experts._remote_method(): {
-        "__init__", "create_weights", "maybe_roundup_sizes", "uses_weight_scale_2_pattern",
+        "create_weights", "maybe_roundup_sizes", "uses_weight_scale_2_pattern",
         "process_weights_after_loading", "get_fused_moe_quant_config", "apply",
     },
 }  # fmt: skip
 """Methods that stand for one of vLLM's; a renamed one would silently never be called."""
-REPLACED = {RankActor: {"__init__"}}
+REPLACED = {RankActor: {"__init__"}, remote_experts._remote_method(): {"__init__"}}
 """Methods of our own that only share the name."""
 
 
