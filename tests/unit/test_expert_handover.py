@@ -44,13 +44,14 @@ def held(number: int, hidden: int, dtype: torch.dtype, layer: int) -> HeldLayer:
     return HeldLayer(hidden, dtype, compute)
 
 
-def expert_rank(meeting: str, number: int, dtype: torch.dtype) -> None:
+def expert_rank(meeting: str, number: int, dtype: torch.dtype, stages: int = 1) -> None:
     torch.set_num_threads(1)
     layers = {layer.name: held(number, layer.hidden, dtype, at) for at, layer in enumerate(LAYERS)}
     service = ExpertService(layers, number)
-    reached = reach(meeting, 0, number, (0,), LIMIT_S)
-    service.add(reached)
-    is_ready(reached)
+    for stage in range(stages):
+        reached = reach(meeting, stage, number, (0,), LIMIT_S)
+        service.add(reached)
+        is_ready(reached)
     service.serve()
 
 
@@ -102,6 +103,34 @@ def test_sums_of_all_expert_ranks_come_back(ranks: int, dtype: torch.dtype) -> N
                 rtol=2**-6 if dtype is torch.bfloat16 else 1e-5, atol=1e-2,
             )  # fmt: skip
         assert sender.problem is None
+
+
+def test_several_stages_have_a_channel_each_to_the_same_expert_rank() -> None:
+    meeting = uuid.uuid4().hex
+    listeners = [ExpertMeeting(meeting, stage) for stage in range(2)]
+    process = CONTEXT.Process(
+        target=expert_rank, args=(meeting, 0, torch.float32, len(listeners)), daemon=True
+    )
+    process.start()
+    geometry = Geometry.of(LAYERS, ranks=1, tokens=5, dtype=torch.float32)
+    stages = [
+        ExpertChannel(memory, LAYERS, connections, ["expert rank 0"], LIMIT_S)
+        for listener in listeners
+        for memory, connections in [listener.accept(geometry, LAYERS, ["expert rank 0"], LIMIT_S)]
+    ]
+    torch.manual_seed(0)
+    asked = [given(layer, 3, torch.float32) for layer in (0, 1)]
+    # Both before either is waited for.
+    for _ in range(20):
+        for layer, stage in enumerate(stages):
+            stage.hand_over(*asked[layer], layer)
+        for layer, stage in reversed(list(enumerate(stages))):
+            torch.testing.assert_close(stage.take(3, layer), expected(layer, *asked[layer]))
+    # It ends with any of them, and the others hear of that.
+    stages[0].close()
+    process.join(LIMIT_S)
+    assert isinstance(fails(stages[1]), dist.DistNetworkError)
+    stages[1].close()
 
 
 def fails(sender: ExpertChannel) -> Exception:
