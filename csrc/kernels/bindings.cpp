@@ -1,6 +1,7 @@
 // Python's face of the headers here; the typed ones are ray_hetero/weight_formats/,
 // streaming_linear.py, post_attention.py, decoder_layers.py and decode_step.py.
 
+#include "../expert_call.h"
 #include "levels.h"
 
 #include <pybind11/numpy.h>
@@ -323,6 +324,30 @@ void run_experts(const Experts& experts, std::uintptr_t x, std::int64_t stride,
   level.kernels.experts(experts, step);
 }
 
+// A layer's experts for a caller without Python.
+struct ExpertCall {
+  const Experts* experts;
+  const Kernels* kernels;
+
+  static const char* compute(const void* context, const ExpertTokensAt& tokens) {
+    static thread_local std::string problem;
+    const auto& [experts, kernels] = *static_cast<const ExpertCall*>(context);
+    try {
+      if (tokens.hidden != experts->hidden()) {
+        throw std::invalid_argument("expected tokens of " + std::to_string(experts->hidden()) +
+                                    " values, got " + std::to_string(tokens.hidden));
+      }
+      kernels->experts(*experts, {static_cast<const std::uint16_t*>(tokens.x), tokens.hidden,
+                                  tokens.ids, tokens.weights,
+                                  static_cast<std::uint16_t*>(tokens.y), tokens.m, tokens.chosen});
+      return nullptr;
+    } catch (const std::exception& error) {
+      problem = error.what();
+      return problem.c_str();
+    }
+  }
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_streaming_linear, module) {
@@ -381,6 +406,21 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "negative for an expert that is not here, and weights [m, chosen], float32, or 0 for\n"
            "sums without weights.  Uses the threads of the OpenMP runtime that the process has.\n"
            "Raises ValueError: an expert that there is not.");
+
+  py::class_<ExpertCall>(module, "ExpertCall",
+                         "Experts as another native module calls them, see csrc/expert_call.h.")
+      .def(py::init([](const Experts& experts, const Level& level) {
+             return ExpertCall{&experts, &level.kernels};
+           }),
+           py::arg("experts"), py::arg("level"), py::keep_alive<1, 2>())
+      .def_property_readonly(
+          "function",
+          [](const ExpertCall&) { return reinterpret_cast<std::uintptr_t>(&ExpertCall::compute); },
+          "Address of the function; tokens and results are bf16.")
+      .def_property_readonly(
+          "context",
+          [](const ExpertCall& call) { return reinterpret_cast<std::uintptr_t>(&call); },
+          "Address of its context, valid as long as this is.");
 
   py::class_<Rotation>(module, "Rotation",
                                    "Heads normalised and rotated by their tokens' positions.")

@@ -93,8 +93,8 @@ def _is_known(key: Any) -> bool:
 def quantised_layers(model: Any) -> Iterator[tuple[Any, Any, StoredExperts]]:
     """Layers whose experts are computed by one of `CLASSES`.
 
-    Uses: `FusedMoEKernel.fused_experts` of a layer's method, and the names under which the methods in
-    `INTEGERS` and those of floats register a checkpoint's tensors.
+    Uses: `FusedMoEKernel.fused_experts` of a layer's method, and the names under which the methods
+    in `INTEGERS` and those of floats register a checkpoint's tensors.
 
     Yields:
         The layer, its experts object, and its tensors.

@@ -145,6 +145,17 @@ class ExpertLayers:
         return f"{len(_layers)} experts"
 
 
+def call_of(layer: Any) -> Any:
+    """The native `ExpertCall` of a layer of vLLM's; None where it stays with vLLM's kernel.
+
+    A token's weights are applied to results, so a layer that applies them to tokens has none.
+    """
+    number = cpu_experts.number_of(layer)
+    if number is None or layer.apply_router_weight_on_input:
+        return None
+    return _layers[number].call
+
+
 def unsuited(layer: Any) -> str:
     """Why a layer of vLLM's, whose experts are not quantised, cannot be computed here; or ""."""
     dtype, hidden = layer.w13_weight.dtype, layer.w2_weight.shape[1]

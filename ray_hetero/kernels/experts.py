@@ -176,6 +176,7 @@ class RoutedExperts:
     ) -> None:
         self.count, self.hidden = len(weights), weights[0][1].shape[0]
         self._level = level
+        self._native_module = native
         self.weights = weights
         """Gate and up in one, and down, of each expert."""
         self._biases = (
@@ -197,6 +198,11 @@ class RoutedExperts:
             beta=activation.beta,
             limit=activation.limit,
         )
+
+    @property
+    def call(self) -> Any:
+        """What another native module calls (csrc/expert_call.h), valid as long as this is."""
+        return self._native_module.ExpertCall(self._native, self._level)
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import LLAMA_8B, LLAMA_70B, config_of
+from plan_cases import LLAMA_8B, LLAMA_70B, MIXTRAL_8X22B, config_of
 
 from placement.cluster.assignment import Node, Seat
 from placement.errors import DoesNotFitError
@@ -76,6 +76,37 @@ def test_both_kinds_get_planned_layers() -> None:
     assert found.split is not None
     assert found.world.layers == found.split.layers
     assert found.warning == ""
+
+
+MIXTURE = replace(FACTS, shape=MIXTRAL_8X22B, hidden_layers=56)
+EXPERTS = 3 * 8 * 6144 * 16384 * 2
+"""Bytes of a layer's experts."""
+
+
+def with_experts(**experts: Any) -> HeteroConfig:
+    return HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2, **experts}})
+
+
+@pytest.mark.parametrize(("layers", "remote"), [("all", 56), (40, 40)])
+def test_stages_hold_what_expert_ranks_do_not(layers: Any, remote: int) -> None:
+    found = plan(with_experts(layers=layers), server(1, 2), MIXTURE, pipeline=1)
+    assert found.world.layout.kinds == ("gpu",)
+    assert [seat.rank for seat in found.world.experts] == [1, 2]
+    assert set(found.threads) == {1, 2}
+    assert found.expert_bytes == remote * EXPERTS // 2
+    assert found.forecast(1) is None
+    fits = remote == 56
+    # 16 layers of experts are 77 GB more than a GPU of 80 GB has room for beside the rest.
+    assert (found.split is not None) == fits
+    assert ("this may not fit" in found.warning) != fits
+    if fits:
+        assert found.memory_bytes() == {1: found.expert_bytes, 2: found.expert_bytes}
+
+
+def test_experts_that_do_not_fit_into_their_sockets_are_told_with_the_arithmetic() -> None:
+    said = r"rank 1 \(experts, socket 0 .*is to hold 1 / 2 of the experts, 126.0 GiB, but 6"
+    with pytest.raises(DoesNotFitError, match=said):
+        plan(with_experts(), server(1, 2, memory_gib=64), MIXTURE, pipeline=1)
 
 
 @pytest.mark.parametrize(("gpus", "sockets"), [(0, 2), (2, 0)])
