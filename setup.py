@@ -14,6 +14,7 @@ from setuptools.extension import Extension
 WITHOUT = {
     "placement._native": "measuring memory bandwidth",
     "ray_hetero._streaming_linear": "linear layers at the bandwidth of the socket",
+    "ray_hetero._expert_handover": "expert ranks beside GPU stages",
 }
 """What is missing without each module."""
 
@@ -63,6 +64,14 @@ setup(
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp"],
             extra_link_args=["-fopenmp"],
+            optional=True,
+        ),
+        Pybind11Extension(
+            "ray_hetero._expert_handover",
+            ["csrc/handover/expert_handover.cpp"],
+            depends=["csrc/handover/words.h", "csrc/expert_call.h"],
+            cxx_std=17,
+            extra_compile_args=["-O3", "-Wall", "-Wextra"],
             optional=True,
         ),
     ],

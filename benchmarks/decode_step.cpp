@@ -114,21 +114,28 @@ void time_steps(int layers, const Part& part, int count, char** words) {
   auto* cos_sin = allocate<Bf16>(kPositions * kSize);
   fill(norm_weight, kHidden);
   fill(cos_sin, kPositions * kSize);
-  const Norm norm{norm_weight, 1e-5f};
+  Norm norm;
+  norm.weight = norm_weight;
+  norm.epsilon = 1e-5f;
   const auto qkv_input = [&] { return QkvInput{norm, {made(qkv, kHidden), nullptr}}; };
   DecoderLayers model{qkv_input(), {}};
   std::vector<Weight> weights{model.first.qkv.w};
   for (int layer = 0; layer < layers; ++layer) {
-    PostAttention post_attention{{made(kHidden, heads * kSize)}, norm, {made(2 * wide, kHidden)},
-                    {made(kHidden, wide)}, {}};
+    PostAttention post_attention;
+    post_attention.output = {made(kHidden, heads * kSize)};
+    post_attention.norm = norm;
+    post_attention.gate_up = {made(2 * wide, kHidden)};
+    post_attention.down = {made(kHidden, wide)};
     post_attention.sums = part.sums;
     if (layer + 1 < layers) post_attention.next = qkv_input();
     for (const Linear* linear : {&post_attention.output, &post_attention.gate_up, &post_attention.down}) {
       weights.push_back(linear->w);
     }
     if (post_attention.next) weights.push_back(post_attention.next->qkv.w);
-    const Rotation rotation{heads, kv_heads, kSize, cos_sin, kPositions, kSize, {}, {}};
-    model.layers.push_back({rotation, 0.088f, post_attention});
+    const Rotation rotation{heads, kv_heads, kSize, cos_sin, kPositions, kSize, false, {}, {}};
+    Scores scores;
+    scores.scale = 0.088f;
+    model.layers.push_back({rotation, scores, post_attention});
   }
   double weight_bytes = 0;
   for (const Weight& weight : weights) weight_bytes += 1.5 * double(weight.n()) * double(weight.k());
@@ -152,11 +159,11 @@ void time_steps(int layers, const Part& part, int count, char** words) {
     const std::size_t elements = m * blocks * kv_heads * block_elements;
     std::vector<Cache> caches;
     for (int layer = 0; layer < layers; ++layer) {
-      caches.push_back({allocate<Bf16>(elements), kv_heads * block_elements, block_elements});
+      caches.push_back({allocate<Bf16>(elements), kv_heads * block_elements, block_elements, 0});
       fill(caches.back().data, static_cast<long>(elements));
     }
-    const Requests requests{m, positions.data(), slots.data(), lengths.data(), table.data(), blocks,
-                            kBlockTokens, Layout::kTiles};
+    const std::vector<Requests> requests{{m, positions.data(), slots.data(), lengths.data(),
+                                          table.data(), blocks, kBlockTokens, Layout::kTiles}};
     const Step step{x, nullptr, y, sum};
     std::vector<double> steps, linear, reads;
     for (int round = 0; round <= kRounds; ++round) {

@@ -31,6 +31,7 @@ from shapes import SHAPES
 
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.layer_parts import Norm, PostAttention, Scores
 from ray_hetero.kernels.step_rows import Request, StepRows
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand
@@ -100,7 +101,7 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> tuple[list[Any]
     cos_sin = torch.rand(options.most + options.cached[-1] + 1, attention.size).bfloat16()
 
     def norm() -> Any:
-        return SimpleNamespace(weight=torch.ones(hidden).bfloat16(), epsilon=1e-5)
+        return Norm(torch.ones(hidden).bfloat16(), 1e-5)
 
     def product(outputs: int, inputs: int) -> Any:
         return linear(outputs, inputs, is_compact=not options.packed, gpu=gpu)
@@ -110,10 +111,12 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> tuple[list[Any]
             input=SimpleNamespace(
                 norm=norm(), qkv=product(hidden + 2 * attention.keys, hidden)
             ),
-            attention=SimpleNamespace(cos_sin=cos_sin, norms=[], scale=attention.size**-0.5),
-            parts=SimpleNamespace(
-                output=product(hidden, hidden), norm=norm(), gate_up=product(2 * inner, hidden),
-                down=product(hidden, inner),
+            attention=SimpleNamespace(
+                cos_sin=cos_sin, norms=[], scores=Scores(attention.size**-0.5)
+            ),
+            parts=PostAttention(
+                product(hidden, hidden), norm(), product(2 * inner, hidden),
+                product(hidden, inner),
             ),
         )
         for _ in range(options.layers)

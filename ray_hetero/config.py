@@ -119,6 +119,16 @@ class CpuConfig(_Section):
         return "compact" if is_compact else "packed"
 
 
+class ExpertsConfig(_Section):
+    """Expert ranks: CPU sockets beside stages of GPUs, which hold and compute routed experts."""
+
+    ranks: Annotated[int, Field(ge=0, le=64)] = 0
+    """Sockets, or shares of them, that do; each holds a slice of every expert. 0 leaves all experts
+    to the stages."""
+    layers: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    """Of how many layers, the model's last ones, the experts lie there."""
+
+
 class PlacementConfig(_Section):
     """Discovery and reservation."""
 
@@ -183,6 +193,7 @@ class HeteroConfig(_Section):
     batch in every stage."""
     gpu: GpuConfig = GpuConfig()
     cpu: CpuConfig = CpuConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     placement: PlacementConfig = PlacementConfig()
     startup: StartupConfig = StartupConfig()
     warmup: WarmupConfig = WarmupConfig()

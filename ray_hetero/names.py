@@ -21,6 +21,8 @@ BOARD = "-status"
 def actor_name(instance_id: str, seat: Seat) -> str:
     """Name of a rank's actor: its engine, place in the world, kind and device."""
     device = f"socket{seat.socket.id}" if seat.socket else f"gpu{seat.local_rank}"
+    if seat.serves_experts:
+        return f"{PREFIX}{instance_id}-rank{seat.rank}-experts{seat.tensor_rank}-{device}"
     return (
         f"{PREFIX}{instance_id}-rank{seat.rank}-stage{seat.stage}"
         f"-tp{seat.tensor_rank}-{seat.kind}-{device}"

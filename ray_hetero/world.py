@@ -62,11 +62,19 @@ class World:
     seats: tuple[Seat, ...]
     layers: tuple[int, ...]
     """Layers of each pipeline stage."""
+    experts: tuple[Seat, ...] = ()
+    """Expert ranks, which are none of vLLM's; their numbers follow those of the ranks."""
+
+    @property
+    def members(self) -> tuple[Seat, ...]:
+        """All processes of the engine's devices: ranks and expert ranks, by number."""
+        return self.seats + self.experts
 
     def describe(self, rank: int) -> str:
         """Name a rank for people: its device and its node."""
-        seat = self.seats[rank]
-        return f"rank {rank} ({seat.kind}, {seat.device}, node {seat.node_name})"
+        seat = self.members[rank]
+        kind = "experts" if seat.serves_experts else seat.kind
+        return f"rank {rank} ({kind}, {seat.device}, node {seat.node_name})"
 
     def group_kinds(self, ranks: Sequence[int]) -> frozenset[str]:
         """Kinds of device among these ranks."""
@@ -99,7 +107,7 @@ class World:
     @property
     def node_ids(self) -> frozenset[str]:
         """Nodes that hold at least one rank."""
-        return frozenset(seat.node_id for seat in self.seats)
+        return frozenset(seat.node_id for seat in self.members)
 
     @property
     def has_cpu(self) -> bool:
@@ -154,3 +162,5 @@ class RankSpec:
     near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Logical CPUs near each GPU of its node, by the GPU's number there; those of `spare` serve for
     a GPU that has none."""
+    meeting: str = ""
+    """Name by which ranks of the stages and expert ranks of this engine find each other."""

@@ -1,19 +1,25 @@
-"""Write the table of refusals into docs/compatibility.md, from the rows that refuse.
+"""Write the tables of refusals and of architectures into docs/compatibility.md.
 
     python tools/write_compatibility_page.py
 
-What, where, why and what to do instead come from `ray_hetero.preflight.refusals`.
+What, where, why and what to do instead come from the rows of `ray_hetero.preflight.refusals`, the
+architectures from `ray_hetero.planning.fused_architectures`.
 """
 
 from __future__ import annotations
 
 from page_blocks import DOCS, replaced, table
 
+from ray_hetero.planning.fused_architectures import ARCHITECTURES
 from ray_hetero.preflight.refusals import REFUSALS, Refusal
 
 PAGE = DOCS / "compatibility.md"
 BEGIN = "<!-- refusals: written by tools/write_compatibility_page.py -->"
 END = "<!-- end of refusals -->"
+MODELS = (
+    "<!-- architectures: written by tools/write_compatibility_page.py -->",
+    "<!-- end of architectures -->",
+)
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -22,6 +28,19 @@ def rows() -> list[tuple[str, ...]]:
         (_what(row), where, why(row), row.instead)
         for where, refusals in REFUSALS.items()
         for row in refusals
+    ]
+
+
+def architectures() -> list[tuple[str, ...]]:
+    """Which models' layers are one operator, and why others' are not."""
+    return [
+        (
+            one.models,
+            ", ".join(f"`{name}`" for name in one.names),
+            f"no: {one.why_not}" if one.why_not else "attention" if one.is_in_parts else "yes",
+            one.parts,
+        )
+        for one in ARCHITECTURES
     ]
 
 
@@ -37,8 +56,10 @@ def _what(row: Refusal[object]) -> str:
 
 
 def written(page: str) -> str:
-    """The page with its table written anew."""
-    return replaced(page, BEGIN, END, table(("what", "where", "why", "instead"), rows()))
+    """The page with its tables written anew."""
+    page = replaced(page, BEGIN, END, table(("what", "where", "why", "instead"), rows()))
+    header = ("models", "architectures", "one operator", "what it computes beside Llama's parts")
+    return replaced(page, *MODELS, table(header, architectures()))
 
 
 def main() -> None:

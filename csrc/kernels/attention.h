@@ -106,10 +106,10 @@ constexpr std::array<HeadKernels, 2> kHeadKernels =
 // is as `places` says.
 class Attention {
  public:
-  Attention(const Rotation& rotation, float scale, const Cache& cache, const Requests& requests,
-            const Parts& parts, std::uint16_t* qkv, std::uint16_t* attended,
-            const Places& places)
-      : rotation_(rotation), scale_(scale * kLog2E), cache_(cache), requests_(requests),
+  Attention(const Rotation& rotation, const Scores& scores, const Cache& cache,
+            const Requests& requests, const Parts& parts, std::uint16_t* qkv,
+            std::uint16_t* attended, const Places& places)
+      : rotation_(rotation), scores_(scores), cache_(cache), requests_(requests),
         parts_(parts), each_(rotation.heads / rotation.kv_heads),
         qkv_(qkv), attended_(attended), places_(places),
         queue_(parts.units(), omp_get_max_threads()),
@@ -252,7 +252,8 @@ class Attention {
       if (tokens > 0) {
         float& largest = to.largest[all];
         const float before = largest;
-        const float more = soften(own, tokens, span.tokens, largest);
+        const std::int64_t hidden = parts_.seen(requests_.lengths[request]) - span.begin;
+        const float more = soften(own, hidden, tokens, span.tokens, largest);
         const float kept = std::exp2(before - largest);
         to.shares[all] = to.shares[all] * kept + more;
         if (kept != 1) scale(to.sums + all * size, kept);
@@ -318,14 +319,26 @@ class Attention {
     for (std::int64_t i = 0; i < elements; i += kLine) kPrefetch(at + i);
   }
 
-  // Scores of the first tokens become 2^(score − largest), those of the others up to the last 32 of
-  // `all` become 0.  `largest` is that of tokens before, and grows; returns the sum.
-  float soften(float* scores, std::int64_t tokens, std::int64_t all_tokens,
+  // Scores that leave nothing to tokens before the window; finite, so that no NaN comes of them.
+  static Floats without_first(Floats scores, std::int64_t hidden) {
+    constexpr float kHidden = -1e30f;
+    float all[kLanes];
+    store_floats(all, scores);
+    std::fill_n(all, std::min<std::int64_t>(hidden, kLanes), kHidden);
+    return load_floats(all);
+  }
+
+  // Scores of the first tokens, of which some may be hidden, become 2^(score − largest), those of the
+  // others up to the last 32 of `all` become 0.  `largest` is that of tokens before, and grows;
+  // returns the sum.
+  float soften(float* scores, std::int64_t hidden, std::int64_t tokens, std::int64_t all_tokens,
                float& largest) const {
-    const Floats scale = spread(scale_);
+    const Floats scale = spread(scores_.scale * kLog2E);
     Floats most = spread(largest);
     for (std::int64_t token = 0; token < tokens; token += kTile) {
-      const Floats scaled = times(load_floats(scores + token), scale);
+      Floats scaled = times(load_floats(scores + token), scale);
+      if (scores_.soft_cap > 0) scaled = capped(scaled);
+      if (token < hidden) scaled = without_first(scaled, hidden - token);
       store_floats(scores + token, scaled);
       most = larger_of_first(most, scaled, tokens - token);
     }
@@ -342,6 +355,13 @@ class Attention {
     return sum_of(all);
   }
 
+  // cap · tanh(score / cap) of scores that are exponents of 2: tanh(u) is 1 − 2 / (1 + e^2u).
+  Floats capped(Floats scaled) const {
+    const Floats one = spread(1.0f), cap = spread(scores_.soft_cap * kLog2E);
+    const Floats power = power_of_two(times(scaled, spread(2 / scores_.soft_cap)));
+    return times(cap, minus(one, over(spread(2.0f), plus(one, power))));
+  }
+
   // Put the parts of a head together.
   void finish(std::int64_t group, std::int64_t head) const {
     const std::int64_t size = rotation_.size, parts = parts_.of(group);
@@ -350,6 +370,11 @@ class Attention {
       float largest = of_part(0).largest[query], sum = 0;
       for (std::int64_t part = 1; part < parts; ++part) {
         largest = std::max(largest, of_part(part).largest[query]);
+      }
+      if (scores_.sinks != nullptr) {
+        const float sink = scores_.sinks[head * each_ + query % each_] * kLog2E;
+        largest = std::max(largest, sink);
+        sum = std::exp2(sink - largest);
       }
       float* whole = of_part(0).sums + query * size;
       for (std::int64_t part = 0; part < parts; ++part) {
@@ -373,7 +398,7 @@ class Attention {
   }
 
   const Rotation& rotation_;
-  const float scale_;
+  const Scores& scores_;
   const Cache cache_;
   const Requests& requests_;
   const Parts& parts_;

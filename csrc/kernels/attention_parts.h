@@ -26,19 +26,19 @@ inline bool are_neighbours(const Requests& requests, std::int64_t first, std::in
          std::memcmp(left, right, used * sizeof(std::int32_t)) == 0;
 }
 
-// The units of a step, the same for all its layers.  A unit reads its keys and values once, for all
+// The units of a step, the same for all layers with the same blocks and window.  A unit reads its keys and values once, for all
 // requests of its group.
 class Parts {
  public:
-  explicit Parts(const Requests& requests, std::int64_t kv_heads)
-      : kv_heads_(kv_heads), requests_(requests.m), first_{0}, rows_before_{0} {
+  Parts(const Requests& requests, std::int64_t kv_heads, std::int64_t window)
+      : kv_heads_(kv_heads), window_(window), requests_(requests.m), first_{0}, rows_before_{0} {
     for (std::int64_t begin = 0, end; begin < requests.m; begin = end) {
       end = begin + 1;
       while (end < requests.m && requests.lengths[begin] >= kTogetherTokens &&
              are_neighbours(requests, end - 1, end)) {
         ++end;
       }
-      add(begin, end - begin, requests.lengths[end - 1]);
+      add(begin, end - begin, requests.lengths[begin], requests.lengths[end - 1]);
     }
   }
 
@@ -58,12 +58,16 @@ class Parts {
   // The first of a unit's tokens, and behind the last if the requests were longer.
   std::int64_t begin(std::int64_t unit) const {
     const std::int64_t of = group(unit);
-    return (unit / kv_heads_ - first_[of]) * groups_[of].tokens;
+    return groups_[of].begin + (unit / kv_heads_ - first_[of]) * groups_[of].tokens;
   }
   std::int64_t end(std::int64_t unit) const { return begin(unit) + groups_[group(unit)].tokens; }
   std::int64_t unit(std::int64_t group, std::int64_t head, std::int64_t part) const {
     return (first_[group] + part) * kv_heads_ + head;
   }
+
+  // The first token that a request of some tokens attends to.  Units of its group begin with the span
+  // of the first such token of all of them; of this span some tokens may be hidden from it.
+  std::int64_t seen(std::int64_t length) const { return length > window_ ? length - window_ : 0; }
 
   // Requests of all units before one, and of all.
   std::int64_t rows_before(std::int64_t unit) const {
@@ -74,20 +78,22 @@ class Parts {
 
  private:
   struct Group {
-    std::int64_t request, rows, length, tokens;  // the last: of a part
+    std::int64_t request, rows, begin, length, tokens;  // the last: of a part
   };
 
-  void add(std::int64_t request, std::int64_t rows, std::int64_t length) {
-    const std::int64_t chunks = (length + kChunk - 1) / kChunk;
+  // `shortest` and `length` are tokens of its first and of its last request.
+  void add(std::int64_t request, std::int64_t rows, std::int64_t shortest, std::int64_t length) {
+    const std::int64_t begin = seen(shortest) / kSpan * kSpan;
+    const std::int64_t chunks = (length - begin + kChunk - 1) / kChunk;
     const std::int64_t of_part = (chunks + kMostParts - 1) / kMostParts;
     const std::int64_t parts = (chunks + of_part - 1) / of_part;
     group_of_.insert(group_of_.end(), parts, groups());
-    groups_.push_back({request, rows, length, of_part * kChunk});
+    groups_.push_back({request, rows, begin, length, of_part * kChunk});
     first_.push_back(first_.back() + parts);
     rows_before_.push_back(rows_before_.back() + parts * kv_heads_ * rows);
   }
 
-  std::int64_t kv_heads_, requests_;
+  std::int64_t kv_heads_, window_, requests_;
   std::vector<Group> groups_;
   std::vector<std::int64_t> group_of_;     // of each part
   std::vector<std::int64_t> first_;        // part of each group

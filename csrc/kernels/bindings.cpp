@@ -1,6 +1,7 @@
 // Python's face of the headers here; the typed ones are ray_hetero/weight_formats/,
-// streaming_linear.py, between_attentions.py, decoder_layers.py and decode_step.py.
+// streaming_linear.py, post_attention.py, decoder_layers.py and decode_step.py.
 
+#include "../expert_call.h"
 #include "levels.h"
 
 #include <pybind11/numpy.h>
@@ -44,32 +45,86 @@ Level level(const std::string& name) {
 }
 
 using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, const Encoding&>;
-using AsNorm = std::tuple<std::uintptr_t, float>;
+using AsNorm = std::tuple<std::string, std::uintptr_t, std::uintptr_t, float, bool>;
 
 Linear as_linear(const AsLinear& given) {
   const auto& [w, bias, encoding] = given;
   return {{pointer<const std::uint8_t>(w), &encoding}, pointer<const float>(bias)};
 }
 
-Norm as_norm(const AsNorm& given) {
-  return {pointer<const std::uint16_t>(std::get<0>(given)), std::get<1>(given)};
+// One of some values by its name.
+template <typename T>
+T named(const char* what, const std::string& name,
+        const std::vector<std::pair<const char*, T>>& all) {
+  std::string names;
+  for (const auto& [one, value] : all) {
+    if (name == one) return value;
+    names += (names.empty() ? "" : ", ") + std::string(one);
+  }
+  throw py::value_error(std::string("expected ") + what + " among " + names + ", got " + name);
 }
 
-PostAttention post_attention(const AsLinear& output, const AsNorm& norm, const AsLinear& gate_up,
-                            const AsLinear& down,
-                            const std::optional<std::tuple<AsNorm, AsLinear>>& next,
-                            RankSums* sums) {
+Norm as_norm(const AsNorm& given) {
+  const auto& [kind, weight, bias, epsilon, of_rounded] = given;
+  Norm made;
+  made.kind = named<NormKind>("a norm", kind,
+                              {{"rms", NormKind::kRootMeanSquare},
+                               {"rms_plus_one", NormKind::kPlusOne},
+                               {"layer", NormKind::kLayer}});
+  made.weight = pointer<const std::uint16_t>(weight);
+  made.bias = pointer<const std::uint16_t>(bias);
+  made.epsilon = epsilon;
+  made.of_rounded = of_rounded;
+  return made;
+}
+
+std::optional<Norm> as_optional_norm(const std::optional<AsNorm>& given) {
+  if (!given) return std::nullopt;
+  return as_norm(*given);
+}
+
+PostAttention post_attention(const AsLinear& output, const std::optional<AsNorm>& output_norm,
+                             const AsNorm& norm, const std::optional<AsLinear>& gate_up,
+                             const std::string& activation, const std::optional<AsLinear>& down,
+                             const std::optional<AsNorm>& down_norm, float multiplier,
+                             bool is_parallel,
+                             const std::optional<std::tuple<AsNorm, AsLinear>>& next,
+                             RankSums* sums) {
   PostAttention made;
   made.sums = sums;
   made.output = as_linear(output);
+  made.output_norm = as_optional_norm(output_norm);
   made.norm = as_norm(norm);
-  made.gate_up = as_linear(gate_up);
-  made.down = as_linear(down);
+  made.activation = named<MlpActivation>("an activation", activation,
+                                         {{"silu", MlpActivation::kSilu},
+                                          {"gelu", MlpActivation::kGelu},
+                                          {"gelu_tanh", MlpActivation::kGeluTanh},
+                                          {"relu", MlpActivation::kRelu},
+                                          {"relu_squared", MlpActivation::kReluSquared}});
+  made.down_norm = as_optional_norm(down_norm);
+  made.multiplier = multiplier;
+  made.is_parallel = is_parallel;
   if (next) made.next = {as_norm(std::get<0>(*next)), as_linear(std::get<1>(*next))};
   const std::int64_t hidden = made.output.w.n();
-  if (made.gate_up.w.k() != hidden || made.gate_up.w.n() != 2 * made.down.w.k() ||
-      made.down.w.n() != hidden || (made.next && made.next->qkv.w.k() != hidden)) {
+  if (gate_up && down) {
+    made.gate_up = as_linear(*gate_up);
+    made.down = as_linear(*down);
+    const std::int64_t inner = made.inner();
+    const bool fits = made.gate_up.w.n() == 2 * inner || made.gate_up.w.n() == inner;
+    if (made.gate_up.w.k() != hidden || !fits || made.down.w.n() != hidden) {
+      throw py::value_error("expected the layers' inputs and outputs to fit together");
+    }
+  } else if (gate_up || down || next || is_parallel) {
+    throw py::value_error("expected nothing behind a norm without a perceptron");
+  }
+  if (made.next && made.next->qkv.w.k() != hidden) {
     throw py::value_error("expected the layers' inputs and outputs to fit together");
+  }
+  if (is_parallel && made.output_norm) {
+    throw py::value_error("expected no norm of an attention that is beside its perceptron");
+  }
+  if (sums != nullptr && !made.has_mlp()) {
+    throw py::value_error("expected a perceptron where ranks of a group add up");
   }
   if (sums != nullptr && sums->elements() < kFewTokens * hidden) {
     throw py::value_error("expected room for the sums of " + std::to_string(kFewTokens) + " × " +
@@ -81,16 +136,19 @@ PostAttention post_attention(const AsLinear& output, const AsNorm& norm, const A
 
 Rotation rotation(std::int64_t heads, std::int64_t kv_heads, std::int64_t size,
                   std::uintptr_t cos_sin, std::int64_t positions, std::int64_t rotated,
-                  const std::optional<AsNorm>& query_norm,
+                  bool is_interleaved, const std::optional<AsNorm>& query_norm,
                   const std::optional<AsNorm>& key_norm) {
-  const bool fits = size > 0 && size % kLanes == 0 && rotated > 0 && rotated <= size &&
-                    rotated % (2 * kLanes) == 0;
-  if (!fits) throw py::value_error("expected heads in multiples of 16 and what turns of 32");
-  Rotation made{heads, kv_heads, size, pointer<const std::uint16_t>(cos_sin), positions,
-                rotated, {}, {}};
-  if (query_norm) made.query_norm = as_norm(*query_norm);
-  if (key_norm) made.key_norm = as_norm(*key_norm);
-  return made;
+  if (size <= 0 || size % kLanes != 0 || rotated < 0 || rotated > size || rotated % 2 != 0) {
+    throw py::value_error("expected heads in multiples of 16, and pairs of them that turn");
+  }
+  return {heads, kv_heads, size, pointer<const std::uint16_t>(cos_sin), positions, rotated,
+          is_interleaved, as_optional_norm(query_norm), as_optional_norm(key_norm)};
+}
+
+Scores scores(float scale, const std::optional<std::int64_t>& window, float soft_cap,
+              std::uintptr_t sinks) {
+  if (window.value_or(1) < 1) throw py::value_error("expected a window of one token or more");
+  return {scale, window.value_or(Scores::kNoWindow), soft_cap, pointer<const float>(sinks)};
 }
 
 void run_post_attention(const PostAttention& layer, std::uintptr_t attended,
@@ -104,13 +162,13 @@ void run_post_attention(const PostAttention& layer, std::uintptr_t attended,
 
 DecoderLayers decoder_layers(
     const std::tuple<AsNorm, AsLinear>& first,
-    const std::vector<std::tuple<Rotation, float, PostAttention>>& layers) {
+    const std::vector<std::tuple<Rotation, Scores, PostAttention>>& layers) {
   if (layers.empty()) throw py::value_error("expected at least one layer");
   DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))}, {}};
   const std::int64_t hidden = made.first.qkv.w.k();
   const Rotation& like = std::get<0>(layers.front());
   for (std::size_t i = 0; i < layers.size(); ++i) {
-    const auto& [rotation, scale, post_attention] = layers[i];
+    const auto& [rotation, scores, post_attention] = layers[i];
     const std::int64_t queries = rotation.heads * rotation.size;
     const std::int64_t qkv = queries + 2 * rotation.kv_heads * rotation.size;
     const bool is_last = i + 1 == layers.size();
@@ -127,7 +185,7 @@ DecoderLayers decoder_layers(
       throw py::value_error("expected the same heads in each layer, their sizes multiples of 32, "
                             "and a multiple of the heads of keys for queries");
     }
-    made.layers.push_back({rotation, scale, post_attention});
+    made.layers.push_back({rotation, scores, post_attention});
   }
   return made;
 }
@@ -176,6 +234,7 @@ Requests as_requests(std::int64_t m, std::uintptr_t positions, std::uintptr_t sl
 }
 
 void check_positions(const Rotation& rotation, const std::int64_t* positions, std::int64_t m) {
+  if (rotation.rotated == 0) return;
   for (std::int64_t i = 0; i < m; ++i) {
     if (positions[i] < 0 || positions[i] >= rotation.positions) {
       refuse("a position from 0 on,", i, positions[i], "below", rotation.positions);
@@ -183,19 +242,24 @@ void check_positions(const Rotation& rotation, const std::int64_t* positions, st
   }
 }
 
-void run_step(const DecoderLayers& layers, const Requests& requests,
-              const std::vector<std::uintptr_t>& caches, std::int64_t block_stride,
-              std::int64_t head_stride, std::uintptr_t hidden, std::uintptr_t residual,
+using AsCache = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::size_t>;
+
+void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests,
+              const std::vector<AsCache>& caches, std::uintptr_t hidden, std::uintptr_t residual,
               std::uintptr_t y, std::uintptr_t sum, const Level& level) {
-  if (caches.size() != layers.layers.size()) {
-    throw py::value_error("expected a cache for each layer");
+  if (caches.size() != layers.layers.size() || requests.empty()) {
+    throw py::value_error("expected a cache for each layer, and requests");
   }
-  for (const DecoderLayer& layer : layers.layers) {
-    check_positions(layer.rotation, requests.positions, requests.m);
+  for (const Requests& one : requests) {
+    if (one.m != requests.front().m) throw py::value_error("expected requests of the same tokens");
+    for (const DecoderLayer& layer : layers.layers) {
+      check_positions(layer.rotation, one.positions, one.m);
+    }
   }
   std::vector<Cache> made;
-  for (const std::uintptr_t cache : caches) {
-    made.push_back({pointer<std::uint16_t>(cache), block_stride, head_stride});
+  for (const auto& [cache, block_stride, head_stride, group] : caches) {
+    if (group >= requests.size()) throw py::value_error("expected requests for each cache");
+    made.push_back({pointer<std::uint16_t>(cache), block_stride, head_stride, group});
   }
   const Step step{pointer<const std::uint16_t>(hidden), pointer<const std::uint16_t>(residual),
                   pointer<std::uint16_t>(y), pointer<std::uint16_t>(sum)};
@@ -260,6 +324,30 @@ void run_experts(const Experts& experts, std::uintptr_t x, std::int64_t stride,
   level.kernels.experts(experts, step);
 }
 
+// A layer's experts for a caller without Python.
+struct ExpertCall {
+  const Experts* experts;
+  const Kernels* kernels;
+
+  static const char* compute(const void* context, const ExpertTokensAt& tokens) {
+    static thread_local std::string problem;
+    const auto& [experts, kernels] = *static_cast<const ExpertCall*>(context);
+    try {
+      if (tokens.hidden != experts->hidden()) {
+        throw std::invalid_argument("expected tokens of " + std::to_string(experts->hidden()) +
+                                    " values, got " + std::to_string(tokens.hidden));
+      }
+      kernels->experts(*experts, {static_cast<const std::uint16_t*>(tokens.x), tokens.hidden,
+                                  tokens.ids, tokens.weights,
+                                  static_cast<std::uint16_t*>(tokens.y), tokens.m, tokens.chosen});
+      return nullptr;
+    } catch (const std::exception& error) {
+      problem = error.what();
+      return problem.c_str();
+    }
+  }
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_streaming_linear, module) {
@@ -319,12 +407,28 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "sums without weights.  Uses the threads of the OpenMP runtime that the process has.\n"
            "Raises ValueError: an expert that there is not.");
 
+  py::class_<ExpertCall>(module, "ExpertCall",
+                         "Experts as another native module calls them, see csrc/expert_call.h.")
+      .def(py::init([](const Experts& experts, const Level& level) {
+             return ExpertCall{&experts, &level.kernels};
+           }),
+           py::arg("experts"), py::arg("level"), py::keep_alive<1, 2>())
+      .def_property_readonly(
+          "function",
+          [](const ExpertCall&) { return reinterpret_cast<std::uintptr_t>(&ExpertCall::compute); },
+          "Address of the function; tokens and results are bf16.")
+      .def_property_readonly(
+          "context",
+          [](const ExpertCall& call) { return reinterpret_cast<std::uintptr_t>(&call); },
+          "Address of its context, valid as long as this is.");
+
   py::class_<Rotation>(module, "Rotation",
                                    "Heads normalised and rotated by their tokens' positions.")
       .def(py::init(&rotation), py::kw_only(), py::arg("heads"), py::arg("kv_heads"),
-           py::arg("size"), py::arg("cos_sin"), py::arg("positions"), py::arg("rotated"), py::arg("query_norm"),
-           py::arg("key_norm"),
-           "Norms are (address, epsilon) or None; cos_sin [positions, rotated], bf16, by address.\n"
+           py::arg("size"), py::arg("cos_sin"), py::arg("positions"), py::arg("rotated"),
+           py::arg("is_interleaved"), py::arg("query_norm"), py::arg("key_norm"),
+           "Norms as in PostAttention, or None; cos_sin [positions, rotated], bf16, by address.\n"
+           "`is_interleaved` has neighbours turn together, else halves of what is rotated.\n"
            "Raises ValueError: sizes that are no multiples of what a vector holds.")
       .def(
           "run",
@@ -376,16 +480,32 @@ PYBIND11_MODULE(_streaming_linear, module) {
 
   py::class_<PostAttention>(module, "PostAttention",
                                   "What a decoder layer computes from one attention to the next.")
-      .def(py::init(&post_attention), py::kw_only(), py::arg("output"), py::arg("norm"),
-           py::arg("gate_up"), py::arg("down"), py::arg("next"), py::arg("sums") = nullptr,
-           "Layers are (address of W, of the bias or 0, its Encoding), norms (address,\n"
-           "epsilon), `next` a norm and a layer, or None; what they point at must outlive this.\n"
-           "`sums` are those of the group whose ranks have parts of output and down, or None.\n"
-           "Raises ValueError: shapes that do not fit together.")
+      .def(py::init(&post_attention), py::kw_only(), py::arg("output"), py::arg("output_norm"),
+           py::arg("norm"), py::arg("gate_up"), py::arg("activation"), py::arg("down"),
+           py::arg("down_norm"), py::arg("multiplier"), py::arg("is_parallel"), py::arg("next"),
+           py::arg("sums") = nullptr,
+           "Layers are (address of W, of the bias or 0, its Encoding); norms are (\"rms\",\n"
+           "\"rms_plus_one\" or \"layer\", address of the weight, of the bias or 0, epsilon,\n"
+           "whether sums are rounded first), those of what `output` and `down` give may be None;\n"
+           "`activation` is silu, gelu, gelu_tanh, relu or relu_squared, of a gate if `gate_up`\n"
+           "has twice as many outputs as `down` has inputs; without both the result is what `norm`\n"
+           "gives; `multiplier` is of what is added to the residual; with `is_parallel` the\n"
+           "perceptron's norm is of the residual before the attention is added; `next` is a norm and\n"
+           "a layer, or None; `sums` are those of the group whose ranks have parts of output and\n"
+           "down, or None.  What all this points at must outlive it.\n"
+           "Raises ValueError: shapes that do not fit together, a name that is none of these.")
       .def("run", &run_post_attention, py::arg("attended"), py::arg("residual"), py::arg("m"),
            py::arg("sum"), py::arg("y"), py::arg("level"),
            "sum [m, N], y [m, N of next or down] from attended [m, K], residual [m, N]: bf16, by\n"
            "address.");
+
+  py::class_<Scores>(module, "Scores", "What an attention does to its scores.")
+      .def(py::init(&scores), py::kw_only(), py::arg("scale"), py::arg("window"),
+           py::arg("soft_cap"), py::arg("sinks"),
+           "They are multiplied with `scale`, then `soft_cap` · tanh(score / `soft_cap`), if it is\n"
+           "not 0; of the last `window` tokens only, if it is not None; `sinks` [heads], float32,\n"
+           "by address or 0, are scores of no token.\n"
+           "Raises ValueError: a window without a token.");
 
   py::class_<Requests>(module, "Requests", "What a decode step's layers have in common.")
       .def(py::init(&as_requests), py::kw_only(), py::arg("m"), py::arg("positions"),
@@ -402,13 +522,14 @@ PYBIND11_MODULE(_streaming_linear, module) {
                                         "Decoder layers that follow one another.")
       .def(py::init(&decoder_layers), py::kw_only(), py::arg("first"), py::arg("layers"),
            "`first` is a norm and the qkv layer of queries, keys and values, each layer its\n"
-           "Rotation, the scale of its scores and PostAttention; what they point at must outlive this.\n"
+           "Rotation, Scores and PostAttention; what they point at must outlive this.\n"
            "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_step, py::kw_only(), py::arg("requests"), py::arg("caches"),
-           py::arg("block_stride"), py::arg("head_stride"), py::arg("hidden"), py::arg("residual"),
-           py::arg("y"), py::arg("sum"), py::arg("level"),
+           py::arg("hidden"), py::arg("residual"), py::arg("y"), py::arg("sum"), py::arg("level"),
            "A decode step: hidden, residual (or 0) → y, which is still to be added to sum, all\n"
-           "[m, N], bf16, by address.  Each layer's cache by address, [blocks, heads of keys, keys\n"
-           "and values of a block], strides in elements.\n"
-           "Raises ValueError: not as many caches as layers.");
+           "[m, N], bf16, by address.  `requests` has the same tokens several times where layers\n"
+           "have their keys and values in different blocks.  Each layer's cache is (address of\n"
+           "[blocks, heads of keys, keys and values of a block], strides of blocks and of heads in\n"
+           "elements, index of its requests).\n"
+           "Raises ValueError: not as many caches as layers, a position that cos_sin does not have.");
 }

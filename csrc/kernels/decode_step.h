@@ -9,12 +9,13 @@ namespace ray_hetero::RAY_HETERO_LEVEL {
 
 class DecodeStep {
  public:
+  // `requests` are those of each group of layers, all of the same tokens.
   DecodeStep(const DecoderLayers& layers, const std::vector<Cache>& caches,
-             const Requests& requests, const Step& step)
-      : layers_(layers), requests_(requests), step_(step),
-        normed_places_{requests.m, layers.first.qkv.w.k(), kHasTiles},
-        parts_(requests, layers.layers.front().rotation.kv_heads) {
-    const std::int64_t m = requests.m, qkv = layers.first.qkv.w.n();
+             const std::vector<Requests>& requests, const Step& step)
+      : layers_(layers), caches_(caches), requests_(requests), step_(step),
+        m_(requests.front().m),
+        normed_places_{m_, layers.first.qkv.w.k(), kHasTiles} {
+    const std::int64_t m = m_, qkv = layers.first.qkv.w.n();
     const Places places{m, layers.layers.front().post_attention.output.w.k(),
                         kHasTiles};
     reserve();
@@ -27,8 +28,8 @@ class DecodeStep {
     for (std::size_t i = 0; i < layers.layers.size(); ++i) {
       const DecoderLayer& layer = layers.layers[i];
       std::uint16_t* y = layer.post_attention.next ? qkv_at : step.y;
-      attentions_.emplace_back(layer.rotation, layer.scale, caches[i], requests_, parts_,
-                               qkv_at, attended, places);
+      attentions_.emplace_back(layer.rotation, layer.scores, caches[i],
+                               requests_[caches[i].group], parts_of(i), qkv_at, attended, places);
       blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y);
     }
   }
@@ -43,12 +44,25 @@ class DecodeStep {
 
  private:
   // What the scratch memory gives must not move while the layers share it.
-  void reserve() const {
-    FewTokens::reserve(layers_.first.qkv.w, requests_.m);
-    for (const DecoderLayer& layer : layers_.layers) {
-      PostAttentionBlock::reserve(layer.post_attention, requests_.m);
-      scratch(Attention::partial(layer.rotation, parts_), kPartial);
+  void reserve() {
+    FewTokens::reserve(layers_.first.qkv.w, m_);
+    for (std::size_t i = 0; i < layers_.layers.size(); ++i) {
+      const DecoderLayer& layer = layers_.layers[i];
+      PostAttentionBlock::reserve(layer.post_attention, m_);
+      scratch(Attention::partial(layer.rotation, parts_of(i)), kPartial);
     }
+  }
+
+  // How the attention of a layer is shared out; layers with the same blocks and window share it.
+  const Parts& parts_of(std::size_t layer) {
+    const std::size_t group = caches_[layer].group;
+    const std::int64_t window = layers_.layers[layer].scores.window;
+    for (const Divided& one : parts_) {
+      if (one.group == group && one.window == window) return one.parts;
+    }
+    const std::int64_t kv_heads = layers_.layers[layer].rotation.kv_heads;
+    parts_.push_back({group, window, Parts(requests_[group], kv_heads, window)});
+    return parts_.back().parts;
   }
 
   // A thread's own memory.
@@ -59,7 +73,7 @@ class DecodeStep {
 
   void work(int thread, int threads, Barrier& barrier) {
     ReadAhead first = first_->ahead(thread);
-    add_and_norm_some(thread, threads, step_.hidden, step_.residual, layers_.first.norm,
+    add_and_norm_some(thread, threads, {step_.hidden, step_.residual}, layers_.first.norm,
                       step_.sum, normed_, normed_places_);
     barrier.wait(first);
     first_->work(thread);
@@ -74,11 +88,19 @@ class DecodeStep {
     }
   }
 
+  struct Divided {
+    std::size_t group;
+    std::int64_t window;
+    Parts parts;
+  };
+
   const DecoderLayers& layers_;
-  const Requests requests_;
+  const std::vector<Cache>& caches_;
+  const std::vector<Requests>& requests_;
   const Step& step_;
+  const std::int64_t m_;
   const Places normed_places_;
-  const Parts parts_;
+  std::deque<Divided> parts_;  // none is moved
   std::uint16_t* normed_ = nullptr;
   Task first_task_{};
   std::optional<FewTokens> first_;
@@ -87,7 +109,7 @@ class DecodeStep {
 };
 
 inline void run(const DecoderLayers& layers, const std::vector<Cache>& caches,
-                const Requests& requests, const Step& step) {
+                const std::vector<Requests>& requests, const Step& step) {
   DecodeStep(layers, caches, requests, step).run();
 }
 

@@ -49,8 +49,8 @@ struct Kernels {
   // qkv [m][stride]: queries, then keys, of each token, in place.
   void (*rotate)(const Rotation&, std::uint16_t* qkv, std::int64_t stride,
                  const std::int64_t* positions, std::int64_t m);
-  void (*decode_step)(const DecoderLayers&, const std::vector<Cache>&, const Requests&,
-                      const Step&);
+  void (*decode_step)(const DecoderLayers&, const std::vector<Cache>&,
+                      const std::vector<Requests>&, const Step&);
   void (*experts)(const Experts&, const RoutedTokens&);
   // x [elements], float32 → y [elements], bf16: sums over all ranks, so many times.
   void (*sum_over_ranks)(RankSums&, const float* x, std::int64_t elements, std::uint16_t* y,

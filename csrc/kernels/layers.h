@@ -31,10 +31,18 @@ struct Linear {
   const float* bias = nullptr;  // [n], or nullptr
 };
 
-// A root-mean-square norm.
+enum class NormKind {
+  kRootMeanSquare,  // weighted by w; rounded before
+  kPlusOne,         // the same, weighted by 1 + w; not rounded before
+  kLayer,           // of what the mean leaves, weighted by w, plus the bias
+};
+
 struct Norm {
+  NormKind kind = NormKind::kRootMeanSquare;
   const std::uint16_t* weight = nullptr;  // bf16
+  const std::uint16_t* bias = nullptr;    // bf16, or nullptr
   float epsilon = 0;
+  bool of_rounded = false;  // whether a sum is rounded to bf16 before its norm is taken
 };
 
 // How a layer begins.
@@ -43,15 +51,27 @@ struct QkvInput {
   Linear qkv;  // queries, keys and values
 };
 
+// What is between the products of a multi-layer perceptron.
+enum class MlpActivation { kSilu, kGelu, kGeluTanh, kRelu, kReluSquared };
+
 // What a decoder layer computes from one attention to the next.
 struct PostAttention {
-  Linear output;                // of the attention that was
-  Norm norm;                    // before the multi-layer perceptron
-  Linear gate_up, down;         // gate and up are one: [2 · k of down]
-  std::optional<QkvInput> next;  // of the layer that comes; none after the last
-  RankSums* sums = nullptr;      // of the group whose ranks have parts of output and down, if any
+  Linear output;                    // of the attention that was
+  std::optional<Norm> output_norm;  // of what it gives, before that is added
+  Norm norm;                        // before the multi-layer perceptron
+  // Gate and up are one: [2 · k of down]; else up alone.  Without `down` nothing comes behind the norm.
+  Linear gate_up, down;
+  MlpActivation activation = MlpActivation::kSilu;
+  std::optional<Norm> down_norm;  // of what the perceptron gives, before that is added
+  float multiplier = 1;           // of what is added to the residual
+  bool is_parallel = false;       // whether the perceptron's norm is of the attention's residual
+  std::optional<QkvInput> next;   // of the layer that comes; none after the last
+  RankSums* sums = nullptr;       // of the group whose ranks have parts of output and down, if any
 
-  std::int64_t outputs() const { return next ? next->qkv.w.n() : down.w.n(); }
+  bool has_mlp() const { return down.w.encoding != nullptr; }
+  bool is_gated() const { return gate_up.w.n() != inner(); }
+  std::int64_t inner() const { return has_mlp() ? down.w.k() : 0; }
+  std::int64_t outputs() const { return next ? next->qkv.w.n() : output.w.n(); }
 };
 
 // What an attention does to each head before it attends.
@@ -59,8 +79,19 @@ struct Rotation {
   std::int64_t heads = 0, kv_heads = 0, size = 0;  // of queries, of keys, and elements of each
   const std::uint16_t* cos_sin = nullptr;          // [positions][rotated], cosines first, bf16
   std::int64_t positions = 0;
-  std::int64_t rotated = 0;                        // elements of a head that are, from the first on
+  std::int64_t rotated = 0;     // elements of a head that are, from the first on
+  bool is_interleaved = false;  // whether neighbours turn together; else halves of what is rotated
   std::optional<Norm> query_norm, key_norm;
+};
+
+// What an attention does to its scores.
+struct Scores {
+  static constexpr std::int64_t kNoWindow = std::numeric_limits<std::int64_t>::max();
+
+  float scale = 1;
+  std::int64_t window = kNoWindow;  // tokens that are attended to: the last ones
+  float soft_cap = 0;               // largest magnitude, reached by a hyperbolic tangent; 0: none
+  const float* sinks = nullptr;     // [heads], a score for no token; or nullptr
 };
 
 // How keys and values of a head lie in a block; `isa` of vLLM's cpu_attn_reshape_and_cache.
@@ -73,9 +104,11 @@ enum class Layout {
 struct Cache {
   std::uint16_t* data;
   std::int64_t block_stride, head_stride;  // elements
+  std::size_t group;                       // of layers whose requests have the same blocks
 };
 
-// The requests of a decode step, a token each; the same for all layers.
+// The requests of a decode step, a token each; the same for all layers whose keys and values lie in
+// the same blocks.
 struct Requests {
   std::int64_t m = 0;
   const std::int64_t* positions = nullptr;  // [m]
@@ -89,7 +122,7 @@ struct Requests {
 
 struct DecoderLayer {
   Rotation rotation;
-  float scale = 1;  // of scores
+  Scores scores;
   PostAttention post_attention;
 };
 

@@ -20,6 +20,8 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "linear.h"
 #include "experts.h"
 #include "sum_over_ranks.h"
+#include "norms.h"
+#include "activations.h"
 #include "post_attention.h"
 #include "rotation.h"
 //

@@ -2,76 +2,18 @@
 //
 //   r ← r + O·a      h ← D·(silu(G·n) ∘ (U·n))  with n = norm(r)      r ← r + h      q ← Q·norm(r)
 //
-// in one parallel region.  As operators of their own, what lies between the products costs a step
-// little arithmetic and much waiting: for the threads to be called together, and for instructions
-// that a layer's weights have driven out of the caches.
+// in one parallel region; other models have another activation, no gate, norms of what is added to
+// the residual, or the perceptron beside the attention: n = norm(r) before O·a is added.  As
+// operators of their own, what lies between the products costs a step little arithmetic and much
+// waiting: for the threads to be called together, and for instructions that a layer's weights have
+// driven out of the caches.
 //
-// Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16, a norm is
-// taken of the sum before it is rounded.  Of a tensor-parallel group O and D are the rank's parts,
-// whose sums over all ranks are rounded once.
+// Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16.  Of a
+// tensor-parallel group O and D are the rank's parts, whose sums over all ranks are rounded once.
 //
 // Included once for each level, see levels.h.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
-
-// What a root-mean-square norm multiplies n values with, by the sums of their squares.
-inline Floats scale_of(Floats squares, const Norm& norm, std::int64_t n) {
-  const float mean = sum_of(squares) / static_cast<float>(n);
-  return spread(1.0f / std::sqrt(mean + norm.epsilon));
-}
-
-inline void store_normed(std::uint16_t* at, Floats values, Floats scale,
-                                         const std::uint16_t* weight) {
-  store_bf16(at, times(rounded(times(values, scale)), load_bf16(weight)));
-}
-
-// x + residual, or x where there is no residual.
-inline Floats added(const std::uint16_t* x, const std::uint16_t* residual,
-                                    std::int64_t i) {
-  const Floats value = load_bf16(x + i);
-  return residual == nullptr ? value : plus(value, load_bf16(residual + i));
-}
-
-// sum ← x + residual, y ← norm(x + residual), of one token.  x, residual (or nullptr) and sum are
-// [m][n], y is as `places` says; n is a multiple of 16.
-inline void add_and_norm(std::int64_t token, const std::uint16_t* x,
-                                         const std::uint16_t* residual, const Norm& norm,
-                                         std::uint16_t* sum, std::uint16_t* y,
-                                         const Places& places) {
-  const std::int64_t n = places.stride;
-  x += token * n;
-  residual = residual == nullptr ? nullptr : residual + token * n;
-  sum += token * n;
-  Floats squares = zeros();
-  for (std::int64_t i = 0; i < n; i += kLanes) {
-    const Floats both = added(x, residual, i);
-    squares = times_plus(both, both, squares);
-  }
-  const Floats scale = scale_of(squares, norm, n);
-  for (std::int64_t i = 0; i < n; i += kLanes) {
-    const Floats both = added(x, residual, i);
-    store_bf16(sum + i, both);
-    store_normed(y + places.at(token, i), both, scale, norm.weight + i);
-  }
-}
-
-// silu(gate) ∘ up, 16 at a time.  For a negative gate e^-gate may be infinite: the quotient is then 0.
-inline void gate(const std::uint16_t* gate, const std::uint16_t* up,
-                                 std::uint16_t* y) {
-  const Floats x = load_bf16(gate), one = spread(1.0f);
-  const Floats power = power_of_two(times(x, spread(-kLog2E)));
-  const Floats silu = over(x, plus(one, power));
-  store_bf16(y, times(silu, load_bf16(up)));
-}
-
-// A thread's share of the tokens.
-inline void add_and_norm_some(int thread, int threads, const std::uint16_t* x,
-                              const std::uint16_t* residual, const Norm& norm, std::uint16_t* sum,
-                              std::uint16_t* y, const Places& places) {
-  for (std::int64_t token = thread; token < places.m; token += threads) {
-    add_and_norm(token, x, residual, norm, sum, y, places);
-  }
-}
 
 inline Task task_of(const Linear& linear, const std::uint16_t* from, const Places& places,
                     std::uint16_t* to, float* partial = nullptr) {
@@ -86,17 +28,21 @@ class PostAttentionBlock {
   PostAttentionBlock(const PostAttention& layer, const std::uint16_t* attended, const Places& places,
                     const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y)
       : layer_(layer), residual_(residual), normed_places_{places.m, layer.output.w.n(), kHasTiles},
-        gated_places_{places.m, layer.down.w.k(), kHasTiles}, sum_(sum),
+        gated_places_{places.m, layer.inner(), kHasTiles}, sum_(sum), y_(y),
         projected_(scratch_bf16(elements(layer, places.m), kBetween)),
         normed_(projected_ + normed_places_.elements()),
         gate_up_(normed_ + normed_places_.elements()),
         gated_(gate_up_ + 2 * gated_places_.elements()),
-        sum_between_(layer.next ? gated_ + gated_places_.elements() : sum), y_(y),
+        sum_between_(layer.next ? gated_ + gated_places_.elements() : sum),
         output_task_(task_of(layer.output, attended, places, projected_, partial(kOutput))),
-        up_task_(task_of(layer.gate_up, normed_, normed_places_, gate_up_)),
-        down_task_(task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
-                           partial(kDown))),
-        output_(output_task_), up_(up_task_), down_(down_task_) {
+        output_(output_task_) {
+    if (layer.has_mlp()) {
+      up_task_ = task_of(layer.gate_up, normed_, normed_places_, gate_up_);
+      down_task_ = task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
+                           partial(kDown));
+      up_.emplace(up_task_);
+      down_.emplace(down_task_);
+    }
     if (layer.next) {
       next_task_ = task_of(layer.next->qkv, normed_, normed_places_, y);
       next_.emplace(next_task_);
@@ -108,39 +54,51 @@ class PostAttentionBlock {
   // What the scratch memory gives must not move while the products share it.
   static void reserve(const PostAttention& layer, std::int64_t m) {
     scratch_bf16(elements(layer, m), kBetween);
-    for (const Linear* linear : {&layer.output, &layer.gate_up, &layer.down}) {
-      FewTokens::reserve(linear->w, m);
+    FewTokens::reserve(layer.output.w, m);
+    if (layer.has_mlp()) {
+      FewTokens::reserve(layer.gate_up.w, m);
+      FewTokens::reserve(layer.down.w, m);
     }
     if (layer.next) FewTokens::reserve(layer.next->qkv.w, m);
   }
 
   // A thread's own memory, which it has to have before it begins to work.
   void reserve_own() const {
-    for (const Task* task : {&output_task_, &up_task_, &down_task_}) FewTokens::reserve_own(*task);
+    FewTokens::reserve_own(output_task_);
+    if (layer_.has_mlp()) {
+      FewTokens::reserve_own(up_task_);
+      FewTokens::reserve_own(down_task_);
+    }
     if (next_) FewTokens::reserve_own(next_task_);
   }
 
   // A thread's share; all of the team's have to come.  False if a rank of the group is missing, as
   // RankSums knows then: nothing is to be computed any more.
   bool work(int thread, int threads, Barrier& barrier) {
+    if (layer_.is_parallel) norm_residual(thread, threads);
     output_.work(thread);
-    ReadAhead up = up_.ahead(thread);
+    ReadAhead up = up_ ? up_->ahead(thread) : ReadAhead(nullptr, 0);
     if (!project(thread, threads, barrier, up, kOutput, projected_)) return false;
-    norm(thread, threads, residual_, layer_.norm, sum_between_);
-    barrier.wait(up);
-    up_.work(thread);
-    ReadAhead down = down_.ahead(thread);
-    barrier.wait(down);
-    gates(thread, threads);
-    barrier.wait(down);
-    down_.work(thread);
-    if (!next_) {
-      ReadAhead nothing(nullptr, 0);
-      return layer_.sums == nullptr || project(thread, threads, barrier, nothing, kDown, y_);
+    if (layer_.is_parallel) {
+      add(thread, threads);
+    } else if (up_) {
+      norm(thread, threads, residual_, layer_.output_norm, layer_.norm, sum_between_);
+      barrier.wait(up);
+    } else {
+      const Places rows{normed_places_.m, normed_places_.stride, false};
+      norm(thread, threads, residual_, layer_.output_norm, layer_.norm, sum_, y_, rows);
+      return true;
     }
+    up_->work(thread);
+    ReadAhead down = down_->ahead(thread);
+    barrier.wait(down);
+    activate_some(thread, threads);
+    barrier.wait(down);
+    down_->work(thread);
+    if (!next_) return end(thread, threads, barrier);
     ReadAhead next = next_->ahead(thread);
     if (!project(thread, threads, barrier, next, kDown, projected_)) return false;
-    norm(thread, threads, sum_between_, layer_.next->norm, sum_);
+    norm(thread, threads, sum_between_, layer_.down_norm, layer_.next->norm, sum_);
     barrier.wait(next);
     next_->work(thread);
     return true;
@@ -151,7 +109,7 @@ class PostAttentionBlock {
 
  private:
   static std::int64_t elements(const PostAttention& layer, std::int64_t m) {
-    return (3 * layer.output.w.n() + 3 * layer.down.w.k()) * m;
+    return (3 * layer.output.w.n() + 3 * layer.inner()) * m;
   }
 
   // Where the ranks of a group write what they project.
@@ -171,29 +129,91 @@ class PostAttentionBlock {
     return true;
   }
 
-  void norm(int thread, int threads, const std::uint16_t* residual, const Norm& norm,
-            std::uint16_t* sum) const {
-    add_and_norm_some(thread, threads, projected_, residual, norm, sum, normed_, normed_places_);
+  // `own` is the norm of what is added.
+  void norm(int thread, int threads, const std::uint16_t* residual, const std::optional<Norm>& own,
+            const Norm& norm, std::uint16_t* sum, std::uint16_t* y, const Places& places) const {
+    const std::int64_t n = places.stride;
+    for (std::int64_t token = thread; token < places.m; token += threads) {
+      if (own) normalise_in_place(*own, n, projected_ + token * n);
+      add_and_norm(token, {projected_, residual, layer_.multiplier}, norm, sum, y, places);
+    }
   }
 
-  void gates(int thread, int threads) const {
+  void norm(int thread, int threads, const std::uint16_t* residual, const std::optional<Norm>& own,
+            const Norm& how, std::uint16_t* sum) const {
+    norm(thread, threads, residual, own, how, sum, normed_, normed_places_);
+  }
+
+  void norm_residual(int thread, int threads) const {
+    const std::int64_t n = normed_places_.stride;
+    for (std::int64_t token = thread; token < normed_places_.m; token += threads) {
+      normalise(
+          layer_.norm, n, [&](std::int64_t i) { return load_bf16(residual_ + token * n + i); },
+          [&](std::int64_t i, Floats, Floats normed) {
+            store_bf16(normed_ + normed_places_.at(token, i), normed);
+          });
+    }
+  }
+
+  void add(int thread, int threads) const {
+    const std::int64_t n = normed_places_.stride;
+    for (std::int64_t token = thread; token < normed_places_.m; token += threads) {
+      for (std::int64_t i = token * n; i < (token + 1) * n; i += kLanes) {
+        const Floats added = multiplied(projected_ + i, layer_.multiplier);
+        store_bf16(sum_between_ + i, plus(added, load_bf16(residual_ + i)));
+      }
+    }
+  }
+
+  // What is added to the residual by whoever comes; false if a rank is missing.
+  bool end(int thread, int threads, Barrier& barrier) const {
+    const bool changes = layer_.down_norm || layer_.multiplier != 1;
+    if (layer_.sums == nullptr && !changes) return true;
+    ReadAhead nothing(nullptr, 0);
+    if (!project(thread, threads, barrier, nothing, kDown, y_)) return false;
+    if (!changes) return true;
+    const std::int64_t n = normed_places_.stride;
+    for (std::int64_t token = thread; token < normed_places_.m; token += threads) {
+      std::uint16_t* y = y_ + token * n;
+      if (layer_.down_norm) normalise_in_place(*layer_.down_norm, n, y);
+      for (std::int64_t i = 0; i < n; i += kLanes) {
+        store_bf16(y + i, multiplied(y + i, layer_.multiplier));
+      }
+    }
+    return true;
+  }
+
+  void activate_some(int thread, int threads) const {
+    switch (layer_.activation) {
+      case MlpActivation::kSilu: return activate_some<Silu>(thread, threads);
+      case MlpActivation::kGelu: return activate_some<Gelu>(thread, threads);
+      case MlpActivation::kGeluTanh: return activate_some<GeluTanh>(thread, threads);
+      case MlpActivation::kRelu: return activate_some<Relu>(thread, threads);
+      case MlpActivation::kReluSquared: return activate_some<ReluSquared>(thread, threads);
+    }
+  }
+
+  template <typename Function>
+  void activate_some(int thread, int threads) const {
     const std::int64_t wide = gated_places_.stride, parts = wide / kLanes;
     const std::int64_t all = gated_places_.m * parts;
+    const bool is_gated = layer_.is_gated();
     for (std::int64_t i = all * thread / threads; i < all * (thread + 1) / threads; ++i) {
       const std::int64_t token = i / parts, at = i % parts * kLanes;
-      const std::uint16_t* from = gate_up_ + token * 2 * wide + at;
-      gate(from, from + wide, gated_ + gated_places_.at(token, at));
+      const std::uint16_t* from = gate_up_ + token * (is_gated ? 2 : 1) * wide + at;
+      activate<Function>(from, is_gated ? from + wide : nullptr,
+                         gated_ + gated_places_.at(token, at));
     }
   }
 
   const PostAttention& layer_;
   const std::uint16_t* residual_;
   const Places normed_places_, gated_places_;
-  std::uint16_t* sum_;
-  std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *sum_between_, *y_;
-  Task output_task_, up_task_, down_task_, next_task_{};
-  FewTokens output_, up_, down_;
-  std::optional<FewTokens> next_;
+  std::uint16_t *sum_, *y_;
+  std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *sum_between_;
+  Task output_task_, up_task_{}, down_task_{}, next_task_{};
+  FewTokens output_;
+  std::optional<FewTokens> up_, down_, next_;
 };
 
 // More tokens than a decode step should have are computed in several parts.

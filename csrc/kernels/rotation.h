@@ -1,34 +1,45 @@
 // Queries and keys as an attention wants them: each head normalised, in models that do so, and
 // rotated by its token's position.
 //
-// Rounding is that of vLLM's operators: a norm is rounded before it is weighted, and after it.
-//
 // Included once for each level, see levels.h.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-// x ← norm(x) for one head.
-inline void norm_head(std::uint16_t* x, const Norm& norm, std::int64_t size) {
-  Floats squares = zeros();
-  for (std::int64_t i = 0; i < size; i += kLanes) {
-    const Floats values = load_bf16(x + i);
-    squares = times_plus(values, values, squares);
-  }
-  const Floats scale = scale_of(squares, norm, size);
-  for (std::int64_t i = 0; i < size; i += kLanes) {
-    store_normed(x + i, load_bf16(x + i), scale, norm.weight + i);
-  }
+// Two coordinates that turn together, in place.
+inline void rotate_pair(std::uint16_t* first, std::uint16_t* second, float cos, float sin) {
+  const float left = as_float(*first), right = as_float(*second);
+  *first = as_bf16(left * cos - right * sin);
+  *second = as_bf16(right * cos + left * sin);
 }
 
 // Elements i and i + rotated / 2 of a head are the coordinates that turn together.
-inline void rotate_head(std::uint16_t* x, const std::uint16_t* cos_sin,
-                                        std::int64_t rotated) {
+inline void rotate_halves(std::uint16_t* x, const std::uint16_t* cos_sin, std::int64_t rotated) {
   const std::int64_t half = rotated / 2;
-  for (std::int64_t i = 0; i < half; i += kLanes) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
     const Floats cos = load_bf16(cos_sin + i), sin = load_bf16(cos_sin + half + i);
     const Floats left = load_bf16(x + i), right = load_bf16(x + half + i);
     store_bf16(x + i, times_minus(left, cos, times(right, sin)));
     store_bf16(x + half + i, times_plus(right, cos, times(left, sin)));
+  }
+  for (; i < half; ++i) {
+    rotate_pair(x + i, x + half + i, as_float(cos_sin[i]), as_float(cos_sin[half + i]));
+  }
+}
+
+// Elements 2 · i and 2 · i + 1 are.
+inline void rotate_neighbours(std::uint16_t* x, const std::uint16_t* cos_sin,
+                              std::int64_t rotated) {
+  const std::int64_t half = rotated / 2;
+  std::int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats cos = load_bf16(cos_sin + i), sin = load_bf16(cos_sin + half + i);
+    const Floats left = load_firsts(x + 2 * i), right = load_seconds(x + 2 * i);
+    store_in_turns(x + 2 * i, times_minus(left, cos, times(right, sin)),
+                   times_plus(right, cos, times(left, sin)));
+  }
+  for (; i < half; ++i) {
+    rotate_pair(x + 2 * i, x + 2 * i + 1, as_float(cos_sin[i]), as_float(cos_sin[half + i]));
   }
 }
 
@@ -37,8 +48,13 @@ inline void turn_heads(const Rotation& rotation, std::uint16_t* heads, std::int6
                        const std::optional<Norm>& norm, std::int64_t position) {
   const std::uint16_t* cos_sin = rotation.cos_sin + position * rotation.rotated;
   for (std::int64_t i = 0; i < count; ++i, heads += rotation.size) {
-    if (norm) norm_head(heads, *norm, rotation.size);
-    rotate_head(heads, cos_sin, rotation.rotated);
+    if (norm) normalise_in_place(*norm, rotation.size, heads);
+    if (rotation.rotated == 0) continue;
+    if (rotation.is_interleaved) {
+      rotate_neighbours(heads, cos_sin, rotation.rotated);
+    } else {
+      rotate_halves(heads, cos_sin, rotation.rotated);
+    }
   }
 }
 

@@ -62,6 +62,8 @@ class Seat:
     socket: Socket | None = None
     """The socket of a CPU rank."""
     bundle_cpus: float = 0
+    serves_experts: bool = False
+    """Whether it holds experts of all stages, and is no rank of vLLM's."""
 
     @property
     def device(self) -> str:
@@ -95,7 +97,12 @@ class _Free:
 
 
 def assign(
-    layout: Layout, nodes: Sequence[Node], turn: Turn = ALONE, *, near_gpus: bool = True
+    layout: Layout,
+    nodes: Sequence[Node],
+    turn: Turn = ALONE,
+    expert_ranks: int = 0,
+    *,
+    near_gpus: bool = True,
 ) -> tuple[Seat, ...]:
     """Seat every rank, the ranks of a stage on one node wherever one has the room.
 
@@ -106,6 +113,7 @@ def assign(
         nodes: the cluster.
         turn: this engine's; the devices of those before it are left to them where there are enough
             for all, so that engines that do not see each other's claims yet choose others.
+        expert_ranks: sockets for experts; they come last, and all ranks are on one node then.
         near_gpus: whether a CPU rank sits near the GPUs that it exchanges with, as far as the host
             tells where they are; else sockets are taken in their order.
 
@@ -116,13 +124,13 @@ def assign(
     places = _places(nodes)
     try:
         for _ in range(turn.index):
-            _seat_all(layout, places, nodes, near_gpus)
-        return _seat_all(layout, places, nodes, near_gpus)
+            _seat_all(layout, places, nodes, expert_ranks, near_gpus)
+        return _seat_all(layout, places, nodes, expert_ranks, near_gpus)
     except LayoutError:
         if not turn.index:
             raise
     # The others have theirs already, and this is what they left.
-    return _seat_all(layout, _places(nodes), nodes, near_gpus)
+    return _seat_all(layout, _places(nodes), nodes, expert_ranks, near_gpus)
 
 
 def _places(nodes: Sequence[Node]) -> list[_Free]:
@@ -133,9 +141,15 @@ def _places(nodes: Sequence[Node]) -> list[_Free]:
 
 
 def _seat_all(
-    layout: Layout, places: Sequence[_Free], nodes: Sequence[Node], near_gpus: bool
+    layout: Layout,
+    places: Sequence[_Free],
+    nodes: Sequence[Node],
+    expert_ranks: int,
+    near_gpus: bool,
 ) -> tuple[Seat, ...]:
     """Seats of one engine; takes its devices out of the places."""
+    if expert_ranks:
+        places = [_place_of_all(layout, places, nodes, expert_ranks)]
     seats: list[Seat] = []
     used: Counter[tuple[str, Kind]] = Counter()
     gpus_before = {place.node.node_id: place.node.gpus - place.gpus for place in places}
@@ -150,9 +164,33 @@ def _seat_all(
             local_rank = used[place.node.node_id, kind]
             used[place.node.node_id, kind] += 1
             seats.append(_seat(place, len(seats), stage, tensor_rank, kind, local_rank))
+    for number in range(expert_ranks):
+        local_rank = used[places[0].node.node_id, "cpu"] + number
+        seat = _seat(places[0], len(seats), len(layout.stages), number, "cpu", local_rank)
+        seats.append(replace(seat, serves_experts=True))
     for place in places:
         _give_sockets(place, seats, gpus_before[place.node.node_id] if near_gpus else None)
     return tuple(seats)
+
+
+def _place_of_all(
+    layout: Layout, places: Sequence[_Free], nodes: Sequence[Node], expert_ranks: int
+) -> _Free:
+    """A node for all stages and expert ranks, which share memory.
+
+    Raises:
+        LayoutError: no node has room for all of them.
+
+    """
+    gpus, sockets = layout.count("gpu"), layout.count("cpu") + expert_ranks
+    found = next((place for place in places if place.room(gpus, sockets)), None)
+    if found is None:
+        raise LayoutError(
+            f"layout {layout} with {expert_ranks} expert ranks (experts.ranks) needs {gpus} GPUs "
+            f"and {sockets} CPU sockets of one node. There are: {_there(nodes)}. "
+            "cpu.ranks_per_socket splits a socket into several."
+        )
+    return found
 
 
 def gpus_near(
@@ -160,7 +198,7 @@ def gpus_near(
 ) -> dict[int, int]:
     """NUMA nodes of the GPUs that a CPU rank exchanges with on its node, by the GPU's number.
 
-    These are the GPU ranks of its own stage and of the stages beside it.
+    These are the GPU ranks of its own stage and of the stages beside it; for an expert rank, all.
 
     Args:
         seat: the CPU rank's.
@@ -175,7 +213,7 @@ def gpus_near(
         for other in seats
         if other.kind == "gpu"
         and other.node_id == seat.node_id
-        and abs(other.stage - seat.stage) <= 1
+        and (seat.serves_experts or abs(other.stage - seat.stage) <= 1)
     ]
     return {gpu: numa_nodes[gpu] for gpu in others if gpu in numa_nodes}
 
@@ -222,13 +260,16 @@ def _seat(
 
 
 def _no_room(layout: Layout, stage: int, kind: Kind, nodes: Sequence[Node]) -> str:
-    there = "; ".join(
-        f"{node.host.name} ({node.address}): {node.gpus} GPUs, {len(node.sockets)} sockets"
-        for node in nodes
-    )
     return (
         f"layout {layout} needs {layout.count('gpu')} GPUs and {layout.count('cpu')} sockets; "
-        f"no {kind} is left for stage {stage}. There are: {there}."
+        f"no {kind} is left for stage {stage}. There are: {_there(nodes)}."
+    )
+
+
+def _there(nodes: Sequence[Node]) -> str:
+    return "; ".join(
+        f"{node.host.name} ({node.address}): {node.gpus} GPUs, {len(node.sockets)} sockets"
+        for node in nodes
     )
 
 

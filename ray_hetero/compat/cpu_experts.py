@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.patching import replace
+
+if TYPE_CHECKING:
+    import torch
 
 
 def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) -> None:
@@ -40,7 +43,19 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
 
         return process_weights_after_loading
 
-    def computing(apply: Any) -> Any:
+    replace(CPUUnquantizedExperts, "process_weights_after_loading", taking)
+    replace(CPUUnquantizedExperts, "apply", computing(kernel))
+
+
+def computing(kernel: Callable[..., None]) -> Callable[[Any], Any]:
+    """A patch of an experts class's `apply` that calls a kernel where the experts have a number.
+
+    Args:
+        kernel: see `use_experts`.
+
+    """
+
+    def patch(apply: Any) -> Any:
         def apply_or_leave(
             self: Any,
             output: torch.Tensor,
@@ -74,12 +89,20 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
 
         return apply_or_leave
 
-    replace(CPUUnquantizedExperts, "process_weights_after_loading", taking)
-    replace(CPUUnquantizedExperts, "apply", computing)
+    return patch
+
+
+def number_of(layer: Any) -> int | None:
+    """The number that `take` gave a layer; None where it is left to vLLM.
+
+    Uses: `FusedMoEKernel.fused_experts`.
+    """
+    kernel = getattr(layer.quant_method, "moe_kernel", None)
+    return None if kernel is None else getattr(kernel.fused_experts, "layer_number", None)
 
 
 def other_methods(model: Any) -> Counter[str]:
-    """Layers of routed experts that are quantised, counted by vLLM's class for them."""
+    """Quantised layers of routed experts that are left to vLLM, by vLLM's class for them."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
@@ -90,4 +113,5 @@ def other_methods(model: Any) -> Counter[str]:
         for layer in model.modules()
         if isinstance(layer, RoutedExperts)
         and not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+        and number_of(layer) is None
     )

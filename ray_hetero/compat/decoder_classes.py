@@ -18,6 +18,25 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "llama": ("LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP"),
     "qwen2": ("Qwen2Model", "Qwen2DecoderLayer", "Qwen2Attention", "Qwen2MLP"),
     "qwen3": ("Qwen3DecoderLayer", "Qwen3Attention"),
+    "mistral": ("MistralModel", "MistralDecoderLayer", "MistralAttention", "MistralMLP"),
+    "gemma": ("GemmaModel", "GemmaDecoderLayer", "GemmaAttention", "GemmaMLP"),
+    "gemma2": ("Gemma2Model", "Gemma2DecoderLayer", "Gemma2Attention", "Gemma2MLP"),
+    "gemma3": ("Gemma3Model", "Gemma3DecoderLayer", "Gemma3Attention", "Gemma3MLP"),
+    "glm4": ("Glm4DecoderLayer", "Glm4Attention"),
+    "granite": ("GraniteModel", "GraniteDecoderLayer", "GraniteAttention", "GraniteMLP"),
+    "stablelm": (
+        "StableLMEpochModel",
+        "StablelmDecoderLayer",
+        "StablelmAttention",
+        "StablelmMLP",
+    ),
+    "opt": ("OPTDecoder", "OPTDecoderLayer", "OPTAttention"),
+    "mixtral": ("MixtralModel", "MixtralDecoderLayer", "MixtralAttention"),
+    "qwen2_moe": ("Qwen2MoeModel", "Qwen2MoeDecoderLayer", "Qwen2MoeAttention"),
+    "qwen3_moe": ("Qwen3MoeModel", "Qwen3MoeDecoderLayer", "Qwen3MoeAttention"),
+    "glm4_moe": ("Glm4MoeModel", "Glm4MoeDecoderLayer", "Glm4MoeAttention"),
+    "gpt_oss": ("GptOssModel", "TransformerBlock", "OAIAttention"),
+    "falcon": ("FalconModel", "FalconDecoderLayer", "FalconAttention", "FalconMLP"),
 }
 """Classes whose forward functions are compared, by the module that defines them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -74,6 +75,46 @@ def answer_untraced(process: Any) -> None:
 
     for name in ("_execute_worker_rpc", "handle_output", "enqueue_output"):
         setattr(process, name, MethodType(original(WorkerProc, name), process))
+
+
+def answer_if_well(process: Any, problem: Callable[[], Exception | None]) -> None:
+    """In a rank's process: answer with an error what was computed while there was a problem.
+
+    Behind `answer_untraced`.
+
+    Replaces: `WorkerProc.enqueue_output`, by a rank for itself.
+    Uses: `AsyncModelRunnerOutput.get_output`.
+    Why: what a GPU has computed is known only once it has, where vLLM waits for it to answer.
+    Can go when: outputs of steps can be checked before they are answered.
+
+    Args:
+        process: an actor of a class below WorkerProc.
+        problem: asked once a step has been computed; None where all is well.
+
+    """
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    class Checked(AsyncModelRunnerOutput):  # type: ignore[misc]
+        """An output that is looked at once it is there."""
+
+        def __init__(self, output: Any) -> None:
+            self._output = output
+
+        def get_output(self) -> Any:
+            output = self._output.get_output()
+            if (found := problem()) is not None:
+                raise found
+            return output
+
+    enqueue = original(process, "enqueue_output")
+
+    def enqueue_output(output: Any) -> None:
+        if isinstance(output, AsyncModelRunnerOutput):
+            enqueue(Checked(output))
+        else:
+            enqueue(problem() or output)
+
+    process.enqueue_output = enqueue_output
 
 
 def answer(process: Any, call: Any) -> None:

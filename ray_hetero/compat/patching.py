@@ -44,5 +44,6 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     found = original(owner, name)
     stock = getattr(found, STOCK, found)
     patch = make(stock)
-    setattr(patch, STOCK, stock)
+    # A static method is asked for what it stands for through its class, which gives the function.
+    setattr(getattr(patch, "__func__", patch), STOCK, stock)
     setattr(owner, name, patch)

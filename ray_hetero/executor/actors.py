@@ -50,7 +50,8 @@ def environment_of(rank: RankSpec, software: NodeSoftware) -> dict[str, str]:
             cpu_site=software.cpu_site,
             python_path=os.environ.get("PYTHONPATH", ""),
         )
-        if config.cpu.prefill_on_gpu and rank.world.has_gpu_on(rank.seat.node_id):
+        is_borrowing = config.cpu.prefill_on_gpu and not rank.seat.serves_experts
+        if is_borrowing and rank.world.has_gpu_on(rank.seat.node_id):
             environment[cuda_init.VARIABLE] = "1"
         environment |= config.cpu.env
     else:
@@ -129,16 +130,19 @@ class RankActors:
         (rendezvous,) = self._gather([first], "opening the rendezvous", "actor_timeout_s")
         gpus = self._gpus_by_node()
         refs = [
-            actor.start.remote(rendezvous, requests, gpus[seat.node_id])
-            for actor, seat in zip(self._actors, self._world.seats, strict=True)
+            actor.start.remote(
+                *(() if seat.serves_experts else (rendezvous, requests, gpus[seat.node_id]))
+            )
+            for actor, seat in zip(self._actors, self._world.members, strict=True)
         ]
         what = "joining groups and loading weights"
-        return [answer["handle"] for answer in self._gather(refs, what, "load_timeout_s")]
+        answers = self._gather(refs, what, "load_timeout_s")
+        return [answer["handle"] for answer in answers[: len(self._world.seats)]]
 
     def _gpus_by_node(self) -> dict[str, tuple[int, ...]]:
         """GPUs of all GPU ranks of each node, by number there, in ascending order."""
         gpus: dict[str, list[int]] = {}
-        for seat, answer in zip(self._world.seats, self.fingerprints, strict=True):
+        for seat, answer in zip(self._world.members, self.fingerprints, strict=True):
             gpus.setdefault(seat.node_id, []).extend(answer.physical_gpus)
         return {node: tuple(sorted(found)) for node, found in gpus.items()}
 
@@ -182,10 +186,11 @@ class RankActors:
 
 
 def _create(rank: RankSpec, reservation: Reservation, environment: Mapping[str, str]) -> Any:
+    from ray_hetero.worker.expert_actor import ExpertActor
     from ray_hetero.worker.rank_actor import RankActor
 
     seat = rank.seat
-    actor = ray.remote(RankActor).options(
+    actor = ray.remote(ExpertActor if seat.serves_experts else RankActor).options(
         name=actor_name(rank.shared.instance_id, seat),
         # Of a bundle that is not ours, somebody else's actor may have the CPUs.
         num_cpus=seat.bundle_cpus if reservation.is_own else 0,

@@ -55,7 +55,7 @@ class EnginePlan:
 
     def log(self) -> None:
         """Say what was decided, and what speaks against it."""
-        sharing = world_plan.sharing_warning(self.world.seats)
+        sharing = world_plan.sharing_warning(self.world.members)
         for warning in filter(None, (self.layers.warning, sharing)):
             logger.warning(warning)
         logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))

@@ -180,7 +180,7 @@ class HeteroExecutor(GuardedExecutor):
 
     def _reserve(self) -> ray_cluster.Reservation:
         with self._progress.step("reserve"):
-            seats = self.world.seats
+            seats = self.world.members
             if self._external is not None:
                 return self._external.reservation(seats)
             return ray_cluster.reserve(
@@ -205,7 +205,7 @@ class HeteroExecutor(GuardedExecutor):
             self._ranks = ranks
             fingerprints = actors.prepare()
             assert actors.processes is not None
-            for seat in self.world.seats:
+            for seat in self.world.members:
                 logger.info("started %s", actors.processes.describe(seat.rank))
             check_agreement(fingerprints)
         self._keep_off_compute_cores(actors.processes.pids)

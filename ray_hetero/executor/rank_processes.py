@@ -53,7 +53,7 @@ class RankProcesses:
         self._world = world
         self._places = places
         self._by_node: dict[str, dict[int, Place]] = {}
-        for seat, place in zip(world.seats, places, strict=True):
+        for seat, place in zip(world.members, places, strict=True):
             self._by_node.setdefault(seat.node_id, {})[seat.rank] = place
 
     @property
@@ -75,21 +75,21 @@ class RankProcesses:
             found |= answer
         known = sorted(found, key=lambda rank: (found[rank].doing, rank))
         said = [f"{self.describe(rank)}, is {found[rank]}" for rank in known]
-        silent = [seat for seat in self._world.seats if seat.rank not in found]
+        silent = [seat for seat in self._world.members if seat.rank not in found]
         said += [f"{self.describe(seat.rank)}: its node does not answer" for seat in silent]
         return "; ".join(said)
 
     def logs(self) -> str:
         """Where the ranks' logs are."""
         return ", ".join(
-            f"{place.log} (rank {rank}, node {self._world.seats[rank].node_name})"
+            f"{place.log} (rank {rank}, node {self._world.members[rank].node_name})"
             for rank, place in enumerate(self._places)
             if place.log
         )
 
     def traces(self, rank: int) -> str:
         """What a dead rank has left behind on its node, in words."""
-        node = self._world.seats[rank].node_id
+        node = self._world.members[rank].node_id
         answers = self._on_nodes(lambda places: _traces_of(places[rank]), {node})
         return answers.get(node, "its node does not answer")
 

@@ -180,7 +180,7 @@ class RankSet:
         self._requests, self._answers = requests, tuple(answers)
         # The ranks subscribe inside run(), so it must be under way before the wait.
         self.actors.run()
-        self._watch = RankWatch(self.actors, len(self._everyone), self.fail)
+        self._watch = RankWatch(self.actors, len(self.world.members), self.fail)
         wait_until_ready([requests, *answers], self.failure, limit_s, key)
         requests.unlink()
 

@@ -25,6 +25,9 @@ from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.token_rows import is_few_rows, token_rows
 
+Context = tuple[Any, Any, torch.Tensor, torch.Tensor]
+"""Metadata of a step, vLLM's attention, its cache, and where its keys and values go."""
+
 
 @dataclass(frozen=True)
 class _Requests:
@@ -44,7 +47,7 @@ class DecodeStep:
 
     Args:
         first: how the first layer begins.
-        layers: at least one, each with a known scale.
+        layers: at least one, each with known scores.
         kernel: what computes linear layers.
 
     """
@@ -57,10 +60,11 @@ class DecodeStep:
     ) -> None:
         self._kernel = kernel
         self._names = [attention.name for attention, _ in layers]
-        self._layers = kernel.native.DecoderLayers(
+        native = kernel.native
+        self._layers = native.DecoderLayers(
             first=first.native,
-            layers=[(attention.rotation, attention.scale, block.native)
-                    for attention, block in layers],
+            layers=[(attention.rotation, attention.scores.native(native), block.native)
+                    for attention, block in layers if attention.scores is not None],
         )  # fmt: skip
 
     def __call__(
@@ -78,24 +82,19 @@ class DecodeStep:
         if tokens > self._kernel.few_tokens:
             return None
         contexts = [get_attention_context(name) for name in self._names]
-        metadata, first, cache, slots = contexts[0]
-        if (
-            metadata is None
-            or slots is None
-            or not is_few_rows(metadata, slots, tokens)
-            or not is_known(cache, first.isa)
-            or any(one is not metadata or other.stride() != cache.stride()
-                   for one, _, other, _ in contexts)
-        ):  # fmt: skip
+        groups = _groups(contexts, tokens)
+        if groups is None:
             return None
-        lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
-        requests = _Requests(positions, slots, lengths, blocks)
-        return self._run(requests, contexts, hidden, residual)
+        requests = []
+        for metadata, _, cache, slots in groups:
+            lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
+            requests.append(_Requests(positions, slots, lengths, blocks))
+        return self._run(requests, groups, contexts, hidden, residual)
 
     def decode(
         self,
         rows: StepRows,
-        contexts: Sequence[Any],
+        contexts: Sequence[Context],
         positions: torch.Tensor,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
@@ -120,33 +119,38 @@ class DecodeStep:
             metadata.block_table[rows.decoding],
         )  # fmt: skip
         return self._run(
-            requests, contexts, hidden[own], None if residual is None else residual[own]
-        )
+            [requests], contexts[:1], contexts, hidden[own],
+            None if residual is None else residual[own],
+        )  # fmt: skip
 
     def _run(
-        self, requests: _Requests, contexts: Sequence[Any], hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        self, requests: Sequence[_Requests], groups: Sequence[Context],
+        contexts: Sequence[Context], hidden: torch.Tensor, residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        _, first, cache, _ = contexts[0]
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        number = {id(metadata): place for place, (metadata, *_) in enumerate(groups)}
         with meeting(self._kernel.sums):
             self._layers.run(
-                requests=self._kernel.native.Requests(
-                    m=len(requests.positions),
-                    positions=requests.positions.data_ptr(),
-                    slots=requests.slots.data_ptr(),
-                    lengths=requests.lengths.data_ptr(),
-                    blocks=requests.blocks.data_ptr(),
-                    most_blocks=requests.blocks.stride(0),
-                    block=cache.shape[2],
-                    cache_blocks=cache.shape[0],
-                    tiles=first.isa == TILES,
-                ),
-                caches=[other.data_ptr() for _, _, other, _ in contexts],
-                block_stride=cache.stride(0),
-                head_stride=cache.stride(1),
+                requests=[
+                    self._kernel.native.Requests(
+                        m=len(one.positions),
+                        positions=one.positions.data_ptr(),
+                        slots=one.slots.data_ptr(),
+                        lengths=one.lengths.data_ptr(),
+                        blocks=one.blocks.data_ptr(),
+                        most_blocks=one.blocks.stride(0),
+                        block=cache.shape[2],
+                        cache_blocks=cache.shape[0],
+                        tiles=module.isa == TILES,
+                    )
+                    for one, (_, module, cache, _) in zip(requests, groups, strict=True)
+                ],
+                caches=[
+                    (cache.data_ptr(), cache.stride(0), cache.stride(1), number[id(metadata)])
+                    for metadata, _, cache, _ in contexts
+                ],
                 hidden=hidden.data_ptr(),
                 residual=0 if residual is None else residual.data_ptr(),
                 y=y.data_ptr(),
@@ -154,6 +158,35 @@ class DecodeStep:
                 level=self._kernel.level,
             )
         return y, total
+
+
+def _groups(contexts: Sequence[Context], tokens: int) -> list[Context] | None:
+    """The context of the first of each group of layers, whose metadata is one object.
+
+    vLLM gives layers with a sliding window KV blocks of their own.  None if a step, or a layer's
+    cache, is one that is not known here.
+
+    Args:
+        contexts: vLLM's forward context of each layer.
+        tokens: of the step.
+
+    """
+    found: dict[int, Context] = {}
+    for context in contexts:
+        metadata, module, cache, slots = context
+        first = found.get(id(metadata))
+        if first is None:
+            if (
+                metadata is None
+                or slots is None
+                or not is_few_rows(metadata, slots, tokens)
+                or not is_known(cache, module.isa)
+            ):
+                return None
+            found[id(metadata)] = context
+        elif first[1].isa != module.isa or cache.stride() != first[2].stride():
+            return None
+    return list(found.values())
 
 
 def is_known(cache: torch.Tensor, isa: str) -> bool:

@@ -21,15 +21,15 @@ import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.kernels import decode_step, gpu_layers
 from ray_hetero.kernels.attention import Attention
 from ray_hetero.kernels.decode_step import DecodeStep
 from ray_hetero.kernels.gpu_layers import AttentionMemory, Caches, GpuLayers
 from ray_hetero.kernels.layer_parts import PostAttention, QkvInput
-from ray_hetero.kernels.post_attention import PostAttentionBlock, add_and_norm
+from ray_hetero.kernels.post_attention import PostAttentionBlock, add_and_norm, norm
 from ray_hetero.kernels.step_rows import StepRows, one_prompt, step_rows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.kernels.structures import Calls
 from ray_hetero.log import logger
 
 PROMPT_TOKENS = 16
@@ -49,6 +49,10 @@ class Layer:
     attention: Attention
     parts: PostAttention
     """Behind the attention, as if no layer followed."""
+    calls: Calls = Calls.RESIDUAL
+    """How the model calls it."""
+    mlp: Any = None
+    """vLLM's module that computes what comes behind `parts`, if something does."""
 
 
 class DecoderLayers:
@@ -74,7 +78,7 @@ class DecoderLayers:
         ]
         self._decode_step = (
             DecodeStep(self._input, self._layers, kernel)
-            if all(attention.scale is not None for attention, _ in self._layers)
+            if all(attention.scores is not None for attention, _ in self._layers)
             else None
         )
         self._on_gpu: GpuLayers | None = None
@@ -177,15 +181,14 @@ class DecoderLayers:
     def _layer_by_layer(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm, qkv = self._input.norm, self._input.qkv
+        how, qkv = self._input.norm, self._input.qkv
         if residual is None:
             total = hidden.contiguous()
-            x = torch.empty_like(total)
-            vllm_ops.rms_norm(x, total, norm.weight, norm.epsilon)
+            x = norm(total, how)
         else:
             x, total = (one.clone(memory_format=torch.contiguous_format)
                         for one in (hidden, residual))  # fmt: skip
-            add_and_norm(x, total, norm)
+            x = add_and_norm(x, total, how)
         x = self._kernel.compute(x, qkv.weight, qkv.bias)
         for attention, behind in self._layers:
             x, total = behind(attention(positions, x), total)

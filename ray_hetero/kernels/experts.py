@@ -7,9 +7,10 @@ one is read (csrc/kernels/experts.h).  This module needs PyTorch and the native 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn.functional import pad
@@ -64,12 +65,12 @@ class _Room:
     """Memory for all weights of a layer: one piece, which huge pages can back.
 
     Args:
-        weights: how many, of up to two bytes each.
+        nbytes: of all of them, each filled up to whole cache lines.
 
     """
 
-    def __init__(self, weights: int) -> None:
-        self._free = torch.empty(2 * weights, dtype=torch.uint8)
+    def __init__(self, nbytes: int) -> None:
+        self._free = torch.empty(nbytes, dtype=torch.uint8)
 
     def moved(self, weight: HostWeight) -> HostWeight:
         """The weight, with its data in here."""
@@ -111,23 +112,72 @@ class RoutedExperts:
         activation: Activation = SILU,
         is_interleaved: bool = False,
     ) -> None:
-        self.count, self.hidden, inner = w2.shape
-        if self.hidden % MULTIPLE:
-            raise ValueError(
-                f"experts of hidden size {self.hidden}: expected a multiple of {MULTIPLE}"
-            )
-        self._level = level
+        count, hidden, inner = w2.shape
+        if hidden % MULTIPLE:
+            raise ValueError(f"experts of hidden size {hidden}: expected a multiple of {MULTIPLE}")
         filling = -inner % MULTIPLE
-        room = _Room(3 * self.count * (inner + filling) * self.hidden)
+        room = _Room(2 * 3 * count * (inner + filling) * hidden)
 
         def held(weight: torch.Tensor) -> HostWeight:
             packed = pack(weight)
             return room.moved(kind.made(packed, native) or PackedWeight.made(packed, native))
 
-        self.weights = [
+        weights = [
             (held(paired(gate_up, is_interleaved=is_interleaved)), held(pad(down, (0, filling))))
             for gate_up, down in zip(w13, w2, strict=True)
         ]
+        self._take(weights, w13_bias, w2_bias, native, level, activation, is_interleaved)
+
+    @classmethod
+    def of_weights(
+        cls,
+        weights: Iterable[tuple[HostWeight, HostWeight]],
+        count: int,
+        w13_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+        *,
+        native: ModuleType,
+        level: Any,
+        activation: Activation = SILU,
+        is_interleaved: bool = False,
+    ) -> Self:
+        """Experts whose weights are in a format already.
+
+        Args:
+            weights: of each expert gate and up in the order of `paired`, and down; all of one size.
+            count: how many experts.
+            w13_bias: as those of the constructor, like all others.
+            w2_bias: see there.
+            native: see there.
+            level: see there.
+            activation: see there.
+            is_interleaved: of the bias.
+
+        """
+        room: _Room | None = None
+        moved = []
+        for expert in weights:
+            if room is None:
+                room = _Room(count * sum(-(-one.data.nbytes // LINE) * LINE for one in expert))
+            moved.append((room.moved(expert[0]), room.moved(expert[1])))
+        made = cls.__new__(cls)
+        made._take(moved, w13_bias, w2_bias, native, level, activation, is_interleaved)
+        return made
+
+    def _take(
+        self,
+        weights: list[tuple[HostWeight, HostWeight]],
+        w13_bias: torch.Tensor | None,
+        w2_bias: torch.Tensor | None,
+        native: ModuleType,
+        level: Any,
+        activation: Activation,
+        is_interleaved: bool,
+    ) -> None:
+        self.count, self.hidden = len(weights), weights[0][1].shape[0]
+        self._level = level
+        self._native_module = native
+        self.weights = weights
         """Gate and up in one, and down, of each expert."""
         self._biases = (
             None
@@ -148,6 +198,11 @@ class RoutedExperts:
             beta=activation.beta,
             limit=activation.limit,
         )
+
+    @property
+    def call(self) -> Any:
+        """What another native module calls (csrc/expert_call.h), valid as long as this is."""
+        return self._native_module.ExpertCall(self._native, self._level)
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ from ray_hetero.kernels.gpu_attention import (
     attend,
     put_together,
 )
-from ray_hetero.kernels.gpu_prefill import GpuPrefill, chunks, current, rms_norm
+from ray_hetero.kernels.gpu_prefill import GpuPrefill, chunks, current
 from ray_hetero.kernels.gpu_rotation import rotate
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.kv_transfer import KvReturns, KvUploads, Span, spans_of
@@ -239,10 +239,7 @@ class _Step:
             for layer in self._layers:
                 x = gpu.add_and_norm(y, total, layer.input.norm)
                 attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
-                x = gpu.product(attended, layer.parts.output)
-                x = gpu.add_and_norm(x, total, layer.parts.norm)
-                x = gpu.gated(gpu.product(x, layer.parts.gate_up))
-                y = gpu.product(x, layer.parts.down)
+                y = gpu.behind(layer.parts, attended, total)
             assert y is not None
             x, total = gpu.received(y, total)
         return x, total
@@ -267,12 +264,11 @@ class _Step:
         new = heads[:, shape.heads :].view(tokens, 2, shape.kv_heads, shape.size)
         if self._caches is not None:
             self._memory.returns.send(qkv[:, shape.queries :])
-        assert attention.scale is not None
-        whole = attend(
-            queries, new[:, 0], new[:, 1], self._own, self._own, attention.scale, is_causal=True
-        )
+        assert attention.scores is not None
+        scale = attention.scores.scale
+        whole = attend(queries, new[:, 0], new[:, 1], self._own, self._own, scale, is_causal=True)
         for span in self._spans:
-            put_together(whole, self._to_cached(span, queries, new, attention.scale),
+            put_together(whole, self._to_cached(span, queries, new, scale),
                          span.query_rows)  # fmt: skip
         return whole.values.reshape(tokens, shape.queries)
 
@@ -291,9 +287,8 @@ class _Step:
         queries = self._memory.shape.heads
         parts = (heads[:, :queries], heads[:, queries:])
         for norm, part in zip(attention.norms, parts, strict=False):
-            weight = self._gpu.constant(norm.weight)
             for rows in chunks(len(heads)):
-                part[rows] = rms_norm(part[rows], weight, norm.epsilon)
+                part[rows] = self._gpu.norm(part[rows], norm)
         cos, sin = self._angles(attention.cos_sin)
         rotate(heads, cos, sin, uses_triton=self._memory.uses_triton)
 
@@ -311,7 +306,7 @@ class _Step:
 def shape_of(layers: Sequence[Layer]) -> AttentionShape | None:
     """The shape of all layers' attentions, if it is one that can be computed here."""
     shapes = {layer.attention.shape for layer in layers}
-    if len(shapes) > 1 or any(layer.attention.scale is None for layer in layers):
+    if len(shapes) > 1 or not all(layer.attention.is_plain for layer in layers):
         return None
     (shape,) = shapes
     return shape if shape.size <= MOST_HEAD_SIZE else None

@@ -228,14 +228,50 @@ class GpuPrefill:
         with current(self._computing):
             x = self._sent(attended, self._x_host, self._x)
             total = self._sent(residual, self._residual_host, self._residual)
-            x = self.add_and_norm(self.product(x, parts.output), total, parts.norm)
-            x = self.gated(self.product(x, parts.gate_up))
-            y = self.product(x, parts.down)
+            y = self.behind(parts, x, total)
             if parts.next is not None:
-                y = self.add_and_norm(y, total, parts.next.norm)
-                y = self.product(y, parts.next.qkv)
+                y = self.product(self.add_and_norm(y, total, parts.next.norm), parts.next.qkv)
             y_host, total_host = self.received(y, total)
         return y_host, total_host
+
+    def behind(
+        self, parts: PostAttention, attended: torch.Tensor, total: torch.Tensor
+    ) -> torch.Tensor:
+        """What a layer computes behind its attention: [M, N], which is to be added to `total`.
+
+        Without a perceptron: what its norm gives.
+
+        Args:
+            parts: of the layer; what comes next is left out.
+            attended: [M, K].
+            total: [M, N], the residual, to which the attention is added.
+
+        """
+        y = self.product(attended, parts.output)
+        if parts.is_parallel:
+            x = self.add_and_norm(None, total, parts.norm)
+            total += y if parts.multiplier == 1 else y * parts.multiplier
+        else:
+            self._prepare(y, parts.output_norm, parts.multiplier)
+            x = self.add_and_norm(y, total, parts.norm)
+        if parts.gate_up is None or parts.down is None:
+            return x
+        y = self.product(self.activated(parts, self.product(x, parts.gate_up)), parts.down)
+        self._prepare(y, parts.down_norm, parts.multiplier)
+        return y
+
+    def _prepare(self, y: torch.Tensor, norm: Norm | None, multiplier: float) -> None:
+        """Make of a product [M, N] what is added to the residual, in place."""
+        if norm is not None:
+            for rows in chunks(len(y)):
+                y[rows] = self.norm(y[rows], norm)
+        if multiplier != 1:
+            y *= multiplier
+
+    def norm(self, x: torch.Tensor, how: Norm) -> torch.Tensor:
+        """The norm of x's last dimension, bf16."""
+        bias = None if how.bias is None else self.constant(how.bias)
+        return how(x, self.constant(how.weight), bias)
 
     def stage(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice
@@ -313,20 +349,26 @@ class GpuPrefill:
             norm: of rows.
 
         """
-        x, weight = _like(self._x, total), self.constant(norm.weight)
+        x = _like(self._x, total)
         for rows in chunks(len(total)):
             if y is not None:
                 total[rows] += y[rows]
-            x[rows] = rms_norm(total[rows], weight, norm.epsilon)
+            x[rows] = self.norm(total[rows], norm)
         return x
 
-    def gated(self, y: torch.Tensor) -> torch.Tensor:
-        """silu(gate) ∘ up of y [M, 2 · N], [M, N], in the memory of norms."""
-        tokens, inputs = y.shape[0], y.shape[1] // 2
+    def activated(self, parts: PostAttention, y: torch.Tensor) -> torch.Tensor:
+        """What a perceptron's `down` multiplies, [M, K], in the memory of norms.
+
+        Args:
+            parts: of the layer.
+            y: what `gate_up` gave, [M, K or 2 · K].
+
+        """
+        tokens = y.shape[0]
+        inputs = y.shape[1] // 2 if parts.is_gated else y.shape[1]
         x = self._x[: tokens * inputs].view(tokens, inputs)
         for rows in chunks(tokens):
-            gate, up = y[rows].chunk(2, dim=1)
-            torch.mul(torch.nn.functional.silu(gate), up, out=x[rows])
+            x[rows] = parts.activated(y[rows])
         return x
 
     def _unpack(self, piece: _Piece) -> torch.Tensor:
@@ -379,11 +421,6 @@ def chunks(tokens: int) -> Iterator[slice]:
     """Tokens of a step, as many at a time as intermediate results have room for."""
     for begin in range(0, tokens, CHUNK_TOKENS):
         yield slice(begin, begin + CHUNK_TOKENS)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The root-mean-square norm of the last dimension, bf16; on a GPU one kernel."""
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def _like(memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -6,60 +6,50 @@ whose parts are all known here take the place of vLLM's (decoder_layers.py).
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import (
+    GELU,
+    FastGELU,
+    GeluAndMul,
+    GELUTanh,
+    NewGELU,
+    ReLUSquaredActivation,
+    SiluAndMul,
+)
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import attention, gpu_layers
 from ray_hetero.kernels.attention import Attention, as_norm
 from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
+from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
-from ray_hetero.kernels.layer_parts import Linear, PostAttention, QkvInput
+from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.kernels.streaming_linear import StreamingLinear
-from ray_hetero.kernels.structures import STRUCTURES, LayerModules, Structure
+from ray_hetero.kernels.structures import STRUCTURES, Calls, LayerModules, structure_of
 from ray_hetero.log import logger
 
+PLAIN_ACTIVATIONS: dict[type, Activation] = {
+    GELU: "gelu",
+    GELUTanh: "gelu_tanh",
+    NewGELU: "gelu_tanh",
+    FastGELU: "gelu_tanh",
+    nn.ReLU: "relu",
+    ReLUSquaredActivation: "relu_squared",
+    nn.SiLU: "silu",
+}
+"""Of perceptrons without a gate, by class."""
 Linears = Mapping[nn.Module, Linear]
 """Linear layers that the kernel computes, by vLLM's module."""
 Memories = dict[AttentionShape, AttentionMemory | None]
 """What was made of each shape; None where there was no room."""
-
-
-class FusedRun(nn.Module):  # type: ignore[misc]
-    """Replaces the first layer of a fused run and computes all of it."""
-
-    def __init__(self, run: int) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a decoder layer of vLLM does, for all layers of the run."""
-        result: tuple[torch.Tensor, torch.Tensor] = torch.ops.ray_hetero.decoder_layers(
-            positions, hidden, residual, self.run
-        )
-        return result
-
-
-class FusedAlready(nn.Module):  # type: ignore[misc]
-    """Replaces each other layer of a fused run and hands on what it is given."""
-
-    def forward(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What it is given, without the positions."""
-        return hidden, residual
 
 
 def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
@@ -78,21 +68,24 @@ def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
     memories: Memories = {}
     left: Counter[str] = Counter()
     for decoder in model.modules():
-        if (own := _layers_of(decoder)) is None:
+        name = _layers_attribute(decoder)
+        if name is None:
             continue
-        found = [_layer(decoder, layer, linears, kernel) for layer in own]
+        layers = getattr(decoder, name)
+        own = list(layers)[decoder.start_layer : decoder.end_layer]
+        found = [layer_of(decoder, layer, linears, kernel) for layer in own]
         left.update(
             f"{type(layer).__name__}: {why}"
             for layer, why in zip(own, found, strict=True)
             if isinstance(why, str)
         )
-        for first, layers in _following(found):
-            memory = _memory(layers, kernel, memories)
-            run = FusedRun(register(DecoderLayers(layers, kernel, memory)))
+        for first, some in _following(found):
+            memory = _memory(some, kernel, memories)
+            run = register(DecoderLayers(some, kernel, memory))
             begin = decoder.start_layer + first
-            for number in range(begin, begin + len(layers)):
-                decoder.layers[number] = run if number == begin else FusedAlready()
-            count += len(layers)
+            for number, one in enumerate(replacements(some, run), begin):
+                layers[number] = one
+            count += len(some)
     for why, layers_left in left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
@@ -101,65 +94,107 @@ def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
     return count
 
 
-def _layers_of(decoder: Any) -> list[Any] | None:
-    """The layers of this stage, if a module is a model that has decoder layers."""
-    if not all(hasattr(decoder, name) for name in ("layers", "start_layer", "end_layer")):
-        return None
-    return list(decoder.layers)[decoder.start_layer : decoder.end_layer]
+def _layers_attribute(decoder: Any) -> str | None:
+    """Where a model has its decoder layers; None for another module."""
+    known = [one.layers for one in STRUCTURES if one.is_model(decoder)]
+    for name in (*known, "layers"):
+        if all(hasattr(decoder, one) for one in (name, "start_layer", "end_layer")):
+            return name
+    return None
+
+
+def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:
+    """What takes the places of layers that are one operator, by its number."""
+    first = layers[0]
+    if first.mlp is not None:
+        yield WITH_MODULES[first.calls](run, first.mlp)
+        return
+    of_first, of_others = MODULES[first.calls]
+    yield of_first(run)
+    yield from (of_others() for _ in layers[1:])
 
 
 def _following(found: Sequence[Layer | str]) -> Iterator[tuple[int, list[Layer]]]:
-    """Layers without another kind between them, with the place of the first."""
-    for _, some in itertools.groupby(enumerate(found), lambda one: isinstance(one[1], Layer)):
-        numbered = [(place, layer) for place, layer in some if isinstance(layer, Layer)]
-        if numbered:
-            yield numbered[0][0], [layer for _, layer in numbered]
+    """Layers without another kind between them, with the place of the first.
+
+    A layer whose perceptron stays vLLM's module is alone.
+    """
+    some: list[Layer] = []
+    for place, layer in enumerate([*found, ""]):
+        is_alone = isinstance(layer, Layer) and layer.mlp is not None
+        if some and (isinstance(layer, str) or is_alone or some[0].mlp is not None):
+            yield place - len(some), some
+            some = []
+        if isinstance(layer, Layer):
+            some.append(layer)
 
 
-def _layer(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear) -> Layer | str:
+def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear) -> Layer | str:
     """The parts of a layer of a model, or why it is left to vLLM."""
-    structure = next((one for one in STRUCTURES if one.is_model(decoder)), None)
-    if structure is None:
-        return f"models of the class {type(decoder).__name__} are not known"
     # Hidden states that are wanted from between layers would not be there any more.
     if getattr(decoder, "aux_hidden_state_layers", ()):
         return "a drafter reads hidden states between layers"
-    return layer_of(structure, layer, linears, kernel)
-
-
-def layer_of(
-    structure: Structure, layer: Any, linears: Linears, kernel: StreamingLinear
-) -> Layer | str:
-    """The parts of a layer, or why it is left to vLLM."""
-    modules = structure.modules(layer)
-    if modules is None:
-        return "the layer, or a part of it, computes something else than those that are known"
+    known = structure_of(decoder, layer)
+    if known is None:
+        return f"layers of this kind in {type(decoder).__name__} are not among those that are known"
+    structure, modules = known
     why = _why_unsuited(modules, linears) or _why_not_added(modules, kernel.sums)
     if why := why or attention.why_unsuited(modules):
         return why
-    input_norm, norm = as_norm(modules.input_norm), as_norm(modules.norm)
+    # vLLM adds to the residual and takes the norm in one operator where it hands both on.
+    of_rounded = structure.calls not in {Calls.RESIDUAL, Calls.HIDDEN_FIRST}
+    input_norm, norm, output_norm, down_norm = (
+        None if one is None else as_norm(one, of_rounded=of_rounded) for one in modules.norms
+    )
     assert input_norm is not None
     assert norm is not None
-    qkv, output, gate_up, down = (linears[one] for one in modules.linears)
-    if kernel.sums is not None and not kernel.sums.is_first:
-        output, down = (replace(one, bias=None) for one in (output, down))
-    return Layer(
-        QkvInput(input_norm, qkv),
-        Attention(modules, kernel),
-        PostAttention(output, norm, gate_up, down),
+    qkv, output, *perceptron = (linears[one] for one in modules.linears)
+    is_first = kernel.sums is None or kernel.sums.is_first
+    if not is_first:
+        output = replace(output, bias=None)
+    begins, attention_part = QkvInput(input_norm, qkv), Attention(modules, kernel)
+    parts = PostAttention(
+        output,
+        norm,
+        output_norm=output_norm,
+        down_norm=down_norm,
+        multiplier=modules.multiplier,
+        is_parallel=modules.is_parallel,
     )
+    if modules.mlp is not None:
+        return Layer(begins, attention_part, parts, structure.calls, modules.mlp)
+    activation = as_activation(modules.activation)
+    assert activation is not None
+    gate_up, down = perceptron
+    if not is_first:
+        down = replace(down, bias=None)
+    parts = replace(parts, gate_up=gate_up, down=down, activation=activation[0])
+    if parts.is_gated != activation[1]:
+        return f"the perceptron has other sizes than {type(modules.activation).__name__} suggests"
+    return Layer(begins, attention_part, parts, structure.calls)
 
 
 def _why_unsuited(modules: LayerModules, linears: Linears) -> str:
-    """Why the products and norms of a layer cannot be computed here; or ""."""
+    """Why the products, norms and activation of a layer cannot be computed here; or ""."""
     if any(one not in linears for one in modules.linears):
         return "vLLM's own kernels compute linear layers of it"
-    if type(modules.activation) is not SiluAndMul:
+    if modules.mlp is None and as_activation(modules.activation) is None:
         return f"the activation is another one ({type(modules.activation).__name__})"
-    for norm in (modules.input_norm, modules.norm):
-        if as_norm(norm) is None:
+    for norm in modules.norms:
+        if norm is not None and as_norm(norm) is None:
             return f"a norm is another one ({type(norm).__name__})"
     return ""
+
+
+def as_activation(module: Any) -> tuple[Activation, bool] | None:
+    """What an activation of vLLM's or torch's computes, and whether of a gate; None if unknown."""
+    kind = type(module)
+    if kind is SiluAndMul:
+        return "silu", True
+    if kind in {GeluAndMul, nn.GELU}:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu", kind is GeluAndMul
+    found = PLAIN_ACTIVATIONS.get(kind)
+    return None if found is None else (found, False)
 
 
 def _why_not_added(modules: LayerModules, sums: RankSums | None) -> str:
@@ -167,8 +202,12 @@ def _why_not_added(modules: LayerModules, sums: RankSums | None) -> str:
     size = 1 if sums is None else sums.size
     if any(one.tp_size != size for one in modules.linears):
         return "tensor-parallel ranks add their products up in between"
+    if sums is None:
+        return ""
+    if modules.mlp is not None:
+        return "tensor-parallel ranks add their experts up in a call of their own"
     added = (modules.output, modules.down)
-    if sums is not None and not all(one.reduce_results and one.input_is_parallel for one in added):
+    if not all(one.reduce_results and one.input_is_parallel for one in added):
         return "tensor-parallel ranks add other products up than those that are known"
     return ""
 

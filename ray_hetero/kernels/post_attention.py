@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
+from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -23,14 +24,7 @@ class PostAttentionBlock:
     def __init__(self, parts: PostAttention, kernel: StreamingLinear) -> None:
         self.parts = parts
         self._kernel = kernel
-        self.native = kernel.native.PostAttention(
-            output=parts.output.native,
-            norm=parts.norm.native,
-            gate_up=parts.gate_up.native,
-            down=parts.down.native,
-            next=parts.next and parts.next.native,
-            sums=kernel.sums and kernel.sums.native,
-        )
+        self.native = parts.native(kernel.native, kernel.sums and kernel.sums.native)
 
     def __call__(
         self, attended: torch.Tensor, residual: torch.Tensor
@@ -77,16 +71,29 @@ class PostAttentionBlock:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as a sequence of operators; arguments and result as of a call."""
         parts, total = self.parts, residual.clone(memory_format=torch.contiguous_format)
-        hidden = self._summed(self._linear(attended, parts.output))
-        add_and_norm(hidden, total, parts.norm)
-        gate_up = self._linear(hidden, parts.gate_up)
-        gated = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-        torch.ops._C.silu_and_mul(gated, gate_up)
-        hidden = self._summed(self._linear(gated, parts.down))
-        if parts.next is None:
+        added = self._summed(self._linear(attended, parts.output))
+        if parts.is_parallel:
+            hidden = norm(total, parts.norm)
+            total += added * parts.multiplier
+        else:
+            added = addend(added, parts.output_norm, parts.multiplier)
+            hidden = add_and_norm(added, total, parts.norm)
+        if parts.gate_up is None or parts.down is None:
             return hidden, total
-        add_and_norm(hidden, total, parts.next.norm)
-        return self._linear(hidden, parts.next.qkv), total
+        inner = self._activated(self._linear(hidden, parts.gate_up))
+        added = self._summed(self._linear(inner, parts.down))
+        added = addend(added, parts.down_norm, parts.multiplier)
+        if parts.next is None:
+            return added, total
+        return self._linear(add_and_norm(added, total, parts.next.norm), parts.next.qkv), total
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.parts
+        if parts.activation != "silu" or not parts.is_gated:
+            return parts.activated(x)
+        gated = x.new_empty((x.shape[0], x.shape[1] // 2))
+        torch.ops._C.silu_and_mul(gated, x)
+        return gated
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         """A product of which each rank of a tensor-parallel group has computed a part."""
@@ -99,6 +106,43 @@ class PostAttentionBlock:
         return self._kernel.compute(x, linear.weight, linear.bias)
 
 
-def add_and_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
-    """residual += x, x = norm(residual), in place."""
-    torch.ops._C.fused_add_rms_norm(x, residual, norm.weight, norm.epsilon)
+def addend(x: torch.Tensor, own: Norm | None, multiplier: float) -> torch.Tensor:
+    """What is added to a residual, of what a product gave.
+
+    Args:
+        x: [M, N], bf16.
+        own: its norm.
+        multiplier: of what is added.
+
+    """
+    x = x if own is None else norm(x, own)
+    return x if multiplier == 1 else x * multiplier
+
+
+def norm(x: torch.Tensor, how: Norm) -> torch.Tensor:
+    """The norm of x [M, N], bf16."""
+    if how.kind != "rms":
+        return how(x)
+    result = torch.empty_like(x)
+    vllm_ops.rms_norm(result, x, how.weight, how.epsilon)
+    return result
+
+
+def add_and_norm(x: torch.Tensor, residual: torch.Tensor, how: Norm) -> torch.Tensor:
+    """residual += x, in place; the norm of the sum, maybe in the memory of x.
+
+    Args:
+        x: [M, N], bf16.
+        residual: [M, N], bf16.
+        how: the norm.
+
+    """
+    if how.of_rounded:
+        residual += x
+        return norm(residual, how)
+    if how.kind == "rms":
+        torch.ops._C.fused_add_rms_norm(x, residual, how.weight, how.epsilon)
+        return x
+    both = residual.float() + x
+    residual.copy_(both)
+    return how(both)

@@ -34,6 +34,9 @@ def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table
             format_cpulist(threads.get(seat.rank, ())) if seat.kind == "cpu" else "",
             layer_span(first, world.layers[seat.stage]),
         )
+    for seat in world.experts:
+        row = (str(seat.rank), "", "", "experts", seat.node_name, seat.device)
+        table.add_row(*row, format_cpulist(threads.get(seat.rank, ())), "")
     return table
 
 

@@ -18,9 +18,14 @@ from placement.plan.devices import Links, StageDevices, stages_of
 from placement.plan.split import RankPlan, Split, choose_split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
+from ray_hetero.planning.expert_memory import (
+    bytes_of_expert_rank,
+    check_room,
+    shape_of_stages,
+)
+from ray_hetero.planning.fused_architectures import FUSED_MODEL_TYPES
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 from ray_hetero.planning.rank_devices import (
-    FUSED_MODEL_TYPES,
     Described,
     UnknownDeviceError,
     rank_devices,
@@ -70,10 +75,12 @@ class LayerPlan:
     warning: str = ""
     threads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Logical CPUs of each CPU rank's compute threads, by rank."""
+    expert_bytes: int = 0
+    """Of the experts that each expert rank holds, as the checkpoint has them."""
 
     def forecast(self, rank: int) -> Forecast | None:
         """What the plan expects of one rank."""
-        if self.split is None:
+        if self.split is None or self.world.members[rank].serves_experts:
             return None
         work = self.split.work
         stage = self.split.stages[self.world.seats[rank].stage]
@@ -95,10 +102,11 @@ class LayerPlan:
 
     def memory_bytes(self) -> dict[int, int]:
         """Host memory that each CPU rank will take, by rank; none where nothing is known."""
+        experts = {seat.rank: self.expert_bytes for seat in self.world.experts}
         if self.split is None:
             return {}
         share = Fraction(self.kv_tokens, max(1, self.split.kv_tokens))
-        return {
+        return experts | {
             rank.rank: rank.memory.beside_kv + int(rank.kv_bytes * share)
             for rank in self.split.ranks
             if rank.device.kind == "cpu"
@@ -140,7 +148,7 @@ def plan_layers(
     Raises:
         LayoutError: there are too few devices.
         ConfigError: the layers given do not add up.
-        DoesNotFitError: no split fits.
+        DoesNotFitError: no split fits, or the experts do not fit into the sockets for them.
 
     """
     facts = facts.in_world(pipeline_parallel_size * tensor_parallel_size)
@@ -153,9 +161,35 @@ def plan_layers(
         turn=turn,
     )
     threads = {
-        seat.rank: compute_threads(seat, config.cpu) for seat in world.seats if seat.kind == "cpu"
+        seat.rank: compute_threads(seat, config.cpu) for seat in world.members if seat.kind == "cpu"
     }
+    expert_bytes = 0
+    if facts.shape is not None and config.experts.ranks:
+        expert_bytes = bytes_of_expert_rank(facts.shape, config.experts)
+        check_room(world, expert_bytes)
+        facts = replace(facts, shape=shape_of_stages(facts.shape, config.experts))
     is_given = config.layers != "auto" or bool(partition)
+    planned = _plan_stages(
+        config, world, nodes, facts, threads, measure, asked, described, links,
+        explained=explained, is_given=is_given,
+    )  # fmt: skip
+    return replace(planned, expert_bytes=expert_bytes)
+
+
+def _plan_stages(
+    config: HeteroConfig,
+    world: World,
+    nodes: Sequence[Node],
+    facts: EngineFacts,
+    threads: dict[int, tuple[int, ...]],
+    measure: Measure,
+    asked: Asked | None,
+    described: Described | None,
+    links: Links | None,
+    *,
+    explained: bool,
+    is_given: bool,
+) -> LayerPlan:
     is_chosen = world.has_cpu and not world.is_cpu_only and not is_given
     if facts.shape is None:
         warning = _equal(facts.why_no_shape) if is_chosen else ""
@@ -209,7 +243,7 @@ def _stages(
     measure: Measure,
     described: Described | None,
 ) -> tuple[StageDevices, ...]:
-    known = config.cpu.bandwidth_gb_s is not None or not threads
+    known = config.cpu.bandwidth_gb_s is not None or not world.has_cpu
     devices = rank_devices(
         config,
         world.seats,

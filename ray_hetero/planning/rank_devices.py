@@ -53,8 +53,6 @@ code and data the weights have driven from the caches."""
 FUSED = Latency(0.45e-3, 1.5e-3)
 """Of a CPU rank whose layers are one operator, compiled or not; from decode steps of half an 8B
 shape on 14 cores beside an H100 (docs/gpu-host/2026-11-22-h100-decode-step.md)."""
-FUSED_MODEL_TYPES = {"llama", "qwen2", "qwen3"}
-"""Models whose layers can be, see decoder_layers.py."""
 
 
 Described = Callable[[Seat], RankDevice]

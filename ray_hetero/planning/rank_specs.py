@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 from placement.cluster.assignment import Node
@@ -33,6 +34,7 @@ def rank_specs(
         )
         for node in nodes
     }
+    meeting = uuid.uuid4().hex
     return tuple(
         RankSpec(
             world=plan.world,
@@ -44,14 +46,15 @@ def rank_specs(
             forecast=plan.forecast(seat.rank),
             gpus_beside=world_plan.gpus_beside(seat, hosts[seat.node_id]),
             near_gpus=near_gpus[seat.node_id],
+            meeting=meeting,
         )
-        for seat in plan.world.seats
+        for seat in plan.world.members
     )
 
 
 def spare_cpus(plan: LayerPlan, node: Node) -> tuple[int, ...]:
     """Logical CPUs of a node that no CPU rank of this engine computes on; may be none."""
-    seats = [seat for seat in plan.world.seats if seat.node_id == node.node_id]
+    seats = [seat for seat in plan.world.members if seat.node_id == node.node_id]
     sockets = [seat for seat in seats if seat.kind == "cpu"]
     return world_plan.spare_cpus(sockets, _computing(plan, node))
 
@@ -60,6 +63,6 @@ def _computing(plan: LayerPlan, node: Node) -> list[tuple[int, ...]]:
     """Logical CPUs of each CPU rank's compute threads on a node."""
     return [
         plan.threads[seat.rank]
-        for seat in plan.world.seats
+        for seat in plan.world.members
         if seat.node_id == node.node_id and seat.kind == "cpu"
     ]

@@ -64,7 +64,9 @@ def plan_world(
     except LayoutError as error:
         raise LayoutError(f"{error}{_held(nodes)}") from None
     is_near = config.cpu.sockets == "auto"
-    return World(layout, assign(layout, nodes, turn, near_gpus=is_near), tuple(layers))
+    seats = assign(layout, nodes, turn, config.experts.ranks, near_gpus=is_near)
+    ranks = layout.world_size
+    return World(layout, seats[:ranks], tuple(layers), experts=seats[ranks:])
 
 
 def with_chosen_sockets(config: CpuConfig, nodes: Sequence[Node]) -> list[Node]:

@@ -58,7 +58,7 @@ def software_of(world: World, config: HeteroConfig, model: str) -> dict[str, Nod
 
 def _without_kernels(world: World, software: Mapping[str, NodeSoftware]) -> dict[str, str]:
     """Nodes with CPU ranks that cannot start, and why."""
-    nodes = {seat.node_id for seat in world.seats if seat.kind == "cpu"} & software.keys()
+    nodes = {seat.node_id for seat in world.members if seat.kind == "cpu"} & software.keys()
     return {node: problem for node in nodes if (problem := software[node].problem) is not None}
 
 
@@ -96,5 +96,5 @@ def _judge_surroundings(world: World, software: Mapping[str, NodeSoftware]) -> N
 
 
 def _name(world: World, node_id: str) -> str:
-    seat = next(seat for seat in world.seats if seat.node_id == node_id)
+    seat = next(seat for seat in world.members if seat.node_id == node_id)
     return f"{seat.node_name} ({seat.address})"

@@ -134,6 +134,7 @@ def check_cpu_site(
 WITHOUT_NATIVE = {
     "placement._native": "bandwidths come from a table, pages are not counted",
     "ray_hetero._streaming_linear": "linear layers are computed by vLLM's kernels",
+    "ray_hetero._expert_handover": "experts stay with the stages",
 }
 """What is done instead of each native module."""
 

@@ -156,6 +156,41 @@ WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
 )
 """Refused where the world may have CPU ranks, or has stages of several sizes."""
 
+WITH_EXPERT_RANKS: Sequence[Refusal[EngineArgs]] = (
+    Refusal(
+        "experts.ranks beside --data-parallel-size {found}",
+        lambda args: args.data_parallel_size if args.data_parallel_size > 1 else None,
+        "the engines of a data-parallel server exchange the tokens of experts",
+        "Leave one of them out, or start several servers.",
+    ),
+    Refusal(
+        "experts.ranks beside --enable-expert-parallel",
+        lambda args: args.enable_expert_parallel,
+        "every expert is divided among the expert ranks already",
+    ),
+    Refusal(
+        "experts.ranks beside --enable-eplb",
+        lambda args: args.enable_eplb,
+        "it moves experts between GPUs only",
+    ),
+    Refusal(
+        "experts.ranks beside --enable-dbo",
+        lambda args: args.enable_dbo,
+        "expert ranks compute one batch of a stage at a time",
+    ),
+    Refusal(
+        "experts.ranks beside --enable-lora",
+        lambda args: args.enable_lora,
+        "vLLM would look for the experts' weights in the stages",
+    ),
+    Refusal(
+        "experts.ranks beside --enable-sleep-mode",
+        lambda args: args.enable_sleep_mode,
+        "expert ranks cannot sleep",
+    ),
+)
+"""Refused where experts lie on sockets beside the stages."""
+
 WITH_RESTARTS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
         "max_restarts beside --data-parallel-size {found}",
@@ -240,6 +275,7 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
         *DRAFTING_OF_CPU_RANKS,
     ),
     "with `max_restarts`": WITH_RESTARTS,
+    "with `experts.ranks`": WITH_EXPERT_RANKS,
 }
 """All rows, by the worlds in which they are refused."""
 
@@ -263,7 +299,9 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stoc
     ranks = engine_args.tensor_parallel_size
     _check_layout(config, stages, ranks)
     _check_layers(config, stages)
+    _check_experts(config, is_stock=is_stock)
     asked = [*ALWAYS, *(() if is_stock else WITH_CPU_RANKS)]
+    asked += WITH_EXPERT_RANKS if config.experts.ranks else ()
     for refusal in (*asked, *(WITH_RESTARTS if config.max_restarts else ())):
         refusal.check(engine_args)
 
@@ -304,6 +342,21 @@ def _check_layers(config: HeteroConfig, stages: int) -> None:
             raise ConfigError(
                 f"layers {given} contradicts VLLM_PP_LAYER_PARTITION={partition}; keep one of them"
             )
+
+
+def _check_experts(config: HeteroConfig, *, is_stock: bool) -> None:
+    ranks, layers = config.experts.ranks, config.experts.layers
+    if ranks and not is_stock:
+        raise ConfigError(
+            f"experts.ranks: {ranks} sockets hold experts for stages of GPUs in equal numbers, but "
+            f'layout is {config.layout}. Write a layout of GPUs, for example "layout": [["gpu"]], '
+            "or leave experts.ranks out."
+        )
+    if layers != "all" and not ranks:
+        raise ConfigError(
+            f"experts.layers: the experts of {layers} layers are to lie on expert ranks, but there "
+            "are none; give experts.ranks too"
+        )
 
 
 def refuse_checkpoint(model: ModelConfig) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 
 import psutil
 
+from ray_hetero.log import logger
+
 
 def move_process(pid: int, cpus: Collection[int]) -> None:
     """Move every thread that a process of this host has by now.
@@ -24,6 +26,25 @@ def move_process(pid: int, cpus: Collection[int]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         for thread in psutil.Process(pid).threads():
             _move(thread.id, cpus)
+
+
+def drop_niceness() -> None:
+    """Give this thread, and those it starts, the priority that vLLM's own workers have.
+
+    Ray's workers are nice unless the cluster was started otherwise (`ray-hetero ray-args`), and
+    only a privileged process may take that back.
+    """
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness <= 0:
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except PermissionError:
+        logger.warning(
+            "Ray runs this rank at niceness %d, so whatever else needs a core gets it first. "
+            "Start Ray with RAY_worker_niceness=0 (`ray-hetero ray-args` prints it).",
+            niceness,
+        )
 
 
 def take_cores(own: Collection[int], others: Collection[int]) -> None:

@@ -37,6 +37,7 @@ from ray_hetero.compat import (
 )
 from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
+from ray_hetero.distributed.remote_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.kernels.rank_sums import RankSums
@@ -45,32 +46,13 @@ from ray_hetero.observability.metrics import RayMetrics
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.preflight.platform import check_platform, is_pretending
-from ray_hetero.runtime.core_binding import move_process, take_cores
+from ray_hetero.runtime.core_binding import drop_niceness, move_process, take_cores
 from ray_hetero.runtime.process_state import STACKS_SIGNAL
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
 from ray_hetero.worker.speculation import Speculation, models_of
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.world import Forecast, RankSpec
-
-
-def _drop_niceness() -> None:
-    """Give this thread, and those it starts, the priority that vLLM's own workers have.
-
-    Ray's workers are nice unless the cluster was started otherwise (`ray-hetero ray-args`), and
-    only a privileged process may take that back.
-    """
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    if niceness <= 0:
-        return
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
-    except PermissionError:
-        logger.warning(
-            "Ray runs this rank at niceness %d, so whatever else needs a core gets it first. "
-            "Start Ray with RAY_worker_niceness=0 (`ray-hetero ray-args` prints it).",
-            niceness,
-        )
 
 
 class RankWorker:
@@ -152,7 +134,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
-        _drop_niceness()
+        self._remote_experts: RemoteExperts | None = None
+        drop_niceness()
         take_cores(rank.threads or rank.spare, rank.spare)
 
     def prepare(self) -> Fingerprint:
@@ -218,6 +201,11 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         speculation = Speculation.of(self._vllm_config, world, seat)
         if speculation is not None:
             speculation.before_loading()
+        if world.experts:
+            model = self._vllm_config.model_config
+            self._remote_experts = RemoteExperts(
+                self._rank, model.get_total_num_hidden_layers(), model.dtype
+            )
         WorkerProc.__init__(
             self,
             vllm_config=self._vllm_config,
@@ -230,6 +218,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         )
         if speculation is not None:
             speculation.loaded(self.worker.model_runner)
+        if self._remote_experts is not None:
+            self._remote_experts.connect()
         if linear_layers is not None:
             sums = self._sums(linear_layers)
             layers = linear_layers.loaded(self.worker.model_runner.get_model(), sums)
@@ -300,6 +290,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         behind a stage that has failed, all others would wait.
         """
         message_queues.answer_untraced(self)
+        if self._remote_experts is not None:
+            message_queues.answer_if_well(self, self._problem)
         first = self.rpc_broadcast_mq.dequeue(indefinite=True)
         # The driver sends once all ranks serve, and these have connected to their groups' queues.
         for queue in (self.worker_response_mq, get_tp_group().mq_broadcaster):
@@ -309,6 +301,13 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         while self.worker.failure is None:
             message_queues.answer(self, self.rpc_broadcast_mq.dequeue(indefinite=True))
         raise self.worker.failure
+
+    def _problem(self) -> Exception | None:
+        """What makes nothing of steps that seem to have been computed."""
+        assert self._remote_experts is not None
+        if (problem := self._remote_experts.problem) is not None:
+            self.worker.failure = problem
+        return problem
 
     def _report(self) -> RankReport:
         return RankReport(

@@ -164,9 +164,11 @@ def check_agreement(fingerprints: Sequence[Fingerprint]) -> None:
 
     """
     problems = []
+    # An expert rank runs no model, and has no fields.
+    running = [answer for answer in fingerprints if answer.fields]
     for field in SHARED_FIELDS:
         by_value: dict[str, list[int]] = {}
-        for answer in fingerprints:
+        for answer in running:
             by_value.setdefault(answer.fields[field], []).append(answer.rank)
         if len(by_value) > 1:
             values = ", ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())

@@ -8,13 +8,15 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from engines import IN_THIS_PROCESS, Json, Model, Stock, batch, engine, prompts, run_engines, tokens
 from filelock import FileLock
 from leftovers import Scene, clean_scene
+from other_models import MAKERS
 
-from ray_hetero.cli.demo.model import write_demo_model
+from ray_hetero.cli.demo.model import ARCHITECTURES, write_demo_model
 
 pytest.register_assert_rewrite("server_checks")
 
@@ -26,9 +28,9 @@ OTHERS = ("llama-bf16-compiled", "opt-f32-compiled", "opt-bf16")
 @pytest.fixture(scope="session", autouse=True)
 def _keep_compiled_code(request: pytest.FixtureRequest) -> Iterator[None]:
     """One cache for all engines, and for the next run: TMPDIR, where it would be, is swept."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patched:
         directory = request.config.cache.mkdir("inductor")
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
         yield
 
 
@@ -40,7 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     def make(architecture: str = "llama", dtype: str = "bf16") -> Path:
         directory = root / f"{architecture}-{dtype}"
         if not directory.exists():
-            write_demo_model(directory, architecture, dtype=dtype)  # type: ignore[arg-type]
+            with patch.dict(ARCHITECTURES, MAKERS):
+                write_demo_model(directory, architecture, dtype=dtype)  # type: ignore[arg-type]
         return directory
 
     return make

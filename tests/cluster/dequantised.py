@@ -32,6 +32,9 @@ def dequantised(quantised: Path, plain: Path) -> Path:
         else:
             layers.setdefault(layer, {})[end] = tensor
     for layer, parts in layers.items():
+        if parts.keys() == {"weight"}:
+            state[f"{layer}.weight"] = parts["weight"]  # of a router
+            continue
         state[f"{layer}.weight"] = _weight(parts, scheme).to(torch.bfloat16).contiguous()
     save_file(state, plain / "model.safetensors", metadata={"format": "pt"})
     return plain

@@ -7,6 +7,7 @@ differ where two are equally likely.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,29 @@ def test_tokens_are_those_of_stock(name: str, scene: Scene, logs: Path, tmp_path
         gaps = [gap for gap in found if gap is not None]
         assert len(gaps) <= 4
         assert all(gap < NEARLY_EQUAL for gap in gaps)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "w4a16-zeros", "gptq", "awq"])
+def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
+    name: str, scene: Scene, logs: Path, tmp_path: Path
+) -> None:
+    # vLLM wants experts on every stage, and the first layer has none.
+    deep = replace(SHAPE, layers=4)
+    quantised = write_demo_model(tmp_path / "quantised", "qwen3_moe", stored=name, shape=deep)
+    plain = dequantised(quantised, tmp_path / "plain")
+    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
+    arguments = [
+        engine(plain, dtype="bfloat16"),
+        engine(quantised, 2, dtype="bfloat16", **hetero(cpu=cpu)),
+    ]
+    asked = [batch(prompts(), logprobs=2)]
+    folder = logs / f"experts-{name}"
+    answers = run_engines(scene, folder, [(one, asked) for one in arguments], extra=IN_THIS_PROCESS)
+    (expected,), (ours,) = answers
+    log = (folder / "log").read_text()
+    for count in (1, 2):
+        assert f"experts of {count} layers are the checkpoint's own {HELD[name]}" in log
+    found = [gap_where_different(*pair) for pair in zip(ours, expected, strict=True)]
+    gaps = [gap for gap in found if gap is not None]
+    assert len(gaps) <= 4
+    assert all(gap < NEARLY_EQUAL for gap in gaps)

@@ -100,11 +100,17 @@ def test_others(name: str, pipeline: int, tensor: int, others: Tokens, stock: St
     ("architecture", "pipeline", "tensor"),
     [
         ("llama", 1, 2),
-        pytest.param("llama", 2, 1, marks=pytest.mark.slow),
-        pytest.param("qwen3", 2, 1, marks=pytest.mark.slow),
-        pytest.param("qwen3", 2, 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(architecture, *world, marks=pytest.mark.slow)
+            for architecture, world in [
+                ("llama", (2, 1)), ("qwen3", (2, 1)), ("qwen3", (2, 2)), ("gemma2", (1, 2)),
+                *((other, (2, 1)) for other in (
+                    "mistral", "gemma", "gemma2", "phi3", "granite", "glm4", "stablelm", "opt",
+                )),
+            ]
+        ),
     ],
-)
+)  # fmt: skip
 def test_kernels_of_this_project(
     architecture: str, pipeline: int, tensor: int, scene: Scene, logs: Path, model: Model
 ) -> None:

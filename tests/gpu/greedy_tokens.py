@@ -1,6 +1,7 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
-The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "long", "shares"};
+The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "long", "shares",
+"experts"};
 an empty layout is stock vLLM on one GPU.
 """
 
@@ -72,7 +73,14 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         "distributed_executor_backend": "ray_hetero",
         "pipeline_parallel_size": len(stages),
         "tensor_parallel_size": len(stages[0]),
-        "additional_config": {"ray_hetero": {"layout": layout, "cpu": cpu, "gpu": gpu}},
+        "additional_config": {
+            "ray_hetero": {
+                "layout": layout,
+                "cpu": cpu,
+                "gpu": gpu,
+                "experts": {"ranks": run["experts"]},
+            }
+        },
     }
 
 

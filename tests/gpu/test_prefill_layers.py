@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 pytest.register_assert_rewrite("paged_steps")
 
 from native_module import native, needs_native  # noqa: E402
-from paged_steps import Steps  # noqa: E402
+from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.kernels import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.gpu_attention import (  # noqa: E402
@@ -98,11 +98,11 @@ def test_compact_weights_are_expanded_by_one_kernel_that_gives_what_torch_gives(
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
-@pytest.mark.parametrize("attends", ["LlamaAttention", "Qwen3Attention"])
+@pytest.mark.parametrize("family", GPU_FAMILIES)
 def test_prompts_chunks_and_prefixes(
-    attends: str, isa: str, monkeypatch: pytest.MonkeyPatch
+    family: str, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = Steps(monkeypatch, device=GPU, attends=attends, isa=isa, layers=3)
+    steps = Steps(monkeypatch, device=GPU, family=family, isa=isa, layers=3)
     one, other = steps.request(300), steps.request(200)
     steps.check((one, 0, 50))
     steps.check((one, 50, 64), (other, 0, 40))

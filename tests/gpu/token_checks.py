@@ -50,13 +50,17 @@ class Case:
     is_long: bool = False
     """Whether prompts are long, come in chunks, share prefixes and are asked twice; CPU ranks then
     have a GPU compute steps of 64 tokens and more."""
+    experts: int = 0
+    """Expert ranks beside the stages."""
 
     def __str__(self) -> str:
         """Name of the test."""
         compiled = ["compiled"] if self.is_compiled else []
         borrowing = ["borrowing"] if self.is_borrowing else []
         long = ["long"] if self.is_long else []
-        return "-".join([self.model, self.dtype, self.layout, *compiled, *borrowing, *long])
+        experts = [f"experts{self.experts}"] if self.experts else []
+        parts = [self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts]
+        return "-".join(parts)
 
     @property
     def stages(self) -> Layout:
@@ -129,6 +133,7 @@ def _run(
             "borrowing": case.is_borrowing,
             "long": case.is_long,
             "shares": SHARES,
+            "experts": case.experts,
         }
         for case in cases
     ]

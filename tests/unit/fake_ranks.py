@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.executor.multiproc_executor import WorkerProc
-from worlds import world
+from worlds import layout, world
 
 from ray_hetero.executor.failure import Ending
 from ray_hetero.executor.rank_set import RankSet
@@ -89,11 +90,16 @@ class Actors:
 
 def rank_set(
     *ranks: Answers,
+    experts: int = 0,
     actors: Actors | None = None,
     on_failure: Callable[[str], object] = lambda report: None,
     on_stopped: Callable[[], object] = lambda: None,
 ) -> RankSet:
-    """CPU ranks that serve, one a queue of answers."""
-    made = RankSet(world("c" * len(ranks)), actors or Actors(), on_failure, on_stopped)
+    """CPU ranks that serve, one a queue of answers, and expert ranks, which have none."""
+    there = world("c" * (len(ranks) + experts))
+    seats, others = there.seats[: len(ranks)], there.seats[len(ranks) :]
+    others = tuple(replace(seat, serves_experts=True) for seat in others)
+    there = replace(there, layout=layout("c" * len(ranks)), seats=seats, experts=others)
+    made = RankSet(there, actors or Actors(), on_failure, on_stopped)
     made.connect(Requests(), ranks, 10, "the.key")
     return made

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_parts import HEAD, HIDDEN, known_layers, model
+from decoder_parts import HEAD, HIDDEN, attends, computed, known_layers, layers_of, model
 from native_module import native
 from vllm.v1.attention.backends import cpu_attn
 
@@ -28,6 +28,8 @@ from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
 
 CPU = torch.device("cpu")
+GPU_FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "granite", "stablelm", "falcon-rw")
+"""Of `decoder_parts.FAMILIES`, with whole layers that a GPU computes, one for each kind of part."""
 SCALE = 0.2
 CLOSE = 2**-5
 """How far a row may be from what is expected, relative to its length; of rounding."""
@@ -82,14 +84,14 @@ class Steps:
         heads, kv_heads = parts.setdefault("heads", 6), parts.setdefault("kv_heads", 2)
         self.block, self.isa = block, isa
         self.decoder = model(layers, **parts)
-        self.layers = list(self.decoder.layers)[1:-1]
+        self.layers = layers_of(self.decoder)
         self.heads, self.kv_heads = heads, kv_heads
         config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
         monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
         self.contexts: dict[str, Any] = {}
         self.caches = []
         for layer in self.layers:
-            attention = layer.self_attn.attn
+            attention = attends(layer)
             attention.impl = cpu_attn.CPUAttentionBackendImpl(
                 heads, HEAD, SCALE, kv_heads, alibi_slopes=None, sliding_window=None,
                 kv_cache_dtype="auto",
@@ -120,7 +122,7 @@ class Steps:
                 kind = CompactWeight if is_compact else PackedWeight
                 held = kind.made(pack(module.matrix), native)
                 assert held is not None
-                linears[module] = Linear(held, None)
+                linears[module] = Linear(held, module.added)
                 gpu.add(held)
         gpu.take()
         kernel.prompts = Prompts(gpu, least)
@@ -146,25 +148,12 @@ class Steps:
     def expected(self, request: Conversation) -> torch.Tensor:
         """[tokens, hidden]: the sum of what a call gives for the whole sequence."""
         positions = torch.arange(len(request.inputs))
-        total, y = request.inputs.float(), None
         for layer in self.layers:
-            total = total if y is None else total + y.float()
-            x = layer.input_layernorm(total.bfloat16())
-            attended = self._attended(layer.self_attn, positions, x)
-            total = total + layer.self_attn.o_proj(attended)[0].float()
-            x = layer.mlp.gate_up_proj(layer.post_attention_layernorm(total.bfloat16()))[0]
-            y = layer.mlp.down_proj(layer.mlp.act_fn(x))[0]
-        assert y is not None
-        return total + y.float()
+            attends(layer).forward = self._attended
+        return computed(self.layers, self.known[0].calls, positions, request.inputs.clone())
 
-    def _attended(self, module: Any, positions: Any, x: Any) -> Any:
-        tokens = len(x)
-        sizes = [module.q_size, module.kv_size, module.kv_size]
-        q, k, v = module.qkv_proj(x)[0].split(sizes, dim=-1)
-        if hasattr(module, "q_norm"):
-            q, k = (norm(one.reshape(tokens, -1, HEAD)).reshape(tokens, -1)
-                    for norm, one in ((module.q_norm, q), (module.k_norm, k)))  # fmt: skip
-        q, k = module.rotary_emb.forward_native(positions, q, k)
+    def _attended(self, q: Any, k: Any, v: Any) -> Any:
+        tokens = len(q)
         q, k, v = (one.reshape(tokens, -1, HEAD).transpose(0, 1).float() for one in (q, k, v))
         each = self.heads // self.kv_heads
         k, v = (one.repeat_interleave(each, dim=0) for one in (k, v))
@@ -200,7 +189,7 @@ class Steps:
             slot_mapping=slots, scheduler_metadata=None,
         )  # fmt: skip
         for layer, cache in zip(self.layers, self.caches, strict=True):
-            attention = layer.self_attn.attn
+            attention = attends(layer)
             self.contexts[attention.layer_name] = metadata, attention, cache, slots
         return positions, torch.cat([request.inputs[b:e] for request, b, e in parts])
 

@@ -43,6 +43,21 @@ def test_local_ranks_count_per_kind() -> None:
     assert [seat.socket.id for seat in seats if seat.socket] == [0, 1]
 
 
+def test_expert_ranks_come_last_and_share_a_node_with_all_stages() -> None:
+    nodes = [node("a", sockets=1, gpus=2, is_driver=True), node("b", sockets=3, gpus=2)]
+    seats = assign(layout("g", "g"), nodes, expert_ranks=2)
+    assert {seat.node_name for seat in seats} == {"b"}
+    assert [(seat.rank, seat.kind, seat.serves_experts, seat.tensor_rank) for seat in seats] == [
+        (0, "gpu", False, 0), (1, "gpu", False, 0), (2, "cpu", True, 0), (3, "cpu", True, 1)
+    ]  # fmt: skip
+    assert [seat.socket.id for seat in seats if seat.socket] == [0, 1]
+    assert bundle_of(seats[3])["CPU"] == seats[3].bundle_cpus > 0
+    with pytest.raises(
+        LayoutError, match=r"4 expert ranks .* needs 2 GPUs and 4 CPU sockets of one"
+    ):
+        assign(layout("g", "g"), nodes, expert_ranks=4)
+
+
 def test_engines_that_start_together_choose_other_devices() -> None:
     nodes = [node("a", sockets=2, gpus=1, is_driver=True), node("b", sockets=2, gpus=1)]
     turns = [assign(layout("c", "g"), nodes, Turn(index, 2)) for index in (0, 1)]

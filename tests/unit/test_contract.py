@@ -36,7 +36,13 @@ from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor import layers
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_random_seed
@@ -51,7 +57,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocCl
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, SamplerOutput
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -70,10 +76,12 @@ from ray_hetero.compat import (
     engine_processes,
     message_queues,
     patching,
+    quantised_experts,
+    remote_experts,
     spec_decode,
 )
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
-from ray_hetero.errors import UnsupportedError
+from ray_hetero.errors import RankError, UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
 from ray_hetero.executor.rank_queues import RequestQueue
 from ray_hetero.executor.recovery import RankRecovery
@@ -119,9 +127,13 @@ OVERRIDES: dict[type, set[str]] = {
         "__init__", "all_reduce", "all_gather", "gather", "reduce_scatter", "broadcast", "send",
         "recv",
     },
+    remote_experts._remote_method(): {
+        "create_weights", "maybe_roundup_sizes", "uses_weight_scale_2_pattern",
+        "process_weights_after_loading", "get_fused_moe_quant_config", "apply",
+    },
 }  # fmt: skip
 """Methods that stand for one of vLLM's; a renamed one would silently never be called."""
-REPLACED = {RankActor: {"__init__"}}
+REPLACED = {RankActor: {"__init__"}, remote_experts._remote_method(): {"__init__"}}
 """Methods of our own that only share the name."""
 
 
@@ -221,6 +233,22 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
+    ("compat/cpu_experts", FusedMoEKernel, "fused_experts"),
+    *(
+        ("compat/quantised_experts", getattr(cpu_moe, name), attribute)
+        for name in quantised_experts.CLASSES
+        for attribute in ("_supports_current_device", "_supports_quant_scheme", "apply")
+    ),
+    ("compat/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
+    ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
+    ("compat/quantised_experts", int_wna16, "_process_weights_cpu"),
+    ("compat/remote_experts", RoutedExperts, "_get_quant_method"),
+    ("compat/remote_experts", RoutedExperts, "__init__"),
+    ("compat/remote_experts", RoutedExperts, "forward_modular"),
+    ("compat/remote_experts", RoutedExperts, "_ensure_moe_quant_config_init"),
+    ("compat/remote_experts", FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"),
+    ("compat/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
+    ("compat/message_queues", AsyncModelRunnerOutput, "get_output"),
     ("kernels/quantised_linear", quantised_linear.StreamedBlockFloats, "_get_layer_params"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
@@ -498,6 +526,24 @@ def test_answers_do_not_pass_through_rays_tracing() -> None:
     traced, untraced = frames
     assert traced.count("_resume_span") == 3
     assert "_resume_span" not in untraced
+
+
+def test_what_was_computed_while_there_was_a_problem_is_no_answer() -> None:
+    class Async(AsyncModelRunnerOutput):  # type: ignore[misc]
+        def get_output(self) -> str:
+            return "tokens"
+
+    process, problems, answers = RankActor.__new__(RankActor), list[Exception](), list[Any]()
+    process.worker_response_mq = SimpleNamespace(enqueue=answers.append)
+    message_queues.answer_untraced(process)
+    message_queues.answer_if_well(process, lambda: problems[0] if problems else None)
+    for output in ("tokens", Async()):
+        process.enqueue_output(output)
+    problems.append(RankError("rank 2 has ended"))
+    for output in ("tokens", Async()):
+        process.enqueue_output(output)
+    done, failed = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
+    assert answers == [(done, "tokens")] * 2 + [(failed, "rank 2 has ended")] * 2
 
 
 def test_a_name_that_upstream_renamed_is_told() -> None:

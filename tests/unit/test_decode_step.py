@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from decoder_parts import HEAD, HIDDEN, POSITIONS, known_layers, linears, model  # noqa: E402
+from decoder_parts import (  # noqa: E402
+    FAMILIES,
+    HEAD,
+    HIDDEN,
+    POSITIONS,
+    attends,
+    known_layers,
+    layers_of,
+    linears,
+    model,
+)
 from native_module import LEVELS, native, needs_native  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -27,7 +38,17 @@ pytestmark = needs_native
 LAYERS = 2
 HAS_TILES = hasattr(torch.ops._C, "weight_packed_linear")
 """Whether this build of vLLM lays keys and values out for AMX; those for AVX2 do not."""
+IN_PARTS = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"}
+"""Models whose layers are one operator each."""
+WITH_RESIDUAL = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "glm4")
+"""Models that hand a residual on from layer to layer."""
 CLOSE = {"rtol": 2**-5, "atol": 2**-4}
+
+
+def kernel_of(level: str) -> StreamingLinear:
+    made = StreamingLinear(native, native.level(level))
+    made.few_tokens = native.FEW_TOKENS
+    return made
 
 
 class Requests:
@@ -37,13 +58,14 @@ class Requests:
         lengths: tokens of each request, with those that come.
         block: tokens of a block.
         rows: tokens of each request that come.
+        parts: more arguments of `decoder_parts.model`.
 
     """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, lengths: list[int], *, block: int = 32,
-        heads: int = 6, kv_heads: int = 2, attends: str = "LlamaAttention",
-        impl: dict[str, Any] | None = None, rows: list[int] | None = None,
+        heads: int = 6, kv_heads: int = 2, impl: dict[str, Any] | None = None,
+        rows: list[int] | None = None, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(sum(lengths) + block)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -65,7 +87,7 @@ class Requests:
         ).bfloat16()
         # Some tokens count for much: a part that is lost, or weighted wrongly, would show.
         self.keys *= 2
-        self.decoder = model(LAYERS, heads=heads, kv_heads=kv_heads, attends=attends)
+        self.decoder = model(LAYERS, heads=heads, kv_heads=kv_heads, **parts)
         # Filled when a step begins.
         self.contexts: dict[str, Any] = {}
         given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
@@ -73,7 +95,7 @@ class Requests:
         config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
         monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
         for layer in self.layers:
-            layer.self_attn.attn.impl = cpu_attn.CPUAttentionBackendImpl(
+            attends(layer).impl = cpu_attn.CPUAttentionBackendImpl(
                 heads, HEAD, 0.2, kv_heads, **given
             )
         for module in (attention_module, decoder_layers, decode_step):
@@ -82,12 +104,11 @@ class Requests:
 
     @property
     def layers(self) -> list[Any]:
-        return list(self.decoder.layers)[1:-1]
+        return layers_of(self.decoder)
 
     def made(self, level: str = LEVELS[-1] if LEVELS else "") -> DecoderLayers:
         given = linears(self.decoder)
-        kernel = StreamingLinear(native, native.level(level))
-        kernel.few_tokens = native.FEW_TOKENS
+        kernel = kernel_of(level)
         return DecoderLayers(known_layers(self.decoder, given, kernel), kernel)
 
     def cache(self, layer: int, isa: str) -> Any:
@@ -125,7 +146,7 @@ class Requests:
         made = cpu_attn.CPUAttentionMetadata(**described)
         caches = [self.cache(number, isa) for number in range(LAYERS)]
         for cache, layer in zip(caches, self.layers, strict=True):
-            attention = layer.self_attn.attn
+            attention = attends(layer)
             attention.isa, attention._k_scale_float, attention._v_scale_float = isa, 1.0, 1.0
             self.contexts[attention.layer_name] = made, attention, cache, self.slots
         return caches
@@ -137,7 +158,7 @@ class Requests:
 
 def expect_the_same(
     requests: Requests, *, isa: str = "vec", is_first: bool = True,
-    level: str = LEVELS[-1] if LEVELS else "",
+    level: str = LEVELS[-1] if LEVELS else "", atol: float = CLOSE["atol"],
 ) -> None:  # fmt: skip
     layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=is_first)
     theirs = requests.begin("vec")
@@ -148,7 +169,7 @@ def expect_the_same(
     found = layers._decode_step(requests.positions, hidden, residual)
     assert found is not None
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), **CLOSE)
+        torch.testing.assert_close(one.float(), other.float(), rtol=CLOSE["rtol"], atol=atol)
     assert torch.equal(hidden, kept[0])
     assert residual is None or torch.equal(residual, kept[1])
     for mine, vllms in zip(ours, theirs, strict=True):
@@ -272,11 +293,96 @@ def test_heads_of_keys_may_have_any_number_of_heads_of_queries(
     expect_the_same(Requests(monkeypatch, [200, 40], heads=heads, kv_heads=kv_heads), isa=isa)
 
 
-@pytest.mark.parametrize("attends", ["Qwen2Attention", "Qwen3Attention"])
-def test_heads_are_normalised_where_a_model_does_so(
-    attends: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rotated", [HEAD, HEAD // 4])
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - IN_PARTS))
+def test_layers_of_other_models(family: str, rotated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_first = family not in WITH_RESIDUAL
+    kv_heads = 6 if family == "opt" else 2
+    requests = Requests(monkeypatch, [200, 40], family=family, rotated=rotated, kv_heads=kv_heads)
+    # Sums are as large as 8, where neighbours in bf16 are 2^-5 apart.
+    expect_the_same(requests, is_first=is_first, atol=2**-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_attentions_in_front_of_experts(
+    family: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expect_the_same(Requests(monkeypatch, [200, 40], attends=attends), is_first=False)
+    requests = Requests(monkeypatch, [200, 40], family=family)
+    hidden, residual = requests.inputs(is_first=False)
+    layer, _ = known_layers(requests.decoder, linears(requests.decoder), kernel_of(level))
+    layers = DecoderLayers([layer], kernel_of(level))
+    requests.begin("vec")
+    expected = layers._layer_by_layer(requests.positions, hidden, residual)
+    requests.begin("vec")
+    assert layers._decode_step is not None
+    found = layers._decode_step(requests.positions, hidden, residual)
+    assert found is not None
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), **CLOSE)
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 20},
+    "window of a token": {"sliding_window": 1},
+    "window of spans": {"sliding_window": 64},
+    "long window": {"sliding_window": 257},
+    "soft cap": {"logits_soft_cap": 2.5},
+    "both": {"sliding_window": 40, "logits_soft_cap": 5.0},
+    "sinks": {"sinks": torch.linspace(-1, 4, 6)},
+    "sinks and a window": {"sinks": torch.linspace(4, -1, 6), "sliding_window": 130},
+}
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("scores", SCORES)
+def test_attentions_with_windows_soft_caps_and_sinks(
+    scores: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_the_same(Requests(monkeypatch, [300, 1, 2000, 64], impl=SCORES[scores]), isa=isa)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scores", SCORES)
+def test_so_they_are_at_each_level(
+    scores: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_the_same(Requests(monkeypatch, [300, 40], impl=SCORES[scores]), level=level)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_drafts_see_their_own_windows(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [130, 513], rows=[4, 8], impl={"sliding_window": 33})
+    expect_the_same(requests, isa=isa)
+
+
+def test_layers_with_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [300, 64, 90])
+    attends(requests.layers[1]).impl.sliding_window = 50
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
+
+    def begin() -> None:
+        """The second layer has other blocks; those before its window are nobody's."""
+        requests.begin("vec")
+        first, own = (attends(layer).layer_name for layer in requests.layers)
+        metadata, module, cache, _ = requests.contexts[own]
+        blocks = requests.blocks.flip(1)
+        at = requests.positions
+        slots = blocks.long()[torch.arange(3), at // 32] * 32 + at % 32
+        for row, length in enumerate(requests.lengths.tolist()):
+            blocks[row, : (length - 50) // 32 if length > 50 else 0] = 0
+        changed = dataclasses.replace(metadata, block_table=blocks, slot_mapping=slots)
+        requests.contexts[own] = changed, module, cache, slots
+        assert requests.contexts[first][0] is not changed
+
+    begin()
+    expected = layers._layer_by_layer(requests.positions, hidden, residual)
+    begin()
+    assert layers._decode_step is not None
+    found = layers._decode_step(requests.positions, hidden, residual)
+    assert found is not None
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), **CLOSE)
 
 
 def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +511,7 @@ def test_a_dummy_run_and_more_tokens_than_a_step_are_too(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "impl",
     [
-        {"sliding_window": 16}, {"alibi_slopes": [0.5] * 6}, {"logits_soft_cap": 30.0},
-        {"kv_cache_dtype": "fp8"}, {"sinks": torch.zeros(6)},
+        {"alibi_slopes": [0.5] * 6}, {"kv_cache_dtype": "fp8"},
     ],
     ids=lambda impl: next(iter(impl)),
 )  # fmt: skip
@@ -419,12 +524,13 @@ def test_an_attention_that_does_more_is_vllms(
 def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests(monkeypatch, [40])
     layers = requests.made()
-    beginning = layers._input.native
-    attention, between = layers._layers[0]
+    first = layers._input.native
+    attention, block = layers._layers[0]
+    scores = native.Scores(scale=1.0, window=None, soft_cap=0.0, sinks=0)
     with pytest.raises(ValueError, match="each but the last with the next one"):
-        native.DecoderLayers(first=beginning, layers=[(attention.rotation, 1.0, between.native)])
+        native.DecoderLayers(first=first, layers=[(attention.rotation, scores, block.native)])
     with pytest.raises(ValueError, match="at least one layer"):
-        native.DecoderLayers(first=beginning, layers=[])
+        native.DecoderLayers(first=first, layers=[])
     some = SimpleNamespace(m=1, positions=0, slots=0, lengths=0, blocks=0, most_blocks=1, block=32,
                            cache_blocks=1, tiles=False)  # fmt: skip
     for change, message in (({"m": 33}, "1 to 32 requests"), ({"block": 16}, "multiples of 32")):

@@ -10,22 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from decoder_parts import HEAD, HIDDEN, class_of, known_layers, linears, model  # noqa: E402
-from native_module import native, needs_native  # noqa: E402
+from decoder_parts import (  # noqa: E402
+    FAMILIES,
+    HEAD,
+    HIDDEN,
+    attends,
+    class_of,
+    computed,
+    known_layers,
+    layers_of,
+    linears,
+    model,
+)
+from native_module import LEVELS, native, needs_native  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.sequence import IntermediateTensors  # noqa: E402
 
 from ray_hetero.kernels import attention, decoder_layers, layer_fusion  # noqa: E402
 from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.kernels.structures import llama  # noqa: E402
+from ray_hetero.kernels.structures import Calls, llama, structure_of  # noqa: E402
 
 current_platform.import_kernels()
 
@@ -45,6 +56,7 @@ def test_a_layer_adds_its_residual_in_its_norms_and_nowhere_else(cls: Any) -> No
         self_attn=lambda positions, hidden_states: f"attend({hidden_states})",
         post_attention_layernorm=lambda x, residual: (f"second({x})", f"{residual}+{x}"),
         mlp=lambda x: f"mlp({x})",
+        ada_rms_norm_t_cond=None,
     )
     found = cls.forward(layer, positions="p", hidden_states="h", residual="r")
     attended = "attend(norm(h))"
@@ -61,25 +73,46 @@ def test_a_perceptron_is_two_products_with_the_activation_between(cls: Any) -> N
     assert cls.forward(perceptron, "x") == "down(gated(gate_up(x)))"
 
 
-@pytest.mark.parametrize("cls", classes(llama.MODELS), ids=by_name)
+HANDING_ON = {Calls.RESIDUAL, Calls.HIDDEN_FIRST}
+"""How models call layers that hand a residual on."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_hands_on_what_a_layer_gives_to_the_next(
-    cls: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = cls.forward
+    decoder = model(2, family=family)
+    known = structure_of(decoder, layers_of(decoder)[0])
+    assert known is not None
+    calls, layers = known[0].calls, known[0].layers
     group = SimpleNamespace(is_first_rank=False, is_last_rank=False)
-    monkeypatch.setitem(forward.__globals__, "get_pp_group", lambda: group)
-    seen: list[tuple[object, object]] = []
+    # A subclass has the forward function of the class that it is of.
+    for cls in type(decoder).__mro__:
+        if "forward" in vars(cls) and cls.__module__.startswith("vllm"):
+            monkeypatch.setitem(cls.forward.__globals__, "get_pp_group", lambda: group)
+    seen: list[tuple[object, ...]] = []
 
-    def layer(positions: object, hidden_states: Any, residual: Any) -> tuple[str, str]:
-        seen.append((hidden_states, residual))
-        return f"{hidden_states}'", f"{residual}'"
+    def layer(*given: Any, **others: Any) -> Any:
+        assert all(one is None for one in others.values())
+        if calls is Calls.HIDDEN_FIRST:
+            given = given[1], given[0], given[2]
+        seen.append(given)
+        if calls in HANDING_ON:
+            return f"{given[1]}'", f"{given[2]}'"
+        hidden = f"{given[0 if calls is Calls.WITHOUT_POSITIONS else 1]}'"
+        return (hidden, "unused") if calls is Calls.SUM_AND_MORE else hidden
 
-    model = MagicMock(layers=[None, layer, layer, None], start_layer=1, end_layer=3)
-    model.pack_local_aux_hidden_states.return_value = {}
+    vars(decoder)["_modules"].pop(layers)
+    vars(decoder)[layers] = [None, layer, layer, None]
     given = {"hidden_states": "h", "residual": "r"}
-    found = forward(model, None, "p", given)
-    assert seen == [("h", "r"), ("h'", "r'")]
-    assert found.tensors == {"hidden_states": "h''", "residual": "r''"}
+    found = type(decoder).forward(decoder, None, "p", IntermediateTensors(given))
+    if calls in HANDING_ON:
+        assert seen == [("p", "h", "r"), ("p", "h'", "r'")]
+        assert found.tensors == {"hidden_states": "h''", "residual": "r''"}
+    else:
+        first = () if calls is Calls.WITHOUT_POSITIONS else ("p",)
+        assert seen == [(*first, "h"), (*first, "h'")]
+        assert found.tensors == {"hidden_states": "h''"}
 
 
 def fuse(model: Any, given: dict[Any, Linear] | None = None) -> int:
@@ -88,7 +121,7 @@ def fuse(model: Any, given: dict[Any, Linear] | None = None) -> int:
 
 
 def kinds(model: Any) -> list[str]:
-    return [type(layer).__name__ for layer in model.layers][1:-1]
+    return [type(layer).__name__ for layer in layers_of(model)]
 
 
 @pytest.fixture(autouse=True)
@@ -102,19 +135,22 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     del decoder_layers._runs[before:]
 
 
+ATTENTIONS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "glm4")
+
+
 @needs_native
-@pytest.mark.parametrize("rotated", [HEAD, HEAD // 2])
+@pytest.mark.parametrize("rotated", [HEAD, HEAD // 2, HEAD // 4])
 @pytest.mark.parametrize("tokens", [1, 5, 33])
-@pytest.mark.parametrize("cls", classes(llama.ATTENTIONS), ids=by_name)
+@pytest.mark.parametrize("family", ATTENTIONS)
 def test_an_attention_computes_what_vllms_does(
-    cls: Any, tokens: int, rotated: int, contexts: dict[str, Any]
+    family: str, tokens: int, rotated: int, contexts: dict[str, Any]
 ) -> None:
     torch.manual_seed(2)
-    decoder = model(1, attends=cls.__name__, rotated=rotated)
+    decoder = model(1, family=family, rotated=rotated)
     module = decoder.layers[1].self_attn
     contexts["layers.0"] = "metadata", module.attn, "cache", "slots"
     hidden, positions = torch.randn(tokens, HIDDEN).bfloat16(), torch.randint(64, (tokens,))
-    expected = cls.forward(module, positions=positions, hidden_states=hidden)
+    expected = module(positions=positions, hidden_states=hidden)
     kernel = StreamingLinear(native)
     (layer,) = known_layers(decoder, linears(decoder), kernel)
     found = layer.attention(positions, module.qkv_proj(hidden)[0])
@@ -123,30 +159,39 @@ def test_an_attention_computes_what_vllms_does(
 
 
 @needs_native
-@pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "level"), [*((tokens, LEVELS[-1]) for tokens in (1, 40) if LEVELS),
+                          *((3, level) for level in LEVELS)],
+)  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_what_they_were_one_by_one(
-    is_first: bool, tokens: int, contexts: dict[str, Any]
+    family: str, tokens: int, level: str, contexts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Without a group of ranks there is nothing to add up.
+    forward = class_of("FalconDecoderLayer").forward
+    monkeypatch.setitem(forward.__globals__, "tensor_model_parallel_all_reduce", lambda x: x)
     torch.manual_seed(tokens)
-    decoder = model(3)
-    layers = list(decoder.layers)[1:-1]
+    decoder = model(3, family=family)
+    layers = layers_of(decoder)
     for number, layer in enumerate(layers):
-        contexts[f"layers.{number}"] = "metadata", layer.self_attn.attn, "cache", "slots"
+        contexts[f"layers.{number}"] = "metadata", attends(layer), "cache", "slots"
+    kernel = StreamingLinear(native, native.level(level))
+    given = linears(decoder)
+    (calls,) = {layer.calls for layer in known_layers(decoder, given, kernel)}
     positions = torch.arange(tokens)
     hidden = torch.randn(tokens, HIDDEN).bfloat16()
-    residual = None if is_first else torch.randn(tokens, HIDDEN).bfloat16()
+    residual = torch.randn(tokens, HIDDEN).bfloat16() if tokens > 1 else None
+    residual = residual if calls in HANDING_ON else None
     kept = hidden.clone(), residual if residual is None else residual.clone()
-    expected: Any = hidden, residual
-    for layer in layers:
-        expected = layer(positions, *(one if one is None else one.clone() for one in expected))
-    assert fuse(decoder) == 3
-    assert kinds(decoder) == ["FusedRun", "FusedAlready", "FusedAlready"]
-    found: Any = hidden, residual
-    for layer in list(decoder.layers)[1:-1]:
-        found = layer(positions, *found)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=2**-5, atol=2**-3)
+    expected = computed(
+        layers, calls, positions, *(one if one is None else one.clone() for one in kept)
+    )
+    assert layer_fusion.fuse(torch.nn.Sequential(decoder), given, kernel) == 3
+    assert all(type(one).__name__.endswith(("Run", "Done", "Positions", "Attention"))
+               for one in layers_of(decoder))  # fmt: skip
+    found = computed(layers_of(decoder), calls, positions, hidden, residual)
+    apart = (found - expected).norm() / expected.norm()
+    assert float(apart) < 2**-5
     assert torch.equal(hidden, kept[0])
     assert residual is None or torch.equal(residual, kept[1])
 
@@ -174,8 +219,11 @@ def another(name: str) -> Any:
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (lambda: model(2, model=another("LlamaModel")), "models of the class LlamaModel"),
-        (lambda: model(2, layer=another("LlamaDecoderLayer")), "LlamaDecoderLayer: the layer"),
+        (lambda: model(2, model=another("LlamaModel")), "layers of this kind in LlamaModel"),
+        (
+            lambda: model(2, layer=another("LlamaDecoderLayer")),
+            "LlamaDecoderLayer: layers of this kind",
+        ),
     ],
     ids=["model", "layer"],
 )
@@ -229,13 +277,16 @@ def another_rotation(decoder: Any, given: dict[Any, Linear]) -> None:
     rotation.__class__ = type("MRotaryEmbedding", (RotaryEmbedding,), {"forward_native": None})
 
 
-def pairs_side_by_side(decoder: Any, given: dict[Any, Linear]) -> None:
-    decoder.layers[2].self_attn.rotary_emb.is_neox_style = False
-
-
 def heads_of_no_vectors(decoder: Any, given: dict[Any, Linear]) -> None:
-    rotation = decoder.layers[2].self_attn.rotary_emb
-    rotation.cos_sin_cache = rotation.cos_sin_cache[:, :16]
+    decoder.layers[2].self_attn.attn.head_size = decoder.layers[2].self_attn.attn.head_size_v = 72
+
+
+def another_activation(decoder: Any, given: dict[Any, Linear]) -> None:
+    decoder.layers[2].mlp.act_fn = torch.nn.Tanh()
+
+
+def llama_4_scaling(decoder: Any, given: dict[Any, Linear]) -> None:
+    decoder.layers[2].self_attn.do_llama_4_scaling = True
 
 
 def another_norm(decoder: Any, given: dict[Any, Linear]) -> None:
@@ -247,8 +298,8 @@ def another_norm(decoder: Any, given: dict[Any, Linear]) -> None:
     ("change", "fused"),
     [
         (wanting, 0), (divided, 2), (quantised, 2), (own_queries, 2), (quantised_cache, 2),
-        (shared_cache, 2), (another_rotation, 2), (pairs_side_by_side, 2),
-        (heads_of_no_vectors, 2), (another_norm, 2),
+        (shared_cache, 2), (another_rotation, 2), (heads_of_no_vectors, 2), (another_norm, 2),
+        (another_activation, 2), (llama_4_scaling, 2),
     ],
 )  # fmt: skip
 def test_a_layer_that_is_different_is_left_alone_and_parts_the_others(
@@ -258,7 +309,9 @@ def test_a_layer_that_is_different_is_left_alone_and_parts_the_others(
     given = linears(decoder)
     change(decoder, given)
     assert fuse(decoder, given) == fused
-    left = ["FusedRun", "LlamaDecoderLayer", "FusedRun"] if fused else ["LlamaDecoderLayer"] * 3
+    left = (
+        ["ResidualRun", "LlamaDecoderLayer", "ResidualRun"] if fused else ["LlamaDecoderLayer"] * 3
+    )
     assert kinds(decoder) == left
 
 
@@ -278,6 +331,8 @@ def test_the_operator_has_the_shapes_that_it_says(contexts: dict[str, Any]) -> N
 
 @needs_native
 def test_heads_that_are_no_vectors_are_refused() -> None:
-    norms = {"query_norm": None, "key_norm": None}
-    with pytest.raises(ValueError, match="multiples of 16"):
-        native.Rotation(heads=1, kv_heads=1, size=24, cos_sin=0, positions=1, rotated=24, **norms)
+    others = {"query_norm": None, "key_norm": None, "is_interleaved": False}
+    for size, rotated in ((24, 24), (32, 15), (32, 64)):
+        with pytest.raises(ValueError, match="multiples of 16"):
+            native.Rotation(heads=1, kv_heads=1, size=size, cos_sin=0, positions=1,
+                            rotated=rotated, **others)  # fmt: skip

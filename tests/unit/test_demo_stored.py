@@ -82,7 +82,17 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"--stored: {name}'s experts are not quantised here"):
-        write_demo_model(tmp_path / "model", name, stored="int8")
-    assert not (tmp_path / "model").exists()
+def test_experts_are_stored_in_the_format_and_their_router_is_not(
+    name: str, tmp_path: Path
+) -> None:
+    path = write_demo_model(tmp_path / "model", name, shape=SMALL, stored="fp8-channel")
+    names = load_file(path / "model.safetensors").keys()
+    scaled = {key.removesuffix(".weight_scale") for key in names if key.endswith("weight_scale")}
+    experts = {key for key in scaled if ".experts." in key}
+    routers = {key for key in names if key.endswith(".gate.weight")}
+    ignored = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert len(experts) % 3 == 0
+    assert len(experts) > 3
+    assert routers
+    assert not {key.removesuffix(".weight") for key in routers} & scaled
+    assert {*ignored} == {"lm_head", *(key.removesuffix(".weight") for key in routers)}

@@ -119,6 +119,15 @@ def test_the_containerfile_copies_what_is_there_and_let_through() -> None:
         assert f"{name}={value}" in environment
 
 
+def test_the_shell_reads_what_the_containerfile_runs() -> None:
+    found = list(instructions((CONTAINER / "Containerfile").read_text(encoding="utf-8")))
+    runs = [rest for name, rest in found if name == "RUN"]
+    assert len(runs) > 3
+    for run in runs:
+        read = subprocess.run(["sh", "-n", "-c", run], capture_output=True, text=True, timeout=20)
+        assert (read.stderr, read.returncode) == ("", 0), run
+
+
 # Kubernetes.
 
 

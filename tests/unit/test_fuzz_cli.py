@@ -305,7 +305,10 @@ def test_any_option_of_plan_is_followed_or_refused(
                 assert plan[key] == int(options[name])
 
 
-HARMLESS = ["topology", "plan", "doctor", "ray-args", "install-cpu-kernels", "--version", "--help"]
+HARMLESS = [
+    "topology", "plan", "config", "doctor", "ray-args", "install-cpu-kernels", "--version",
+    "--help",
+]  # fmt: skip
 TYPED = st.sampled_from(
     ["--json", "--svg", "--topology", "--layers", "--batch", "-tp", "-pp", "--force", "--wheel",
      "--site", ".", "config.json", "cluster.yaml", "no-such-file", *OPTIONS]
@@ -319,6 +322,20 @@ def test_anything_typed_is_done_or_refused(folder: Path, command: str, typed: li
         answer = run(command, *typed)
     if answer.status:
         assert answer.error.strip() or answer.output.strip()
+
+
+@given(
+    damaged(st.just({"ray_hetero": {"cpu": {"cores": 2, "env": {"A": "1"}}}})) | JSON, st.booleans()
+)
+def test_the_configuration_in_force_is_shown_or_refused(given_: Any, as_json: bool) -> None:
+    answer = run(
+        "config", "--additional-config", json.dumps(given_), *(["--json"] if as_json else [])
+    )
+    if answer.status:
+        assert answer.error.strip()
+    elif as_json:
+        keys = [row["key"] for row in json.loads(answer.output)["keys"]]
+        assert len(keys) == len(set(keys)) > 30
 
 
 @given(

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from decoder_parts import HIDDEN  # noqa: E402
 from native_module import needs_native  # noqa: E402
-from paged_steps import CPU, Steps, write_tokens  # noqa: E402
+from paged_steps import CPU, GPU_FAMILIES, Steps, write_tokens  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -59,11 +59,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("attends", ["LlamaAttention", "Qwen3Attention"])
+@pytest.mark.parametrize("family", GPU_FAMILIES)
 def test_prompts_alone_and_together(
-    attends: str, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+    family: str, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
 ) -> None:
-    steps = Steps(monkeypatch, attends=attends)
+    steps = Steps(monkeypatch, family=family)
     one, other, third = (steps.request(tokens) for tokens in (70, 33, 9))
     steps.check((one, 0, 70))
     steps.check((other, 0, 33), (third, 0, 9))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import LLAMA_8B, LLAMA_70B, config_of
+from plan_cases import LLAMA_8B, LLAMA_70B, MIXTRAL_8X22B, config_of
 
 from placement.cluster.assignment import Node, Seat
 from placement.errors import DoesNotFitError
@@ -22,7 +22,6 @@ from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import LayerPlan, describe_split, plan_layers
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
-from ray_hetero.planning.rank_devices import FUSED_MODEL_TYPES
 
 AUTO = HeteroConfig()
 FACTS = EngineFacts(LLAMA_70B, "", 80, 8192, 256, 2048, 0.9)
@@ -77,6 +76,37 @@ def test_both_kinds_get_planned_layers() -> None:
     assert found.split is not None
     assert found.world.layers == found.split.layers
     assert found.warning == ""
+
+
+MIXTURE = replace(FACTS, shape=MIXTRAL_8X22B, hidden_layers=56)
+EXPERTS = 3 * 8 * 6144 * 16384 * 2
+"""Bytes of a layer's experts."""
+
+
+def with_experts(**experts: Any) -> HeteroConfig:
+    return HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2, **experts}})
+
+
+@pytest.mark.parametrize(("layers", "remote"), [("all", 56), (40, 40)])
+def test_stages_hold_what_expert_ranks_do_not(layers: Any, remote: int) -> None:
+    found = plan(with_experts(layers=layers), server(1, 2), MIXTURE, pipeline=1)
+    assert found.world.layout.kinds == ("gpu",)
+    assert [seat.rank for seat in found.world.experts] == [1, 2]
+    assert set(found.threads) == {1, 2}
+    assert found.expert_bytes == remote * EXPERTS // 2
+    assert found.forecast(1) is None
+    fits = remote == 56
+    # 16 layers of experts are 77 GB more than a GPU of 80 GB has room for beside the rest.
+    assert (found.split is not None) == fits
+    assert ("this may not fit" in found.warning) != fits
+    if fits:
+        assert found.memory_bytes() == {1: found.expert_bytes, 2: found.expert_bytes}
+
+
+def test_experts_that_do_not_fit_into_their_sockets_are_told_with_the_arithmetic() -> None:
+    said = r"rank 1 \(experts, socket 0 .*is to hold 1 / 2 of the experts, 126.0 GiB, but 6"
+    with pytest.raises(DoesNotFitError, match=said):
+        plan(with_experts(), server(1, 2, memory_gib=64), MIXTURE, pipeline=1)
 
 
 @pytest.mark.parametrize(("gpus", "sockets"), [(0, 2), (2, 0)])
@@ -330,12 +360,6 @@ def test_what_makes_a_sockets_step_short_is_priced(
     others = sum(t.nbytes for layer in layers for t in layer.tensors) - held
     expected = (held * read_share + others) / figures.read_bandwidth
     assert step["weights"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_layers_that_are_priced_as_one_operator_are_those_that_can_be() -> None:
-    llama = pytest.importorskip("ray_hetero.kernels.structures.llama")
-    known = {name.removesuffix("DecoderLayer").lower() for name in llama.LAYERS}
-    assert known == FUSED_MODEL_TYPES
 
 
 def test_throughput_balances_the_stages() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +17,11 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.kernels import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_parts import (  # noqa: E402
+    ACTIVATIONS,
+    Activation,
     Linear,
     Norm,
+    NormKind,
     PostAttention,
     QkvInput,
 )
@@ -54,46 +59,102 @@ def linear(
     return Linear(held, bias), weight.float()
 
 
-def norm() -> Norm:
-    return Norm(torch.rand(HIDDEN).add_(0.5).bfloat16(), EPSILON)
+def norm(kind: NormKind = "rms", *, of_rounded: bool = False) -> Norm:
+    weight = torch.rand(HIDDEN).add_(0.5).bfloat16()
+    bias = torch.randn(HIDDEN).bfloat16() if kind == "layer" else None
+    return Norm(weight, EPSILON, kind, bias, of_rounded)
 
 
 class Layer:
-    """Random parts, and what torch computes with them."""
+    """Random parts, and what torch computes with them.
 
-    def __init__(self, *, is_last: bool, is_compact: bool = False) -> None:
+    Args:
+        is_last: whether no layer follows.
+        is_compact: whether most weights are.
+        is_gated: whether the perceptron has a gate.
+        kind: of all norms.
+        of_rounded: whether sums are rounded first.
+        has_own_norms: whether what is added to the residual has norms.
+        changes: of the other parts.
+
+    """
+
+    def __init__(
+        self, *, is_last: bool, is_compact: bool = False, is_gated: bool = True,
+        kind: NormKind = "rms", of_rounded: bool = False, has_own_norms: bool = False,
+        **changes: Any,
+    ) -> None:  # fmt: skip
         torch.manual_seed(3)
         made = [
             linear(HIDDEN, ATTENDED, is_compact=is_compact),
-            linear(2 * WIDE, HIDDEN, has_bias=True, is_compact=is_compact),
+            linear((1 + is_gated) * WIDE, HIDDEN, has_bias=True, is_compact=is_compact),
             # Layers of both kinds may be together.
             linear(HIDDEN, WIDE),
             linear(QUERIES, HIDDEN, has_bias=True, is_compact=is_compact),
         ]
         output, gate_up, down, queries = (one for one, _ in made)
         self._plain = {id(one): weight for one, weight in made}
-        following = None if is_last else QkvInput(norm(), queries)
-        self.parts = PostAttention(output, norm(), gate_up, down, following)
+        following = None if is_last else QkvInput(norm(kind, of_rounded=of_rounded), queries)
+        own = {name: norm(kind) for name in ("output_norm", "down_norm") if has_own_norms}
+        self.parts = PostAttention(
+            output, norm(kind, of_rounded=of_rounded), gate_up, down, following, **own, **changes
+        )
 
     def _linear(self, x: torch.Tensor, one: Linear) -> torch.Tensor:
         y = x.float() @ self._plain[id(one)].T
         return (y if one.bias is None else y + one.bias).bfloat16()
 
-    @staticmethod
+    def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Of float32, in bf16."""
+        weight = norm.weight.float()
+        if norm.kind == "layer":
+            assert norm.bias is not None
+            x = x - x.mean(-1, keepdim=True)
+        scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.epsilon)
+        if norm.kind == "layer":
+            return (scaled * weight + norm.bias.float()).bfloat16()
+        if norm.kind == "rms_plus_one":
+            return (scaled * (1 + weight)).bfloat16()
+        return scaled.bfloat16() * norm.weight
+
+    def _addend(self, x: torch.Tensor, own: Norm | None) -> torch.Tensor:
+        x = x if own is None else self._norm(x.float(), own)
+        return (x.float() * self.parts.multiplier).bfloat16()
+
     def _add_and_norm(
-        x: torch.Tensor, residual: torch.Tensor, norm: Norm
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         both = x.float() + residual.float()
-        scale = torch.rsqrt(both.square().mean(-1, keepdim=True) + norm.epsilon)
-        return (both * scale).bfloat16() * norm.weight, both.bfloat16()
+        return self._norm(both.bfloat16().float() if norm.of_rounded else both, norm), (
+            both.bfloat16()
+        )
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        functions = {
+            "silu": lambda x: x * torch.sigmoid(x),
+            "gelu": lambda x: x * 0.5 * (1 + torch.erf(x * 0.5**0.5)),
+            "gelu_tanh": lambda x: 0.5 * x * (
+                1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))
+            ),
+            "relu": lambda x: x.clamp(min=0),
+            "relu_squared": lambda x: x.clamp(min=0).square(),
+        }  # fmt: skip
+        function = functions[self.parts.activation]
+        if not self.parts.is_gated:
+            return function(x.float()).bfloat16()
+        gate, up = x.float().chunk(2, dim=1)
+        return (function(gate) * up).bfloat16()
 
     def expected(
         self, attended: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self.parts
-        x, total = self._add_and_norm(self._linear(attended, parts.output), residual, parts.norm)
-        gate, up = self._linear(x, parts.gate_up).float().chunk(2, dim=1)
-        x = self._linear((torch.nn.functional.silu(gate) * up).bfloat16(), parts.down)
+        added = self._addend(self._linear(attended, parts.output), parts.output_norm)
+        x, total = self._add_and_norm(added, residual, parts.norm)
+        if parts.is_parallel:
+            x = self._norm(residual.float(), parts.norm)
+        x = self._linear(self._activated(self._linear(x, parts.gate_up)), parts.down)
+        x = self._addend(x, parts.down_norm)
         if parts.next is None:
             return x, total
         x, total = self._add_and_norm(x, total, parts.next.norm)
@@ -130,6 +191,45 @@ def test_at_each_level(tokens: int, is_compact: bool, level: str) -> None:
     check(PostAttentionBlock(layer.parts, kernel(level, few_tokens=32)), layer, tokens)
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gemma": {"kind": "rms_plus_one", "activation": "gelu_tanh", "has_own_norms": True},
+    "glm": {"has_own_norms": True},
+    "granite": {"multiplier": 0.22, "of_rounded": True},
+    "granite with norms": {"multiplier": 0.22, "has_own_norms": True},
+    "stablelm": {"kind": "layer", "of_rounded": True},
+    "opt": {"kind": "layer", "is_gated": False, "activation": "relu", "of_rounded": True},
+    "falcon": {"kind": "layer", "is_gated": False, "activation": "gelu", "is_parallel": True},
+    "parallel, gated": {"is_parallel": True, "activation": "gelu"},
+    "squared": {"is_gated": False, "activation": "relu_squared"},
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tokens", [1, 5, 33])
+def test_parts_of_other_models(tokens: int, variant: str, is_last: bool, level: str) -> None:
+    layer = Layer(is_last=is_last, **VARIANTS[variant])
+    check(PostAttentionBlock(layer.parts, kernel(level, few_tokens=32)), layer, tokens)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_activations_of_all_numbers(level: str, activation: Activation) -> None:
+    # The products change nothing: each activation is seen alone.
+    size = 512
+    same = Linear(PackedWeight.made(pack(torch.eye(size).bfloat16()), native), None)
+    ones = Norm(torch.ones(size).bfloat16(), 0.0)
+    parts = PostAttention(same, ones, same, same, activation=activation, is_parallel=True)
+    numbers = torch.cat([torch.linspace(-12, 12, 384), torch.logspace(-30, 3, 64),
+                         -torch.logspace(-30, 3, 64)]).bfloat16()[None]  # fmt: skip
+    x = numbers.float()
+    x = (x * torch.rsqrt(x.square().mean())).bfloat16()
+    found, _ = PostAttentionBlock(parts, kernel(level))(torch.zeros_like(x), numbers)
+    expected = ACTIVATIONS[activation](x.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-6)
+
+
 @pytest.mark.parametrize("threads", [1, 3, 5])
 def test_threads_do_not_change_the_result(threads: int) -> None:
     layer = Layer(is_last=False)
@@ -146,16 +246,19 @@ def test_threads_do_not_change_the_result(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("is_compact", [False, True])
+@pytest.mark.parametrize(
+    "variant", [{}, {"is_compact": True}, *VARIANTS.values()],
+    ids=["packed", "compact", *VARIANTS],
+)  # fmt: skip
 @pytest.mark.parametrize("is_last", [False, True])
 def test_many_tokens_are_one_piece_of_work_for_a_gpu(
-    is_last: bool, is_compact: bool, monkeypatch: pytest.MonkeyPatch
+    is_last: bool, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 256 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     # The last chunk is shorter.
     monkeypatch.setattr(gpu_prefill, "CHUNK_TOKENS", 24)
-    layer = Layer(is_last=is_last, is_compact=is_compact)
+    layer = Layer(is_last=is_last, **variant)
     gpu = GpuPrefill(torch.device("cpu"), 64)
     for one in layer.parts.linears:
         gpu.add(one.weight)
@@ -178,6 +281,8 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
 
 def test_layers_that_do_not_fit_together_are_refused() -> None:
     layer = Layer(is_last=False)
+    with pytest.raises(ValueError, match="an activation among silu, gelu"):
+        PostAttentionBlock(replace(layer.parts, activation="tanh"), kernel())
     swapped = PostAttention(layer.parts.output, norm(), layer.parts.down, layer.parts.gate_up)
     with pytest.raises(ValueError, match="fit together"):
         PostAttentionBlock(swapped, kernel())

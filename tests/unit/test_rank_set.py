@@ -99,6 +99,17 @@ def test_a_rank_that_ends_is_reported_once_and_the_others_are_stopped() -> None:
         ask(ranks, "next")
 
 
+def test_an_expert_rank_gives_no_answers_and_its_end_is_everyones() -> None:
+    actors, told = Actors(), list[str]()
+    ranks = rank_set(Answers((DONE, 1)), experts=2, actors=actors, on_failure=told.append)
+    assert ask(ranks, "everyone") == [1]
+    assert ranks.world.describe(2).startswith("rank 2 (experts, socket 2")
+    actors.kill(Ending(2, Severity.DIED, "died"))
+    assert ranks.verdict() == "rank 2 died"
+    with pytest.raises(RankError, match="rank 2 died"):
+        ask(ranks, "next")
+
+
 def test_the_watch_of_a_closed_set_ends_nobody() -> None:
     slow = threading.Event()
 

@@ -25,7 +25,7 @@ pytest.importorskip("vllm")
 
 import decoder_parts  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from decoder_parts import HEAD, known_layers, linears, model  # noqa: E402
+from decoder_parts import HEAD, attends, known_layers, linears, model  # noqa: E402
 from native_module import LEVELS, native, needs_native  # noqa: E402
 from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
@@ -42,7 +42,6 @@ from ray_hetero.kernels.layer_parts import (  # noqa: E402
 from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms, meeting  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.kernels.structures import STRUCTURES  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.weight_formats.base import pack  # noqa: E402
 
@@ -294,7 +293,7 @@ class Whole(Requests):
                 product.reduce_results = product.input_is_parallel = True
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 getattr(mine, norm).weight.data.copy_(getattr(theirs, norm).weight.data)
-            mine.self_attn.attn.impl = cpu_attn.CPUAttentionBackendImpl(
+            attends(mine).impl = cpu_attn.CPUAttentionBackendImpl(
                 3, HEAD, 0.2, 1, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto"
             )
         return made
@@ -313,7 +312,7 @@ def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     contexts = [whole.contexts[layer.self_attn.attn.layer_name] for layer in whole.layers]
     before = [cache.clone() for cache in caches]
     requests = decode_step._Requests(whole.positions, whole.slots, whole.lengths, whole.blocks)
-    expected = alone._decode_step._run(requests, contexts, hidden, residual)
+    expected = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
     calls, kept, written = [], [], []
     for own, sums in enumerate(shared(count, native.FEW_TOKENS * decoder_parts.HIDDEN)):
         kernel = StreamingLinear(native, native.level(level))
@@ -327,7 +326,8 @@ def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
         ]
         assert layers._decode_step is not None
         kept.append(layers)
-        calls.append(partial(layers._decode_step._run, requests, given, hidden, residual))
+        step = partial(layers._decode_step._run, [requests], given[:1], given, hidden, residual)
+        calls.append(step)
         written.append(mine)
     found = together(calls)
     for y, total in found:
@@ -345,9 +345,8 @@ def test_layers_of_a_group_are_left_to_vllm_without_shared_memory(
 ) -> None:
     rank = Whole(monkeypatch, [1], 2).part(0)
     kernel = StreamingLinear(native)
-    structure = next(one for one in STRUCTURES if one.is_model(rank))
     layer, made = list(rank.layers)[1], linears(rank)
-    why = layer_fusion.layer_of(structure, layer, made, kernel)
+    why = layer_fusion.layer_of(rank, layer, made, kernel)
     assert why == "tensor-parallel ranks add their products up in between"
     kernel.sums = shared(2, native.FEW_TOKENS * decoder_parts.HIDDEN)[1]
     biases = [
@@ -355,11 +354,11 @@ def test_layers_of_a_group_are_left_to_vllm_without_shared_memory(
         for one in (layer.self_attn.o_proj, layer.mlp.down_proj)
     ]
     made |= dict(zip((layer.self_attn.o_proj, layer.mlp.down_proj), biases, strict=True))
-    found = layer_fusion.layer_of(structure, layer, made, kernel)
+    found = layer_fusion.layer_of(rank, layer, made, kernel)
     # The first rank adds biases.
     assert (found.parts.output.bias, found.parts.down.bias) == (None, None)
     layer.mlp.down_proj.reduce_results = False
-    why = layer_fusion.layer_of(structure, layer, made, kernel)
+    why = layer_fusion.layer_of(rank, layer, made, kernel)
     assert why == "tensor-parallel ranks add other products up than those that are known"
 
 

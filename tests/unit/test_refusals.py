@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import HeteroConfig
-from ray_hetero.errors import UnsupportedError
+from ray_hetero.errors import ConfigError, UnsupportedError
 from ray_hetero.preflight import unsupported_drafters
 from ray_hetero.preflight.refusals import (
     ALWAYS,
@@ -21,6 +21,7 @@ from ray_hetero.preflight.refusals import (
     MODELS_OF_CPU_RANKS,
     REFUSALS,
     WITH_CPU_RANKS,
+    WITH_EXPERT_RANKS,
     WITH_RESTARTS,
     refuse_drafting,
     refuse_unsupported,
@@ -81,7 +82,7 @@ def test_every_refusal_is_tested() -> None:
 def test_every_row_is_in_one_table() -> None:
     tables = (
         ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
-        DRAFTING_OF_CPU_RANKS,
+        DRAFTING_OF_CPU_RANKS, WITH_EXPERT_RANKS,
     )  # fmt: skip
     options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
     assert sorted(options) == sorted(refusal.option for table in tables for refusal in table)
@@ -98,6 +99,42 @@ def test_it_is_named_with_a_reason_and_a_remedy(
     said = rf"{named} does not work with ray_hetero: [^.]+\. (Leave it out|Unset it)"
     with pytest.raises(UnsupportedError, match=said):
         refuse_unsupported(args, HeteroConfig(), is_stock=False)
+
+
+BESIDE_EXPERT_RANKS: dict[str, Any] = {
+    "data_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "enable_eplb": True,
+    "enable_dbo": True,
+    "enable_lora": True,
+    "enable_sleep_mode": True,
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_EXPERT_RANKS)
+def test_what_expert_ranks_cannot_do_is_refused_beside_them_only(name: str, tmp_path: Path) -> None:
+    assert len(BESIDE_EXPERT_RANKS) == len(WITH_EXPERT_RANKS)
+    args = EngineArgs(model=str(tmp_path))
+    setattr(args, name, BESIDE_EXPERT_RANKS[name])
+    gpus = {"layout": [["gpu"]]}
+    refuse_unsupported(args, HeteroConfig.model_validate(gpus), is_stock=True)
+    config = HeteroConfig.model_validate(gpus | {"experts": {"ranks": 2}})
+    option = "--" + name.replace("_", "-")
+    with pytest.raises(UnsupportedError, match=rf"experts.ranks beside {option}.* does not work"):
+        refuse_unsupported(args, config, is_stock=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"experts": {"ranks": 2}}, 'Write a layout of GPUs, for example "layout": [["gpu"]]'),
+        ({"experts": {"layers": 2}}, "there are none; give experts.ranks too"),
+    ],
+)
+def test_expert_ranks_stand_beside_gpus(keys: Any, said: str, tmp_path: Path) -> None:
+    config = HeteroConfig.model_validate(keys)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        refuse_unsupported(EngineArgs(model=str(tmp_path)), config, is_stock=False)
 
 
 @pytest.mark.parametrize("method", [*METHODS, "deepseek_mtp"])

@@ -152,6 +152,22 @@ RAY_HETERO_INLINE __m256 seconds(__m256i pairs) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
 }
+RAY_HETERO_INLINE Floats load_firsts(const std::uint16_t* at) {
+  const Pairs pairs = load_pairs(at);
+  return each_half([&](int i) { return firsts(pairs.half[i]); });
+}
+RAY_HETERO_INLINE Floats load_seconds(const std::uint16_t* at) {
+  const Pairs pairs = load_pairs(at);
+  return each_half([&](int i) { return seconds(pairs.half[i]); });
+}
+RAY_HETERO_INLINE void store_in_turns(std::uint16_t* at, Floats firsts, Floats seconds) {
+  Pairs pairs;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i lower = _mm256_srli_epi32(rounded_bits(firsts.half[i]), 16);
+    pairs.half[i] = _mm256_or_si256(lower, rounded_bits(seconds.half[i]));
+  }
+  store_pairs(at, pairs);
+}
 RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
   const __m256i lower = _mm256_set1_epi32(0xffff);
   return {{_mm256_and_si256(pairs.half[0], lower), _mm256_and_si256(pairs.half[1], lower)}};

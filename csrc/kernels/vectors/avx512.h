@@ -85,6 +85,12 @@ RAY_HETERO_INLINE Floats seconds(Pairs pairs) {
   return _mm512_castsi512_ps(
       _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
+RAY_HETERO_INLINE Floats load_firsts(const std::uint16_t* at) { return firsts(load_pairs(at)); }
+RAY_HETERO_INLINE Floats load_seconds(const std::uint16_t* at) { return seconds(load_pairs(at)); }
+RAY_HETERO_INLINE void store_in_turns(std::uint16_t* at, Floats firsts, Floats seconds) {
+  const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(seconds)), 16);
+  store_pairs(at, _mm512_or_si512(_mm512_cvtepu16_epi32(narrowed(firsts)), upper));
+}
 RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
   return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
 }

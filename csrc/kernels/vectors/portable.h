@@ -125,6 +125,24 @@ RAY_HETERO_INLINE Pairs load_pairs(const void* at) {
 RAY_HETERO_INLINE void store_pairs(void* at, Pairs values) {
   std::memcpy(at, values.byte, sizeof(values));
 }
+// The first of each of 16 pairs of bf16, and the second.
+RAY_HETERO_INLINE Floats load_firsts(const std::uint16_t* at) {
+  Floats loaded;
+  for (int i = 0; i < kLanes; ++i) loaded.lane[i] = as_float(at[2 * i]);
+  return loaded;
+}
+RAY_HETERO_INLINE Floats load_seconds(const std::uint16_t* at) {
+  Floats loaded;
+  for (int i = 0; i < kLanes; ++i) loaded.lane[i] = as_float(at[2 * i + 1]);
+  return loaded;
+}
+// 16 pairs of bf16.
+RAY_HETERO_INLINE void store_in_turns(std::uint16_t* at, Floats firsts, Floats seconds) {
+  for (int i = 0; i < kLanes; ++i) {
+    at[2 * i] = as_bf16(firsts.lane[i]);
+    at[2 * i + 1] = as_bf16(seconds.lane[i]);
+  }
+}
 // The same pair in all lanes.
 RAY_HETERO_INLINE Pairs spread_pair(const std::uint16_t* at) {
   Pairs all;

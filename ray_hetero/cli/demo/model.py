@@ -148,8 +148,6 @@ ARCHITECTURES: dict[str, Callable[[DemoShape, dict[str, Any]], Any]] = {
     "gemma": _gemma,
 }
 """Name → maker of its transformers config; gemma has tied embeddings and sliding windows."""
-WITH_EXPERTS = {"mixtral", "qwen3_moe"}
-"""Mixtures; qwen3_moe begins with a layer without experts."""
 
 
 def write_demo_model(
@@ -177,8 +175,7 @@ def write_demo_model(
         The directory.
 
     Raises:
-        ConfigError: an unknown architecture, dtype or format, quantised experts, or a directory
-            that is not empty.
+        ConfigError: an unknown architecture, dtype or format, or a directory that is not empty.
 
     """
     shape = shape or DemoShape()
@@ -192,7 +189,7 @@ def write_demo_model(
         stale.unlink()
     if stored is not None:
         model.config.quantization_config, state = quantise(model, stored)
-        model.save_pretrained(target, state_dict=state)
+        model.save_pretrained(target, state_dict=state, save_original_format=False)
     else:
         model.save_pretrained(target)
     tokenizer.save_pretrained(target)
@@ -212,10 +209,6 @@ def _check(
     if stored is not None and stored not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"--stored: expected one of {known}; got {stored!r}")
-    if stored is not None and architecture in WITH_EXPERTS:
-        raise ConfigError(
-            f"--stored: {architecture}'s experts are not quantised here; leave it out"
-        )
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target}: expected a directory, this is a file")
     if not force and target.is_dir() and any(target.iterdir()):

@@ -10,6 +10,10 @@ from ray_hetero.cli.demo import awq, fp8, gptq, int8, mxfp4, w4a16
 
 UNQUANTISED = ("lm_head",)
 """Linear layers that stay as they are, as in most checkpoints."""
+WEIGHT = ".weight"
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
+"""What chooses experts; it stays as it is too."""
+MATRIX = 2
 GROUPS = (128, 64, 32)
 """Inputs of a group, and outputs and inputs of a block: the first of these that all sizes fit."""
 
@@ -47,24 +51,30 @@ def quantise(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         `quantization_config` and the state dict.
 
     """
-    import torch
+    from transformers.core_model_loading import revert_weight_conversion
 
     stored = FORMATS[name]
-    layers = {
-        module_name: module
-        for module_name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module_name not in UNQUANTISED
-    }
-    sizes = {size for module in layers.values() for size in module.weight.shape}
+    # Checkpoints have a weight for each expert, models one for all.
+    plain = revert_weight_conversion(model, model.state_dict())
+    weights = {key.removesuffix(WEIGHT) for key, x in plain.items() if _is_quantised(key, x)}
+    sizes = {size for layer in weights for size in plain[layer + WEIGHT].shape}
     group = next((group for group in GROUPS if all(size % group == 0 for size in sizes)), None)
     if group is None:
         group = GROUPS[-1]
     state: dict[str, Any] = {}
-    for key, tensor in model.state_dict().items():
-        layer, _, end = key.rpartition(".")
-        if layer not in layers or end != "weight":
+    for key, tensor in plain.items():
+        layer = key.removesuffix(WEIGHT)
+        if layer not in weights:
             state[key] = tensor
             continue
         for end, part in stored.tensors(tensor.float(), group).items():
             state[f"{layer}.{end}"] = part.contiguous()
-    return stored.scheme(group, UNQUANTISED), state
+    routers = (key.removesuffix(WEIGHT) for key in plain if key.endswith(ROUTERS))
+    return stored.scheme(group, (*UNQUANTISED, *routers)), state
+
+
+def _is_quantised(key: str, tensor: Any) -> bool:
+    """Whether a tensor of a checkpoint is the weight of a linear layer that is quantised."""
+    kept = (*(f"{name}{WEIGHT}" for name in UNQUANTISED), *ROUTERS)
+    is_linear = tensor.ndim == MATRIX and key.endswith(WEIGHT) and "embed" not in key
+    return is_linear and not key.endswith(kept)

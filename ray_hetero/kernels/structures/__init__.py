@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from ray_hetero.kernels.structures.base import LayerModules, Structure
+from typing import Any
+
+from ray_hetero.kernels.structures.base import Calls, LayerModules, Structure
+from ray_hetero.kernels.structures.experts import Experts, GptOss
+from ray_hetero.kernels.structures.falcon import Falcon
+from ray_hetero.kernels.structures.gemma import Gemma
+from ray_hetero.kernels.structures.granite import Granite, StableLm
 from ray_hetero.kernels.structures.llama import Llama
+from ray_hetero.kernels.structures.opt import Opt
 
-__all__ = ["STRUCTURES", "LayerModules", "Structure"]
+__all__ = ["STRUCTURES", "Calls", "LayerModules", "Structure", "structure_of"]
 
-STRUCTURES: tuple[Structure, ...] = (Llama(),)
+STRUCTURES: tuple[Structure, ...] = (
+    Llama(), Gemma(), Granite(), StableLm(), Opt(), Falcon(), Experts(), GptOss(),
+)  # fmt: skip
+
+
+def structure_of(model: Any, layer: Any) -> tuple[Structure, LayerModules] | None:
+    """The structure of a layer of a model of vLLM's, and its modules; None if it is not known."""
+    for structure in STRUCTURES:
+        if structure.is_model(model) and (modules := structure.modules(layer)) is not None:
+            return structure, modules
+    return None

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ray_hetero.compat.decoder_classes import has_forward_of
+
+
+class Calls(enum.Enum):
+    """How a model calls its layers, and what they give."""
+
+    HIDDEN_FIRST = "(hidden, positions, residual) → hidden, still to be added, and residual"
+    RESIDUAL = "(positions, hidden, residual) → hidden, still to be added, and residual"
+    SUM = "(positions, hidden) → hidden"
+    SUM_AND_MORE = "(positions, hidden) → hidden, and what nobody uses"
+    WITHOUT_POSITIONS = "(hidden) → hidden"
 
 
 @dataclass(frozen=True)
@@ -19,38 +31,57 @@ class LayerModules:
     head_norms: tuple[Any, ...]
     """Of each head's queries and of its keys; none in most models."""
     rotary: Any
-    """Turns queries and keys by their positions."""
+    """Turns queries and keys by their positions; None where nothing does."""
     attend: Any
     """vLLM's `Attention`."""
     output: Any
     """What the attention's results are multiplied with."""
     norm: Any
     """Before the multi-layer perceptron."""
-    gate_up: Any
-    """Its gate, and what the gate lets through, one behind the other."""
-    activation: Any
-    down: Any
+    gate_up: Any = None
+    """Its gate, and what the gate lets through, one behind the other; or what has no gate."""
+    activation: Any = None
+    down: Any = None
+    mlp: Any = None
+    """In the place of these three: experts, or another perceptron, which stays vLLM's module."""
+    output_norm: Any = None
+    """Of what the attention adds to the residual."""
+    down_norm: Any = None
+    """Of what the perceptron adds to the residual."""
+    multiplier: float = 1.0
+    """Of what both add."""
+    is_parallel: bool = False
+    """Whether the perceptron's norm is of the residual before the attention is added."""
+
+    @property
+    def norms(self) -> tuple[Any, Any, Any, Any]:
+        """Norms of tokens: before the attention, before the perceptron, and of what each adds."""
+        return self.input_norm, self.norm, self.output_norm, self.down_norm
 
     @property
     def linears(self) -> tuple[Any, ...]:
         """Linear layers in the order of their products."""
-        return self.qkv, self.output, self.gate_up, self.down
+        own = (self.qkv, self.output)
+        return own if self.mlp is not None else (*own, self.gate_up, self.down)
 
 
 class Structure(Protocol):
     """A family of decoder models whose layers have the same parts in the same order."""
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model of vLLM's hands on to a layer what the one before it gave.
+    layers: str
+    """Attribute of a model that holds its layers; those of this stage are from `start_layer` to
+    `end_layer`."""
+    calls: Calls
+    """How a model calls them."""
 
-        Its layers are in `layers`, those of this stage from `start_layer` to `end_layer`.
-        """
+    def is_model(self, model: Any) -> bool:
+        """Whether a model of vLLM's hands on to a layer what the one before it gave, only."""
 
     def modules(self, layer: Any) -> LayerModules | None:
         """The modules of a layer; None if its classes compute something else."""
 
 
-def is_made_of(layer: Any, names: tuple[str, ...], parts: dict[str, tuple[str, ...]]) -> bool:
+def is_made_of(layer: Any, names: tuple[str, ...], parts: Mapping[str, tuple[str, ...]]) -> bool:
     """Whether a layer and its parts compute what known classes do.
 
     Args:

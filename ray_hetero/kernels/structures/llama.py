@@ -1,6 +1,6 @@
 """Llama's layers: attention, then a gated multi-layer perceptron, a norm before each.
 
-Qwen 2 adds biases of queries, keys and values, Qwen 3 norms of heads.
+Qwen 2 adds biases of queries, keys and values, Qwen 3 norms of heads, Gemma norms by 1 + w.
 """
 
 from __future__ import annotations
@@ -8,16 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 from ray_hetero.compat.decoder_classes import has_forward_of
-from ray_hetero.kernels.structures.base import LayerModules, is_made_of
+from ray_hetero.kernels.structures.base import Calls, LayerModules, is_made_of
 
-MODELS = ("LlamaModel", "Qwen2Model")
-LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
-MLPS = ("LlamaMLP", "Qwen2MLP")
+MODELS = ("LlamaModel", "Qwen2Model", "MistralModel", "GemmaModel")
+LAYERS = (
+    "LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer",
+    "GemmaDecoderLayer",
+)  # fmt: skip
+ATTENTIONS = (
+    "LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention", "GemmaAttention",
+)  # fmt: skip
+MLPS = ("LlamaMLP", "Qwen2MLP", "MistralMLP", "GemmaMLP")
 
 
 class Llama:
     """The structure of Llama's layers."""
+
+    layers = "layers"
+    calls = Calls.RESIDUAL
 
     def is_model(self, model: Any) -> bool:
         """Whether a model is one of this family."""
@@ -28,7 +36,12 @@ class Llama:
         if not is_made_of(layer, LAYERS, {"self_attn": ATTENTIONS, "mlp": MLPS}):
             return None
         attention, mlp = layer.self_attn, layer.mlp
-        if getattr(attention, "dual_chunk_attention_config", None):
+        # Variants of Qwen 2 and of Mistral that compute something in between.
+        if (
+            getattr(attention, "dual_chunk_attention_config", None)
+            or getattr(attention, "do_llama_4_scaling", False)
+            or getattr(layer, "ada_rms_norm_t_cond", None) is not None
+        ):
             return None
         return LayerModules(
             input_norm=layer.input_layernorm,

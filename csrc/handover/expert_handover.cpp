@@ -1,0 +1,299 @@
+// Python's face of the handover of tokens to expert ranks; the typed one is
+// ray_hetero/distributed/expert_handover.py.
+
+#include "../expert_call.h"
+#include "words.h"
+
+#include <poll.h>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <deque>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace ray_hetero;
+
+template <typename T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::uint32_t request_of(std::int64_t layer, std::int64_t tokens) {
+  if (layer < 0 || layer >= static_cast<std::int64_t>(kLayers) || tokens <= 0 ||
+      tokens >= static_cast<std::int64_t>(kTokens)) {
+    throw py::value_error("expected a layer below " + std::to_string(kLayers) +
+                          " and 1 to " + std::to_string(kTokens - 1) + " tokens, got layer " +
+                          std::to_string(layer) + " and " + std::to_string(tokens) + " tokens");
+  }
+  return static_cast<std::uint32_t>(tokens) << kLayerBits | static_cast<std::uint32_t>(layer + 1);
+}
+
+// ---- the sender's end ------------------------------------------------------------------------
+
+// A sender that waits in its own thread; one on a GPU has the GPU write and wait for the words.
+class Sender {
+ public:
+  Sender(std::uintptr_t memory, std::int64_t ranks)
+      : words_(pointer<std::uint8_t>(memory), ranks) {}
+
+  void post(std::int64_t layer, std::int64_t tokens) {
+    const std::uint32_t request = request_of(layer, tokens);
+    for (std::int64_t rank = 0; rank < words_.ranks(); ++rank) {
+      words_.request(rank).store(request, std::memory_order_release);
+    }
+  }
+
+  // Whether all have answered; not when the channel has failed, which ends the wait.
+  bool wait() {
+    Patience patience;
+    for (std::int64_t rank = 0; rank < words_.ranks(); ++rank) {
+      while (words_.answer(rank).load(std::memory_order_acquire) == 0) patience.wait();
+    }
+    for (std::int64_t rank = 0; rank < words_.ranks(); ++rank) {
+      words_.answer(rank).store(0, std::memory_order_relaxed);
+    }
+    return words_.failed().load(std::memory_order_acquire) == 0;
+  }
+
+  // Expert ranks that have not taken back their request, each with the answers it has given.
+  std::vector<std::pair<std::int64_t, std::uint32_t>> owing() const {
+    std::vector<std::pair<std::int64_t, std::uint32_t>> found;
+    for (std::int64_t rank = 0; rank < words_.ranks(); ++rank) {
+      const std::uint32_t count = words_.count(rank).load(std::memory_order_acquire);
+      if (words_.request(rank).load(std::memory_order_acquire) != 0) found.push_back({rank, count});
+    }
+    return found;
+  }
+
+  // What a host function in a CUDA stream calls, with what; valid as long as this.
+  std::pair<std::uintptr_t, std::uintptr_t> posting(std::int64_t layer, std::int64_t tokens) {
+    posts_.push_back({this, layer, tokens});
+    return {reinterpret_cast<std::uintptr_t>(+[](void* given) {
+              const Post& post = *static_cast<const Post*>(given);
+              post.sender->post(post.layer, post.tokens);
+            }),
+            reinterpret_cast<std::uintptr_t>(&posts_.back())};
+  }
+  std::pair<std::uintptr_t, std::uintptr_t> waiting() {
+    return {reinterpret_cast<std::uintptr_t>(+[](void* given) {
+              static_cast<Sender*>(given)->wait();
+            }),
+            reinterpret_cast<std::uintptr_t>(this)};
+  }
+
+  // End every wait, from any thread; again and again, as a GPU takes answers back.
+  void release() {
+    words_.failed().store(1, std::memory_order_release);
+    for (std::int64_t rank = 0; rank < words_.ranks(); ++rank) {
+      words_.answer(rank).store(1, std::memory_order_release);
+    }
+  }
+  bool has_failed() const { return words_.failed().load(std::memory_order_acquire) != 0; }
+
+ private:
+  struct Post {
+    Sender* sender;
+    std::int64_t layer, tokens;
+  };
+
+  Words words_;
+  std::deque<Post> posts_;
+};
+
+// ---- the expert rank's end -------------------------------------------------------------------
+
+struct Layer {
+  ComputeExperts compute;  // null where Python computes
+  const void* context;
+  std::int64_t hidden, chosen;
+};
+
+struct Totals {
+  std::int64_t calls = 0, tokens = 0;
+  double computing_s = 0;
+};
+
+// What one sender and this expert rank share.
+struct Channel {
+  Words words;
+  std::int64_t rank;  // this one's number among the expert ranks
+  int connection;     // a socket that the system closes when the sender ends
+  const std::uint8_t* x;
+  const std::int32_t* ids;
+  const float* weights;
+  std::uint8_t* y;
+  std::int64_t capacity;  // tokens
+  std::vector<Layer> layers;
+};
+
+class Receiver {
+ public:
+  using AsLayer = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t>;
+
+  void add(std::uintptr_t memory, std::int64_t ranks, std::int64_t rank, int connection,
+           std::uintptr_t x, std::uintptr_t ids, std::uintptr_t weights, std::uintptr_t y,
+           std::int64_t capacity, const std::vector<AsLayer>& layers) {
+    Channel made{Words(pointer<std::uint8_t>(memory), ranks), rank, connection,
+                 pointer<const std::uint8_t>(x), pointer<const std::int32_t>(ids),
+                 pointer<const float>(weights), pointer<std::uint8_t>(y), capacity, {}};
+    for (const auto& [compute, context, hidden, chosen] : layers) {
+      made.layers.push_back({reinterpret_cast<ComputeExperts>(compute),
+                             pointer<const void>(context), hidden, chosen});
+    }
+    channels_.push_back(made);
+  }
+
+  // Compute what comes, for so long; then nothing, or (channel, layer, tokens) that Python is to
+  // compute and to finish.
+  std::optional<std::tuple<std::int64_t, std::int64_t, std::int64_t>> serve(double limit_s) {
+    py::gil_scoped_release release;
+    const double end_s = now_s() + limit_s;
+    while (true) {
+      for (std::size_t i = 0; i < channels_.size(); ++i) {
+        Channel& channel = channels_[i];
+        const std::uint32_t request =
+            channel.words.request(channel.rank).load(std::memory_order_acquire);
+        if (request == 0) continue;
+        patience_.renew();
+        const std::int64_t number = static_cast<std::int64_t>(request & kLayers) - 1;
+        const std::int64_t tokens = request >> kLayerBits;
+        if (number < 0 || number >= static_cast<std::int64_t>(channel.layers.size()) ||
+            tokens <= 0 || tokens > channel.capacity) {
+          throw std::runtime_error("a request of layer " + std::to_string(number) + " for " +
+                                   std::to_string(tokens) + " tokens is none that was agreed on");
+        }
+        const Layer& layer = channel.layers[number];
+        if (layer.compute == nullptr) return std::tuple(static_cast<std::int64_t>(i), number, tokens);
+        compute(channel, layer, tokens);
+      }
+      if (patience_.wait() && patience_.now() > looked_s_ + kLookSeconds) {
+        look();
+        if (looked_s_ > end_s) return std::nullopt;
+      }
+    }
+  }
+
+  // Answer a request that Python has computed.
+  void finish(std::int64_t channel) { answer(channels_.at(channel)); }
+
+  std::tuple<std::int64_t, std::int64_t, double> totals() const {
+    return {totals_.calls, totals_.tokens, totals_.computing_s};
+  }
+
+ private:
+  static constexpr double kLookSeconds = 0.02;
+
+  void compute(Channel& channel, const Layer& layer, std::int64_t tokens) {
+    const double start_s = now_s();
+    const char* problem =
+        layer.compute(layer.context, {channel.x, channel.ids, channel.weights, channel.y, tokens,
+                                      layer.hidden, layer.chosen});
+    if (problem != nullptr) throw std::runtime_error(problem);
+    answer(channel);
+    totals_.calls += 1;
+    totals_.tokens += tokens;
+    totals_.computing_s += now_s() - start_s;
+  }
+
+  static void answer(Channel& channel) {
+    channel.words.request(channel.rank).store(0, std::memory_order_relaxed);
+    channel.words.count(channel.rank).fetch_add(1, std::memory_order_release);
+    channel.words.answer(channel.rank).store(1, std::memory_order_release);
+  }
+
+  // Whether the senders are still there; a closed socket can be read.
+  void look() {
+    looked_s_ = now_s();
+    std::vector<pollfd> asked;
+    for (const Channel& channel : channels_) asked.push_back({channel.connection, POLLIN, 0});
+    if (poll(asked.data(), asked.size(), 0) <= 0) return;
+    for (std::size_t i = 0; i < asked.size(); ++i) {
+      if (asked[i].revents != 0) {
+        throw std::out_of_range(std::to_string(i));
+      }
+    }
+  }
+
+  std::vector<Channel> channels_;
+  Patience patience_;
+  double looked_s_ = 0;
+  Totals totals_;
+};
+
+// Experts of no size, for tests and for measuring the handover: tokens of 16-bit values come back.
+const char* echo(const void*, const ExpertTokensAt& tokens) {
+  std::memcpy(tokens.y, tokens.x, 2 * tokens.m * tokens.hidden);
+  return nullptr;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_expert_handover, module) {
+  module.doc() = "The handover of tokens to expert ranks through memory that both ends map.";
+  module.attr("WORD_BYTES") = kWordBytes;
+  module.attr("MOST_LAYERS") = kLayers;
+  module.attr("MOST_TOKENS") = kTokens - 1;
+  // A layer's function that gives tokens of 16-bit values back.
+  module.attr("ECHO") = reinterpret_cast<std::uintptr_t>(&echo);
+  module.def("words_bytes", &Words::bytes, py::arg("ranks"), "Bytes of a channel's words.");
+  module.def("request", &request_of, py::arg("layer"), py::arg("tokens"),
+             "The word that asks for a layer of so many tokens.\n"
+             "Raises ValueError: too many of either.");
+
+  py::class_<Sender>(module, "Sender", "The words of a channel, as the sender of tokens uses them.")
+      .def(py::init<std::uintptr_t, std::int64_t>(), py::arg("memory"), py::arg("ranks"),
+           "`memory` is the address of the words, which must outlive this.")
+      .def_static("addresses",
+                  [](std::uintptr_t memory, std::int64_t ranks) {
+                    const Words words(pointer<std::uint8_t>(memory), ranks);
+                    std::vector<std::pair<std::uintptr_t, std::uintptr_t>> found;
+                    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+                      found.emplace_back(reinterpret_cast<std::uintptr_t>(&words.request(rank)),
+                                         reinterpret_cast<std::uintptr_t>(&words.answer(rank)));
+                    }
+                    return found;
+                  },
+                  py::arg("memory"), py::arg("ranks"),
+                  "Addresses of each expert rank's request and answer.")
+      .def("post", &Sender::post, py::arg("layer"), py::arg("tokens"),
+           "Ask all expert ranks for a layer.  Raises ValueError: as `request`.")
+      .def("wait", &Sender::wait, py::call_guard<py::gil_scoped_release>(),
+           "Wait for all answers and take them back; whether the channel has not failed meanwhile,\n"
+           "which ends the wait.")
+      .def("owing", &Sender::owing,
+           "Expert ranks that have a request and have not answered it: (number, answers so far).")
+      .def("posting", &Sender::posting, py::arg("layer"), py::arg("tokens"),
+           "`post` as a host function of a CUDA stream: (function, its argument), by address.")
+      .def("waiting", &Sender::waiting, "`wait` as such.")
+      .def("release", &Sender::release,
+           "Say that the channel has failed, and end the wait that may be under way.")
+      .def_property_readonly("has_failed", &Sender::has_failed);
+
+  py::class_<Receiver>(module, "Receiver", "The channels of an expert rank, one for each sender.")
+      .def(py::init<>())
+      .def("add", &Receiver::add, py::kw_only(), py::arg("memory"), py::arg("ranks"),
+           py::arg("rank"), py::arg("connection"), py::arg("x"), py::arg("ids"),
+           py::arg("weights"), py::arg("y"), py::arg("capacity"), py::arg("layers"),
+           "Memory is by address; `connection` is a socket that can be read once the sender has\n"
+           "ended.  A layer is (function, its context, hidden size, experts of a token), where\n"
+           "function 0 leaves it to Python.")
+      .def("serve", &Receiver::serve, py::arg("limit_s"),
+           "Compute what comes, for so long.  None, or (channel, layer, tokens) for Python to\n"
+           "compute and to `finish`.\n"
+           "Raises IndexError: the sender of the channel of that number has ended;\n"
+           "RuntimeError: a layer cannot be computed.")
+      .def("finish", &Receiver::finish, py::arg("channel"), "Answer what Python has computed.")
+      .def_property_readonly("totals", &Receiver::totals,
+                             "Calls, tokens, and seconds of computing them.");
+}

@@ -1,0 +1,174 @@
+"""vLLM's routed experts of quantised checkpoints on a CPU rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray_hetero.compat.cpu_experts import computing
+from ray_hetero.compat.patching import original, replace
+from ray_hetero.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+INTEGERS = {
+    "CompressedTensorsWNA16MoEMethod": (
+        "compressed-tensors", "weight_packed", "weight_scale", "weight_zero_point",
+    ),
+    "AutoGPTQMoEMethod": ("gptq", "qweight", "scales", "qzeros"),
+    "AutoAWQMoEMethod": ("awq", "qweight", "scales", "qzeros"),
+}  # fmt: skip
+"""vLLM's method → how integers are packed, and the ends of their tensors' names."""
+CLASSES = ("CPUExpertsFp8", "CPUExpertsInt4", "CPUExpertsMxfp4")
+"""vLLM's experts whose weights a checkpoint holds as codes, in `experts.cpu_moe`."""
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """The tensors of a layer of experts as its checkpoint holds them."""
+
+    scheme: str
+    """fp8, int4 or mxfp4."""
+    w13: torch.Tensor
+    """[E, 2 · inner, …]: gate and up."""
+    w2: torch.Tensor
+    """[E, hidden, …]: down."""
+    w13_scale: torch.Tensor
+    w2_scale: torch.Tensor
+    w13_zero: torch.Tensor | None = None
+    w2_zero: torch.Tensor | None = None
+    block: tuple[int, int] | None = None
+    """Outputs and inputs that share a scale; None where the tensors' shapes say it."""
+    layout: str = "compressed-tensors"
+    """Who packs integers of four bits this way: compressed-tensors, gptq or awq."""
+
+
+def use_quantised_experts(kernel: Callable[..., None]) -> None:
+    """Compute a CPU rank's routed experts of quantised checkpoints with another kernel.
+
+    Replaces: `CPUExpertsFp8._supports_current_device`, `CPUExpertsFp8._supports_quant_scheme`,
+    `CPUExpertsFp8.apply`, the same three of `CPUExpertsInt4` and of `CPUExpertsMxfp4`;
+    `cpu_moe.prepare_fp8_moe_layer_for_cpu`, `cpu_moe.prepare_mxfp4_moe_layer_for_cpu`,
+    `int_wna16._process_weights_cpu`.
+    Why: vLLM's kernels for them need AMX, and its choice knows its own kernels only.
+    Can go when: kernels of experts can be registered, as quantisation methods can.
+
+    Args:
+        kernel: see `cpu_experts.use_experts`; called for experts that were given a number.
+
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+    from vllm.platforms import current_platform
+
+    def anywhere(_stock: Any) -> Any:
+        return staticmethod(lambda: bool(current_platform.is_cpu()))
+
+    def any_of_its_type(stock: Any) -> Any:
+        def supports(weight_key: Any, activation_key: Any) -> bool:
+            return stock(weight_key, activation_key) or _is_known(weight_key)
+
+        return staticmethod(supports)
+
+    for name in CLASSES:
+        experts = original(cpu_moe, name)
+        replace(experts, "_supports_current_device", anywhere)
+        replace(experts, "_supports_quant_scheme", any_of_its_type)
+        replace(experts, "apply", computing(kernel))
+    # What a checkpoint holds is still wanted when the model is loaded.
+    replace(cpu_moe, "prepare_fp8_moe_layer_for_cpu", lambda _stock: lambda w13, w2: (w13, w2))
+    replace(cpu_moe, "prepare_mxfp4_moe_layer_for_cpu", lambda _stock: lambda *tensors: tensors)
+    replace(int_wna16, "_process_weights_cpu", lambda _stock: lambda *_args: None)
+
+
+def _is_known(key: Any) -> bool:
+    """Whether weights of a type are floats of eight bits, with whatever scales."""
+    import torch
+
+    return key is not None and key.dtype == torch.float8_e4m3fn
+
+
+def quantised_layers(model: Any) -> Iterator[tuple[Any, Any, StoredExperts]]:
+    """Layers whose experts are computed by one of `CLASSES`.
+
+    Uses: `FusedMoEKernel.fused_experts` of a layer's method, and the names under which the methods
+    in `INTEGERS` and those of floats register a checkpoint's tensors.
+
+    Yields:
+        The layer, its experts object, and its tensors.
+
+    Raises:
+        UnsupportedError: integers that are packed in a way that nothing here reads.
+
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    classes = tuple(original(cpu_moe, name) for name in CLASSES)
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(layer, RoutedExperts) and isinstance(experts, classes):
+            yield layer, experts, _stored(layer, type(experts).__name__)
+
+
+def _stored(layer: Any, name: str) -> StoredExperts:
+    if name == "CPUExpertsInt4":
+        return _stored_integers(layer)
+    end = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
+    w13_scale, w2_scale = (getattr(layer, f"{part}_{end}").data for part in ("w13", "w2"))
+    scheme = "fp8" if name == "CPUExpertsFp8" else "mxfp4"
+    block = getattr(layer, "weight_block_size", None) if scheme == "fp8" else None
+    return StoredExperts(
+        scheme,
+        layer.w13_weight.data,
+        layer.w2_weight.data,
+        w13_scale,
+        w2_scale,
+        block=None if block is None else (block[0], block[1]),
+    )
+
+
+def _stored_integers(layer: Any) -> StoredExperts:
+    method = type(layer.quant_method).__name__
+    names = INTEGERS.get(method)
+    config = getattr(layer.quant_method, "quant_config", None)
+    if names is None or getattr(config, "desc_act", False):
+        reordered = "with act-order " if names is not None else ""
+        raise UnsupportedError(
+            f"{layer.layer_name}: its experts are in integers of four bits {reordered}({method}), "
+            "which nothing on a CPU rank computes. Write a layout without CPU ranks."
+        )
+    layout, weight, scale, zero = names
+    is_symmetric = layout == "gptq" and getattr(config, "is_sym", True)
+    return StoredExperts(
+        "int4",
+        getattr(layer, f"w13_{weight}").data,
+        getattr(layer, f"w2_{weight}").data,
+        getattr(layer, f"w13_{scale}").data,
+        getattr(layer, f"w2_{scale}").data,
+        None if is_symmetric else _data(layer, f"w13_{zero}"),
+        None if is_symmetric else _data(layer, f"w2_{zero}"),
+        layout=layout,
+    )
+
+
+def _data(layer: Any, name: str) -> torch.Tensor | None:
+    found = getattr(layer, name, None)
+    return None if found is None else found.data
+
+
+def forget_tensors(layer: Any) -> None:
+    """Give up the memory of a layer's tensors, which keep their shapes for whoever asks."""
+    import torch
+
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if name.startswith(("w13_", "w2_")):
+            nothing = parameter.data.new_zeros(()).expand(parameter.shape)
+            setattr(layer, name, torch.nn.Parameter(nothing, requires_grad=False))
+    for part in ("w13", "w2"):
+        for name in ("weight_packed", "qweight"):
+            if not hasattr(layer, f"{part}_weight") and hasattr(layer, f"{part}_{name}"):
+                setattr(layer, f"{part}_weight", getattr(layer, f"{part}_{name}"))

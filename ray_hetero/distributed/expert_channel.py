@@ -1,0 +1,197 @@
+"""A stage's end of the handover of tokens to expert ranks: what is sent, waited for and watched.
+
+Waits have an owner, the watch.  A GPU that waits for a word in memory has no limit of its own, so
+the watch ends its wait when an expert rank has ended, or has not gone on for too long; what the
+step then computes is nothing, and `ExpertChannel.problem` says so to whoever would answer with it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ray_hetero.distributed.expert_memory import HandoverMemory, RemoteLayer, TokenViews, native
+from ray_hetero.errors import RankError
+from ray_hetero.log import logger
+
+LOOK_SECONDS = 0.05
+"""How often the watch looks whether expert ranks go on, in seconds."""
+RELEASE_SECONDS = 0.001
+"""How often it ends waits once one has failed, in seconds: each layer of the step has one."""
+
+
+class Signals(Protocol):
+    """How requests are made and answers waited for: by the host, or by a GPU in its stream."""
+
+    def parts(self, memory: HandoverMemory) -> tuple[torch.Tensor, ...]:
+        """`HandoverMemory.parts` as the device of the stage sees them."""
+
+    def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
+        """Write a tensor into the memory, of which `to` is a part."""
+
+    def post(self, layer: int, tokens: int) -> None:
+        """Ask for a layer, once what was written before is there."""
+
+    def wait(self) -> bool:
+        """Have what is computed next wait for all answers; False if the channel is known to have
+        failed.
+        """
+
+
+class HostSignals:
+    """Requests and answers of a stage that computes on the host.
+
+    Args:
+        sender: the words.
+
+    """
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def parts(self, memory: HandoverMemory) -> tuple[torch.Tensor, ...]:
+        """The memory as it is."""
+        return memory.parts
+
+    def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy the tensor."""
+        to.copy_(values)
+
+    def post(self, layer: int, tokens: int) -> None:
+        """Set the requests."""
+        self._sender.post(layer, tokens)
+
+    def wait(self) -> bool:
+        """Wait for the answers, or until the watch ends the wait."""
+        found: bool = self._sender.wait()
+        return found
+
+
+class ExpertChannel:
+    """The channel of one rank of a stage to all expert ranks.
+
+    Args:
+        memory: what they share.
+        layers: in the order of their numbers.
+        connections: by number of the expert rank; each can be read once that rank has ended.
+        names: what people call the expert ranks, by number.
+        limit_s: longest time that an expert rank may take for one layer, in seconds.
+        signals: made from the words; the host's unless given.
+
+    """
+
+    def __init__(
+        self,
+        memory: HandoverMemory,
+        layers: Sequence[RemoteLayer],
+        connections: Sequence[socket.socket],
+        names: Sequence[str],
+        limit_s: float,
+        signals: Any = HostSignals,
+    ) -> None:
+        self._memory = memory
+        self._sender = native().Sender(memory.memory.data_ptr(), len(names))
+        self._signals: Signals = signals(self._sender)
+        parts = self._signals.parts(memory)
+        self._views = [TokenViews.of(memory.geometry, layer, parts) for layer in layers]
+        self._names = tuple(names)
+        self._limit_s = limit_s
+        self.problem: Exception | None = None
+        """What has ended the channel; results from then on are none."""
+        self._stop = threading.Event()
+        self._connections = list(connections)
+        self._watch = threading.Thread(target=self._look, daemon=True, name="ExpertWatch")
+        self._watch.start()
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of one handover."""
+        return self._memory.geometry.capacity
+
+    def hand_over(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
+    ) -> None:
+        """Ask all expert ranks for a layer of these tokens.
+
+        Args:
+            x: [M, hidden], up to `capacity` tokens.
+            weights: [M, chosen].
+            ids: [M, chosen].
+            layer: its number.
+
+        """
+        tokens, views = x.shape[0], self._views[layer]
+        self._signals.write(x, views.x[:tokens])
+        self._signals.write(ids, views.ids[:tokens])
+        self._signals.write(weights, views.weights[:tokens])
+        self._signals.post(layer, tokens)
+
+    def take(self, tokens: int, layer: int) -> torch.Tensor:
+        """Wait for the sums of a layer, and add them up.
+
+        Args:
+            tokens: as many as were handed over.
+            layer: its number.
+
+        Returns:
+            [M, hidden].
+
+        Raises:
+            RankError: an expert rank is late; on a GPU that is known behind the step only.
+            torch.distributed.DistNetworkError: an expert rank has ended; as above.
+
+        """
+        if not self._signals.wait():
+            assert self.problem is not None, "the watch tells before it ends waits"
+            raise self.problem
+        first, *others = (result[:tokens] for result in self._views[layer].results)
+        if not others:
+            # Not a copy: see `GpuSignals.write`.
+            return first * 1
+        sums = first + others[0]
+        for more in others[1:]:
+            sums += more
+        return sums
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stop.set()
+        self._watch.join()
+        for connection in self._connections:
+            connection.close()
+
+    def _look(self) -> None:
+        owing: dict[int, int] = {}
+        since = time.monotonic()
+        while self.problem is None:
+            if self._stop.is_set():
+                return
+            readable, _, _ = select.select(self._connections, [], [], LOOK_SECONDS)
+            if readable:
+                number = self._connections.index(readable[0])
+                self.problem = dist.DistNetworkError(
+                    f"{self._names[number]} has closed the connection"
+                )
+                break
+            found = dict(self._sender.owing())
+            # Whoever has answered meanwhile goes on.
+            if not any(owing.get(number) == count for number, count in found.items()):
+                owing, since = found, time.monotonic()
+            elif time.monotonic() - since > self._limit_s:
+                self.problem = self._late(list(owing.items()))
+        logger.error("experts: %s", self.problem)
+        while not self._stop.wait(RELEASE_SECONDS):
+            self._sender.release()
+
+    def _late(self, owing: Sequence[tuple[int, int]]) -> RankError:
+        late = " and ".join(self._names[number] for number, _ in owing) or "no rank"
+        return RankError(
+            f"{late} did not compute a layer's experts in {self._limit_s:g} s (exchange.timeout_s)"
+        )

@@ -1,0 +1,219 @@
+"""How a rank of a stage and the expert ranks of its host find each other.
+
+The rank of the stage listens on a Unix socket with an abstract name, which ends with the socket;
+once its model is loaded it hands its memory over to each expert rank that connects.  From then on
+the connection says nothing but that the other end is still there: of a process that ends, the
+system closes it.  See unix(7) for abstract addresses and for passing descriptors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ray_hetero.distributed.expert_memory import Geometry, HandoverMemory, RemoteLayer
+from ray_hetero.errors import StartupError
+
+NOTE = b"\0"
+POLL_SECONDS = 0.05
+"""How often an expert rank looks whether somebody listens already, in seconds."""
+MOST_BYTES = 1 << 20
+"""Of one message between the two."""
+LIMIT = "startup.load_timeout_s"
+"""Name of the setting that limits these waits."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group, as SO_PEERCRED answers."""
+
+
+def address_of(meeting: str, stage: int) -> bytes:
+    """The address of the rank that hands tokens of a stage over.
+
+    Args:
+        meeting: a name that no other engine has.
+        stage: number of the stage.
+
+    """
+    return f"\0ray_hetero-experts-{meeting}-{stage}".encode()
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A channel as an expert rank has got it."""
+
+    memory: HandoverMemory
+    layers: tuple[RemoteLayer, ...]
+    connection: socket.socket
+
+
+class ExpertMeeting:
+    """The listening end, in the rank of a stage.
+
+    Args:
+        meeting: a name that no other engine has.
+        stage: number of the stage.
+
+    Raises:
+        OSError: the system gives no such socket.
+
+    """
+
+    def __init__(self, meeting: str, stage: int) -> None:
+        self._listener = _socket()
+        self._listener.bind(address_of(meeting, stage))
+        self._listener.listen()
+
+    def accept(
+        self,
+        geometry: Geometry,
+        layers: Sequence[RemoteLayer],
+        names: Sequence[str],
+        limit_s: float,
+    ) -> tuple[HandoverMemory, list[socket.socket]]:
+        """Hand memory over to all expert ranks, which are processes of this user.
+
+        Args:
+            geometry: of the memory.
+            layers: in the order of their numbers.
+            names: what people call the expert ranks, by number.
+            limit_s: longest wait for all, in seconds.
+
+        Returns:
+            The memory, and the connections by number of the expert rank.
+
+        Raises:
+            StartupError: one is late, or has ended.
+            OSError: the system gives no memory.
+
+        """
+        deadline = time.monotonic() + limit_s
+        descriptor = HandoverMemory.made(geometry)
+        try:
+            memory = HandoverMemory(descriptor, geometry)
+            found: dict[int, socket.socket] = {}
+            while len(found) < len(names):
+                number, connection = self._next(names, found.keys(), deadline, limit_s)
+                found[number] = connection
+                told = asdict(geometry) | {
+                    "dtype": str(geometry.dtype).removeprefix("torch."),
+                    "layers": [asdict(layer) for layer in layers],
+                }
+                with _told(names[number], limit_s):
+                    socket.send_fds(connection, [json.dumps(told).encode()], [descriptor])
+            for number, connection in found.items():
+                with _told(names[number], limit_s):
+                    connection.settimeout(max(0.01, deadline - time.monotonic()))
+                    if not connection.recv(len(NOTE)):
+                        raise ConnectionResetError("end")
+                connection.settimeout(None)
+        finally:
+            os.close(descriptor)
+            self._listener.close()
+        return memory, [found[number] for number in range(len(names))]
+
+    def _next(
+        self, names: Sequence[str], there: object, deadline: float, limit_s: float
+    ) -> tuple[int, socket.socket]:
+        """The next expert rank of this user that connects: its number, and the connection."""
+        while True:
+            missing = [name for n, name in enumerate(names) if n not in there]  # type: ignore[operator]
+            with _told(" and ".join(missing), limit_s):
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+                connection = self._listener.accept()[0]
+                if _user_of(connection) != os.getuid():
+                    connection.close()
+                    continue
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                return int(connection.recv(MOST_BYTES) or b"-1"), connection
+
+
+class _told:  # noqa: N801
+    """Errors of a socket, told of the rank at its other end."""
+
+    def __init__(self, who: str, limit_s: float) -> None:
+        self._who = who
+        self._limit_s = limit_s
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TimeoutError):
+            raise StartupError(
+                f"{self._who} did not connect in {self._limit_s:g} s ({LIMIT})"
+            ) from None
+        if isinstance(error, OSError):
+            raise StartupError(f"{self._who} has closed the connection ({error})") from None
+
+
+def reach(
+    meeting: str, stage: int, number: int, numa_nodes: Sequence[int], limit_s: float
+) -> Reached:
+    """Connect to the rank of a stage, in an expert rank.
+
+    Args:
+        meeting: as for `ExpertMeeting`.
+        stage: number of the stage.
+        number: of this expert rank among them.
+        numa_nodes: where its results are to lie; none leaves that to the system.
+        limit_s: longest wait, in seconds.
+
+    Raises:
+        StartupError: that rank is late, or has ended.
+
+    """
+    deadline = time.monotonic() + limit_s
+    who = f"the rank that hands tokens of stage {stage} over"
+    connection = _socket()
+    while True:
+        try:
+            connection.connect(address_of(meeting, stage))
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise StartupError(f"{who} was not there in {limit_s:g} s ({LIMIT})") from None
+            time.sleep(POLL_SECONDS)
+    with _told(who, limit_s):
+        connection.send(str(number).encode())
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        told, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+        if not descriptors:
+            raise ConnectionResetError("end")
+    given = json.loads(told)
+    layers = tuple(RemoteLayer(**layer) for layer in given.pop("layers"))
+    geometry = Geometry(**given | {"dtype": getattr(torch, given["dtype"])})
+    try:
+        memory = HandoverMemory(descriptors[0], geometry)
+    finally:
+        os.close(descriptors[0])
+    if numa_nodes:
+        memory.bind(number, numa_nodes)
+    connection.settimeout(None)
+    return Reached(memory, layers, connection)
+
+
+def is_ready(reached: Reached) -> None:
+    """Tell the rank of the stage that its tokens will be computed.
+
+    Raises:
+        StartupError: it has ended.
+
+    """
+    with _told("the rank that hands tokens over", 0):
+        reached.connection.send(NOTE)
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _user_of(connection: socket.socket) -> int:
+    answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(answer)[1]
+    return user

@@ -1,0 +1,113 @@
+"""An expert rank's end of the handover: layers of experts, and the loop that computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_hetero.distributed.expert_meeting import Reached
+from ray_hetero.distributed.expert_memory import TokenViews, native
+from ray_hetero.errors import AgreementError
+
+TURN_SECONDS = 1.0
+"""How long the native loop goes on before it lets Python look at signals, in seconds."""
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Sums [M, hidden] from tokens [M, hidden], weights and ids [M, chosen]."""
+
+
+@dataclass(frozen=True)
+class HeldLayer:
+    """The experts of a layer that this rank holds its slices of."""
+
+    hidden: int
+    """Size of a token."""
+    dtype: torch.dtype
+    """Of tokens and sums."""
+    compute: Compute
+    call: Any = None
+    """The native `ExpertCall` that computes the same without Python; None where there is none."""
+
+
+class ExpertService:
+    """All channels of an expert rank.
+
+    Args:
+        layers: by vLLM's name.
+        number: of this rank among the expert ranks.
+
+    """
+
+    def __init__(self, layers: Mapping[str, HeldLayer], number: int) -> None:
+        self._layers = layers
+        self._number = number
+        self._receiver = native().Receiver()
+        self._computed: list[Sequence[tuple[HeldLayer, TokenViews]]] = []
+        self._channels: list[Reached] = []
+
+    def add(self, reached: Reached) -> None:
+        """Serve a channel.
+
+        Raises:
+            AgreementError: it asks for a layer that is not here, or has other sizes.
+
+        """
+        geometry = reached.memory.geometry
+        found = []
+        for layer in reached.layers:
+            held = self._layers.get(layer.name)
+            if held is None or (held.hidden, held.dtype) != (layer.hidden, geometry.dtype):
+                here = "none of that name" if held is None else f"{held.dtype} of {held.hidden}"
+                raise AgreementError(
+                    f"experts of {layer.name}: a stage hands over {geometry.dtype} of "
+                    f"{layer.hidden}, this expert rank holds {here}"
+                )
+            found.append((held, TokenViews.of(geometry, layer, reached.memory.parts)))
+        words, x, ids, weights, *results = reached.memory.parts
+        self._receiver.add(
+            memory=words.data_ptr(),
+            ranks=geometry.ranks,
+            rank=self._number,
+            connection=reached.connection.fileno(),
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+            y=results[self._number].data_ptr(),
+            capacity=geometry.capacity,
+            layers=[
+                (held.call.function, held.call.context, layer.hidden, layer.chosen)
+                if held.call is not None
+                else (0, 0, layer.hidden, layer.chosen)
+                for (held, _), layer in zip(found, reached.layers, strict=True)
+            ],
+        )
+        self._computed.append(found)
+        self._channels.append(reached)
+
+    def serve(self) -> None:
+        """Compute what comes, until a sender ends.
+
+        Raises:
+            torch.distributed.DistNetworkError: a rank of a stage has ended.
+            RuntimeError: a layer cannot be computed.
+
+        """
+        while True:
+            try:
+                asked = self._receiver.serve(TURN_SECONDS)
+            except IndexError:
+                raise dist.DistNetworkError(
+                    "a rank that hands tokens over has closed the connection"
+                ) from None
+            if asked is not None:
+                self._compute(*asked)
+
+    def _compute(self, channel: int, layer: int, tokens: int) -> None:
+        held, views = self._computed[channel][layer]
+        with torch.inference_mode():
+            sums = held.compute(views.x[:tokens], views.weights[:tokens], views.ids[:tokens])
+            views.results[self._number][:tokens].copy_(sums)
+        self._receiver.finish(channel)

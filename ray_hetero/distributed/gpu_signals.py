@@ -1,0 +1,159 @@
+"""Requests to expert ranks and their answers in the stream of a GPU.
+
+Memory operations of the stream write and wait for words of the host's memory, without a function of
+the host, and can be captured into a CUDA graph: cuStreamBatchMemOp of CUDA's driver API, section
+"Stream Memory Operations".  A driver that refuses them gets host functions (cuLaunchHostFunc).
+
+This module needs PyTorch and CUDA's driver, not vLLM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from ray_hetero.distributed.expert_memory import HandoverMemory, native
+from ray_hetero.log import logger
+from ray_hetero.runtime.locked_pages import lock_pages
+
+_WAIT_VALUE_32 = 1
+_WRITE_VALUE_32 = 2
+_AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ."""
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a word of 32 bits."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
+
+
+def _operations(*given: tuple[int, int, int]) -> Any:
+    """An array of (operation, address, value)."""
+    made = [_Operation(kind, address, value, _AT_LEAST, 0, 0) for kind, address, value in given]
+    return (_Operation * len(made))(*made)
+
+
+class _HostBytes:
+    """Locked memory of the host, for torch to see as a GPU's; see the CUDA Array Interface."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(memory.shape),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def mapped(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Locked memory of the host as a tensor of a GPU, which reads and writes it over its link.
+
+    Args:
+        memory: uint8, [bytes]; its pages are locked, and it outlives what is returned.
+        device: the GPU.
+
+    """
+    return torch.as_tensor(_HostBytes(memory), device=device)
+
+
+class GpuSignals:
+    """Requests and answers of a stage that computes on the current GPU.
+
+    Args:
+        sender: the words.
+
+    """
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._addresses: list[tuple[int, int]] = []
+        self._takes: Any = None
+        self._posts: dict[tuple[int, int], Any] = {}
+        self.has_operations = False
+        """Whether the stream itself writes and waits; else functions of the host do."""
+
+    def parts(self, memory: HandoverMemory) -> tuple[torch.Tensor, ...]:
+        """The memory as the GPU sees it; locks its pages.
+
+        Raises:
+            RuntimeError: the system refuses to lock them.
+
+        """
+        ranks = memory.geometry.ranks
+        lock_pages(memory.memory)
+        self._addresses = native().Sender.addresses(memory.memory.data_ptr(), ranks)
+        self._takes = _operations(
+            *((_WAIT_VALUE_32, answer, 1) for _, answer in self._addresses),
+            *((_WRITE_VALUE_32, answer, 0) for _, answer in self._addresses),
+        )
+        # Answers are taken back, as behind every step: a driver that can do this can do all.
+        status = self._run(_operations(*((_WRITE_VALUE_32, at, 0) for _, at in self._addresses)))
+        self.has_operations = status == 0
+        if status:
+            logger.warning(
+                "CUDA's driver refuses memory operations of streams (CUresult %d): functions of "
+                "the host hand tokens over to expert ranks",
+                status,
+            )
+        torch.cuda.current_stream().synchronize()
+        device = torch.device("cuda", torch.cuda.current_device())
+        return tuple(mapped(memory.memory, device).split(memory.geometry.sizes))
+
+    def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
+        """Have a kernel write the tensor over the link.
+
+        A copy of torch's would take the memory for the GPU's own, and tell CUDA so.
+        """
+        torch.mul(values, 1, out=to)
+
+    def post(self, layer: int, tokens: int) -> None:
+        """Write the requests behind what the stream has to do before."""
+        given = self._posts.get((layer, tokens))
+        if given is None:
+            request = native().request(layer, tokens)
+            given = (
+                _operations(*((_WRITE_VALUE_32, at, request) for at, _ in self._addresses))
+                if self.has_operations
+                else self._sender.posting(layer, tokens)
+            )
+            self._posts[layer, tokens] = given
+        self._order(given)
+
+    def wait(self) -> bool:
+        """Have the stream wait for the answers; that is all that can be known here."""
+        self._order(self._takes if self.has_operations else self._sender.waiting())
+        return True
+
+    def _order(self, given: Any) -> None:
+        status = self._run(given) if self.has_operations else self._call(*given)
+        if status:
+            raise RuntimeError(
+                f"CUDA's driver says error {status} (CUresult) to the handover of tokens"
+            )
+
+    def _run(self, operations: Any) -> int:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        return int(
+            self._driver.cuStreamBatchMemOp_v2(
+                stream, len(operations), operations, ctypes.c_uint(0)
+            )
+        )
+
+    def _call(self, function: int, argument: int) -> int:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        return int(
+            self._driver.cuLaunchHostFunc(
+                stream, ctypes.c_void_p(function), ctypes.c_void_p(argument)
+            )
+        )

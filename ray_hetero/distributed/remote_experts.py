@@ -1,0 +1,190 @@
+"""Routed experts of a stage that expert ranks compute.
+
+Two operators stand for a layer's experts: one hands the tokens over, one waits for the sums, and
+what the layer computes by itself is ordered between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ray_hetero.compat import remote_experts
+from ray_hetero.config import HeteroConfig
+from ray_hetero.distributed.expert_channel import ExpertChannel, HostSignals
+from ray_hetero.distributed.expert_meeting import ExpertMeeting
+from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer
+from ray_hetero.log import logger
+from ray_hetero.planning.expert_memory import first_remote_layer
+from ray_hetero.world import RankSpec
+
+_library = torch.library.Library("ray_hetero", "FRAGMENT")
+_channels: list[ExpertChannel] = []
+"""Of this process: none before it is connected, then one."""
+
+
+def _hand_over(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
+) -> torch.Tensor:
+    (channel,) = _channels
+    most = channel.capacity
+    if x.shape[0]:
+        channel.hand_over(x[:most], weights[:most], ids[:most], layer)
+    return x.new_empty(0)
+
+
+def _take(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, handed: torch.Tensor, layer: int
+) -> torch.Tensor:
+    (channel,) = _channels
+    tokens, most = x.shape[0], channel.capacity
+    if not tokens:
+        return torch.empty_like(x)
+    first = channel.take(min(tokens, most), layer)
+    if tokens <= most:
+        return first
+    sums = torch.empty_like(x)
+    sums[:most] = first
+    for begin in range(most, tokens, most):
+        piece = slice(begin, min(begin + most, tokens))
+        channel.hand_over(x[piece], weights[piece], ids[piece], layer)
+        sums[piece] = channel.take(piece.stop - begin, layer)
+    return sums
+
+
+def _nothing_yet(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
+) -> torch.Tensor:
+    return x.new_empty(0)
+
+
+def _like_tokens(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, handed: torch.Tensor, layer: int
+) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+direct_register_custom_op(
+    "hand_experts_over",
+    _hand_over,
+    fake_impl=_nothing_yet,
+    target_lib=_library,
+    dispatch_key=current_platform.dispatch_key,
+)
+direct_register_custom_op(
+    "take_expert_sums",
+    _take,
+    fake_impl=_like_tokens,
+    target_lib=_library,
+    dispatch_key=current_platform.dispatch_key,
+)
+
+
+def are_remote(config: HeteroConfig, layers: int) -> Callable[[str], bool]:
+    """Which of vLLM's layers have their experts on expert ranks, by name.
+
+    A drafter's layers, which are numbered behind the model's, have not.
+
+    Args:
+        config: how many layers.
+        layers: decoder layers of the model.
+
+    """
+    first = first_remote_layer(config.experts, layers)
+
+    def is_remote(name: str) -> bool:
+        number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+        return number is not None and first <= number < layers
+
+    return is_remote
+
+
+class RemoteExperts:
+    """The experts of this rank's stage that others compute; made before its model is loaded.
+
+    The stage's first rank hands tokens over, and has all sums; the others add nothing to them.
+
+    Args:
+        rank: this one.
+        layers: decoder layers of the model.
+        dtype: of tokens.
+
+    """
+
+    def __init__(self, rank: RankSpec, layers: int, dtype: torch.dtype) -> None:
+        self._world = rank.world
+        self._config = rank.engine.config
+        self._tokens = rank.shared.max_num_batched_tokens
+        self._dtype = dtype
+        self._layers: list[RemoteLayer] = []
+        self._channel: ExpertChannel | None = None
+        self._meeting: ExpertMeeting | None = None
+        if rank.seat.tensor_rank == 0:
+            self._meeting = ExpertMeeting(rank.meeting, rank.seat.stage)
+        remote_experts.hand_experts_over(are_remote(self._config, layers), self._take)
+
+    @property
+    def problem(self) -> Exception | None:
+        """What has ended the handover; what steps have computed since is nothing."""
+        return None if self._channel is None else self._channel.problem
+
+    def connect(self) -> None:
+        """Wait for the expert ranks, now that the stage's layers are known.
+
+        Raises:
+            StartupError: an expert rank is late, or has ended.
+
+        """
+        if self._meeting is None:
+            return
+        names = [self._world.describe(seat.rank) for seat in self._world.experts]
+        geometry = Geometry.of(
+            self._layers, ranks=len(names), tokens=self._tokens, dtype=self._dtype
+        )
+        memory, connections = self._meeting.accept(
+            geometry, self._layers, names, self._config.startup.load_timeout_s
+        )
+        signals: Any = HostSignals
+        if current_platform.is_cuda():
+            from ray_hetero.distributed.gpu_signals import GpuSignals
+
+            signals = GpuSignals
+        limit_s = self._config.exchange.timeout_s
+        self._channel = ExpertChannel(memory, self._layers, connections, names, limit_s, signals)
+        _channels[:] = [self._channel]
+        logger.info(
+            "experts of %d layers are computed by %s", len(self._layers), " and ".join(names)
+        )
+
+    def close(self) -> None:
+        """Let the expert ranks go."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _take(self, layer: Any) -> remote_experts.Compute:
+        number = len(self._layers)
+        self._layers.append(RemoteLayer(layer.layer_name, layer.hidden_size, layer.top_k))
+        return _compute_of(number) if self._meeting is not None else _compute_nothing
+
+
+def _compute_of(layer: int) -> remote_experts.Compute:
+    def compute(
+        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, meanwhile: Callable[[], None]
+    ) -> torch.Tensor:
+        handed = torch.ops.ray_hetero.hand_experts_over(x, weights, ids, layer)
+        meanwhile()
+        sums: torch.Tensor = torch.ops.ray_hetero.take_expert_sums(x, weights, ids, handed, layer)
+        return sums
+
+    return compute
+
+
+def _compute_nothing(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, meanwhile: Callable[[], None]
+) -> torch.Tensor:
+    meanwhile()
+    return torch.zeros_like(x)

@@ -1,0 +1,133 @@
+"""Architectures whose decoder layers a CPU rank computes as one operator, and why others' are not.
+
+docs/compatibility.md has this as a table; tests/unit/test_architectures.py holds it against vLLM's
+models and the structures in kernels/structures/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+IN_TRANSFORMERS = "vLLM runs it with Transformers' modelling code, whose layers are not known"
+EXPERTS = "experts in a call of their own"
+OTHER_EXPERTS = "its layers are not known; experts and linear layers stream one by one"
+LATENT = "multi-head latent attention"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Some architectures of checkpoints that vLLM runs with the same layers."""
+
+    models: str
+    """As they are called."""
+    names: tuple[str, ...]
+    """In `architectures` of a checkpoint's config.json."""
+    model_types: tuple[str, ...] = ()
+    """In `model_type` there, of those that are computed as one operator."""
+    parts: str = ""
+    """What their layers have beside Llama's."""
+    is_in_parts: bool = False
+    """Whether the attention of a layer is one operator, and what comes behind is another."""
+    why_not: str = ""
+    """Why they are computed operator by operator; empty if they are not."""
+
+
+ARCHITECTURES = (
+    Architecture(
+        "Llama, InternLM 3, TeleChat 3",
+        ("LlamaForCausalLM", "InternLM3ForCausalLM", "TeleChat3ForCausalLM"),
+        ("llama", "internlm3", "telechat3"),
+    ),
+    Architecture(
+        "Mistral, Ministral 3",
+        ("MistralForCausalLM", "Ministral3ForCausalLM"),
+        ("mistral", "ministral3"),
+        "sliding window",
+    ),
+    Architecture("Phi 3, Phi 4", ("Phi3ForCausalLM",), ("phi3",), "two tables of positions"),
+    Architecture("Qwen 2, Qwen 2.5", ("Qwen2ForCausalLM",), ("qwen2",), "biases"),
+    Architecture("Qwen 3", ("Qwen3ForCausalLM",), ("qwen3",), "norms of heads"),
+    Architecture(
+        "Gemma", ("GemmaForCausalLM",), ("gemma",), "norms weighted by 1 + w, GELU"
+    ),
+    Architecture(
+        "Gemma 2, Gemma 3",
+        ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        ("gemma2", "gemma3", "gemma3_text"),
+        "norms behind attention and perceptron, sliding window, soft cap",
+    ),
+    Architecture(
+        "GLM-4 (0414)",
+        ("Glm4ForCausalLM",),
+        ("glm4",),
+        "norms behind attention and perceptron, half of each head rotated, neighbours together",
+    ),
+    Architecture(
+        "Granite",
+        ("GraniteForCausalLM", "GraniteSWAForCausalLM"),
+        ("granite", "granite_swa"),
+        "multipliers, sinks",
+    ),
+    Architecture(
+        "StableLM", ("StableLmForCausalLM",), ("stablelm",), "layer norms, partial rotation"
+    ),
+    Architecture("OPT", ("OPTForCausalLM",), ("opt",), "layer norms, no gate, no rotation"),
+    Architecture(
+        "Falcon",
+        ("FalconForCausalLM",),
+        ("falcon",),
+        "layer norms, no gate, perceptron beside the attention; not the decode steps with ALiBi",
+    ),
+    Architecture(
+        "GPT-NeoX, OLMo to OLMo 3, Phi 1 and 2, GLM-4 (9B), StarCoder 2, SmolLM 3, Seed-OSS",
+        (
+            "GPTNeoXForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
+            "PhiForCausalLM", "GlmForCausalLM", "Starcoder2ForCausalLM", "SmolLM3ForCausalLM",
+            "SeedOssForCausalLM",
+        ),
+        why_not=IN_TRANSFORMERS,
+    ),
+    Architecture(
+        "Mixtral", ("MixtralForCausalLM",), ("mixtral",), EXPERTS, is_in_parts=True
+    ),
+    Architecture(
+        "Qwen 2 MoE, Qwen 3 MoE",
+        ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+        ("qwen2_moe", "qwen3_moe"),
+        f"{EXPERTS}, norms of heads",
+        is_in_parts=True,
+    ),
+    Architecture(
+        "GLM-4.5", ("Glm4MoeForCausalLM",), ("glm4_moe",), f"{EXPERTS}, partial rotation",
+        is_in_parts=True,
+    ),
+    Architecture(
+        "gpt-oss", ("GptOssForCausalLM",), ("gpt_oss",), f"{EXPERTS}, sliding window, sinks",
+        is_in_parts=True,
+    ),
+    Architecture("OLMoE, Granite MoE, Phi MoE",
+        ("OlmoeForCausalLM", "GraniteMoeForCausalLM", "PhiMoEForCausalLM"),
+        why_not=OTHER_EXPERTS,
+    ),
+    Architecture(
+        "DeepSeek V2 and V3, Kimi K2, MiniCPM 3",
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM"),
+        why_not=LATENT,
+    ),
+    Architecture(
+        "Cohere, GPT-2, GPT-J, BLOOM, InternLM 2, Nemotron, EXAONE",
+        (
+            "CohereForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM", "BloomForCausalLM",
+            "InternLM2ForCausalLM", "NemotronForCausalLM", "ExaoneForCausalLM",
+        ),
+        why_not="nobody has written down what their layers compute",
+    ),
+)  # fmt: skip
+
+FUSED_MODEL_TYPES = frozenset(
+    model_type
+    for one in ARCHITECTURES
+    if not one.why_not and not one.is_in_parts
+    for model_type in one.model_types
+)
+"""Models whose layers are priced as one operator."""

@@ -1,0 +1,139 @@
+"""The process of an expert rank: a Ray actor that holds experts, and is no rank of vLLM's.
+
+Life: created in its socket's bundle with its environment → `prepare` builds its configuration →
+`start` loads its slices of the experts and connects to the stages → `run` computes until a stage
+ends or it is killed.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+from typing import TYPE_CHECKING
+
+import torch
+
+from placement.cluster.claims import claim_socket
+from ray_hetero.compat import layer_partition
+from ray_hetero.distributed.expert_meeting import is_ready, reach
+from ray_hetero.distributed.expert_service import ExpertService
+from ray_hetero.distributed.remote_experts import are_remote
+from ray_hetero.preflight.platform import check_platform
+from ray_hetero.runtime.core_binding import drop_niceness, lead_from_first_core, take_cores
+from ray_hetero.runtime.process_state import STACKS_SIGNAL
+from ray_hetero.worker.expert_model import load_experts
+from ray_hetero.worker.rank_config import Fingerprint
+from ray_hetero.world import RankSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class ExpertActor:
+    """Ray actor class of an expert rank; scheduled into the bundle that stands for its socket."""
+
+    def __init__(self, rank: RankSpec) -> None:
+        self._rank = rank
+        self._service: ExpertService | None = None
+        drop_niceness()
+        take_cores(rank.threads or rank.spare, rank.spare)
+
+    def prepare(self) -> Fingerprint:
+        """Build this process's configuration, and say where it runs."""
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
+        check_platform(self._rank)
+        seat = self._rank.seat
+        assert seat.socket is not None
+        # Held until this process is gone, however it ends.
+        self._claim = claim_socket(seat.socket, owner=self._rank.shared.instance_id)
+        self._vllm_config = _single_rank_config(self._rank)
+        return Fingerprint(seat.rank, {})
+
+    def start(self) -> None:
+        """Load this rank's slices, and connect to every stage.
+
+        Raises:
+            UnsupportedError: the model has no experts, or vLLM no kernel for them.
+            StartupError: a stage's rank is late, or has ended.
+
+        """
+        from vllm.config import set_current_vllm_config
+
+        rank, config = self._rank, self._rank.engine.config
+        number, ranks = rank.seat.tensor_rank, len(rank.world.experts)
+        model_config = self._vllm_config.model_config
+        hidden_layers = model_config.get_total_num_hidden_layers()
+        is_remote = are_remote(config, hidden_layers)
+        # The driver's environment has those of the stages.
+        layer_partition.set_partition((hidden_layers,))
+        with set_current_vllm_config(self._vllm_config):
+            _make_groups_of_one()
+            layers = load_experts(self._vllm_config, config, is_remote, number, ranks)
+        self._service = ExpertService(layers, number)
+        assert rank.seat.socket is not None
+        for stage in range(len(rank.world.layout.stages)):
+            reached = reach(
+                rank.meeting,
+                stage,
+                number,
+                rank.seat.socket.numa_nodes,
+                config.startup.load_timeout_s,
+            )
+            self._service.add(reached)
+            is_ready(reached)
+
+    def run(self) -> None:
+        """Compute experts until a rank of a stage ends.
+
+        Raises:
+            torch.distributed.DistNetworkError: it has.
+
+        """
+        assert self._service is not None
+        lead_from_first_core(self._rank.threads)
+        self._service.serve()
+
+    def __repr__(self) -> str:
+        # Ray puts this before each line of the rank's output that it shows to the driver.
+        seat = self._rank.seat
+        return f"rank {seat.rank} experts {seat.node_name}"
+
+
+def _single_rank_config(rank: RankSpec) -> VllmConfig:
+    """The engine's configuration as that of one CPU rank, which holds all layers.
+
+    Raises:
+        Whatever vLLM raises for options that its CPU platform does not take.
+
+    """
+    args = copy.copy(rank.engine.engine_args)
+    args.distributed_executor_backend = None
+    args.pipeline_parallel_size = args.tensor_parallel_size = args.data_parallel_size = 1
+    args.dtype = rank.shared.dtype
+    args.max_model_len = rank.shared.max_model_len
+    args.seed = rank.shared.seed
+    args.max_num_batched_tokens = rank.shared.max_num_batched_tokens
+    args.max_num_seqs = rank.shared.max_num_seqs
+    # Of what follows an expert rank has nothing, and CPUs not all.
+    args.block_size = None
+    args.kv_cache_dtype = "auto"
+    args.kv_cache_memory_bytes = 1 << 30
+    args.enforce_eager = True
+    args.async_scheduling = False
+    args.speculative_config = args.kv_transfer_config = None
+    args.additional_config = {}
+    return args.create_engine_config()
+
+
+def _make_groups_of_one() -> None:
+    """The groups that vLLM's models ask for; nobody else is in them."""
+    from vllm.distributed.parallel_state import (
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    init_distributed_environment(1, 0, "env://", 0, "gloo")
+    ensure_model_parallel_initialized(1, 1)

@@ -1,0 +1,87 @@
+"""The experts of a model in an expert rank: made, loaded and sliced by vLLM, without the rest.
+
+Everything of the model that is no expert is made without memory (torch's device `meta`), so that
+vLLM's own loading finds its names and knows every checkpoint; safetensors read what is used only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ray_hetero.compat import remote_experts
+from ray_hetero.distributed.expert_service import HeldLayer
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import expert_layers, streaming_linear
+from ray_hetero.kernels.expert_layers import ExpertLayers
+from ray_hetero.log import logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ray_hetero.config import HeteroConfig
+
+
+def load_experts(
+    vllm_config: VllmConfig,
+    config: HeteroConfig,
+    is_remote: remote_experts.IsRemote,
+    number: int,
+    ranks: int,
+) -> dict[str, HeldLayer]:
+    """Load this rank's slices of all remote experts.
+
+    Args:
+        vllm_config: of a single CPU rank; the current one of this process.
+        config: which kernel computes, in which format.
+        is_remote: which layers.
+        number: of this rank among the expert ranks.
+        ranks: how many of them there are.
+
+    Returns:
+        The layers by vLLM's name.
+
+    Raises:
+        UnsupportedError: the model has no such layer.
+
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    kernel = streaming_linear.choose(config.cpu.linear_kernel)
+    own = ExpertLayers(config.cpu, kernel) if kernel is not None else None
+    remote_experts.hold_slices(is_remote, number, ranks)
+    model_config = vllm_config.model_config
+    with set_default_torch_dtype(model_config.dtype):
+        with torch.device("meta"):
+            model = initialize_model(vllm_config=vllm_config, model_config=model_config)
+        layers = {
+            name: layer
+            for name, layer in remote_experts.routed_layers(model).items()
+            if is_remote(name)
+        }
+        if not layers:
+            raise UnsupportedError(
+                f"experts.ranks is {ranks}, but {model_config.model} has no layer of routed "
+                "experts that vLLM knows. Leave experts out."
+            )
+        get_model_loader(vllm_config.load_config).load_weights(model, model_config)
+        for layer in layers.values():
+            layer.quant_method.process_weights_after_loading(layer)
+    if own is not None:
+        own.loaded(model)
+    logger.info("slices %d of %d of the experts of %d layers", number + 1, ranks, len(layers))
+    return {name: _held(layer, model_config.dtype) for name, layer in layers.items()}
+
+
+def _held(layer: Any, dtype: torch.dtype) -> HeldLayer:
+    def compute(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        # Rows that only fill a captured step up have no experts, which vLLM's kernels cannot say.
+        is_none = ids < 0
+        weights, ids = weights.masked_fill(is_none, 0), ids.masked_fill(is_none, 0)
+        sums: torch.Tensor = remote_experts.computed_by(layer, x, weights, ids)
+        return sums
+
+    return HeldLayer(layer.hidden_size, dtype, compute, expert_layers.call_of(layer))

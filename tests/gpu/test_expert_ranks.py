@@ -1,0 +1,46 @@
+"""Experts on sockets beside GPUs: tokens of the GPU alone, which runs as in stock vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpu_host import IS_PRETENDED, Checkpoint, needs_gpus
+from leftovers import Scene
+from token_checks import Answer, Case, asked_for, check, run_cases, write_report
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+
+LIMIT_S = 1500 if IS_PRETENDED else 200
+CASES = [
+    Case("mixtral", "float32", "g", experts=2),
+    Case("mixtral", "float32", "g", experts=1, is_long=True),
+    Case("mixtral", "bfloat16", "g", experts=2, is_compiled=True),
+    Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True),
+]
+"""With compiled ones handovers are in CUDA graphs."""
+
+
+@pytest.fixture(scope="module")
+def answers(
+    scene: Scene, logs: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest
+) -> dict[Case, Answer]:
+    found = run_cases(scene, logs, checkpoint, asked_for(request, CASES), LIMIT_S)
+    write_report(found, "experts")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_are_those_of_the_gpu_alone(
+    case: Case, answers: dict[Case, Answer], logs: Path
+) -> None:
+    check(case, answers)
+    log = "".join(path.read_text(errors="replace") for path in logs.glob("lane*"))
+    assert "are computed by rank 1 (experts, socket" in log
+    assert "refuses memory operations" not in log
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_gpu_runs_as_in_stock_vllm(case: Case, answers: dict[Case, Answer]) -> None:
+    for name in ("is_v2_runner", "is_async"):
+        assert answers[case][name] == answers[case.reference][name]

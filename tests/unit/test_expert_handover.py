@@ -1,0 +1,231 @@
+"""Tokens go to expert ranks and sums come back through memory that processes share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from ray_hetero.distributed import expert_meeting, expert_memory  # noqa: E402
+from ray_hetero.distributed.expert_channel import ExpertChannel  # noqa: E402
+from ray_hetero.distributed.expert_meeting import ExpertMeeting, is_ready, reach  # noqa: E402
+from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer  # noqa: E402
+from ray_hetero.distributed.expert_service import ExpertService, HeldLayer  # noqa: E402
+from ray_hetero.errors import AgreementError, RankError, StartupError  # noqa: E402
+
+if expert_memory._native is None:
+    pytest.skip("needs the native module", allow_module_level=True)
+
+LAYERS = (RemoteLayer("a", 8, 2), RemoteLayer("b", 4, 3))
+LIMIT_S = 20.0
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def expected(layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """What all expert ranks together make of tokens: rank r's share is (r + 1 + layer) of it."""
+    return x * (weights * ids).sum(1, keepdim=True)
+
+
+def held(number: int, hidden: int, dtype: torch.dtype, layer: int) -> HeldLayer:
+    def compute(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if float(x[0, 0]) == 1000.0:
+            raise RuntimeError("such tokens cannot be computed")
+        return expected(layer, x, weights, ids) * (number + 1)
+
+    return HeldLayer(hidden, dtype, compute)
+
+
+def expert_rank(meeting: str, number: int, dtype: torch.dtype, stages: int = 1) -> None:
+    torch.set_num_threads(1)
+    layers = {layer.name: held(number, layer.hidden, dtype, at) for at, layer in enumerate(LAYERS)}
+    service = ExpertService(layers, number)
+    for stage in range(stages):
+        reached = reach(meeting, stage, number, (0,), LIMIT_S)
+        service.add(reached)
+        is_ready(reached)
+    service.serve()
+
+
+@contextmanager
+def channel(
+    ranks: int, dtype: torch.dtype = torch.float32, limit_s: float = LIMIT_S, tokens: int = 5
+) -> Iterator[tuple[ExpertChannel, list[multiprocessing.process.BaseProcess]]]:
+    meeting = uuid.uuid4().hex
+    listener = ExpertMeeting(meeting, 0)
+    processes: list[multiprocessing.process.BaseProcess] = [
+        CONTEXT.Process(target=expert_rank, args=(meeting, number, dtype), daemon=True)
+        for number in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    geometry = Geometry.of(LAYERS, ranks=ranks, tokens=tokens, dtype=dtype)
+    names = [f"expert rank {number}" for number in range(ranks)]
+    made = None
+    try:
+        memory, connections = listener.accept(geometry, LAYERS, names, LIMIT_S)
+        made = ExpertChannel(memory, LAYERS, connections, names, limit_s)
+        yield made, processes
+    finally:
+        if made is not None:
+            made.close()
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def given(layer: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    chosen = LAYERS[layer].chosen
+    ids = torch.randint(0, 7, (tokens, chosen), dtype=torch.int64)
+    return torch.randn(tokens, LAYERS[layer].hidden).to(dtype), torch.rand(tokens, chosen), ids
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_all_expert_ranks_come_back(ranks: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    with channel(ranks, dtype) as (sender, _):
+        for layer, tokens in [(0, 1), (1, 5), (0, 5), (0, 5), (1, 1)]:
+            x, weights, ids = given(layer, tokens, dtype)
+            sender.hand_over(x, weights, ids, layer)
+            found = sender.take(tokens, layer)
+            share = sum(number + 1 for number in range(ranks))
+            torch.testing.assert_close(
+                found.float(), (expected(layer, x, weights, ids) * share).float(),
+                rtol=2**-6 if dtype is torch.bfloat16 else 1e-5, atol=1e-2,
+            )  # fmt: skip
+        assert sender.problem is None
+
+
+def test_several_stages_have_a_channel_each_to_the_same_expert_rank() -> None:
+    meeting = uuid.uuid4().hex
+    listeners = [ExpertMeeting(meeting, stage) for stage in range(2)]
+    process = CONTEXT.Process(
+        target=expert_rank, args=(meeting, 0, torch.float32, len(listeners)), daemon=True
+    )
+    process.start()
+    geometry = Geometry.of(LAYERS, ranks=1, tokens=5, dtype=torch.float32)
+    stages = [
+        ExpertChannel(memory, LAYERS, connections, ["expert rank 0"], LIMIT_S)
+        for listener in listeners
+        for memory, connections in [listener.accept(geometry, LAYERS, ["expert rank 0"], LIMIT_S)]
+    ]
+    torch.manual_seed(0)
+    asked = [given(layer, 3, torch.float32) for layer in (0, 1)]
+    # Both before either is waited for.
+    for _ in range(20):
+        for layer, stage in enumerate(stages):
+            stage.hand_over(*asked[layer], layer)
+        for layer, stage in reversed(list(enumerate(stages))):
+            torch.testing.assert_close(stage.take(3, layer), expected(layer, *asked[layer]))
+    # It ends with any of them, and the others hear of that.
+    stages[0].close()
+    process.join(LIMIT_S)
+    assert isinstance(fails(stages[1]), dist.DistNetworkError)
+    stages[1].close()
+
+
+def fails(sender: ExpertChannel) -> Exception:
+    """What a step that is handed over ends with."""
+    sender.hand_over(*given(0, 2, torch.float32), 0)
+    with pytest.raises((RankError, dist.DistNetworkError)) as found:
+        sender.take(2, 0)
+    assert sender.problem is found.value
+    return found.value
+
+
+def test_an_expert_rank_that_dies_ends_the_wait_and_is_named() -> None:
+    with channel(2) as (sender, processes):
+        os.kill(processes[1].pid or 0, signal.SIGSTOP)
+        sender.hand_over(*given(0, 2, torch.float32), 0)
+        os.kill(processes[1].pid or 0, signal.SIGKILL)
+        with pytest.raises(dist.DistNetworkError, match="expert rank 1 has closed"):
+            sender.take(2, 0)
+        # Whatever the step still asks for ends too.
+        fails(sender)
+
+
+def test_an_expert_rank_that_stops_ends_the_wait_and_is_named_with_the_limit() -> None:
+    with channel(2, limit_s=0.5) as (sender, processes):
+        os.kill(processes[0].pid or 0, signal.SIGSTOP)
+        error = fails(sender)
+        assert isinstance(error, RankError)
+        assert "expert rank 0 did not compute a layer's experts in 0.5 s" in str(error)
+
+
+def test_an_expert_rank_that_fails_ends_the_wait() -> None:
+    with channel(1) as (sender, processes):
+        x, weights, ids = given(0, 1, torch.float32)
+        x[0, 0] = 1000.0
+        sender.hand_over(x, weights, ids, 0)
+        with pytest.raises(dist.DistNetworkError, match="expert rank 0 has closed"):
+            sender.take(1, 0)
+        processes[0].join(LIMIT_S)
+        assert processes[0].exitcode == 1
+
+
+def test_an_expert_rank_ends_with_its_sender() -> None:
+    with channel(2) as (sender, processes):
+        sender.close()
+        for process in processes:
+            process.join(LIMIT_S)
+            assert process.exitcode == 1
+
+
+def raises(error: type[Exception], match: str, function: Callable[[], object]) -> None:
+    with pytest.raises(error, match=match):
+        function()
+
+
+def test_who_does_not_come_is_named() -> None:
+    listener = ExpertMeeting(uuid.uuid4().hex, 0)
+    geometry = Geometry.of(LAYERS, ranks=1, tokens=1, dtype=torch.float32)
+    raises(
+        StartupError, r"rank 7 did not connect in 0.2 s \(startup.load_timeout_s\)",
+        lambda: listener.accept(geometry, LAYERS, ["rank 7"], 0.2),
+    )  # fmt: skip
+    raises(
+        StartupError, "tokens of stage 3 over was not there in 0.1 s",
+        lambda: reach(uuid.uuid4().hex, 3, 0, (), 0.1),
+    )  # fmt: skip
+
+
+def test_layers_of_other_sizes_are_refused() -> None:
+    meeting = uuid.uuid4().hex
+    listener = ExpertMeeting(meeting, 0)
+    geometry = Geometry.of(LAYERS, ranks=1, tokens=1, dtype=torch.float32)
+
+    def serve() -> None:
+        service = ExpertService({"a": held(0, 16, torch.float32, 0)}, 0)
+        with pytest.raises(AgreementError, match=r"a: a stage hands over torch\.float32 of 8"):
+            service.add(reach(meeting, 0, 0, (), LIMIT_S))
+
+    process = CONTEXT.Process(target=serve, daemon=True)
+    process.start()
+    raises(
+        StartupError, "rank 7 has closed the connection",
+        lambda: listener.accept(geometry, LAYERS, ["rank 7"], LIMIT_S),
+    )  # fmt: skip
+    process.join(LIMIT_S)
+    assert process.exitcode == 0
+
+
+def test_requests_hold_what_can_be_asked_for() -> None:
+    native = expert_memory.native()
+    assert native.request(0, 1) != native.request(1, 1) != native.request(0, 2)
+    for layer, tokens in [(native.MOST_LAYERS, 1), (-1, 1), (0, 0), (0, native.MOST_TOKENS + 1)]:
+        with pytest.raises(ValueError, match="expected a layer below"):
+            native.request(layer, tokens)
+
+
+def test_addresses_of_engines_differ() -> None:
+    assert expert_meeting.address_of("a", 0) != expert_meeting.address_of("b", 0)
+    assert expert_meeting.address_of("a", 0) != expert_meeting.address_of("a", 1)

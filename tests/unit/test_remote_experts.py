@@ -1,0 +1,149 @@
+"""Layers whose experts others compute are what vLLM's own layers are, and hold no experts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import transformers  # noqa: E402
+
+from ray_hetero.cli.demo.model import write_demo_model  # noqa: E402
+from ray_hetero.config import HeteroConfig  # noqa: E402
+from ray_hetero.distributed import expert_memory  # noqa: E402
+from ray_hetero.distributed.remote_experts import are_remote  # noqa: E402
+
+if expert_memory._native is None:
+    pytest.skip("needs the native module", allow_module_level=True)
+
+PROGRAM = Path(__file__).with_name("expert_processes.py")
+TWO: dict[str, Any] = {"dtype": "float32", "kernel": "vllm", "experts": {"ranks": 2}}
+CASES: dict[str, dict[str, Any]] = {
+    "mixtral": TWO,
+    "qwen3_moe": {"dtype": "bfloat16", "kernel": "streaming", "experts": {"ranks": 2, "layers": 2}},
+    "qwen2_moe": TWO,
+    "deepseek_v2": TWO,
+    "deepseek_v3": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+    "glm4_moe": TWO,
+    "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+}
+RANKS = 2
+COMMON: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+GATED: dict[str, Any] = {
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+MLA: dict[str, Any] = {
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("Qwen2Moe", {**GATED, "num_experts": 8, "shared_expert_intermediate_size": 64}),
+    "deepseek_v2": ("DeepseekV2", {**MLA, "moe_intermediate_size": 64,
+                                   "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", {**MLA, "moe_intermediate_size": 64, "topk_method": "noaux_tc"}),
+    "glm4_moe": ("Glm4Moe", {**GATED, "n_routed_experts": 8, "n_shared_experts": 1,
+                             "first_k_dense_replace": 1, "head_dim": 32}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 32}),
+}  # fmt: skip
+"""Models with shared experts, group routing, biases: the name of their classes, their sizes."""
+
+
+def written(directory: Path, architecture: str, dtype: str) -> Path:
+    if architecture not in OTHERS:
+        short: Any = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+        return write_demo_model(directory, architecture, dtype=short)
+    name, sizes = OTHERS[architecture]
+    config = getattr(transformers, f"{name}Config")(**COMMON | sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(getattr(torch, dtype))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+def run(role: str, work: Path, number: int = 0) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), role, str(work), str(number)],
+        env=os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=(work / f"{role}{number}.log").open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.fixture(scope="module")
+def found(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, tuple[Any, Any]]:
+    """What the layers of each model make of some tokens, in vLLM and with expert ranks."""
+    wanted = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and "found" in item.fixturenames
+    }
+    work = tmp_path_factory.mktemp("experts") / uuid.uuid4().hex
+    work.mkdir()
+    cases = {
+        name: case | {"model": str(written(work / name, name, case["dtype"]))}
+        for name, case in CASES.items()
+        if name in wanted
+    }
+    (work / "request.json").write_text(json.dumps(cases))
+    processes = [run("stock", work), run("stage", work)]
+    processes += [run("expert", work, number) for number in range(RANKS)]
+    try:
+        for process in processes:
+            assert process.wait(600) == 0, "\n".join(
+                log.read_text()[-3000:] for log in work.glob("*.log")
+            )
+    finally:
+        for process in processes:
+            process.kill()
+    return {
+        name: tuple(torch.load(work / f"{name}-{role}.pt") for role in ("stock", "stage"))
+        for name in cases
+    }
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CASES)
+def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[Any, Any]]) -> None:
+    stock, stage = found[name]
+    if "layers" in CASES[name]["experts"]:
+        assert 0 < stage["held"] < stock["held"]
+    else:
+        assert stage["held"] == 0 < stock["held"]
+    assert stock["sums"].keys() == stage["sums"].keys()
+    assert stock["sums"]
+    for layer, sums in stock["sums"].items():
+        scale = float(sums.abs().max())
+        atol = scale * (1e-5 if CASES[name]["dtype"] == "float32" else 2**-6)
+        torch.testing.assert_close(stage["sums"][layer], sums, rtol=0, atol=atol, msg=layer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "remote"), [("all", [0, 1, 2, 3]), (1, [3]), (3, [1, 2, 3]), (9, [0, 1, 2, 3])]
+)
+def test_the_last_layers_experts_are_remote(asked: Any, remote: list[int]) -> None:
+    config = HeteroConfig.model_validate({"experts": {"ranks": 1, "layers": asked}})
+    is_remote = are_remote(config, 4)
+    names = [f"language_model.model.layers.{layer}.mlp.experts" for layer in range(6)]
+    assert [layer for layer, name in enumerate(names) if is_remote(name)] == remote
+    assert not is_remote("model.experts")
