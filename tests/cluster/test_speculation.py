@@ -127,7 +127,7 @@ def _compare(
         folder,
         [(one, [asked, metrics(COUNTS)]) for one in engines],
         ray=ray,
-        extra={"RAY_HETERO_PRETEND_GPU": "1"},
+        extra={"RAY_HETERO_PRETEND_GPU": "1", **IN_THIS_PROCESS},
     )
     for answers, counts in found:
         assert tokens(answers) == wanted
