@@ -55,15 +55,12 @@ def main() -> None:
         options.folder = Path(folder)
         native_module(options.folder)
         modes = ["host"] if options.host else ["memory operations", "host functions"]
-        found = [
-            point
-            for ranks in map(int, options.ranks.split(","))
-            for mode in modes
-            for point in measured(options, ranks, mode)
-        ]
+        found = []
+        for ranks in map(int, options.ranks.split(",")):
+            for mode in modes:
+                found += measured(options, ranks, mode)
+                print(*found[-1 - options.tokens.count(",") - 1 :], sep="\n", flush=True)
     device = "host" if options.host else torch.cuda.get_device_name()
-    for point in found:
-        print(point)
     if options.out is not None:
         about = {"device": device, "layers": options.layers, "hidden": HIDDEN, "points": found}
         options.out.write_text(json.dumps(about, indent=1) + "\n")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+_locked: list[torch.Tensor] = []
+"""Kept: other memory at an address that CUDA has locked could not be locked."""
+
 
 def lock_pages(memory: torch.Tensor) -> None:
     """Lock memory for as long as the process lives; it belongs to the current GPU.
@@ -19,3 +22,4 @@ def lock_pages(memory: torch.Tensor) -> None:
     """
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     torch.cuda.check_error(int(status))
+    _locked.append(memory)

@@ -22,6 +22,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +167,50 @@ def products(module: Any, level: Any, kind: str) -> Iterator[float]:
             yield float(np.max(np.nan_to_num(np.abs(mine - portable) / bound, nan=np.inf)))
 
 
+@dataclass(frozen=True)
+class Family:
+    """What layers of a family of models are made of."""
+
+    norm: str = "rms"
+    has_head_norms: bool = False
+    has_norms_behind: bool = False
+    """Of what the attention and the perceptron give."""
+    activation: str = "silu"
+    is_gated: bool = True
+    is_parallel: bool = False
+    multiplier: float = 1.0
+    is_interleaved: bool = False
+    window: int | None = None
+    soft_cap: float = 0.0
+    has_sinks: bool = False
+
+
+FAMILIES = {
+    "Llama": Family(),
+    "Qwen 3": Family(has_head_norms=True),
+    "Gemma 2": Family(
+        norm="rms_plus_one", has_norms_behind=True, activation="gelu_tanh", window=48, soft_cap=5.0
+    ),
+    "GPT-NeoX": Family(norm="layer", activation="gelu", is_gated=False, is_parallel=True),
+    "OPT": Family(norm="layer", activation="relu", is_gated=False),
+    "sinks, multipliers": Family(multiplier=0.5, is_interleaved=True, has_sinks=True),
+}
+
+
 class Decoder:
     """Layers of random weights, with what they point at."""
 
-    def __init__(self, module: Any, kind: str, *, has_norms: bool) -> None:
+    def __init__(self, module: Any, kind: str, family: Family) -> None:
         random = np.random.default_rng(7)
         self._kept: list[Any] = []
         self.module = module
         cos_sin = self._keep(bf16(random.uniform(-1, 1, (POSITIONS, SIZE)).astype(np.float32)))
 
-        def norm(size: int) -> tuple[int, float]:
+        def norm(size: int) -> tuple[str, int, int, float, bool]:
             weight = bf16(random.uniform(0.5, 1.5, size).astype(np.float32))
-            return address(self._keep(weight)), 1e-5
+            bias = bf16(random.uniform(-0.5, 0.5, size).astype(np.float32))
+            at = address(self._keep(bias)) if family.norm == "layer" else 0
+            return family.norm, address(self._keep(weight)), at, 1e-5, False
 
         def linear(n: int, k: int) -> tuple[int, int, Any]:
             weight = Weight(module, random, n, k, kind, has_packed_block=False)
@@ -187,21 +220,29 @@ class Decoder:
         def qkv() -> tuple[Any, Any]:
             return norm(HIDDEN), linear((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN)
 
-        heads = norm(SIZE) if has_norms else None
+        heads = norm(SIZE) if family.has_head_norms else None
         self.rotation = module.Rotation(
             heads=HEADS, kv_heads=KV_HEADS, size=SIZE, cos_sin=address(cos_sin),
-            positions=POSITIONS, rotated=SIZE, query_norm=heads, key_norm=heads,
+            positions=POSITIONS, rotated=SIZE, is_interleaved=family.is_interleaved,
+            query_norm=heads, key_norm=heads,
         )  # fmt: skip
+        behind = norm(HIDDEN) if family.has_norms_behind else None
         self.blocks = [
             module.PostAttention(
-                output=linear(HIDDEN, HEADS * SIZE), norm=norm(HIDDEN),
-                gate_up=linear(2 * WIDE, HIDDEN), down=linear(HIDDEN, WIDE),
-                next=None if layer + 1 == LAYERS else qkv(),
+                output=linear(HIDDEN, HEADS * SIZE), output_norm=behind, norm=norm(HIDDEN),
+                gate_up=linear((1 + family.is_gated) * WIDE, HIDDEN), activation=family.activation,
+                down=linear(HIDDEN, WIDE), down_norm=behind, multiplier=family.multiplier,
+                is_parallel=family.is_parallel, next=None if layer + 1 == LAYERS else qkv(),
             )
             for layer in range(LAYERS)
         ]  # fmt: skip
+        sinks = self._keep(random.normal(size=HEADS).astype(np.float32))
+        scores = module.Scores(
+            scale=0.2, window=family.window, soft_cap=family.soft_cap,
+            sinks=address(sinks) if family.has_sinks else 0,
+        )  # fmt: skip
         self.layers = module.DecoderLayers(
-            first=qkv(), layers=[(self.rotation, 0.2, block) for block in self.blocks]
+            first=qkv(), layers=[(self.rotation, scores, block) for block in self.blocks]
         )
 
     def _keep(self, kept: Any) -> Any:
@@ -269,8 +310,8 @@ def layers(module: Any, level: Any, operation: str) -> Iterator[float]:
     portable = module.level("portable")
     cases: list[Callable[[Any], Bits]] = []
     for kind in ("packed", "compact"):
-        for has_norms in (False, True):
-            decoder = Decoder(module, kind, has_norms=has_norms)
+        for family in FAMILIES.values():
+            decoder = Decoder(module, kind, family)
             if operation == "rotation":
                 cases += [lambda on, m=m, d=decoder: d.rotated(on, m) for m in (1, 5, 40)]
             elif operation == "post_attention":
