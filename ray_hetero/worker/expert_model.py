@@ -71,7 +71,8 @@ def load_experts(
         for layer in layers.values():
             layer.quant_method.process_weights_after_loading(layer)
     if own is not None:
-        own.loaded(model)
+        # Those that stay with the stages have no memory here.
+        own.loaded(torch.nn.ModuleList(layers.values()))
     logger.info("slices %d of %d of the experts of %d layers", number + 1, ranks, len(layers))
     return {name: _held(layer, model_config.dtype) for name, layer in layers.items()}
 
