@@ -285,14 +285,14 @@ class Decoder:
             bf16(random.normal(size=(m, HIDDEN)).astype(np.float32)) for _ in range(2)
         )
         out = np.zeros((2, m, HIDDEN), dtype=np.uint16)
+        strides = KV_HEADS * BLOCK * 2 * SIZE, BLOCK * 2 * SIZE
+        requests = self.module.Requests(
+            m=m, positions=address(positions), slots=address(slots), lengths=address(held),
+            blocks=address(table), most_blocks=most, block=BLOCK, cache_blocks=m * most,
+            tiles=tiles,
+        )  # fmt: skip
         self.layers.run(
-            requests=self.module.Requests(
-                m=m, positions=address(positions), slots=address(slots), lengths=address(held),
-                blocks=address(table), most_blocks=most, block=BLOCK, cache_blocks=m * most,
-                tiles=tiles,
-            ),
-            caches=[address(cache) for cache in caches],
-            block_stride=KV_HEADS * BLOCK * 2 * SIZE, head_stride=BLOCK * 2 * SIZE,
+            requests=[requests], caches=[(address(cache), *strides, 0) for cache in caches],
             hidden=address(hidden), residual=address(residual), y=address(out[0]),
             sum=address(out[1]), level=level,
         )  # fmt: skip

@@ -339,7 +339,7 @@ QUANTISED = replace(
         ({"linear_kernel": "streaming"}, BF16, False, 1, 0.45),
         ({"linear_kernel": "streaming", "compact_weights": True}, BF16, False, 0.75, 0.45),
         ({}, replace(BF16, is_bf16=False), True, 1, 0.7),
-        ({}, replace(BF16, shape=replace(LLAMA_8B, model_type="mistral")), True, 0.75, 0.7),
+        ({}, replace(BF16, shape=replace(LLAMA_8B, model_type="gpt_neox")), True, 0.75, 0.7),
         ({}, replace(BF16, shape=replace(LLAMA_8B, layers=(QUANTISED,) * 32)), True, 0.75, 0.7),
     ],
 )
