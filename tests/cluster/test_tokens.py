@@ -7,6 +7,9 @@ kernels round bf16 in other places; there tokens may differ where two are equall
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -165,10 +168,28 @@ def test_experts_of_this_project(
     first = {"mixtral": 2, "qwen3_moe": 1}[architecture] if pipeline > 1 else 3
     assert f"experts of {first} layers stream their weights" in log
     assert "stay with vLLM's kernel" not in log
-    found = [gap_where_different(*pair) for pair in zip(ours, theirs, strict=True)]
-    gaps = [gap for gap in found if gap is not None]
+    # A router that sees two experts nearly equal may take either, and its token's logits move by
+    # more than rounding does: one of the two engines has to find the tokens equal.
+    pairs = list(zip(ours, theirs, strict=True))
+    found = [(gap_where_different(mine, other), gap_where_different(other, mine))
+             for mine, other in pairs]  # fmt: skip
+    gaps = [min(x, y) for x, y in found if x is not None and y is not None]
     assert len(gaps) <= 3
     assert all(gap < NEARLY_EQUAL for gap in gaps)
+    assert statistics.fmean(itertools.chain(*(differences(*pair) for pair in pairs))) < 0.1
+
+
+def differences(mine: Json, wanted: Json) -> Iterator[float]:
+    """By how much logprobs of the same tokens differ, as long as the answers are the same."""
+    rows = zip(
+        mine["tokens"][0], wanted["tokens"][0], mine["logprobs"][0], wanted["logprobs"][0],
+        strict=True,
+    )  # fmt: skip
+    for left, right, likely, expected in rows:
+        for token in likely.keys() & expected.keys():
+            yield abs(likely[token] - expected[token])
+        if left != right:
+            return
 
 
 def gap_where_different(mine: Json, wanted: Json) -> float | None:
