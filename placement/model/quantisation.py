@@ -266,9 +266,15 @@ def _scales(linear: Linear, weights: Config) -> int:
     )
 
 
+def _mxfp4(settings: Config, dtype_bytes: int) -> Format:
+    """Only routed experts are stored in it, in tensors of their own names (`architectures`)."""
+    return lambda linear: [_plain(linear, dtype_bytes)]
+
+
 _METHODS: dict[str, Callable[[Config, int], Format]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
 }

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from placement.given import shown
-from placement.model.architectures import ARCHITECTURES, Architecture, Experts, Vector, window_of
+from placement.model.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Experts,
+    Matrix,
+    Vector,
+    window_of,
+)
 from placement.model.checkpoint import read_headers, sort_tensors
 from placement.model.config import (
     EXPERT_KEYS,
@@ -238,7 +245,11 @@ def _layer_tensors(
 ) -> Iterator[Tensor]:
     prefix = f"{architecture.prefix}{index}."
     for part in architecture.layer(config, index):
-        if isinstance(part, Vector):
+        if isinstance(part, Stored):
+            yield _tensor(part, config)
+        elif isinstance(part, Matrix):
+            yield _tensor(Stored(part.name, part.elements, width), config)
+        elif isinstance(part, Vector):
             stored = Stored(part.name, part.elements, part.dtype_bytes or width, values=0)
             yield _tensor(stored, config)
         elif isinstance(part, Experts):

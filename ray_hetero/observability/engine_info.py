@@ -14,7 +14,7 @@ from ray_hetero.names import actor_name
 
 if TYPE_CHECKING:
     from placement.model.shape import ModelShape
-    from ray_hetero.planning.layer_plan import LayerPlan
+    from ray_hetero.planning.planned_layers import LayerPlan
 
 
 @dataclass(frozen=True)

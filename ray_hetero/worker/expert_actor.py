@@ -63,7 +63,7 @@ class ExpertActor:
         number, ranks = rank.seat.tensor_rank, len(rank.world.experts)
         model_config = self._vllm_config.model_config
         hidden_layers = model_config.get_total_num_hidden_layers()
-        is_remote = are_remote(config, hidden_layers)
+        is_remote = are_remote(rank.world.expert_layers, hidden_layers)
         # The driver's environment has those of the stages.
         layer_partition.set_partition((hidden_layers,))
         with set_current_vllm_config(self._vllm_config):

@@ -21,12 +21,17 @@ from ray_hetero.cli.demo.model import write_demo_model  # noqa: E402
 from ray_hetero.config import HeteroConfig  # noqa: E402
 from ray_hetero.distributed import expert_memory  # noqa: E402
 from ray_hetero.distributed.remote_experts import are_remote  # noqa: E402
+from ray_hetero.planning.expert_ranks import asked_layers  # noqa: E402
 
 if expert_memory._native is None:
     pytest.skip("needs the native module", allow_module_level=True)
 
 PROGRAM = Path(__file__).with_name("expert_processes.py")
-TWO: dict[str, Any] = {"dtype": "float32", "kernel": "vllm", "experts": {"ranks": 2}}
+TWO: dict[str, Any] = {
+    "dtype": "float32",
+    "kernel": "vllm",
+    "experts": {"ranks": 2, "layers": "all"},
+}
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": TWO,
     "qwen3_moe": {"dtype": "bfloat16", "kernel": "streaming", "experts": {"ranks": 2, "layers": 2}},
@@ -143,7 +148,9 @@ def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[
 )
 def test_the_last_layers_experts_are_remote(asked: Any, remote: list[int]) -> None:
     config = HeteroConfig.model_validate({"experts": {"ranks": 1, "layers": asked}})
-    is_remote = are_remote(config, 4)
+    layers = asked_layers(config.experts, 4)
+    assert layers is not None
+    is_remote = are_remote(layers, 4)
     names = [f"language_model.model.layers.{layer}.mlp.experts" for layer in range(6)]
     assert [layer for layer, name in enumerate(names) if is_remote(name)] == remote
     assert not is_remote("model.experts")

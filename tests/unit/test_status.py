@@ -18,7 +18,7 @@ from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.status import EngineStatus
 from ray_hetero.observability.status_board import RankReport, StatusBoard
 from ray_hetero.observability.step_clock import StepTotals
-from ray_hetero.planning.layer_plan import LayerPlan
+from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.world import World
 
 
