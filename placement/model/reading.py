@@ -36,6 +36,7 @@ from placement.model.quantisation import (
     packed_bits,
     quantised_from,
     store,
+    stored_together,
     weights_of,
 )
 from placement.model.shape import Mla, ModelShape
@@ -205,6 +206,7 @@ def _shape(
         experts=experts,
         active_experts=min(experts, config.number("num_experts_per_tok")) if experts else 0,
         mla=_mla(config),
+        expert_parts=_expert_parts(config),
     )
 
 
@@ -217,6 +219,14 @@ def _intermediate(config: Config) -> int:
     width = config.number("moe_intermediate_size", "intermediate_size")
     shared = config.number_or(0, "n_shared_experts", least=0)
     return max(dense, width * (config.number("num_experts_per_tok") + shared))
+
+
+def _expert_parts(config: Config) -> int:
+    if not config.experts:
+        return 0
+    inner = config.number("moe_intermediate_size", "intermediate_size")
+    together = stored_together(config)
+    return inner // together if inner % together == 0 else 1
 
 
 def _mla(config: Config) -> Mla | None:

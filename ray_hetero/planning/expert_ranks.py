@@ -12,6 +12,9 @@ from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.world import World
 
+MOST_NAMED = 16
+"""Largest number of expert ranks that an error proposes."""
+
 
 def with_expert_ranks(config: HeteroConfig, ranks: int) -> HeteroConfig:
     """The configuration with this number of expert ranks written out."""
@@ -19,9 +22,14 @@ def with_expert_ranks(config: HeteroConfig, ranks: int) -> HeteroConfig:
     return config.model_copy(update={"experts": experts})
 
 
-def sockets_for_experts(nodes: Sequence[Node], gpus: int) -> int:
-    """Most expert ranks beside so many GPUs: the sockets of a node that has both; 0 for none."""
-    return max((len(node.sockets) for node in nodes if node.gpus >= gpus), default=0)
+def sockets_for_experts(nodes: Sequence[Node], gpus: int, shape: ModelShape) -> int:
+    """Most expert ranks beside so many GPUs, 0 for none.
+
+    They are sockets of a node that has these GPUs, as many as divide an expert equally.
+    """
+    sockets = max((len(node.sockets) for node in nodes if node.gpus >= gpus), default=0)
+    suited = (ranks for ranks in range(sockets, 0, -1) if shape.expert_parts % ranks == 0)
+    return next(suited, 0) if shape.experts else 0
 
 
 def asked_layers(experts: ExpertsConfig, layers: int) -> int | None:
@@ -65,13 +73,23 @@ def check_experts(world: World, shape: ModelShape | None) -> None:
         shape: the model; None where its sizes are unknown.
 
     Raises:
-        ConfigError: the stages are not GPUs in equal numbers, or the model has no experts.
+        ConfigError: the stages are not GPUs in equal numbers, or the model has no experts, or some
+            that cannot be divided by so many.
 
     """
     if shape is not None and not shape.experts:
         raise ConfigError(
             f"experts.ranks: {len(world.experts)} sockets are to hold routed experts, but a model "
             f"of the type {shape.model_type} has none. Leave experts.ranks out."
+        )
+    ranks = len(world.experts)
+    if shape is not None and shape.expert_parts % ranks:
+        parts = shape.expert_parts
+        suited = ", ".join(str(n) for n in range(1, MOST_NAMED + 1) if parts % n == 0)
+        raise ConfigError(
+            f"experts.ranks: {ranks} sockets are to hold equal slices of every expert, but an "
+            f"expert of this model has {parts} parts that can lie apart, and {parts} / {ranks} is "
+            f"no whole number. Give one of {suited}."
         )
     if not world.is_stock:
         raise ConfigError(

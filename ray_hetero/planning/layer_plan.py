@@ -110,9 +110,10 @@ def plan_layers(
     # What fits on the GPUs alone needs no socket.
     alone = _plan(with_expert_ranks(config, 0), nodes, facts, **how)
     free = with_chosen_sockets(config.cpu, nodes)
-    sockets = sockets_for_experts(free, alone.world.layout.count("gpu"))
-    has_experts = facts.shape is not None and facts.shape.experts > 0
-    if not (alone.is_too_large and alone.world.is_stock and has_experts and sockets):
+    if facts.shape is None or not (alone.is_too_large and alone.world.is_stock):
+        return alone
+    sockets = sockets_for_experts(free, alone.world.layout.count("gpu"), facts.shape)
+    if not sockets:
         return alone
     return _plan(with_expert_ranks(config, sockets), nodes, facts, **how)
 

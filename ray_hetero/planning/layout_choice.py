@@ -260,9 +260,9 @@ def with_experts_to_try(
     """
     found = []
     for layout in layouts:
-        sockets = sockets_for_experts(nodes, layout.world_size)
+        sockets = sockets_for_experts(nodes, layout.world_size, shape)
         ranks = sockets if asked in (0, "auto") else int(asked)
-        if layout.kinds == ("gpu",) and ranks and (shape.experts or asked not in (0, "auto")):
+        if layout.kinds == ("gpu",) and ranks:
             found.append((layout, ranks))
     return found
 

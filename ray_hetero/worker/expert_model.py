@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ray_hetero.compat import remote_experts
+from ray_hetero.compat import quantised_kernels, remote_experts
 from ray_hetero.distributed.expert_service import HeldLayer
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import expert_layers, streaming_linear
+from ray_hetero.kernels import expert_layers, quantised_linear, streaming_linear
 from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.log import logger
 
@@ -51,7 +51,14 @@ def load_experts(
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     kernel = streaming_linear.choose(config.cpu.linear_kernel)
-    own = ExpertLayers(config.cpu, kernel) if kernel is not None else None
+    if config.cpu.linear_kernel == "auto" and vllm_config.model_config.quantization:
+        # As for linear layers: vLLM's own kernels of most formats need AMX.
+        kernel = kernel or streaming_linear.at_hand()
+    own = None
+    if kernel is not None:
+        own = ExpertLayers(config.cpu, kernel)
+        # Linear layers are made too, without memory, and each asks for a kernel of its format.
+        quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=True)
     remote_experts.hold_slices(is_remote, number, ranks)
     model_config = vllm_config.model_config
     with set_default_torch_dtype(model_config.dtype):

@@ -35,6 +35,7 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.remote_experts import RemoteExperts, are_remote
+from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.planning.expert_ranks import asked_layers
 from ray_hetero.worker.expert_model import load_experts
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
@@ -42,9 +43,11 @@ from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
 TOKENS = 70
 
 
-def configured(case: dict[str, Any]) -> tuple[Any, HeteroConfig]:
+def configured(case: dict[str, Any], role: str) -> tuple[Any, HeteroConfig]:
+    # What a quantised checkpoint is to be compared with is unquantised.
+    model = case.get("reference", case["model"]) if role == "stock" else case["model"]
     args = EngineArgs(
-        model=case["model"], dtype=case["dtype"], skip_tokenizer_init=True, enforce_eager=True,
+        model=model, dtype=case["dtype"], skip_tokenizer_init=True, enforce_eager=True,
         max_model_len=128, kv_cache_memory_bytes=1 << 30,
     )  # fmt: skip
     config = HeteroConfig.model_validate(
@@ -76,7 +79,7 @@ def main() -> None:
     )
     current_platform.import_kernels()
     for name, case in json.loads((work / "request.json").read_text()).items():
-        vllm_config, config = configured(case)
+        vllm_config, config = configured(case, role)
         with set_current_vllm_config(vllm_config):
             init_distributed_environment(1, 0, "env://", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
@@ -112,6 +115,9 @@ def stage(
         layers = model_config.get_total_num_hidden_layers()
         remote_layers = asked_layers(config.experts, layers)
         assert remote_layers is not None
+        if model_config.quantization:
+            # A GPU has kernels for these; this process is given those of a CPU rank.
+            LinearLayers(config.cpu, None, TOKENS)
         rank = rank_of(meeting, config, model_config.model, dtype, remote_layers)
         remote = RemoteExperts(rank, layers, model_config.dtype)
     with set_default_torch_dtype(model_config.dtype):

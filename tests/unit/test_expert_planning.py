@@ -210,6 +210,25 @@ def test_what_expert_ranks_have_no_use_for_is_refused() -> None:
         planned("Mixtral 8x7B", {"ranks": 1}, layout=[["cpu"], ["gpu"]])
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    # Inner sizes, of DeepSeek V3 in blocks of 128, of gpt-oss in groups of 32.
+    [("Mixtral 8x7B", 14336), ("Qwen3 30B-A3B", 768), ("DeepSeek V3", 16), ("gpt-oss 120B", 90)],
+)
+def test_experts_are_cut_where_their_format_allows_it(name: str, parts: int) -> None:
+    assert SHAPES[name].expert_parts == parts
+
+
+def test_experts_that_so_many_ranks_cannot_share_are_told_with_the_arithmetic() -> None:
+    three = machine(sockets=3)
+    said = r"16 parts that can lie apart, and 16 / 3 is no whole .* one of 1, 2, 4, 8, 16"
+    with pytest.raises(ConfigError, match=said):
+        planned("DeepSeek V3", {"ranks": 3}, three)
+    # What is chosen can be divided.
+    assert len(planned("DeepSeek V3", AUTO, three).world.experts) == 2
+    assert len(planned("Qwen3 30B-A3B", AUTO, three).world.experts) == 3
+
+
 def test_sockets_that_have_no_room_are_told() -> None:
     small = described({"nodes": [
         {"name": "a", "gpus": H100, "sockets": {**XEON, "memory_gib": 64, "count": 2}}

@@ -105,9 +105,7 @@ def test_stages_hold_what_expert_ranks_do_not(layers: Any, remote: int) -> None:
 
 
 def test_experts_that_do_not_fit_into_their_sockets_are_told_with_the_arithmetic() -> None:
-    said = (
-        r"rank 1 \(experts, socket 0 .*is to hold 1 / 2 of the experts of 56 layers, 126.0 GiB"
-    )
+    said = r"rank 1 \(experts, socket 0 .*is to hold 1 / 2 of the experts of 56 layers, 126.0 GiB"
     with pytest.raises(DoesNotFitError, match=said):
         plan(with_experts(layers="all"), server(1, 2, memory_gib=64), MIXTURE, pipeline=1)
 

@@ -17,7 +17,12 @@ pytest.importorskip("vllm")
 
 import transformers  # noqa: E402
 
-from ray_hetero.cli.demo.model import write_demo_model  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+
+from dequantised import dequantised  # noqa: E402
+
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
+from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
 from ray_hetero.config import HeteroConfig  # noqa: E402
 from ray_hetero.distributed import expert_memory  # noqa: E402
 from ray_hetero.distributed.remote_experts import are_remote  # noqa: E402
@@ -40,6 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "glm4_moe": TWO,
     "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+    "fp8": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+    "w4a16": {**TWO, "dtype": "bfloat16", "kernel": "auto"},
+    "mxfp4": {**TWO, "dtype": "bfloat16", "kernel": "auto"},
 }
 RANKS = 2
 COMMON: dict[str, Any] = {
@@ -82,6 +90,14 @@ def written(directory: Path, architecture: str, dtype: str) -> Path:
     return directory
 
 
+def quantised(directory: Path, name: str) -> dict[str, str]:
+    """A checkpoint of that format, and what it holds as a plain one."""
+    # Half of an expert's inner size, 256, is a whole block.
+    shape = DemoShape(layers=2, hidden=384, heads=12)
+    stored = write_demo_model(directory / "stored", "qwen3_moe", stored=name, shape=shape)
+    return {"model": str(stored), "reference": str(dequantised(stored, directory / "plain"))}
+
+
 def run(role: str, work: Path, number: int = 0) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), role, str(work), str(number)],
@@ -106,13 +122,19 @@ def found(
     work = tmp_path_factory.mktemp("experts") / uuid.uuid4().hex
     work.mkdir()
     cases = {
-        name: case | {"model": str(written(work / name, name, case["dtype"]))}
+        name: case
+        | (
+            quantised(work / name, name)
+            if name in FORMATS
+            else {"model": str(written(work / name, name, case["dtype"]))}
+        )
         for name, case in CASES.items()
         if name in wanted
     }
     (work / "request.json").write_text(json.dumps(cases))
-    processes = [run("stock", work), run("stage", work)]
-    processes += [run("expert", work, number) for number in range(RANKS)]
+    # Those that the others wait for are looked at first.
+    processes = [run("expert", work, number) for number in range(RANKS)]
+    processes += [run("stage", work), run("stock", work)]
     try:
         for process in processes:
             assert process.wait(600) == 0, "\n".join(
