@@ -43,7 +43,7 @@ def load_experts(
         The layers by vLLM's name.
 
     Raises:
-        UnsupportedError: the model has no such layer.
+        UnsupportedError: the model has no such layer, or nothing on a CPU computes its experts.
 
     """
     from vllm.model_executor.model_loader import get_model_loader
@@ -75,7 +75,12 @@ def load_experts(
                 "experts that vLLM knows. Leave experts out."
             )
         get_model_loader(vllm_config.load_config).load_weights(model, model_config)
-        for layer in layers.values():
+        for name, layer in layers.items():
+            if others := remote_experts.kernel_of_other_devices(layer):
+                raise UnsupportedError(
+                    f"{name}: vLLM computes its experts with {others}, on GPUs only, so no expert "
+                    "rank can hold them. Leave experts.ranks out."
+                )
             layer.quant_method.process_weights_after_loading(layer)
     if own is not None:
         # Those that stay with the stages have no memory here.

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[str, list[list[str]], Json, tuple[int, ...]]] = {
     "experts of some layers": ("qwen3_moe", ONE, {"ranks": 2, "layers": 2}, (2,)),
     # By stage: all four layers, or the last two, of each those that it has.
     "two stages": ("mixtral", [["gpu"], ["gpu"]], {"ranks": 1}, (2, 2)),
+    "a stage without": ("mixtral", [["gpu"], ["gpu"]], {"ranks": 1, "layers": 2}, (0, 2)),
     "tensor parallel": ("mixtral", [["gpu", "gpu"]], {"ranks": 1}, (4,)),
 }
 """Model, stages, expert ranks, and the layers of each stage that these compute."""

@@ -47,9 +47,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "fp8": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "w4a16": {**TWO, "dtype": "bfloat16", "kernel": "auto"},
-    "mxfp4": {**TWO, "dtype": "bfloat16", "kernel": "auto"},
 }
 RANKS = 2
+QUANTISED = DemoShape(layers=2, hidden=384, heads=12)
+"""Half of an expert's inner size, 256, is a whole block."""
 COMMON: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -92,9 +93,7 @@ def written(directory: Path, architecture: str, dtype: str) -> Path:
 
 def quantised(directory: Path, name: str) -> dict[str, str]:
     """A checkpoint of that format, and what it holds as a plain one."""
-    # Half of an expert's inner size, 256, is a whole block.
-    shape = DemoShape(layers=2, hidden=384, heads=12)
-    stored = write_demo_model(directory / "stored", "qwen3_moe", stored=name, shape=shape)
+    stored = write_demo_model(directory / "stored", "qwen3_moe", stored=name, shape=QUANTISED)
     return {"model": str(stored), "reference": str(dequantised(stored, directory / "plain"))}
 
 
@@ -163,6 +162,17 @@ def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[
         scale = float(sums.abs().max())
         atol = scale * (1e-5 if CASES[name]["dtype"] == "float32" else 2**-6)
         torch.testing.assert_close(stage["sums"][layer], sums, rtol=0, atol=atol, msg=layer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_experts_that_only_gpus_compute_are_refused(tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "m", "qwen3_moe", stored="mxfp4", shape=QUANTISED)
+    case = TWO | {"dtype": "bfloat16", "kernel": "auto", "model": str(model)}
+    (tmp_path / "request.json").write_text(json.dumps({"mxfp4": case}))
+    assert run("expert", tmp_path).wait(250) == 1
+    said = (tmp_path / "expert0.log").read_text()
+    assert "vLLM computes its experts with MarlinExperts, on GPUs only" in said
 
 
 @pytest.mark.parametrize(
