@@ -27,6 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 RAY: Json = {
     "num_cpus": 2, "num_gpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False
 }  # fmt: skip
+STARTS = 5
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1"}
 ONE = [["gpu"]]
 LAYOUTS: dict[str, tuple[str, list[list[str]], Json, tuple[int, ...]]] = {
@@ -104,6 +105,17 @@ def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, mo
         assert not gaps
     assert len(gaps) <= 4
     assert all(gap < NEARLY_EQUAL for gap in gaps)
+
+
+@pytest.mark.slow
+def test_engines_start_and_end_one_after_the_other(scene: Scene, logs: Path, model: Model) -> None:
+    runs = [
+        (arguments(model("mixtral", "f32"), ONE, {"ranks": 2}), [batch(prompts(4))])
+        for _ in range(STARTS)
+    ]
+    found = run_engines(scene, logs / "starts", runs, ray=RAY, extra=PRETENDED)
+    assert len({str(tokens(one)) for (one,) in found}) == 1
+    scene.assert_clean()
 
 
 LIMIT_S = 8
