@@ -39,6 +39,7 @@ from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.distributed.remote_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.log import logger
@@ -92,9 +93,11 @@ class RankWorker:
         for exchange in (self._boundary, self._over_host):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
+        layer_tokens.take()
         start = self.clock.begin()
         with self._step():
             output = self._worker.execute_model(scheduler_output)
+        self._count_layer_tokens()
         self.clock.add(
             time.perf_counter() - start,
             tokens,
@@ -102,6 +105,12 @@ class RankWorker:
             is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
         )
         return output
+
+    def _count_layer_tokens(self) -> None:
+        taken, totals = layer_tokens.take(), self.clock.totals
+        totals.native_layer_tokens += taken.native
+        totals.gpu_layer_tokens += taken.on_gpu
+        totals.operator_layer_tokens += taken.by_operators
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on a GPU this is where its kernels are waited for."""
