@@ -173,6 +173,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             physical_gpus: GPUs of all GPU ranks on this node, by local rank.
 
         """
+        began = time.perf_counter()
         seat, world = self._rank.seat, self._rank.world
         device_backend = current_platform.dist_backend
         if not world.is_stock:
@@ -225,6 +226,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             shared_worker_lock=None,
             is_driver_worker=seat.tensor_rank == 0,
         )
+        loaded = time.perf_counter()
         if speculation is not None:
             speculation.loaded(self.worker.model_runner)
         if self._remote_experts is not None:
@@ -238,7 +240,11 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
-        return dict(self.wait_for_init())
+        seconds = {
+            "joining groups and loading weights": loaded - began,
+            "making weights ready for the kernels": time.perf_counter() - loaded,
+        }
+        return {**self.wait_for_init(), "seconds": seconds}
 
     def _lender(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
         """The GPU that this CPU rank may borrow: near its socket, else any of its node's ranks.
