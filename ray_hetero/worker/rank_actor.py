@@ -9,7 +9,6 @@ from __future__ import annotations
 from ray_hetero.worker import cuda_init  # before torch and vLLM, which look for GPUs
 
 # isort: split
-import faulthandler
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
-from placement.cluster.claims import claim_socket
 from placement.units import GIB
 from ray_hetero.compat import (
     cpu_linear,
@@ -46,10 +44,10 @@ from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
-from ray_hetero.preflight.platform import check_platform, is_pretending
-from ray_hetero.runtime.core_binding import drop_niceness, move_process, take_cores
-from ray_hetero.runtime.process_state import STACKS_SIGNAL
+from ray_hetero.preflight.platform import is_pretending
+from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
+from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.worker.speculation import Speculation, models_of
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
@@ -144,17 +142,11 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
         self._remote_experts: RemoteExperts | None = None
-        drop_niceness()
-        take_cores(rank.threads or rank.spare, rank.spare)
+        settle(rank)
 
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""
-        faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        check_platform(self._rank)
-        seat = self._rank.seat
-        if seat.socket is not None:
-            # Held until this process is gone, however it ends.
-            self._claim = claim_socket(seat.socket, owner=self._rank.shared.instance_id)
+        self._claim = secure(self._rank)
         self._vllm_config = build_rank_config(self._rank)
         self._parallel_config = self._vllm_config.parallel_config
         gpus: list[int] = []
