@@ -52,6 +52,7 @@ MODELS = {
 """Files of configs/models/ and what the models are called, in the order of the tables."""
 MACHINES = ("h100-two-8480", "two-h200-two-8480", "l40s-one-9654", "two-8480")
 """Files of configs/machines/."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def begin(machine: str) -> str:
@@ -93,7 +94,8 @@ def where(found: ModelPlan) -> str:
         noun = "socket" if stage.devices.has_cpu else "GPU"
         size = stage.devices.size
         words = noun if size == 1 else f"{size} {noun}s"
-        parts.append(words if len(split.stages) == 1 else f"{words} {stage.layers}")
+        part = words if len(split.stages) == 1 else f"{words} {stage.layers}"
+        parts.append(part.replace(" ", NO_BREAK))
     return " → ".join(parts)
 
 
@@ -112,7 +114,7 @@ def rows(machine: str) -> Iterator[tuple[str, ...]]:
         sizes = (shape_from_config(config_of(model, form)).weight_bytes / GIB for form in FORMS)
         yield (
             name,
-            " / ".join(f"{size:.0f}" for size in sizes),
+            f"{NO_BREAK}/{NO_BREAK}".join(f"{size:,.0f}" for size in sizes),
             *(cell(planned(model, form, machine)) for form in FORMS),
         )
 
