@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,17 @@ def test_every_command_that_is_named_exists() -> None:
     assert {"doctor", "plan"} <= {command for _, command in named}
     # "install ray-hetero again" and the like do not occur in the pages.
     assert {entry for entry in named if entry[1] not in known} == set()
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = {
+        extra
+        for extras in re.findall(r"'(?:\.|ray-hetero|dist/[\w.-]+)\[([\w,]+)\]'", text)
+        for extra in extras.split(",")
+    }
+    assert {"cpu", "cuda", "test"} <= named <= set(project["optional-dependencies"])
 
 
 def test_every_make_target_that_is_named_exists() -> None:
