@@ -75,7 +75,7 @@ def test_a_form_that_does_not_fit_the_gpu_is_named_where_it_is_much_faster() -> 
 
 def test_nothing_is_said_where_there_is_nothing_to_gain() -> None:
     assert remark(planned(SMALL, ONE_GPU)) == ""
-    # Two sockets read 12 bits of a weight as it is; 4-bit layers are not one operator.
+    # Two sockets read 12 bits of a weight as it is, and what is beside the reads stays.
     assert remark(planned(SMALL, SOCKETS)) == ""
     assert remark(planned(LARGE | {"quantization_config": FP8_IN_BLOCKS}, ONE_GPU)) == ""
     assert quantised_forms({**LARGE, "model_type": "unknown"}) == ()
