@@ -168,22 +168,13 @@ def hold_slices(is_remote: IsRemote, number: int, ranks: int) -> None:
     replace(RoutedExperts, "__init__", placing)
 
 
-def routed_layers(model: Any) -> dict[str, Any]:
-    """The layers of routed experts of a model, by vLLM's name."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    return {
-        layer.layer_name: layer for layer in model.modules() if isinstance(layer, RoutedExperts)
-    }
-
-
 def kernel_of_other_devices(layer: Any) -> str:
     """Name of vLLM's kernel for a layer's experts, where this device cannot run it; else "".
 
     Uses: `FusedMoEExperts._supports_current_device` of the class that a layer's method has chosen.
 
     Args:
-        layer: of `routed_layers`.
+        layer: of `routed_experts.routed_layers`.
 
     """
     experts = getattr(layer.quant_method, "experts_cls", None)
@@ -198,7 +189,7 @@ def computed_by(layer: Any, x: Any, weights: Any, ids: Any) -> Any:
     Uses: `RoutedExperts.forward_modular`, `RoutedExperts._ensure_moe_quant_config_init`.
 
     Args:
-        layer: of `routed_layers`.
+        layer: of `routed_experts.routed_layers`.
         x: [M, hidden].
         weights: [M, chosen], float32.
         ids: [M, chosen], int32.

@@ -301,7 +301,6 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stoc
     _check_layers(config, stages)
     _check_experts(config, is_stock=is_stock)
     asked = [*ALWAYS, *(() if is_stock else WITH_CPU_RANKS)]
-    # With auto there are none where these are asked for.
     asked += WITH_EXPERT_RANKS if config.experts.ranks not in (0, "auto") else ()
     for refusal in (*asked, *(WITH_RESTARTS if config.max_restarts else ())):
         refusal.check(engine_args)

@@ -8,7 +8,6 @@ ends or it is killed.
 from __future__ import annotations
 
 import copy
-import faulthandler
 import os
 import time
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from placement.cluster.claims import claim_socket
 from ray_hetero.compat import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_service import ExpertService
@@ -25,11 +23,10 @@ from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
-from ray_hetero.preflight.platform import check_platform
-from ray_hetero.runtime.core_binding import drop_niceness, lead_from_first_core, take_cores
-from ray_hetero.runtime.process_state import STACKS_SIGNAL
+from ray_hetero.runtime.core_binding import lead_from_first_core
 from ray_hetero.worker.expert_model import load_experts
 from ray_hetero.worker.rank_config import Fingerprint
+from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.world import RankSpec
 
 if TYPE_CHECKING:
@@ -44,19 +41,13 @@ class ExpertActor:
         self._service: ExpertService | None = None
         self._said = StepTotals()
         self._said_at = time.monotonic()
-        drop_niceness()
-        take_cores(rank.threads or rank.spare, rank.spare)
+        settle(rank)
 
     def prepare(self) -> Fingerprint:
         """Build this process's configuration, and say where it runs."""
-        faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        check_platform(self._rank)
-        seat = self._rank.seat
-        assert seat.socket is not None
-        # Held until this process is gone, however it ends.
-        self._claim = claim_socket(seat.socket, owner=self._rank.shared.instance_id)
+        self._claim = secure(self._rank)
         self._vllm_config = _single_rank_config(self._rank)
-        return Fingerprint(seat.rank, {})
+        return Fingerprint(self._rank.seat.rank, {})
 
     def start(self) -> None:
         """Load this rank's slices, and connect to every stage.
