@@ -3,7 +3,7 @@
 Both engines run in turns, in processes of their own, on the same shape, prompts and cores; the
 ratios are of the medians.  Writes the raw results and a table after every round.
 
-    python benchmarks/against_mp.py --rounds 5 --out docs/benchmarks/against-mp
+    python benchmarks/against_mp.py --rounds 5 --out against-mp
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The stage boundary between two processes of one host, without a model: there and back again.
 
-    python benchmarks/boundary.py --kinds cpu,gpu --out docs/gpu-host/boundary
+    python benchmarks/boundary.py --kinds cpu,gpu --out boundary
 
 Prints, for each number of tokens, half of the way there and back, and what the boundary itself
 says that an exchange takes.  Contents are compared once for each number of tokens.

@@ -1,6 +1,6 @@
 """The handover of tokens to expert ranks and back, beside computing: microseconds a layer.
 
-    python benchmarks/expert_handover.py --out docs/gpu-host/expert-handover.json
+    python benchmarks/expert_handover.py --out expert-handover.json
 
 A CUDA graph of layers that do next to nothing is replayed with and without a handover in each of
 them, to expert ranks whose experts have no size: the difference is what the handover costs.  Also

@@ -1,6 +1,6 @@
 """Memory of CPU ranks beside the weights that they hold and their KV cache.
 
-    python benchmarks/host_memory.py --shapes none,1b --out docs/benchmarks/host-memory
+    python benchmarks/host_memory.py --shapes none,1b --out host-memory
 
 Every shape is an engine of its own.  `none` has no weights to speak of: what it takes is the
 process itself, which every rank pays once.

@@ -18,7 +18,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Say what is wrong on this host and what to type; exit status 1 if something cannot work."""
+    """Diagnose this host and print the fix; exit status 1 if something cannot work."""
     from ray_hetero.preflight.host_checks import run_checks
 
     found = run_checks()

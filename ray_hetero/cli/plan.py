@@ -34,6 +34,7 @@ from ray_hetero.planning.layer_plan import PRICED_CONTEXT, Asked
 from ray_hetero.planning.layout_choice import Candidate, Choice
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model, refuse_model
+from ray_hetero.planning.quantise_first import quantised_forms
 
 WIDTH_WITHOUT_TERMINAL = 160
 MOST_TOKENS = 1_000_000_000
@@ -165,6 +166,7 @@ def plan(
                 tensor_parallel_size=tensor_parallel_size,
                 asked=_asked(batch, context, max_sequences),
                 acceptance=acceptance,
+                quantised=quantised_forms(content, dtype, kv_cache_dtype),
             )
         refuse_model(content, shape, found.layers)
         if svg is not None:
@@ -297,7 +299,9 @@ def _comparison(choice: Choice) -> Table:
 
 def _name(model: str) -> str:
     path = Path(model).resolve()
-    name = path.parent.name if path.name == "config.json" else path.name
+    if path.name == "config.json":
+        path = path.parent
+    name = path.stem if path.suffix == ".json" else path.name
     # A folder may be called anything; a picture must not.
     return "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name

@@ -263,8 +263,9 @@ def _stages(
 def _can_fuse(facts: EngineFacts) -> bool:
     assert facts.shape is not None
     tensors = [tensor for layer in facts.shape.layers for tensor in layer.tensors]
+    # Matrices in 16 bits, or in fewer as a quantised checkpoint has them, several to an element.
     return facts.shape.model_type in FUSED_MODEL_TYPES and all(
-        tensor.role == "norm" or tensor.is_16_bit_matrix for tensor in tensors
+        tensor.dtype_bytes <= 2 or tensor.values > 1 for tensor in tensors if tensor.values
     )
 
 

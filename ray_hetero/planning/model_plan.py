@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from placement.cluster.assignment import Node
@@ -14,12 +14,13 @@ from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.plan import Plan
 from placement.plan.split import price_drafts
 from placement.units import GIB
-from ray_hetero.config import HeteroConfig
+from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import Asked, LayerPlan, plan_layers
 from ray_hetero.planning.layout_choice import Choice, choose_layout
 from ray_hetero.planning.machine import Machine
+from ray_hetero.planning.quantise_first import Quantised, quantise_first
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def plan_model(
     partition: str | None = None,
     asked: Asked | None = None,
     acceptance: float | None = None,
+    quantised: tuple[Quantised, ...] = (),
 ) -> ModelPlan:
     """Plan a model; without sizes and a layout, its stages are chosen too.
 
@@ -56,6 +58,7 @@ def plan_model(
         partition: VLLM_PP_LAYER_PARTITION, if set.
         asked: the step to price and the sequences to hold; None is the engine's own choice.
         acceptance: chance that a draft is accepted, to price what drafts bring.
+        quantised: forms of the model in fewer bits, to say where these would be much faster.
 
     Raises:
         LayoutError: there are too few devices, or nothing is known to plan by.
@@ -67,33 +70,27 @@ def plan_model(
     how: dict[str, Any] = {
         "asked": asked, "described": machine.described, "links": machine.links,
     }  # fmt: skip
-    choice = None
-    if (pipeline_parallel_size, tensor_parallel_size, config.layout) == (1, 1, "auto"):
-        choice = choose_layout(config, machine.nodes, facts, measure=machine.measure, **how)
-    if choice is not None:
-        assert choice.chosen.plan is not None
-        found = choice.chosen.plan
-    else:
-        if config.layout != "auto":
-            pipeline_parallel_size = len(config.layout)
-            tensor_parallel_size = max(map(len, config.layout))
-        found = plan_layers(
-            config,
-            machine.nodes,
-            facts,
-            pipeline_parallel_size=pipeline_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            partition=partition,
-            measure=machine.measure,
-            **how,
+    sizes = (pipeline_parallel_size, tensor_parallel_size)
+
+    def freely(shape: ModelShape) -> LayerPlan | None:
+        free = config.model_copy(
+            update={"layout": "auto", "layers": "auto", "experts": ExpertsConfig()}
         )
+        smaller = replace(facts, shape=shape)
+        choice = choose_layout(free, machine.nodes, smaller, measure=machine.measure, **how)
+        return None if choice is None else choice.chosen.plan
+
+    try:
+        found, choice = _planned(machine, facts, config, sizes, partition, how)
+    except DoesNotFitError as error:
+        if remark := quantise_first(quantised, None, freely):
+            raise DoesNotFitError(f"{error}\n{remark}") from None
+        raise
     shape = facts.shape
-    if problem := heads_problem(found.world.layout, shape.num_heads, shape.num_kv_heads):
-        raise UnsupportedError(problem)
-    if found.split is None:
-        wrong = DoesNotFitError if "fit" in found.warning else LayoutError
-        raise wrong(found.warning or "nothing is known to plan by: give figures of the devices")
+    assert found.split is not None
     remarks = tuple(_remarks(facts, found, choice))
+    if remark := quantise_first(quantised, found, freely):
+        remarks = (remark, *remarks)
     speculation = None
     if facts.drafter is not None and acceptance is not None:
         speculation = price_drafts(shape, found.split, facts.drafter, acceptance, machine.links)
@@ -102,10 +99,48 @@ def plan_model(
     return ModelPlan(shown, found, choice)
 
 
+def _planned(
+    machine: Machine,
+    facts: EngineFacts,
+    config: HeteroConfig,
+    sizes: tuple[int, int],
+    partition: str | None,
+    how: dict[str, Any],
+) -> tuple[LayerPlan, Choice | None]:
+    """The plan, and how its stages were chosen if they were."""
+    choice = None
+    if (*sizes, config.layout) == (1, 1, "auto"):
+        choice = choose_layout(config, machine.nodes, facts, measure=machine.measure, **how)
+    if choice is not None:
+        assert choice.chosen.plan is not None
+        found = choice.chosen.plan
+    else:
+        if config.layout != "auto":
+            sizes = len(config.layout), max(map(len, config.layout))
+        found = plan_layers(
+            config,
+            machine.nodes,
+            facts,
+            pipeline_parallel_size=sizes[0],
+            tensor_parallel_size=sizes[1],
+            partition=partition,
+            measure=machine.measure,
+            **how,
+        )
+    shape = facts.shape
+    assert shape is not None
+    if problem := heads_problem(found.world.layout, shape.num_heads, shape.num_kv_heads):
+        raise UnsupportedError(problem)
+    if found.split is None:
+        wrong = DoesNotFitError if "fit" in found.warning else LayoutError
+        raise wrong(found.warning or "nothing is known to plan by: give figures of the devices")
+    return found, choice
+
+
 def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Iterator[str]:
     assert facts.shape is not None
     if choice is not None:
-        yield f"Nothing was asked for: {choice}."
+        yield f"No sizes and no layout were asked for: {choice}."
     one = facts.shape.kv_bytes_per_token() * facts.max_model_len
     yield (
         f"A sequence of {facts.max_model_len} tokens (--max-model-len) takes {one / GIB:.2f} GiB "

@@ -37,6 +37,7 @@ from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.distributed.remote_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.log import logger
@@ -90,9 +91,11 @@ class RankWorker:
         for exchange in (self._boundary, self._over_host):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
+        layer_tokens.take()
         start = self.clock.begin()
         with self._step():
             output = self._worker.execute_model(scheduler_output)
+        self._count_layer_tokens()
         self.clock.add(
             time.perf_counter() - start,
             tokens,
@@ -100,6 +103,12 @@ class RankWorker:
             is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
         )
         return output
+
+    def _count_layer_tokens(self) -> None:
+        taken, totals = layer_tokens.take(), self.clock.totals
+        totals.native_layer_tokens += taken.native
+        totals.gpu_layer_tokens += taken.on_gpu
+        totals.operator_layer_tokens += taken.by_operators
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on a GPU this is where its kernels are waited for."""
@@ -156,6 +165,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             physical_gpus: GPUs of all GPU ranks on this node, by local rank.
 
         """
+        began = time.perf_counter()
         seat, world = self._rank.seat, self._rank.world
         device_backend = current_platform.dist_backend
         if not world.is_stock:
@@ -208,6 +218,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             shared_worker_lock=None,
             is_driver_worker=seat.tensor_rank == 0,
         )
+        loaded = time.perf_counter()
         if speculation is not None:
             speculation.loaded(self.worker.model_runner)
         if self._remote_experts is not None:
@@ -221,7 +232,11 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
-        return dict(self.wait_for_init())
+        seconds = {
+            "joining groups and loading weights": loaded - began,
+            "making weights ready for the kernels": time.perf_counter() - loaded,
+        }
+        return {**self.wait_for_init(), "seconds": seconds}
 
     def _lender(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
         """The GPU that this CPU rank may borrow: near its socket, else any of its node's ranks.

@@ -63,9 +63,8 @@ NOTEBOOK = "docs/quick-start-notebook.md"
 
 INSTALL = Block(INSTALLATION, "python tools/fix_torchvision.py")
 DEMO = Block(README, "make demo")
-PLACEMENT = Block(README, "┃ rank ┃ stage ┃")
-FROM_PYTHON = Block(README, "from vllm import LLM")
 LOOK_AND_SERVE = Block(SERVE, "ray-hetero doctor")
+PLACEMENT = Block(SERVE, "┃ rank ┃ stage ┃")
 SPLIT_AND_SERVE = Block(SERVE, '"ranks_per_socket": 2')
 ASK = Block(SERVE, "curl ")
 START_HEAD = Block(SERVE, "ray start --head")
@@ -73,21 +72,18 @@ SERVE_ON_CLUSTER = Block(SERVE, "export RAY_ADDRESS=FIRST")
 SUBMIT = Block(JOB, "--submission-id my-engine")
 SUBMIT_FOLDER = Block(JOB, "--working-dir .")
 CONNECT = Block(NOTEBOOK, "ray.init()")
-START = Block(NOTEBOOK, "llm = LLM(")
+START = Block(NOTEBOOK, "SamplingParams(max_tokens=24)")
 LOOK = Block(NOTEBOOK, "running_engines()[0]")
 DROP = Block(NOTEBOOK, "del llm")
 END = Block(NOTEBOOK, "engine_core.shutdown()")
+FROM_PYTHON = Block(NOTEBOOK, 'llm = LLM(MODEL, distributed_executor_backend="ray_hetero"')
 GUARD = Block(NOTEBOOK, "__main__")
 SEVERAL_NODES = Block("docs/clusters.md", "ray start --head")
 
 SAME = "its commands are those of blocks that are run"
 NEEDS_GPU = "needs a GPU"
 NOT_RUN = {
-    Block(README, "--pipeline-parallel-size 2\n"): SAME,
-    Block(README, '"ranks_per_socket": 2'): SAME,
-    Block(README, "python tools/fix_torchvision.py"): SAME,
     Block(README, "ray-hetero install-cpu-kernels"): NEEDS_GPU,
-    Block(README, '"layout": [["cpu"], ["gpu"]]'): NEEDS_GPU,
     Block(INSTALLATION, "pip install '.[cuda]'\n"): NEEDS_GPU,
     Block(INSTALLATION, "ray start --head"): SAME,
     Block(INSTALLATION, "pip wheel"): "fetches the CUDA build of vLLM, some gigabytes",

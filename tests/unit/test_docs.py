@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,17 @@ def pages_of(nav: list[dict[str, Any]]) -> Iterator[str]:
             yield from [page] if isinstance(page, str) else pages_of(page)
 
 
-def test_every_page_is_on_the_site_and_on_its_first_page() -> None:
+def test_every_page_is_on_the_site_and_on_its_first_page_or_the_archives() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     pages = set(pages_of(site["nav"]))
     assert pages <= {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     top = {path.name for path in DOCS.glob("*.md")}
     assert top <= pages
-    assert {link.partition("#")[0] for link in links(DOCS / "index.md")} == pages - {"index.md"}
+    archive = {name for name in pages if name.startswith("gpu-host/2")}
+    linked = {link.partition("#")[0] for link in links(DOCS / "index.md")}
+    assert linked == pages - archive - {"index.md"}
+    reports = {link.partition("#")[0] for link in links(DOCS / "gpu-host" / "index.md")}
+    assert {f"gpu-host/{link}" for link in reports} >= archive
 
 
 def test_the_two_readmes_have_the_same_content() -> None:
@@ -136,6 +141,17 @@ def test_every_command_that_is_named_exists() -> None:
     assert {entry for entry in named if entry[1] not in known} == set()
 
 
+def test_every_extra_that_is_named_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = {
+        extra
+        for extras in re.findall(r"'(?:\.|ray-hetero|dist/[\w.-]+)\[([\w,]+)\]'", text)
+        for extra in extras.split(",")
+    }
+    assert {"cpu", "cuda", "test"} <= named <= set(project["optional-dependencies"])
+
+
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
@@ -149,6 +165,21 @@ def test_every_file_that_is_named_exists() -> None:
     named = {found for page in PAGES for found in re.findall(pattern, page.read_text("utf-8"))}
     assert "ray_hetero/compat/patching.py" in named
     assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+def test_every_raw_file_that_is_named_exists_and_every_one_is_named() -> None:
+    text = "\n".join(page.read_text("utf-8") for page in [*PAGES, *(ROOT / "tools").glob("*.py")])
+    named = set(re.findall(r"`(?:[\w/-]*/)?(\d{4}-\d\d-\d\d-[\w-]+\.(?:jsonl?|txt))`", text))
+    files = [path for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()]
+    kept = {path.name for path in files}
+    assert len(kept) == len(files)
+    assert named <= kept
+    # A text file beside a JSON file of the same name is that file for people.
+    both = {path.with_suffix(".json").name for path in files if path.suffix == ".txt"} & named
+    assert {
+        name for name in kept - named if Path(name).with_suffix(".json").name not in both
+    } == set()
+    assert max(path.stat().st_size for path in files) < 1_000_000
 
 
 def blocks(page: Path, language: str) -> list[str]:

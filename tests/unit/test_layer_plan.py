@@ -15,6 +15,8 @@ from plan_cases import LLAMA_8B, LLAMA_70B, MIXTRAL_8X22B, config_of
 from placement.cluster.assignment import Node, Seat
 from placement.errors import DoesNotFitError
 from placement.host.topology import Gpu
+from placement.model.reading import shape_from_config
+from placement.model.tensors import Layer
 from placement.plan.described import described
 from placement.units import GB, GIB
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
@@ -319,13 +321,19 @@ def with_amx(nodes: Sequence[Node]) -> list[Node]:
 
 
 BF16 = replace(SMALL, is_bf16=True)
-QUANTISED = replace(
-    LLAMA_8B.layers[0],
-    tensors=tuple(
-        replace(tensor, dtype_bytes=1) if tensor.values else tensor
-        for tensor in LLAMA_8B.layers[0].tensors
-    ),
-)
+QWEN_2 = shape_from_config(config_of("qwen2", 32, 4096, 14336, (32, 8), 128256))
+
+
+def stored(dtype_bytes: int) -> Layer:
+    """A layer of the 8B shape whose matrices have elements of so many bytes."""
+    layer = LLAMA_8B.layers[0]
+    return replace(
+        layer,
+        tensors=tuple(
+            replace(tensor, dtype_bytes=dtype_bytes) if tensor.values else tensor
+            for tensor in layer.tensors
+        ),
+    )
 
 
 @pytest.mark.parametrize(
@@ -340,7 +348,10 @@ QUANTISED = replace(
         ({"linear_kernel": "streaming", "compact_weights": True}, BF16, False, 0.75, 0.45),
         ({}, replace(BF16, is_bf16=False), True, 1, 0.7),
         ({}, replace(BF16, shape=replace(LLAMA_8B, model_type="gpt_neox")), True, 0.75, 0.7),
-        ({}, replace(BF16, shape=replace(LLAMA_8B, layers=(QUANTISED,) * 32)), True, 0.75, 0.7),
+        # What is stored in fewer bits, and biases, are one operator too; float32 is not.
+        ({}, replace(BF16, shape=replace(LLAMA_8B, layers=(stored(1),) * 32)), True, 0.75, 0.45),
+        ({}, replace(BF16, shape=replace(LLAMA_8B, layers=(stored(4),) * 32)), True, 0.75, 0.7),
+        ({}, replace(BF16, shape=QWEN_2), True, 0.75, 0.45),
     ],
 )
 def test_what_makes_a_sockets_step_short_is_priced(

@@ -1,0 +1,133 @@
+"""What the same model would do in fewer bits a weight: often more than any placement can.
+
+A GPU reads its memory about ten times as fast as a socket does.  So a checkpoint of which a
+quantised form fits the GPUs, or is several times as fast, is better quantised before it is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from placement.errors import PlacementError
+from placement.model.config import UnknownModelError
+from placement.model.reading import shape_from_config
+from placement.model.shape import ModelShape
+from placement.units import GIB
+from ray_hetero.planning.layer_plan import LayerPlan
+
+FP8_IN_BLOCKS: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+INTEGERS_OF_4_BITS: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                "group_size": 128,
+            },
+        }
+    },
+}  # fmt: skip
+SCHEMES: Mapping[str, Mapping[str, Any]] = {"FP8": FP8_IN_BLOCKS, "4-bit": INTEGERS_OF_4_BITS}
+"""`quantization_config` of common checkpoints, those that lose least first."""
+WORTH_IT = 2.0
+"""How many times as fast a step has to be where sockets still hold layers."""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The sizes of a model in a common quantised form."""
+
+    name: str
+    shape: ModelShape
+
+
+def quantised_forms(
+    config: Mapping[str, Any], dtype: str | None = None, kv_dtype: str | None = None
+) -> tuple[Quantised, ...]:
+    """The quantised forms of an unquantised model; none where its sizes cannot be told.
+
+    Args:
+        config: content of config.json.
+        dtype: vLLM's `--dtype`.
+        kv_dtype: vLLM's `--kv-cache-dtype`.
+
+    """
+    if config.get("quantization_config"):
+        return ()
+    try:
+        return tuple(
+            Quantised(name, shape_from_config({**config, "quantization_config": scheme},
+                                              dtype, kv_dtype))
+            for name, scheme in SCHEMES.items()
+        )  # fmt: skip
+    except UnknownModelError:
+        return ()
+
+
+def quantise_first(
+    forms: tuple[Quantised, ...],
+    found: LayerPlan | None,
+    plan: Callable[[ModelShape], LayerPlan | None],
+) -> str:
+    """What to say of quantised forms beside a plan; empty where there is nothing to say.
+
+    Args:
+        forms: of the same model.
+        found: the plan of the model as it is; None where it does not fit.
+        plan: plans a model with freely chosen stages on the same machine; None where nothing is
+            known to choose by.
+
+    """
+    if found is not None and not (found.world.has_cpu or found.world.experts):
+        return ""
+    best: tuple[Quantised, LayerPlan] | None = None
+    for form in forms:
+        try:
+            planned = plan(form.shape)
+        except PlacementError:
+            continue
+        if planned is None or planned.split is None:
+            continue
+        if not planned.world.has_cpu:
+            return _said(form, planned, found)
+        # What loses least is enough to make it fit; the fewest bits are the fastest.
+        best = best if best and found is None else (form, planned)
+    if best is None:
+        return ""
+    if found is not None and _times(best[1], found) < WORTH_IT:
+        return ""
+    return _said(*best, found)
+
+
+def _times(planned: LayerPlan, found: LayerPlan) -> float:
+    assert planned.split is not None
+    assert found.split is not None
+    return found.split.step_s / planned.split.step_s
+
+
+def _said(form: Quantised, planned: LayerPlan, found: LayerPlan | None) -> str:
+    assert planned.split is not None
+    if not planned.world.has_cpu:
+        where = "on the GPUs alone"
+    else:
+        where = "on GPUs and sockets" if planned.world.has_gpu else "on the sockets"
+    step = f"a decode step takes {1e3 * planned.split.step_s:.2f} ms"
+    if found is not None and found.split is not None:
+        step += (
+            f" instead of {1e3 * found.split.step_s:.2f} ms, "
+            f"{_times(planned, found):.1f} times as fast"
+        )
+    return (
+        f"Quantise first: with {form.name} weights this model has "
+        f"{form.shape.weight_bytes / GIB:.1f} GiB, fits {where} ({planned.world.layout}), and "
+        f"{step}."
+    )

@@ -1,0 +1,368 @@
+"""Write the tables of measured figures and their picture, from the raw files.
+
+    python tools/write_performance_page.py
+
+The tables stand in README.md, README.ko.md, docs/performance.md and docs/comparison.md, each
+between two marks; the text around them is kept.  Figures come from benchmarks/results/ alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from page_blocks import DOCS, replaced, table
+from raw_figures import (
+    OURS,
+    PREFETCH,
+    UVA,
+    first_token_ms,
+    floor_ms,
+    kernel_ms,
+    median,
+    point,
+    raw,
+    socket_gb_s,
+    step_ms,
+)
+
+from placement.plan.picture import FAINT, INK, SOFT, STAGES
+from placement.plan.svg import Svg
+
+ROOT = DOCS.parent
+PICTURE = DOCS / "performance.svg"
+END = "<!-- end of figures -->"
+
+NEWEST = "gpu-host/2026-11-23-half"
+NEWEST_PREFETCH = "gpu-host/2026-11-23-prefetch"
+DAY_BEFORE = "gpu-host/2026-11-22-two-h200-half"
+SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
+EXPERTS = "gpu-host/2026-11-23-experts-half"
+EXPERT_KERNELS = "gpu-host/2026-11-23-experts-128"
+IN_FLIGHT = "gpu-host/2026-11-22-shared-memory-in-flight"
+BOUNDARY = "gpu-host/2026-11-22-shared-memory-boundary"
+CONTROL = {"one rank": "cpu-host/2026-11-22-control-plane",
+           "two ranks": "cpu-host/2026-11-22-control-plane-two-ranks"}  # fmt: skip
+
+LOADS = ((1, 128), (8, 128), (32, 128), (128, 96), (1, 1024), (8, 1024), (1, 8192))
+"""Requests and the tokens of each one's prompt."""
+NONE = "–"
+
+
+def begin(name: str) -> str:
+    """The mark before a table."""
+    return f"<!-- figures, {name}: written by tools/write_performance_page.py -->"
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds with three digits or more."""
+    if value is None:
+        return NONE
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def ratio(slow: float | None, fast: float | None) -> str:
+    """How many times as fast."""
+    return NONE if slow is None or fast is None else f"{slow / fast:.2f}"
+
+
+def load(batch: int, prompt: int) -> str:
+    """A load as the reports write it."""
+    return f"{batch} × {prompt:,}"
+
+
+def half_of_8b() -> str:
+    """The newest run, and both ways of streaming beside it."""
+    return table(
+        ("requests × prompt", "step, ms", "prefetching", "times as fast", "UVA, the day before",
+         "first token, ms", "prefetching", "UVA, the day before"),
+        (
+            (
+                load(*one),
+                f"**{ms(step_ms(NEWEST, OURS, *one))}**",
+                ms(step_ms(NEWEST_PREFETCH, PREFETCH, *one)),
+                ratio(step_ms(NEWEST_PREFETCH, PREFETCH, *one), step_ms(NEWEST, OURS, *one)),
+                ms(step_ms(DAY_BEFORE, UVA, *one)),
+                ms(first_token_ms(NEWEST, OURS, *one)),
+                ms(first_token_ms(NEWEST_PREFETCH, PREFETCH, *one)),
+                ms(first_token_ms(DAY_BEFORE, UVA, *one)),
+            )
+            for one in LOADS
+        ),
+    )  # fmt: skip
+
+
+def day_before() -> str:
+    """All three on one machine, on the day before: where many requests decode."""
+    return table(
+        ("requests × prompt × answer", "step, ms", "prefetching", "UVA", "tokens/s, end to end",
+         "prefetching", "UVA"),
+        (
+            (
+                f"{batch} × {prompt} × {output}",
+                *(ms(step_ms(DAY_BEFORE, one, batch, prompt, output))
+                  for one in (OURS, PREFETCH, UVA)),
+                *(f"{point(DAY_BEFORE, one, batch, prompt, output)['tokens_per_s']:.1f}"
+                  for one in (OURS, PREFETCH, UVA)),
+            )
+            for batch, prompt, output in ((8, 128, 256), (32, 128, 32), (128, 96, 32))
+        ),
+    )  # fmt: skip
+
+
+def small_host() -> str:
+    """The same shape beside an H100 with fewer cores."""
+    return table(
+        ("requests × prompt", "step, ms", "prefetching", "times as fast", "first token, ms",
+         "prefetching"),
+        (
+            (
+                load(*one),
+                f"**{ms(step_ms(SMALL_HOST, OURS, *one))}**",
+                ms(step_ms(SMALL_HOST, PREFETCH, *one)),
+                ratio(step_ms(SMALL_HOST, PREFETCH, *one), step_ms(SMALL_HOST, OURS, *one)),
+                ms(first_token_ms(SMALL_HOST, OURS, *one)),
+                ms(first_token_ms(SMALL_HOST, PREFETCH, *one)),
+            )
+            for one in ((1, 128), (8, 128), (32, 128), (8, 1024))
+        ),
+    )  # fmt: skip
+
+
+def floors() -> str:
+    """Steps beside what reading alone takes."""
+    return table(
+        ("machine", "the socket reads, GB/s", "floor, 16 bits, ms", "floor, 12 bits, ms",
+         "step of 1, 8, 32 requests ÷ floor of 12 bits"),
+        (
+            (
+                machine,
+                f"{socket_gb_s(name):.0f}",
+                ms(floor_ms(name, 16)),
+                ms(floor_ms(name, 12)),
+                ", ".join(
+                    ratio(step_ms(name, OURS, batch), floor_ms(name, 12)) for batch in (1, 8, 32)
+                ),
+            )
+            for machine, name in (("H200, 30 cores", NEWEST), ("H100, 14 cores", SMALL_HOST))
+        ),
+    )  # fmt: skip
+
+
+def expert_engine() -> str:
+    """An engine with half of a mixture's layers on a socket."""
+    return table(
+        ("requests × prompt", "step, ms", "first token, ms", "tokens/s, end to end"),
+        (
+            (
+                load(batch, 128),
+                ms(step_ms(EXPERTS, OURS, batch)),
+                ms(first_token_ms(EXPERTS, OURS, batch, 128)),
+                f"{point(EXPERTS, OURS, batch, 128)['tokens_per_s']:.1f}",
+            )
+            for batch in (1, 8, 32)
+        ),
+    )
+
+
+def expert_kernels() -> str:
+    """One layer of experts, beside kt-kernel."""
+    kernels = ("packed", "compact", "kt-kernel")
+    return table(
+        ("tokens", "this project, 16 bits", "this project, 12 bits", "kt-kernel 0.7.2, bf16"),
+        (
+            (f"{tokens:,}", *(f"{kernel_ms(EXPERT_KERNELS, one, tokens):.2f}" for one in kernels))
+            for tokens in (1, 8, 32, 128, 1024)
+        ),
+    )
+
+
+def in_flight() -> str:
+    """Two batches beside one."""
+    rows = []
+    for batch, prompt, output in ((32, 1024, 16), (32, 128, 32), (2, 128, 128)):
+        two, one = (
+            point(IN_FLIGHT, f"{number} in flight", batch, prompt, output)["tokens_per_s"]
+            for number in (2, 1)
+        )
+        rows.append((f"{batch} × {prompt:,} × {output}", f"{two:,.0f}", f"{one:,.0f}",
+                     ratio(two, one)))  # fmt: skip
+    return table(
+        ("requests × prompt × answer", "two batches, tokens/s", "one batch of all", "ratio"), rows
+    )
+
+
+def boundary() -> str:
+    """The stage boundary by itself."""
+    content = raw(BOUNDARY)
+    ways = {"shared memory": "shared memory, reading 0 MiB", "Gloo": "gloo, reading 0 MiB"}
+    tokens = [one["tokens"] for one in content["gloo, reading 0 MiB"]]
+    return table(
+        ("tokens", *(f"{count:,}" for count in tokens)),
+        (
+            (f"{way}, ms", *(f"{one['half_round_ms']:.2f}" for one in content[key]))
+            for way, key in ways.items()
+        ),
+    )
+
+
+def beside_mp() -> str:
+    """What a step costs in which there is nothing to compute."""
+    rows = []
+    for ranks, name in CONTROL.items():
+        for figure in ("step at batch 1, ms", "step at batch 32, ms"):
+            ours, theirs = (median(name, one, figure) for one in ("ray_hetero", "mp"))
+            rows.append((f"{ranks}, {figure.removesuffix(', ms')}", f"{ours:.2f}",
+                         f"{theirs:.2f}", f"{ours / theirs:.2f}"))  # fmt: skip
+    return table(("", "this project, ms", "vLLM's `mp`, ms", "ratio"), rows)
+
+
+def ways_of_streaming() -> str:
+    """What the comparison says of vLLM's own backends."""
+    rows: list[tuple[str, ...]] = []
+    for text, batch, prompt in (("1 sequence", 1, 128), ("8 sequences", 8, 128)):
+        rows.append((
+            f"decode step, {text}",
+            f"**{ms(step_ms(NEWEST, OURS, batch, prompt))} ms**",
+            f"{ms(step_ms(NEWEST_PREFETCH, PREFETCH, batch, prompt))} ms",
+            f"{ms(step_ms(DAY_BEFORE, UVA, batch, prompt))} ms",
+        ))  # fmt: skip
+    rows.append((
+        "decode step, 128 sequences",
+        f"**{ms(step_ms(NEWEST, OURS, 128, 96))} ms**",
+        f"{ms(step_ms(DAY_BEFORE, PREFETCH, 128, 96))} ms",
+        f"{ms(step_ms(DAY_BEFORE, UVA, 128, 96))} ms",
+    ))  # fmt: skip
+    for text, batch, prompt in (("8 prompts of 1,024 tokens", 8, 1024),
+                                ("1 prompt of 8,192 tokens", 1, 8192)):  # fmt: skip
+        rows.append((
+            text,
+            f"{ms(first_token_ms(NEWEST, OURS, batch, prompt))} ms",
+            f"**{ms(first_token_ms(NEWEST_PREFETCH, PREFETCH, batch, prompt))} ms**",
+            f"{ms(first_token_ms(DAY_BEFORE, UVA, batch, prompt))} ms",
+        ))  # fmt: skip
+    return table(("", "this project", "prefetching", "UVA"), rows)
+
+
+def kernels_compared() -> str:
+    """What the comparison says of kt-kernel."""
+    return table(
+        ("tokens", "this project, 12 bits", "kt-kernel 0.7.2, bf16"),
+        (
+            (f"{tokens:,}", f"{kernel_ms(EXPERT_KERNELS, 'compact', tokens):.2f}",
+             f"{kernel_ms(EXPERT_KERNELS, 'kt-kernel', tokens):.2f}")
+            for tokens in (1, 32, 1024)
+        ),
+    )  # fmt: skip
+
+
+HEADS = {
+    "README.md": (
+        "GPU and compute cores", "model, and what is outside the GPU",
+        "step of 1, 8, 32 sequences", "vLLM's prefetching",
+        ("8B, dense: 16 of 32 layers", "30B, 3B active: 8 of 16 layers", "not measured"),
+        "{} cores (Xeon, AMX)",
+    ),
+    "README.ko.md": (
+        "GPU와 계산 코어", "모델, GPU 밖에 둔 부분",
+        "시퀀스 1, 8, 32개의 스텝", "vLLM의 prefetch",
+        ("8B, dense: 32개 레이어 중 16개", "30B, 활성 3B: 16개 레이어 중 8개", "측정 안 함"),
+        "코어 {}개 (Xeon, AMX)",
+    ),
+}  # fmt: skip
+
+
+def hosts(page: str) -> str:
+    """The one table of a README: hosts, shapes and decode steps."""
+    *head, (dense, mixture, nothing), cores = HEADS[page]
+
+    def steps(name: str, contender: str) -> str:
+        found = (step_ms(name, contender, batch) for batch in (1, 8, 32))
+        return ", ".join(map(ms, found)) + " ms"
+
+    return table(
+        tuple(str(one) for one in head),
+        (
+            (f"H200, {cores.format(30)}", dense, f"**{steps(NEWEST, OURS)}**",
+             steps(NEWEST_PREFETCH, PREFETCH)),
+            (f"H100, {cores.format(14)}", dense, f"**{steps(SMALL_HOST, OURS)}**",
+             steps(SMALL_HOST, PREFETCH)),
+            (f"H200, {cores.format(30)}", mixture, f"**{steps(EXPERTS, OURS)}**", nothing),
+        ),
+    )  # fmt: skip
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"hosts": lambda: hosts("README.md")},
+    "README.ko.md": {"hosts": lambda: hosts("README.ko.md")},
+    "docs/performance.md": {
+        "half of 8B": half_of_8b,
+        "day before": day_before,
+        "small host": small_host,
+        "floors": floors,
+        "experts": expert_engine,
+        "expert kernels": expert_kernels,
+        "in flight": in_flight,
+        "boundary": boundary,
+        "beside mp": beside_mp,
+    },
+    "docs/comparison.md": {"streaming": ways_of_streaming, "kernels": kernels_compared},
+}
+
+
+def written(page: str, text: str) -> str:
+    """A page with all of its tables."""
+    for name, content in TABLES[page].items():
+        text = replaced(text, begin(name), END, content())
+    return text
+
+
+WIDTH, LEFT, ROW, BAR = 900, 250, 52, 17
+FIGURES = (
+    ("one token of 1 sequence", step_ms, 1, 128),
+    ("one token of 8 sequences", step_ms, 8, 128),
+    ("first token, 8 prompts × 128", first_token_ms, 8, 128),
+    ("first token, 8 prompts × 1,024", first_token_ms, 8, 1024),
+    ("first token, 1 prompt × 8,192", first_token_ms, 1, 8192),
+)
+
+
+def picture() -> str:
+    """Bars of the newest run beside prefetching, in milliseconds: shorter is better."""
+    drawn, y = Svg(WIDTH), 34.0
+    drawn.text(24, y, "Half of an 8B model (bf16) outside an H200 that may use 14 GiB", 17, INK,
+               bold=True)  # fmt: skip
+    drawn.text(24, y + 23, "milliseconds, shorter is better; 30 cores of a Xeon with AMX; "
+               "2026-11-23", 13, SOFT)  # fmt: skip
+    y += 50
+    values = []
+    for text, take, batch, prompt in FIGURES:
+        pair = (take(NEWEST, OURS, batch, prompt), take(NEWEST_PREFETCH, PREFETCH, batch, prompt))
+        values.append((text, tuple(value or 0 for value in pair)))
+    longest = max(value for _, pair in values for value in pair)
+    scale = (WIDTH - LEFT - 90) / longest
+    for text, pair in values:
+        drawn.text_end(LEFT - 14, y + 25, text, 13.5, INK)
+        for place, (value, colour) in enumerate(zip(pair, (STAGES[0], FAINT), strict=True)):
+            top = y + 3 + place * (BAR + 2)
+            drawn.box(LEFT, top, value * scale, BAR, colour, radius=2)
+            drawn.text(LEFT + value * scale + 7, top + 13, ms(value), 12.5, INK, bold=place == 0)
+        y += ROW
+    y += 14
+    for x, colour, text in ((LEFT, STAGES[0], "this project: a CPU socket computes the layers"),
+                            (LEFT + 330, FAINT, "vLLM, prefetching them over PCIe")):  # fmt: skip
+        drawn.box(x, y - 10, 12, 12, colour, radius=2)
+        drawn.text(x + 18, y, text, 12.5, SOFT)
+    return drawn.render(int(y) + 18)
+
+
+def write(path: Path) -> None:
+    """Write one page anew."""
+    text = path.read_text(encoding="utf-8")
+    path.write_text(written(str(path.relative_to(ROOT)), text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for name in TABLES:
+        write(ROOT / name)
+    PICTURE.write_text(picture(), encoding="utf-8")
