@@ -216,7 +216,8 @@ def of_checkout(contender: Contender, checkout: Path) -> Contender:
     return replace(
         contender,
         name="before",
-        command=command,
+        # Ray's workers import from the folder that their driver was started in.
+        command=("env", "-C", str(checkout), *command),
         environment={**contender.environment, "PYTHONPATH": path, "RAY_HETERO_CLAIM_DIR": claims},
     )
 

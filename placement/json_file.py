@@ -9,42 +9,37 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-
-class JsonError(ValueError):
-    """The file cannot be read, is not JSON, or has no single meaning."""
+from placement.text_file import FileError, read_text
 
 
 def read_json(path: str | Path) -> object:
     """Content of a file; None where it is empty.
 
     Raises:
-        JsonError: it cannot be read, is not JSON, or a key comes twice.
+        FileError: it cannot be read, is not JSON, or a key comes twice.
 
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise JsonError(f"the file cannot be read: {error}") from None
+    text = read_text(path)
     if not text.strip():
         return None
     try:
         return json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse)
-    except JsonError:
+    except FileError:
         raise
     except ValueError as error:
-        raise JsonError(f"not JSON: {error}") from None
+        raise FileError(f"not JSON: {error}") from None
     except RecursionError:
-        raise JsonError("not JSON that can be read: nested too deeply") from None
+        raise FileError("not JSON that can be read: nested too deeply") from None
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise JsonError(f"not JSON with one meaning: key {key!r} comes twice")
+            raise FileError(f"not JSON with one meaning: key {key!r} comes twice")
         found[key] = value
     return found
 
 
 def _refuse(word: str) -> NoReturn:
-    raise JsonError(f"not JSON: {word} is no number")
+    raise FileError(f"not JSON: {word} is no number")

@@ -16,11 +16,9 @@ from typing import Any, ClassVar
 import yaml
 from yaml.constructor import ConstructorError
 
+from placement.text_file import FileError, read_text
+
 TAG = "tag:yaml.org,2002:"
-
-
-class YamlError(ValueError):
-    """The file cannot be read, is not YAML, or has no single meaning."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +98,13 @@ def read_yaml(path: str | Path) -> object:
     """Content of a file; None where it is empty.
 
     Raises:
-        YamlError: it cannot be read, is not YAML, or a key comes twice.
+        FileError: it cannot be read, is not YAML, or a key comes twice.
 
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise YamlError(f"the file cannot be read: {error}") from None
+    text = read_text(path)
     try:
         return yaml.load(text, Loader=_OneMeaning)  # noqa: S506  (a SafeLoader)
     except (yaml.YAMLError, ValueError) as error:
-        raise YamlError(f"not YAML: {error}") from None
+        raise FileError(f"not YAML: {error}") from None
     except RecursionError:
-        raise YamlError("not YAML that can be read: nested too deeply") from None
+        raise FileError("not YAML that can be read: nested too deeply") from None

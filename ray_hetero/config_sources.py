@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from placement.given import shown
-from placement.json_file import JsonError, read_json
-from placement.yaml_file import YamlError, read_yaml
+from placement.json_file import read_json
+from placement.text_file import FileError
+from placement.yaml_file import read_yaml
 from ray_hetero.errors import ConfigError
 from ray_hetero.log import logger
 
@@ -96,7 +97,7 @@ def _file(path: str | None) -> Source | None:
     where = f"{ENVIRONMENT_VARIABLE}={path}"
     try:
         content = read_json(path) if path.endswith(".json") else read_yaml(path)
-    except (YamlError, JsonError) as error:
+    except FileError as error:
         raise ConfigError(f"{where}: {error}") from None
     settings = _mapping({} if content is None else content, where)
     if KEY in settings:

@@ -28,8 +28,9 @@ from placement.plan.description import (
     SocketsSection,
 )
 from placement.plan.devices import DeviceFigures, Link, Links, RankDevice, known_part
+from placement.text_file import FileError
 from placement.units import GB, GIB
-from placement.yaml_file import YamlError, read_yaml
+from placement.yaml_file import read_yaml
 
 ASSUMED_HOST_LINK = 25 * GB
 MOST_DEVICES = 10_000
@@ -93,7 +94,7 @@ def read_described(path: str | Path) -> DescribedCluster:
     """
     try:
         content = read_yaml(path)
-    except YamlError as error:
+    except FileError as error:
         raise TopologyError(f"{path}: {error}") from None
     return described(content, str(path))
 

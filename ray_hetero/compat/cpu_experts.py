@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.patching import replace
+from ray_hetero.compat.routed_experts import number_of, routed_layers, without_memory
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,6 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
             to vLLM.  The layer's weights are freed afterwards.
 
     """
-    import torch
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     def taking(prepare: Any) -> Any:
@@ -36,10 +36,8 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
                 prepare(self, layer)
                 return
             for name in ("w13_weight", "w2_weight"):
-                shape = getattr(layer, name).shape
                 # Who calls the kernel looks at the shapes.
-                nothing = getattr(layer, name).new_zeros(()).expand(shape)
-                setattr(layer, name, torch.nn.Parameter(nothing, requires_grad=False))
+                setattr(layer, name, without_memory(getattr(layer, name).data))
 
         return process_weights_after_loading
 
@@ -92,26 +90,15 @@ def computing(kernel: Callable[..., None]) -> Callable[[Any], Any]:
     return patch
 
 
-def number_of(layer: Any) -> int | None:
-    """The number that `take` gave a layer; None where it is left to vLLM.
-
-    Uses: `FusedMoEKernel.fused_experts`.
-    """
-    kernel = getattr(layer.quant_method, "moe_kernel", None)
-    return None if kernel is None else getattr(kernel.fused_experts, "layer_number", None)
-
-
 def other_methods(model: Any) -> Counter[str]:
     """Quantised layers of routed experts that are left to vLLM, by vLLM's class for them."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
     )
 
     return Counter(
         type(layer.quant_method).__name__
-        for layer in model.modules()
-        if isinstance(layer, RoutedExperts)
-        and not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+        for layer in routed_layers(model)
+        if not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
         and number_of(layer) is None
     )

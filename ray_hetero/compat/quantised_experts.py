@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.cpu_experts import computing
 from ray_hetero.compat.patching import original, replace
+from ray_hetero.compat.routed_experts import experts_of, routed_layers, without_memory
 from ray_hetero.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ def _is_known(key: Any) -> bool:
 def quantised_layers(model: Any) -> Iterator[tuple[Any, Any, StoredExperts]]:
     """Layers whose experts are computed by one of `CLASSES`.
 
-    Uses: `FusedMoEKernel.fused_experts` of a layer's method, and the names under which the methods
-    in `INTEGERS` and those of floats register a checkpoint's tensors.
+    Uses: the names under which the methods in `INTEGERS` and those of floats register a
+    checkpoint's tensors.
 
     Yields:
         The layer, its experts object, and its tensors.
@@ -104,13 +105,11 @@ def quantised_layers(model: Any) -> Iterator[tuple[Any, Any, StoredExperts]]:
 
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     classes = tuple(original(cpu_moe, name) for name in CLASSES)
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
-        if isinstance(layer, RoutedExperts) and isinstance(experts, classes):
+    for layer in routed_layers(model):
+        experts = experts_of(layer)
+        if isinstance(experts, classes):
             yield layer, experts, _stored(layer, type(experts).__name__)
 
 
@@ -162,12 +161,9 @@ def _data(layer: Any, name: str) -> torch.Tensor | None:
 
 def forget_tensors(layer: Any) -> None:
     """Give up the memory of a layer's tensors, which keep their shapes for whoever asks."""
-    import torch
-
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if name.startswith(("w13_", "w2_")):
-            nothing = parameter.data.new_zeros(()).expand(parameter.shape)
-            setattr(layer, name, torch.nn.Parameter(nothing, requires_grad=False))
+            setattr(layer, name, without_memory(parameter.data))
     for part in ("w13", "w2"):
         for name in ("weight_packed", "qweight"):
             if not hasattr(layer, f"{part}_weight") and hasattr(layer, f"{part}_{name}"):

@@ -168,22 +168,13 @@ def hold_slices(is_remote: IsRemote, number: int, ranks: int) -> None:
     replace(RoutedExperts, "__init__", placing)
 
 
-def routed_layers(model: Any) -> dict[str, Any]:
-    """The layers of routed experts of a model, by vLLM's name."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    return {
-        layer.layer_name: layer for layer in model.modules() if isinstance(layer, RoutedExperts)
-    }
-
-
 def computed_by(layer: Any, x: Any, weights: Any, ids: Any) -> Any:
     """Sums of vLLM's own layer of experts, whose weights are prepared.
 
     Uses: `RoutedExperts.forward_modular`, `RoutedExperts._ensure_moe_quant_config_init`.
 
     Args:
-        layer: of `routed_layers`.
+        layer: of `routed_experts.routed_layers`.
         x: [M, hidden].
         weights: [M, chosen], float32.
         ids: [M, chosen], int32.

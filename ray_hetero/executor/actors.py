@@ -82,6 +82,8 @@ class RankActors:
         """The actors' processes; None before `prepare` has been answered."""
         self.fingerprints: Sequence[Fingerprint] = ()
         """What each rank runs with; empty before `prepare` has been answered."""
+        self.seconds: Sequence[Mapping[str, float]] = ()
+        """What each serving rank has taken for the parts of `start`; empty before."""
 
     @classmethod
     def create(
@@ -137,7 +139,9 @@ class RankActors:
         ]
         what = "joining groups and loading weights"
         answers = self._gather(refs, what, "load_timeout_s")
-        return [answer["handle"] for answer in answers[: len(self._world.seats)]]
+        answers = answers[: len(self._world.seats)]
+        self.seconds = [answer["seconds"] for answer in answers]
+        return [answer["handle"] for answer in answers]
 
     def _gpus_by_node(self) -> dict[str, tuple[int, ...]]:
         """GPUs of all GPU ranks of each node, by number there, in ascending order."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import psutil
 import vllm.envs as envs
 
 from placement.cluster import ray_cluster
@@ -34,6 +36,7 @@ from ray_hetero.executor.rpc import GuardedExecutor
 from ray_hetero.log import adopt, logger
 from ray_hetero.observability.progress import StartupProgress
 from ray_hetero.observability.status_board import EngineBoard
+from ray_hetero.observability.world_table import as_text
 from ray_hetero.preflight.cluster_software import software_of
 from ray_hetero.runtime import exit_reason
 from ray_hetero.runtime.core_binding import move_process
@@ -42,7 +45,7 @@ from ray_hetero.runtime.parent_watch import end_with_parent
 from ray_hetero.runtime.ray_connection import RayConnection
 from ray_hetero.worker import warmup
 from ray_hetero.worker.rank_config import check_agreement
-from ray_hetero.worker.warmup import Phase, WarmupSizes
+from ray_hetero.worker.warmup import Phase, Step, WarmupSizes
 from ray_hetero.world import World
 
 PLANNING_TRIES = 3
@@ -71,7 +74,9 @@ class HeteroExecutor(GuardedExecutor):
         self._config = self._spec.config
         self._turn = self._take_turn()
         self._given_partition = layer_partition.given_partition()
-        self._progress = StartupProgress(in_notebook=self._spec.in_notebook)
+        self._progress = StartupProgress(
+            in_notebook=self._spec.in_notebook, earlier_s=_seconds_for_this_engine()
+        )
         self._board = EngineBoard()
         self._connection: RayConnection | None = None
         self._external: ray_cluster.ExternalGroup | None = None
@@ -238,6 +243,9 @@ class HeteroExecutor(GuardedExecutor):
             answers = [AnswerQueue.open(handle, ranks.failure) for handle in handles]
             limit_s = self._config.startup.actor_timeout_s
             ranks.connect(requests, answers, limit_s, "startup.actor_timeout_s")
+            for rank, seconds in enumerate(ranks.actors.seconds):
+                for part, taken in seconds.items():
+                    self._progress.times.add_of_rank("connect", part, rank, taken)
 
     def _get_output_rank(self) -> int:
         return self.world.layout.first_rank(len(self.world.layout.stages) - 1)
@@ -285,6 +293,7 @@ class HeteroExecutor(GuardedExecutor):
         compilation = self.vllm_config.compilation_config
         compilation.compilation_time = max((language for language, _ in times), default=0.0)
         compilation.encoder_compilation_time = max((encoder for _, encoder in times), default=0.0)
+        logger.info("where the start-up's seconds went\n%s", as_text(self._progress.times.table()))
         self._board.serving()
 
     def _warm_up(self, phase: Phase) -> dict[int, dict[int, Any]]:
@@ -302,13 +311,20 @@ class HeteroExecutor(GuardedExecutor):
         total = len(steps[0]) * self.world_size
         with self._progress.step("warm up", total=total) as bar:
             bar.outcome = phase.value
+            times = self._progress.times
+            times.ranks_begin()
+
+            def is_done(rank: int, step: Step) -> None:
+                bar.advance()
+                times.rank_is_done("warm up", step.action.value, rank)
+
             try:
                 answers = run_schedule(
                     self._set,
                     self.world,
                     steps,
                     step_timeout_s=self._config.warmup.step_timeout_s,
-                    on_step=lambda rank, step: bar.advance(),
+                    on_step=is_done,
                     look=self._set.look,
                 )
             except RankError as error:
@@ -362,6 +378,13 @@ class HeteroExecutor(GuardedExecutor):
         if self._reservation is not None and self._reservation.is_own:
             ray_cluster.release(self._reservation.group)
         self._reservation = None
+
+
+def _seconds_for_this_engine() -> float | None:
+    """How long vLLM's engine process has run; None in a process of the user's."""
+    if multiprocessing.parent_process() is None:
+        return None
+    return time.time() - psutil.Process().create_time()
 
 
 def _shut_down_late(reference: weakref.ref[HeteroExecutor]) -> None:

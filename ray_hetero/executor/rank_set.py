@@ -76,6 +76,10 @@ class Actors(Protocol):
     def processes(self) -> RankProcesses | None:
         """The actors' processes; None before the ranks have told."""
 
+    @property
+    def seconds(self) -> Sequence[Mapping[str, float]]:
+        """What each rank has taken for the parts of `start`; empty before."""
+
     def start(self, requests: Any) -> Sequence[Any]:
         """Have the ranks load, told the handle of their queue; handles of their queues back."""
 

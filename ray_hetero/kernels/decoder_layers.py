@@ -21,7 +21,7 @@ import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.kernels import decode_step, gpu_layers
+from ray_hetero.kernels import decode_step, gpu_layers, layer_tokens
 from ray_hetero.kernels.attention import Attention
 from ray_hetero.kernels.decode_step import DecodeStep
 from ray_hetero.kernels.gpu_layers import AttentionMemory, Caches, GpuLayers
@@ -101,8 +101,10 @@ class DecoderLayers:
 
         """
         positions = positions.to(torch.int64).contiguous()
-        step = self._decode_step and self._decode_step(positions, hidden, residual)
-        if step is None and self._on_gpu is not None:
+        step = self._decode_step(positions, hidden, residual) if self._decode_step else None
+        if step is not None:
+            layer_tokens.count(len(self._layers), native=len(positions))
+        elif self._on_gpu is not None:
             try:
                 step = self._with_gpu(self._on_gpu, positions, hidden, residual)
             except torch.OutOfMemoryError as error:
@@ -114,7 +116,10 @@ class DecoderLayers:
                     str(error).splitlines()[0],
                 )
                 self._on_gpu = None
-        return step or self._layer_by_layer(positions, hidden, residual)
+        if step is None:
+            layer_tokens.count(len(self._layers), by_operators=len(positions))
+            step = self._layer_by_layer(positions, hidden, residual)
+        return step
 
     def _with_gpu(
         self, on_gpu: GpuLayers, positions: torch.Tensor, hidden: torch.Tensor,
@@ -148,6 +153,8 @@ class DecoderLayers:
                 )
 
         y, total = on_gpu(positions, hidden, residual, rows, caches, decode)
+        by_cores = tokens - rows.tokens
+        layer_tokens.count(len(self._layers), native=by_cores, on_gpu=rows.tokens)
         if not decoded:
             return y, total
         whole = torch.empty_like(hidden, memory_format=torch.contiguous_format)

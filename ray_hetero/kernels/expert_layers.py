@@ -10,6 +10,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from placement.units import GIB
 from ray_hetero.compat import cpu_experts, quantised_experts
+from ray_hetero.compat.routed_experts import number_of
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts import MULTIPLE, SILU, SWIGLU_OAI, RoutedExperts
@@ -150,7 +151,7 @@ def call_of(layer: Any) -> Any:
 
     A token's weights are applied to results, so a layer that applies them to tokens has none.
     """
-    number = cpu_experts.number_of(layer)
+    number = number_of(layer)
     if number is None or layer.apply_router_weight_on_input:
         return None
     return _layers[number].call

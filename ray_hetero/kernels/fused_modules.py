@@ -75,6 +75,12 @@ class AttentionRun(FusedRun):
         super().__init__(run)
         self.mlp = mlp
 
+    def _computed(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given, total = self._added(positions, hidden, residual)
+        return self.mlp(given), total
+
 
 class ResidualAttention(AttentionRun):
     """`Calls.RESIDUAL`."""
@@ -86,8 +92,7 @@ class ResidualAttention(AttentionRun):
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the layer."""
-        hidden, total = self._added(positions, hidden_states, residual)
-        return self.mlp(hidden), total
+        return self._computed(positions, hidden_states, residual)
 
 
 class HiddenFirstAttention(AttentionRun):
@@ -100,8 +105,7 @@ class HiddenFirstAttention(AttentionRun):
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the layer."""
-        hidden, total = self._added(positions, hidden_states, residual)
-        return self.mlp(hidden), total
+        return self._computed(positions, hidden_states, residual)
 
 
 class SumRun(FusedRun):

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ray_hetero.compat.quantised_experts import StoredExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts import MULTIPLE, paired
-from ray_hetero.kernels.quantised_linear import MXFP4_GROUP, unpacked
+from ray_hetero.kernels.quantised_linear import block_floats, micro_floats, row_floats, unpacked
 from ray_hetero.weight_formats import HostWeight
 from ray_hetero.weight_formats.fp4 import Fp4Weight
 from ray_hetero.weight_formats.fp8 import Fp8Weight
@@ -72,19 +72,17 @@ def _codes(
     if stored.scheme == "int4":
         return _integers(stored.layout, weight, scale, None if zeros is None else zeros[expert])
     if stored.scheme == "mxfp4":
-        codes = unpacked(weight, Fp4Weight.bits)
-        return Codes(codes, scale.view(torch.float8_e8m0fnu), MXFP4_GROUP)
-    codes = weight.view(torch.uint8)
-    outputs, inputs = codes.shape
+        return micro_floats(weight, scale)
+    # Outputs of gate and up are put in another order.
     if stored.block is not None:
-        rows, group = stored.block
-        return Codes(codes, scale.float().repeat_interleave(rows, 0)[:outputs], group)
+        return block_floats(weight, scale, stored.block, by_output=True)
+    outputs = len(weight)
     if scale.numel() not in (1, outputs):
         raise UnsupportedError(
             f"experts in {stored.scheme}: expected one scale, or one for each of {outputs} "
             f"outputs, got {tuple(scale.shape)}"
         )
-    return Codes(codes, scale.float().reshape(-1, 1).expand(outputs, 1).contiguous(), inputs)
+    return row_floats(weight, scale, by_output=True)
 
 
 def _integers(

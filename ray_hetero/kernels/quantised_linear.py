@@ -259,8 +259,7 @@ class StreamedMxFloats(MxFp4LinearKernel):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Take the checkpoint's floats and scales."""
-        scales = layer.weight_scale.data.view(torch.float8_e8m0fnu)
-        codes = Codes(unpacked(layer.weight.data, Fp4Weight.bits), scales, MXFP4_GROUP)
+        codes = micro_floats(layer.weight.data, layer.weight_scale.data)
         _replace(layer, "weight", Fp4Weight, codes)
         _forget(layer, "weight_scale")
 
@@ -322,27 +321,37 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack((held & 15, held >> 4), dim=-1).view(len(held), -1)
 
 
-def block_floats(weight: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> Codes:
+def micro_floats(weight: torch.Tensor, scales: torch.Tensor) -> Codes:
+    """MXFP4: floats of four bits [N, K / 2], two in a byte, with exponents [N, groups], uint8."""
+    exponents = scales.view(torch.float8_e8m0fnu)
+    return Codes(unpacked(weight, Fp4Weight.bits), exponents, MXFP4_GROUP)
+
+
+def block_floats(
+    weight: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], *, by_output: bool = False
+) -> Codes:
     """Floats of eight bits with scales for blocks.
 
     Args:
         weight: [N, K], E4M3.
         scales: [N / rows, K / columns], rounded up.
         shape: rows and columns of a block.
+        by_output: whether each output is to have scales of its own, so that outputs can be put in
+            another order.
 
     """
     rows, columns = shape
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
-    same = BLOCK if rows % BLOCK == 0 else 1
+    same = BLOCK if rows % BLOCK == 0 and not by_output else 1
     of_outputs = scales.float().repeat_interleave(rows // same, 0)[: len(weight) // same]
     return Codes(weight.contiguous().view(torch.uint8), of_outputs, columns)
 
 
-def row_floats(weight: torch.Tensor, scales: torch.Tensor) -> Codes:
-    """Floats of eight bits [N, K] with scales for outputs, or for all."""
+def row_floats(weight: torch.Tensor, scales: torch.Tensor, *, by_output: bool = False) -> Codes:
+    """Floats of eight bits [N, K] with scales for outputs, or for all; see `block_floats`."""
     outputs, inputs = weight.shape
     of_outputs = scales.float().reshape(-1, 1)
     if len(of_outputs) == 1:
-        of_outputs = of_outputs.expand(outputs // BLOCK, 1)
+        of_outputs = of_outputs.expand(outputs if by_output else outputs // BLOCK, 1)
     return Codes(weight.contiguous().view(torch.uint8), of_outputs, inputs)

@@ -51,6 +51,21 @@ FIGURES = (
     Figure("exchange_s", "exchange_seconds", "Time of sending and receiving between stages."),
     Figure("received_bytes", "received_bytes", "Bytes received from the previous stage."),
     Figure("sent_bytes", "sent_bytes", "Bytes sent to the next stage."),
+    Figure(
+        "native_layer_tokens",
+        "native_layer_tokens",
+        "Tokens times decoder layers, computed by native calls on a CPU rank's cores.",
+    ),
+    Figure(
+        "gpu_layer_tokens",
+        "gpu_layer_tokens",
+        "Tokens times decoder layers, computed by a GPU for a CPU rank.",
+    ),
+    Figure(
+        "operator_layer_tokens",
+        "operator_layer_tokens",
+        "Tokens times decoder layers, computed operator by operator on a CPU rank.",
+    ),
 )
 
 

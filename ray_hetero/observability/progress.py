@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from tqdm import tqdm
 
 from ray_hetero.log import logger
+from ray_hetero.observability.startup_times import StartupTimes
 
 STEPS = ("discover", "plan", "reserve", "spawn", "connect", "warm up")
 
@@ -21,10 +22,12 @@ class StartupProgress:
 
     Args:
         in_notebook: whether a notebook shows what this process writes.
+        earlier_s: how long this process ran for the engine before the first step, if it did.
 
     """
 
-    def __init__(self, *, in_notebook: bool = False) -> None:
+    def __init__(self, *, in_notebook: bool = False, earlier_s: float | None = None) -> None:
+        self.times = StartupTimes(earlier_s)
         self._bar = _no_bar
         if sys.stderr.isatty():
             self._bar = _terminal_bar
@@ -41,7 +44,9 @@ class StartupProgress:
             step = StepProgress(advance)
             yield step
         outcome = f": {step.outcome}" if step.outcome else ""
-        logger.info("%s: %.1f s%s", label, time.monotonic() - start, outcome)
+        seconds = time.monotonic() - start
+        self.times.add(name, seconds)
+        logger.info("%s: %.1f s%s", label, seconds, outcome)
 
 
 class StepProgress:

@@ -47,6 +47,13 @@ class StepTotals:
     """Of `tokens`, those of these steps: the drafts and one a request."""
     verifying_s: float = 0.0
     """Of `busy_s`, what these took."""
+    native_layer_tokens: int = 0
+    """Tokens times decoder layers that native calls of decode steps have computed."""
+    gpu_layer_tokens: int = 0
+    """Tokens times decoder layers that a GPU has computed for this CPU rank."""
+    operator_layer_tokens: int = 0
+    """Tokens times decoder layers that were computed operator by operator, of those that can be
+    computed in the other two ways."""
 
     def __sub__(self, earlier: StepTotals) -> StepTotals:
         """What came after an earlier moment."""

@@ -8,21 +8,18 @@ ends or it is killed.
 from __future__ import annotations
 
 import copy
-import faulthandler
 from typing import TYPE_CHECKING
 
 import torch
 
-from placement.cluster.claims import claim_socket
 from ray_hetero.compat import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.remote_experts import are_remote
-from ray_hetero.preflight.platform import check_platform
-from ray_hetero.runtime.core_binding import drop_niceness, lead_from_first_core, take_cores
-from ray_hetero.runtime.process_state import STACKS_SIGNAL
+from ray_hetero.runtime.core_binding import lead_from_first_core
 from ray_hetero.worker.expert_model import load_experts
 from ray_hetero.worker.rank_config import Fingerprint
+from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.world import RankSpec
 
 if TYPE_CHECKING:
@@ -35,19 +32,13 @@ class ExpertActor:
     def __init__(self, rank: RankSpec) -> None:
         self._rank = rank
         self._service: ExpertService | None = None
-        drop_niceness()
-        take_cores(rank.threads or rank.spare, rank.spare)
+        settle(rank)
 
     def prepare(self) -> Fingerprint:
         """Build this process's configuration, and say where it runs."""
-        faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        check_platform(self._rank)
-        seat = self._rank.seat
-        assert seat.socket is not None
-        # Held until this process is gone, however it ends.
-        self._claim = claim_socket(seat.socket, owner=self._rank.shared.instance_id)
+        self._claim = secure(self._rank)
         self._vllm_config = _single_rank_config(self._rank)
-        return Fingerprint(seat.rank, {})
+        return Fingerprint(self._rank.seat.rank, {})
 
     def start(self) -> None:
         """Load this rank's slices, and connect to every stage.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ray_hetero.compat import remote_experts
+from ray_hetero.compat.routed_experts import routed_layers
 from ray_hetero.distributed.expert_service import HeldLayer
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import expert_layers, streaming_linear
@@ -58,9 +59,7 @@ def load_experts(
         with torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config)
         layers = {
-            name: layer
-            for name, layer in remote_experts.routed_layers(model).items()
-            if is_remote(name)
+            layer.layer_name: layer for layer in routed_layers(model) if is_remote(layer.layer_name)
         }
         if not layers:
             raise UnsupportedError(

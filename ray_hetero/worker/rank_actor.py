@@ -9,7 +9,6 @@ from __future__ import annotations
 from ray_hetero.worker import cuda_init  # before torch and vLLM, which look for GPUs
 
 # isort: split
-import faulthandler
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
-from placement.cluster.claims import claim_socket
 from placement.units import GIB
 from ray_hetero.compat import (
     cpu_linear,
@@ -39,16 +37,17 @@ from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.distributed.remote_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
-from ray_hetero.preflight.platform import check_platform, is_pretending
-from ray_hetero.runtime.core_binding import drop_niceness, move_process, take_cores
-from ray_hetero.runtime.process_state import STACKS_SIGNAL
+from ray_hetero.preflight.platform import is_pretending
+from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
+from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.worker.speculation import Speculation, models_of
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
@@ -92,9 +91,11 @@ class RankWorker:
         for exchange in (self._boundary, self._over_host):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
+        layer_tokens.take()
         start = self.clock.begin()
         with self._step():
             output = self._worker.execute_model(scheduler_output)
+        self._count_layer_tokens()
         self.clock.add(
             time.perf_counter() - start,
             tokens,
@@ -102,6 +103,12 @@ class RankWorker:
             is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
         )
         return output
+
+    def _count_layer_tokens(self) -> None:
+        taken, totals = layer_tokens.take(), self.clock.totals
+        totals.native_layer_tokens += taken.native
+        totals.gpu_layer_tokens += taken.on_gpu
+        totals.operator_layer_tokens += taken.by_operators
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on a GPU this is where its kernels are waited for."""
@@ -135,17 +142,11 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
         self._remote_experts: RemoteExperts | None = None
-        drop_niceness()
-        take_cores(rank.threads or rank.spare, rank.spare)
+        settle(rank)
 
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""
-        faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        check_platform(self._rank)
-        seat = self._rank.seat
-        if seat.socket is not None:
-            # Held until this process is gone, however it ends.
-            self._claim = claim_socket(seat.socket, owner=self._rank.shared.instance_id)
+        self._claim = secure(self._rank)
         self._vllm_config = build_rank_config(self._rank)
         self._parallel_config = self._vllm_config.parallel_config
         gpus: list[int] = []
@@ -164,6 +165,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             physical_gpus: GPUs of all GPU ranks on this node, by local rank.
 
         """
+        began = time.perf_counter()
         seat, world = self._rank.seat, self._rank.world
         device_backend = current_platform.dist_backend
         if not world.is_stock:
@@ -216,6 +218,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             shared_worker_lock=None,
             is_driver_worker=seat.tensor_rank == 0,
         )
+        loaded = time.perf_counter()
         if speculation is not None:
             speculation.loaded(self.worker.model_runner)
         if self._remote_experts is not None:
@@ -229,7 +232,11 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)
         self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
-        return dict(self.wait_for_init())
+        seconds = {
+            "joining groups and loading weights": loaded - began,
+            "making weights ready for the kernels": time.perf_counter() - loaded,
+        }
+        return {**self.wait_for_init(), "seconds": seconds}
 
     def _lender(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
         """The GPU that this CPU rank may borrow: near its socket, else any of its node's ranks.

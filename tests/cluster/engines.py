@@ -82,8 +82,10 @@ class Child:
         return self.log_path.read_text(errors="replace")
 
     def tail(self, lines: int = 60) -> str:
-        """The end of its output, for messages."""
-        return "\n".join(self.log.splitlines()[-lines:])
+        """The end of its output, for messages, with the errors that it has named before that."""
+        written = self.log.splitlines()
+        earlier = [line for line in written[:-lines] if re.search(r"(Error|Exception)\b", line)]
+        return "\n".join([*earlier[:lines], "…", *written[-lines:]])
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this one process, as a terminal's user or an init system does."""

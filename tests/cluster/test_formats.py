@@ -7,10 +7,12 @@ differ where two are equally likely.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from dequantised import dequantised
 from engines import IN_THIS_PROCESS, batch, engine, hetero, prompts, run_engines
 from leftovers import Scene
@@ -27,8 +29,9 @@ pytestmark = [
 ]
 SHAPE = DemoShape(layers=2, hidden=768, heads=24)
 """All sizes are multiples of 128."""
-EVERYWHERE = {"w4a16", "w4a16-zeros", "gptq", "awq"}
-"""Formats that stock vLLM computes on any x86-64 without quantising activations."""
+IN_STOCK = {"w4a16", "w4a16-zeros", "gptq", "awq"} if torch.cpu._is_avx512_supported() else set()
+"""Formats that stock vLLM computes on this processor without quantising activations; its kernels
+for AVX2 have none of them."""
 HELD = {
     "int8": "int8", "fp8": "fp8", "fp8-channel": "fp8", "w4a16": "int4", "w4a16-zeros": "int4",
     "gptq": "int4", "awq": "int4", "mxfp4": "fp4",
@@ -40,51 +43,45 @@ def test_every_format_of_demo_models_is_here() -> None:
     assert HELD.keys() == FORMATS.keys()
 
 
+@pytest.fixture
+def compared(scene: Scene, logs: Path, tmp_path: Path) -> Callable[..., str]:
+    """Compare tokens of a quantised demo checkpoint with those of stock vLLM; gives the log."""
+
+    def compare(architecture: str, name: str, shape: DemoShape, *, in_stock: bool = False) -> str:
+        quantised = write_demo_model(tmp_path / "quantised", architecture, stored=name, shape=shape)
+        plain = dequantised(quantised, tmp_path / "plain")
+        cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
+        arguments = [
+            engine(plain, dtype="bfloat16"),
+            engine(quantised, 2, dtype="bfloat16", **hetero(cpu=cpu)),
+            *([engine(quantised, dtype="bfloat16")] if in_stock else []),
+        ]
+        asked = [batch(prompts(), logprobs=2)]
+        folder = logs / f"{architecture}-{name}"
+        runs = [(one, asked) for one in arguments]
+        (expected,), (ours,), *same = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
+        for theirs in (expected, *(one for (one,) in same)):
+            found = [gap_where_different(*pair) for pair in zip(ours, theirs, strict=True)]
+            gaps = [gap for gap in found if gap is not None]
+            assert len(gaps) <= 4
+            assert all(gap < NEARLY_EQUAL for gap in gaps)
+        return (folder / "log").read_text()
+
+    return compare
+
+
 @pytest.mark.parametrize("name", HELD)
-def test_tokens_are_those_of_stock(name: str, scene: Scene, logs: Path, tmp_path: Path) -> None:
-    quantised = write_demo_model(tmp_path / "quantised", stored=name, shape=SHAPE)
-    plain = dequantised(quantised, tmp_path / "plain")
-    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
-    arguments = [
-        engine(plain, dtype="bfloat16"),
-        engine(quantised, 2, dtype="bfloat16", **hetero(cpu=cpu)),
-        *([engine(quantised, dtype="bfloat16")] if name in EVERYWHERE else []),
-    ]
-    asked = [batch(prompts(), logprobs=2)]
-    folder = logs / name
-    answers = run_engines(scene, folder, [(one, asked) for one in arguments], extra=IN_THIS_PROCESS)
-    (expected,), (ours,), *same = answers
-    log = (folder / "log").read_text()
+def test_tokens_are_those_of_stock(name: str, compared: Callable[..., str]) -> None:
+    log = compared("llama", name, SHAPE, in_stock=name in IN_STOCK)
     assert log.count(f"4 linear layers are computed from the checkpoint's own {HELD[name]}") == 2
     assert log.count("1 layers are computed as one operator") == 2
-    for theirs in (expected, *(one for (one,) in same)):
-        found = [gap_where_different(*pair) for pair in zip(ours, theirs, strict=True)]
-        gaps = [gap for gap in found if gap is not None]
-        assert len(gaps) <= 4
-        assert all(gap < NEARLY_EQUAL for gap in gaps)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "w4a16-zeros", "gptq", "awq"])
 def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
-    name: str, scene: Scene, logs: Path, tmp_path: Path
+    name: str, compared: Callable[..., str]
 ) -> None:
     # vLLM wants experts on every stage, and the first layer has none.
-    deep = replace(SHAPE, layers=4)
-    quantised = write_demo_model(tmp_path / "quantised", "qwen3_moe", stored=name, shape=deep)
-    plain = dequantised(quantised, tmp_path / "plain")
-    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
-    arguments = [
-        engine(plain, dtype="bfloat16"),
-        engine(quantised, 2, dtype="bfloat16", **hetero(cpu=cpu)),
-    ]
-    asked = [batch(prompts(), logprobs=2)]
-    folder = logs / f"experts-{name}"
-    answers = run_engines(scene, folder, [(one, asked) for one in arguments], extra=IN_THIS_PROCESS)
-    (expected,), (ours,) = answers
-    log = (folder / "log").read_text()
+    log = compared("qwen3_moe", name, replace(SHAPE, layers=4))
     for count in (1, 2):
         assert f"experts of {count} layers are the checkpoint's own {HELD[name]}" in log
-    found = [gap_where_different(*pair) for pair in zip(ours, expected, strict=True)]
-    gaps = [gap for gap in found if gap is not None]
-    assert len(gaps) <= 4
-    assert all(gap < NEARLY_EQUAL for gap in gaps)

@@ -45,6 +45,7 @@ def _ray_processes(scene: Scene) -> list[str]:
     return [words for words in found if "ray::" in words or "/ray/" in words]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_serving(scene: Scene, logs: Path, model: Model) -> None:
     server = serve(scene, logs / "ctrl_c", model("llama", "bf16"), *backend(2))
     wait_until_healthy(server)
@@ -137,6 +138,7 @@ def other() -> Iterator[Scene]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_running_cluster_stays_and_serves_an_asynchronous_engine_by_its_dotted_path(
     scene: Scene, other: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:

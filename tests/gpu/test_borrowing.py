@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_host import IS_PRETENDED, Checkpoint, needs_gpus
-from leftovers import Scene
-from token_checks import Answer, Case, asked_for, check, run_cases, write_report
+from gpu_host import IS_PRETENDED, needs_gpus
+from token_checks import Answer, Case, answers_of, check
 
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.weight_formats import FORMATS
@@ -69,13 +68,7 @@ def test_it_computes_what_torch_computes(kind: str, monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-6)
 
 
-@pytest.fixture(scope="module")
-def answers(
-    scene: Scene, logs: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest
-) -> dict[Case, Answer]:
-    found = run_cases(scene, logs, checkpoint, asked_for(request, CASES), LIMIT_S)
-    write_report(found, "borrowed")
-    return found
+answers = answers_of(CASES, "borrowed", LIMIT_S)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

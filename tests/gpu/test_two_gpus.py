@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from gpu_host import IS_PRETENDED, Checkpoint, needs_gpus
-from leftovers import Scene
-from token_checks import Answer, Case, asked_for, check, run_cases, write_report
+from gpu_host import IS_PRETENDED, needs_gpus
+from token_checks import Answer, Case, answers_of, check
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 
@@ -26,13 +23,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def answers(
-    scene: Scene, logs: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest
-) -> dict[Case, Answer]:
-    found = run_cases(scene, logs, checkpoint, asked_for(request, CASES), LIMIT_S)
-    write_report(found, "two_gpus")
-    return found
+answers = answers_of(CASES, "two_gpus", LIMIT_S)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

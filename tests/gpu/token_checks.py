@@ -83,6 +83,27 @@ class Case:
         return ROUTED_TOLERANCE if self.model == "mixtral" else LOGPROB_TOLERANCE[self.dtype]
 
 
+def answers_of(cases: Sequence[Case], report: str, limit_s: float) -> Any:
+    """A fixture of a module: the answers of its cases, and of what they are compared with.
+
+    Args:
+        cases: of the module; those run that tests of this run want.
+        report: name of the file with the answers, see `write_report`.
+        limit_s: longest wait for each lane's engines.
+
+    """
+
+    @pytest.fixture(scope="module", name="answers")
+    def made(
+        scene: Scene, logs: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest
+    ) -> dict[Case, Answer]:
+        found = run_cases(scene, logs, checkpoint, asked_for(request, cases), limit_s)
+        write_report(found, report)
+        return found
+
+    return made
+
+
 def asked_for(request: pytest.FixtureRequest, cases: Sequence[Case]) -> list[Case]:
     """Those cases of a module that tests of this run want, as `-k` chose them."""
     wanted = {

@@ -61,6 +61,7 @@ class Actors:
     """Actors that serve until `kill` says that they have ended, or they are asked to end."""
 
     processes = None
+    seconds = ()
 
     def __init__(self) -> None:
         self.ends = 0

@@ -296,7 +296,12 @@ def test_stages_are_fitted_by_what_a_layer_and_a_step_cost() -> None:
 @pytest.mark.parametrize(
     ("program", "arguments", "lines"),
     [
-        ("streaming_linear", ["1", "1"], ["outputs are those of plain sums", "1 tokens, compact"]),
+        pytest.param(
+            "streaming_linear",
+            ["1", "1"],
+            ["outputs are those of plain sums", "1 tokens, compact"],
+            marks=pytest.mark.slow,
+        ),
         (
             "decode_step",
             ["1/2", "1x128", "4x300"],

@@ -233,7 +233,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
-    ("compat/cpu_experts", FusedMoEKernel, "fused_experts"),
+    ("compat/routed_experts", FusedMoEKernel, "fused_experts"),
     *(
         ("compat/quantised_experts", getattr(cpu_moe, name), attribute)
         for name in quantised_experts.CLASSES

@@ -23,11 +23,12 @@ from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_fusion  # noqa: E402
+from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_fusion, layer_tokens  # noqa: E402
 from ray_hetero.kernels.gpu_attention import Lengths, attend, put_together  # noqa: E402
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, GpuLayers  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.kv_layouts import unpack_blocks  # noqa: E402
+from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.step_rows import Request, one_prompt, step_rows  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import attention_bytes  # noqa: E402
@@ -115,8 +116,11 @@ def test_requests_decode_beside_prompts(
     steps.check((one, 0, 58), (other, 0, 88))
     steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
     # The second verifies drafts.
+    layer_tokens.take()
     steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
     assert on_gpu == [146, 70, 80]
+    layers = len(steps.caches)
+    assert layer_tokens.take() == LayerTokens(native=4 * layers, on_gpu=80 * layers)
 
 
 def test_a_dummy_run_is_made_on_the_gpu_and_leaves_no_keys(
@@ -173,9 +177,11 @@ def test_a_gpu_that_runs_out_of_memory_leaves_attention_to_the_cores(
     monkeypatch.setattr(gpu_layers, "attend", fail)
     monkeypatch.setattr(steps.made, "_layer_by_layer", lambda *given: given)
     positions, hidden = steps.begin([(steps.request(40), 0, 40)])
+    layer_tokens.take()
     for _ in range(2):
         assert steps.made(positions, hidden, None)[1] is hidden
     assert on_gpu == [40]
+    assert layer_tokens.take().on_gpu == 0
 
 
 def test_memory_that_is_not_there_is_said_with_what_it_costs(

@@ -94,3 +94,36 @@ def is_made_of(layer: Any, names: tuple[str, ...], parts: Mapping[str, tuple[str
         has_forward_of(getattr(layer, attribute, None), *classes)
         for attribute, classes in parts.items()
     )
+
+
+def named_as_llamas(
+    layer: Any, attention: Any, *, rotary: Any, gated: Any = None, **others: Any
+) -> LayerModules:
+    """The modules of a layer whose attributes have the names of Llama's.
+
+    Args:
+        layer: with a norm before its attention and one before its perceptron.
+        attention: of the layer.
+        rotary: of the attention; None where nothing turns queries and keys.
+        gated: the layer's perceptron, if it has a gate and is computed with the layer.
+        others: fields of `LayerModules` that Llama's layers do not have, or call otherwise.
+
+    """
+    named = {
+        "input_norm": layer.input_layernorm,
+        "qkv": attention.qkv_proj,
+        "head_norms": tuple(
+            getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)
+        ),
+        "rotary": rotary,
+        "attend": attention.attn,
+        "output": attention.o_proj,
+        "norm": layer.post_attention_layernorm,
+    }
+    if gated is not None:
+        named |= {
+            "gate_up": gated.gate_up_proj,
+            "activation": gated.act_fn,
+            "down": gated.down_proj,
+        }
+    return LayerModules(**(named | others))

@@ -8,8 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from ray_hetero.compat.decoder_classes import has_forward_of
-from ray_hetero.kernels.structures.base import Calls, LayerModules, is_made_of
-from ray_hetero.kernels.structures.llama import head_norms
+from ray_hetero.kernels.structures.base import (
+    Calls,
+    LayerModules,
+    is_made_of,
+    named_as_llamas,
+)
 
 MODELS = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "Glm4MoeModel")
 LAYERS = (
@@ -32,10 +36,11 @@ class Experts:
         """The modules of a layer; None if its classes compute something else."""
         if not is_made_of(layer, LAYERS, {"self_attn": ATTENTIONS}):
             return None
-        if getattr(layer.self_attn, "dual_chunk_attention_config", None):
+        attention = layer.self_attn
+        if getattr(attention, "dual_chunk_attention_config", None):
             return None
         mlp = layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
-        return _modules(layer, layer.self_attn, mlp)
+        return named_as_llamas(layer, attention, rotary=attention.rotary_emb, mlp=mlp)
 
 
 class GptOss:
@@ -52,17 +57,4 @@ class GptOss:
         """The modules of a layer; None if its classes compute something else."""
         if not is_made_of(layer, ("TransformerBlock",), {"attn": ("OAIAttention",)}):
             return None
-        return _modules(layer, layer.attn, layer.mlp)
-
-
-def _modules(layer: Any, attention: Any, mlp: Any) -> LayerModules:
-    return LayerModules(
-        input_norm=layer.input_layernorm,
-        qkv=attention.qkv_proj,
-        head_norms=head_norms(attention),
-        rotary=attention.rotary_emb,
-        attend=attention.attn,
-        output=attention.o_proj,
-        norm=layer.post_attention_layernorm,
-        mlp=mlp,
-    )
+        return named_as_llamas(layer, layer.attn, rotary=layer.attn.rotary_emb, mlp=layer.mlp)

@@ -8,8 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from ray_hetero.compat.decoder_classes import has_forward_of
-from ray_hetero.kernels.structures.base import Calls, LayerModules, is_made_of
-from ray_hetero.kernels.structures.llama import head_norms
+from ray_hetero.kernels.structures.base import (
+    Calls,
+    LayerModules,
+    is_made_of,
+    named_as_llamas,
+)
 
 MODELS = ("Gemma2Model", "Gemma3Model", "LlamaModel")
 """GLM-4's model has the forward function of Llama's."""
@@ -33,24 +37,19 @@ class Gemma:
         """The modules of a layer; None if its classes compute something else."""
         if not is_made_of(layer, (*GEMMA, *GLM), {"self_attn": ATTENTIONS, "mlp": MLPS}):
             return None
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         output_norm, norm, down_norm = (
             ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
             if has_forward_of(layer, *GLM)
             else ("post_attention_layernorm", "pre_feedforward_layernorm",
                   "post_feedforward_layernorm")
         )  # fmt: skip
-        return LayerModules(
-            input_norm=layer.input_layernorm,
-            qkv=attention.qkv_proj,
-            head_norms=head_norms(attention),
+        return named_as_llamas(
+            layer,
+            attention,
             rotary=attention.rotary_emb,
-            attend=attention.attn,
-            output=attention.o_proj,
+            gated=layer.mlp,
             output_norm=getattr(layer, output_norm),
             norm=getattr(layer, norm),
-            gate_up=mlp.gate_up_proj,
-            activation=mlp.act_fn,
-            down=mlp.down_proj,
             down_norm=getattr(layer, down_norm),
         )

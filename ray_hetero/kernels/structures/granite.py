@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from ray_hetero.compat.decoder_classes import has_forward_of
-from ray_hetero.kernels.structures.base import Calls, LayerModules, is_made_of
+from ray_hetero.kernels.structures.base import (
+    Calls,
+    LayerModules,
+    is_made_of,
+    named_as_llamas,
+)
 
 
 class Granite:
@@ -28,7 +33,10 @@ class Granite:
             return None
         attention = layer.self_attn
         rotary = attention.rotary_emb if attention.use_rope else None
-        return _modules(layer, rotary, float(layer.residual_multiplier))
+        multiplier = float(layer.residual_multiplier)
+        return named_as_llamas(
+            layer, attention, rotary=rotary, gated=layer.mlp, multiplier=multiplier
+        )
 
 
 class StableLm:
@@ -46,21 +54,5 @@ class StableLm:
         parts = {"self_attn": ("StablelmAttention",), "mlp": ("StablelmMLP",)}
         if not is_made_of(layer, ("StablelmDecoderLayer",), parts):
             return None
-        return _modules(layer, layer.self_attn.rotary_emb, 1.0)
-
-
-def _modules(layer: Any, rotary: Any, multiplier: float) -> LayerModules:
-    attention, mlp = layer.self_attn, layer.mlp
-    return LayerModules(
-        input_norm=layer.input_layernorm,
-        qkv=attention.qkv_proj,
-        head_norms=(),
-        rotary=rotary,
-        attend=attention.attn,
-        output=attention.o_proj,
-        norm=layer.post_attention_layernorm,
-        gate_up=mlp.gate_up_proj,
-        activation=mlp.act_fn,
-        down=mlp.down_proj,
-        multiplier=multiplier,
-    )
+        attention = layer.self_attn
+        return named_as_llamas(layer, attention, rotary=attention.rotary_emb, gated=layer.mlp)

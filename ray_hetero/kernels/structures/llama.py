@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from ray_hetero.compat.decoder_classes import has_forward_of
-from ray_hetero.kernels.structures.base import Calls, LayerModules, is_made_of
+from ray_hetero.kernels.structures.base import (
+    Calls,
+    LayerModules,
+    is_made_of,
+    named_as_llamas,
+)
 
 MODELS = ("LlamaModel", "Qwen2Model", "MistralModel", "GemmaModel")
 LAYERS = (
@@ -35,7 +40,7 @@ class Llama:
         """The modules of a layer; None if its classes compute something else."""
         if not is_made_of(layer, LAYERS, {"self_attn": ATTENTIONS, "mlp": MLPS}):
             return None
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         # Variants of Qwen 2 and of Mistral that compute something in between.
         if (
             getattr(attention, "dual_chunk_attention_config", None)
@@ -43,21 +48,4 @@ class Llama:
             or getattr(layer, "ada_rms_norm_t_cond", None) is not None
         ):
             return None
-        return LayerModules(
-            input_norm=layer.input_layernorm,
-            qkv=attention.qkv_proj,
-            head_norms=head_norms(attention),
-            rotary=attention.rotary_emb,
-            attend=attention.attn,
-            output=attention.o_proj,
-            norm=layer.post_attention_layernorm,
-            gate_up=mlp.gate_up_proj,
-            activation=mlp.act_fn,
-            down=mlp.down_proj,
-        )
-
-
-def head_norms(attention: Any) -> tuple[Any, ...]:
-    """Norms of an attention's queries and keys, where it has them."""
-    return tuple(getattr(attention, name) for name in ("q_norm", "k_norm")
-                 if hasattr(attention, name))  # fmt: skip
+        return named_as_llamas(layer, attention, rotary=attention.rotary_emb, gated=layer.mlp)

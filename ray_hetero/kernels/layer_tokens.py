@@ -1,0 +1,39 @@
+"""How many tokens of a CPU rank's decoder layers were computed in which way.
+
+A token counts once for each of the layers that are one operator: where experts lie between
+attentions, such an operator is of one layer.  Layers that vLLM computes operator by operator from
+the beginning are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class LayerTokens:
+    """Tokens times layers, by way."""
+
+    native: int = 0
+    """In native calls of decode steps."""
+    on_gpu: int = 0
+    """By the GPU that computes this rank's prompts, as whole layers."""
+    by_operators: int = 0
+    """By one operator after the other, on this rank's cores or with its GPU's linear layers."""
+
+
+_counted = LayerTokens()
+
+
+def count(layers: int, *, native: int = 0, on_gpu: int = 0, by_operators: int = 0) -> None:
+    """Count the tokens of one step through some layers."""
+    _counted.native += layers * native
+    _counted.on_gpu += layers * on_gpu
+    _counted.by_operators += layers * by_operators
+
+
+def take() -> LayerTokens:
+    """What this process has counted since the last call."""
+    global _counted
+    taken, _counted = _counted, LayerTokens()
+    return taken

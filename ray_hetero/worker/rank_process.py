@@ -1,0 +1,38 @@
+"""What the process of a rank does before it computes, whatever the rank is."""
+
+from __future__ import annotations
+
+import faulthandler
+
+from placement.cluster.claims import Claim, claim_socket
+from ray_hetero.preflight.platform import check_platform
+from ray_hetero.runtime.core_binding import drop_niceness, take_cores
+from ray_hetero.runtime.process_state import STACKS_SIGNAL
+from ray_hetero.world import RankSpec
+
+
+def settle(rank: RankSpec) -> None:
+    """Take a rank's priority and cores, before this process starts threads of its own."""
+    drop_niceness()
+    take_cores(rank.threads or rank.spare, rank.spare)
+
+
+def secure(rank: RankSpec) -> Claim | None:
+    """Check that this process can be a rank's, and claim the rank's socket.
+
+    Args:
+        rank: whose process this is; from here on it writes its stacks when asked to.
+
+    Returns:
+        The claim, which is to be held until this process is gone, however it ends; None for a rank
+        without a socket.
+
+    Raises:
+        UnsupportedError: see `check_platform`.
+        ClaimError: another process holds the socket.
+
+    """
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    check_platform(rank)
+    socket = rank.seat.socket
+    return None if socket is None else claim_socket(socket, owner=rank.shared.instance_id)
