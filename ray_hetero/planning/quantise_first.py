@@ -15,7 +15,7 @@ from placement.model.config import UnknownModelError
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
 from placement.units import GIB
-from ray_hetero.planning.layer_plan import LayerPlan
+from ray_hetero.planning.planned_layers import LayerPlan
 
 FP8_IN_BLOCKS: Mapping[str, Any] = {
     "quant_method": "fp8",

@@ -39,7 +39,7 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
@@ -246,6 +246,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/remote_experts", RoutedExperts, "__init__"),
     ("compat/remote_experts", RoutedExperts, "forward_modular"),
     ("compat/remote_experts", RoutedExperts, "_ensure_moe_quant_config_init"),
+    ("compat/remote_experts", FusedMoEExperts, "_supports_current_device"),
     ("compat/remote_experts", FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"),
     ("compat/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
     ("compat/message_queues", AsyncModelRunnerOutput, "get_output"),
