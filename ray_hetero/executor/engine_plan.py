@@ -151,7 +151,7 @@ class EnginePlanner:
         refuse_shared_experts(self._vllm_config.parallel_config)
         speculative, stages = self._vllm_config.speculative_config, world.layout.stages
         if speculative is not None:
-            refuse_drafting(Drafting(self._vllm_config, self._config, len(stages)))
+            refuse_drafting(Drafting(self._vllm_config, self._config, world.layout))
             if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
                 refuse_checkpoint(speculative.draft_model_config)
 

@@ -30,6 +30,7 @@ from ray_hetero.preflight.unsupported_drafters import (
     Drafting,
     batches_in_flight,
     has_recurrent_states,
+    is_acceptance_made_up,
     method_found,
     method_named,
     package_missing,
@@ -262,6 +263,14 @@ DRAFTING_OF_CPU_RANKS: Sequence[Refusal[Drafting]] = (
         "the states go back by as many tokens as were refused, which only the last stage knows",
         "Write a layout of one stage, or leave it out.",
         seen="Follows from vLLM's code.",
+    ),
+    Refusal(
+        "--speculative-config with rejection_sample_method synthetic, and CPU ranks in the last "
+        "stage",
+        is_acceptance_made_up,
+        "vLLM's sampling on CPUs accepts drafts by the model's probabilities only",
+        "Leave it out, or write a layout with GPUs in the last stage.",
+        seen="The ranks that sample ended in the first step that verified drafts.",
     ),
 )
 """Speculative decoding that is refused in a world with CPU ranks."""
