@@ -140,15 +140,34 @@ class StreamedIntegers(MPLinearKernel):  # type: ignore[misc]
         return _multiply(x, getattr(layer, self.w_q_name), bias)
 
 
-class StreamedBlockFloats(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """Floats of eight bits with scales for blocks."""
-
-    apply_input_quant = False
+class _OnCpus:
+    """What kernels of floats have in common, whichever class of vLLM's they are of."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """Whether this process can use it."""
         return current_platform.is_cpu(), "it computes on CPUs"
+
+    def apply_weights(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """y = x · Wᵀ + bias."""
+        return _multiply(x, layer.weight, bias)
+
+
+class _FourBitsOnCpus(_OnCpus):
+    """The same for floats of four bits."""
+
+    @classmethod
+    def can_implement(cls, config: Any) -> Answer:
+        """Any layer; its sizes are only known when it is loaded."""
+        return True, None
+
+
+class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+    """Floats of eight bits with scales for blocks."""
+
+    apply_input_quant = False
 
     @classmethod
     def can_implement(cls, config: FP8ScaledMMLinearLayerConfig) -> Answer:
@@ -181,13 +200,8 @@ class StreamedBlockFloats(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
         raise NotImplementedError
 
 
-class StreamedFloats(FP8ScaledMMLinearKernel):  # type: ignore[misc]
+class StreamedFloats(_OnCpus, FP8ScaledMMLinearKernel):  # type: ignore[misc]
     """Floats of eight bits with scales for outputs, or for all."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Whether this process can use it."""
-        return current_platform.is_cpu(), "it computes on CPUs"
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
@@ -207,12 +221,6 @@ class StreamedFloats(FP8ScaledMMLinearKernel):  # type: ignore[misc]
             codes = row_floats(getattr(layer, name).data.t(), getattr(layer, scale_name).data)
         _replace(layer, name, Fp8Weight, codes)
         _forget(layer, scale_name)
-
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """y = x · Wᵀ + bias."""
-        return _multiply(x, layer.weight, bias)
 
     def apply_scaled_mm(self, **_: Any) -> torch.Tensor:
         """Never called, as activations are not quantised."""
@@ -244,18 +252,8 @@ class StreamedBytes(CPUInt8ScaledMMLinearKernel):  # type: ignore[misc]
         return _multiply(x, getattr(layer, self.layer_param_names[0]), bias)
 
 
-class StreamedMxFloats(MxFp4LinearKernel):  # type: ignore[misc]
+class StreamedMxFloats(_FourBitsOnCpus, MxFp4LinearKernel):  # type: ignore[misc]
     """MXFP4."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Whether this process can use it."""
-        return current_platform.is_cpu(), "it computes on CPUs"
-
-    @classmethod
-    def can_implement(cls, config: Any) -> Answer:
-        """Any layer; its sizes are only known when it is loaded."""
-        return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Take the checkpoint's floats and scales."""
@@ -263,25 +261,9 @@ class StreamedMxFloats(MxFp4LinearKernel):  # type: ignore[misc]
         _replace(layer, "weight", Fp4Weight, codes)
         _forget(layer, "weight_scale")
 
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """y = x · Wᵀ + bias."""
-        return _multiply(x, layer.weight, bias)
 
-
-class StreamedNvFloats(NvFp4LinearKernel):  # type: ignore[misc]
+class StreamedNvFloats(_FourBitsOnCpus, NvFp4LinearKernel):  # type: ignore[misc]
     """NVFP4."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Whether this process can use it."""
-        return current_platform.is_cpu(), "it computes on CPUs"
-
-    @classmethod
-    def can_implement(cls, config: Any) -> Answer:
-        """Any layer; its sizes are only known when it is loaded."""
-        return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Take the checkpoint's floats and scales."""
@@ -293,12 +275,6 @@ class StreamedNvFloats(NvFp4LinearKernel):  # type: ignore[misc]
         )
         _replace(layer, "weight", Fp4Weight, codes)
         _forget(layer, "weight_scale")
-
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """y = x · Wᵀ + bias."""
-        return _multiply(x, layer.weight, bias)
 
 
 KERNELS: dict[str, type] = {

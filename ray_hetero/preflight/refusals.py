@@ -30,6 +30,7 @@ from ray_hetero.preflight.unsupported_drafters import (
     Drafting,
     batches_in_flight,
     has_recurrent_states,
+    is_acceptance_made_up,
     method_found,
     method_named,
     package_missing,
@@ -263,6 +264,14 @@ DRAFTING_OF_CPU_RANKS: Sequence[Refusal[Drafting]] = (
         "Write a layout of one stage, or leave it out.",
         seen="Follows from vLLM's code.",
     ),
+    Refusal(
+        "--speculative-config with rejection_sample_method synthetic, and CPU ranks in the last "
+        "stage",
+        is_acceptance_made_up,
+        "vLLM's sampling on CPUs accepts drafts by the model's probabilities only",
+        "Leave it out, or write a layout with GPUs in the last stage.",
+        seen="The ranks that sample ended in the first step that verified drafts.",
+    ),
 )
 """Speculative decoding that is refused in a world with CPU ranks."""
 
@@ -301,7 +310,7 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stoc
     _check_layers(config, stages)
     _check_experts(config, is_stock=is_stock)
     asked = [*ALWAYS, *(() if is_stock else WITH_CPU_RANKS)]
-    asked += WITH_EXPERT_RANKS if config.experts.ranks else ()
+    asked += WITH_EXPERT_RANKS if config.experts.ranks not in (0, "auto") else ()
     for refusal in (*asked, *(WITH_RESTARTS if config.max_restarts else ())):
         refusal.check(engine_args)
 
@@ -346,13 +355,13 @@ def _check_layers(config: HeteroConfig, stages: int) -> None:
 
 def _check_experts(config: HeteroConfig, *, is_stock: bool) -> None:
     ranks, layers = config.experts.ranks, config.experts.layers
-    if ranks and not is_stock:
+    if ranks not in (0, "auto") and not is_stock:
         raise ConfigError(
             f"experts.ranks: {ranks} sockets hold experts for stages of GPUs in equal numbers, but "
             f'layout is {config.layout}. Write a layout of GPUs, for example "layout": [["gpu"]], '
             "or leave experts.ranks out."
         )
-    if layers != "all" and not ranks:
+    if layers != "auto" and not ranks:
         raise ConfigError(
             f"experts.layers: the experts of {layers} layers are to lie on expert ranks, but there "
             "are none; give experts.ranks too"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from placement.cluster.layout import Layout
 from ray_hetero.config import HeteroConfig
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ class Drafting:
     vllm_config: VllmConfig
     """The driver's, with a speculative configuration."""
     config: HeteroConfig
-    stages: int
-    """Pipeline stages."""
+    layout: Layout
 
 
 def method_named(engine_args: EngineArgs) -> str | None:
@@ -73,4 +73,10 @@ def batches_in_flight(drafting: Drafting) -> int | None:
 
 def has_recurrent_states(drafting: Drafting) -> bool:
     """Whether a pipeline's model has states that go back by the tokens that are refused."""
-    return drafting.stages > 1 and bool(drafting.vllm_config.model_config.is_hybrid)
+    return len(drafting.layout.stages) > 1 and bool(drafting.vllm_config.model_config.is_hybrid)
+
+
+def is_acceptance_made_up(drafting: Drafting) -> bool:
+    """Whether drafts are to be accepted at a given rate, where CPU ranks decide it."""
+    method = drafting.vllm_config.speculative_config.rejection_sample_method
+    return method == "synthetic" and "cpu" in drafting.layout.stages[-1]

@@ -35,12 +35,12 @@ def dequantised(quantised: Path, plain: Path) -> Path:
         if parts.keys() == {"weight"}:
             state[f"{layer}.weight"] = parts["weight"]  # of a router
             continue
-        state[f"{layer}.weight"] = _weight(parts, scheme).to(torch.bfloat16).contiguous()
+        state[f"{layer}.weight"] = weight_of(parts, scheme).to(torch.bfloat16).contiguous()
     save_file(state, plain / "model.safetensors", metadata={"format": "pt"})
     return plain
 
 
-def _weight(parts: dict[str, torch.Tensor], scheme: dict[str, Any]) -> torch.Tensor:
+def weight_of(parts: dict[str, torch.Tensor], scheme: dict[str, Any]) -> torch.Tensor:
     """W [N, K] of one layer, float32."""
     method = scheme["quant_method"]
     if method == "fp8":

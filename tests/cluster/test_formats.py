@@ -15,6 +15,7 @@ import pytest
 import torch
 from dequantised import dequantised
 from engines import IN_THIS_PROCESS, batch, engine, hetero, prompts, run_engines
+from gpt_oss import write_gpt_oss
 from leftovers import Scene
 from test_tokens import NEARLY_EQUAL, gap_where_different
 
@@ -44,12 +45,13 @@ def test_every_format_of_demo_models_is_here() -> None:
 
 
 @pytest.fixture
-def compared(scene: Scene, logs: Path, tmp_path: Path) -> Callable[..., str]:
-    """Compare tokens of a quantised demo checkpoint with those of stock vLLM; gives the log."""
+def compared(scene: Scene, tmp_path: Path) -> Callable[..., str]:
+    """Compare tokens of a quantised checkpoint with those of stock vLLM; gives the log.
 
-    def compare(architecture: str, name: str, shape: DemoShape, *, in_stock: bool = False) -> str:
-        quantised = write_demo_model(tmp_path / "quantised", architecture, stored=name, shape=shape)
-        plain = dequantised(quantised, tmp_path / "plain")
+    Stock vLLM is given the same weights in bf16, and the checkpoint itself too if it is to be.
+    """
+
+    def compare(quantised: Path, plain: Path, *, in_stock: bool = False) -> str:
         cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
         arguments = [
             engine(plain, dtype="bfloat16"),
@@ -57,7 +59,7 @@ def compared(scene: Scene, logs: Path, tmp_path: Path) -> Callable[..., str]:
             *([engine(quantised, dtype="bfloat16")] if in_stock else []),
         ]
         asked = [batch(prompts(), logprobs=2)]
-        folder = logs / f"{architecture}-{name}"
+        folder = tmp_path / "run"
         runs = [(one, asked) for one in arguments]
         (expected,), (ours,), *same = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
         for theirs in (expected, *(one for (one,) in same)):
@@ -71,17 +73,26 @@ def compared(scene: Scene, logs: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_tokens_are_those_of_stock(name: str, compared: Callable[..., str]) -> None:
-    log = compared("llama", name, SHAPE, in_stock=name in IN_STOCK)
+def test_tokens_are_those_of_stock(name: str, compared: Callable[..., str], tmp_path: Path) -> None:
+    quantised = write_demo_model(tmp_path / "quantised", stored=name, shape=SHAPE)
+    plain = dequantised(quantised, tmp_path / "plain")
+    log = compared(quantised, plain, in_stock=name in IN_STOCK)
     assert log.count(f"4 linear layers are computed from the checkpoint's own {HELD[name]}") == 2
     assert log.count("1 layers are computed as one operator") == 2
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "w4a16-zeros", "gptq", "awq"])
 def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
-    name: str, compared: Callable[..., str]
+    name: str, compared: Callable[..., str], tmp_path: Path
 ) -> None:
     # vLLM wants experts on every stage, and the first layer has none.
-    log = compared("qwen3_moe", name, replace(SHAPE, layers=4))
+    deep = replace(SHAPE, layers=4)
+    quantised = write_demo_model(tmp_path / "quantised", "qwen3_moe", stored=name, shape=deep)
+    log = compared(quantised, dequantised(quantised, tmp_path / "plain"))
     for count in (1, 2):
         assert f"experts of {count} layers are the checkpoint's own {HELD[name]}" in log
+
+
+def test_gpt_oss_as_it_is_published(compared: Callable[..., str], tmp_path: Path) -> None:
+    log = compared(*write_gpt_oss(tmp_path, replace(SHAPE, layers=4)))
+    assert log.count("experts of 2 layers are the checkpoint's own mxfp4") == 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from placement.cluster.layout import Kind, Layout
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
@@ -146,7 +147,12 @@ def test_drafts_that_work_are_not_refused(
     refuse_unsupported(args, HeteroConfig(), is_stock=False)
 
 
-def _drafting(tmp_path: Path, stages: int = 2, in_flight: Any = "auto", **changes: Any) -> Drafting:
+def _drafting(
+    tmp_path: Path,
+    stages: tuple[Kind, ...] = ("gpu", "cpu"),
+    in_flight: Any = "auto",
+    **changes: Any,
+) -> Drafting:
     model = write_demo_model(tmp_path / "model", shape=DemoShape(layers=2, hidden=64, heads=2))
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     config = EngineArgs(
@@ -155,7 +161,7 @@ def _drafting(tmp_path: Path, stages: int = 2, in_flight: Any = "auto", **change
     for name, value in changes.items():
         setattr(config.speculative_config, name, value)
     hetero = HeteroConfig.model_validate({"pipeline": {"batches_in_flight": in_flight}})
-    return Drafting(config, hetero, stages)
+    return Drafting(config, hetero, Layout(tuple((kind,) for kind in stages)))
 
 
 @pytest.mark.parametrize(
@@ -164,6 +170,7 @@ def _drafting(tmp_path: Path, stages: int = 2, in_flight: Any = "auto", **change
         ({"method": "dflash"}, "a drafter of the kind dflash does not work"),
         ({"parallel_drafting": True}, "with parallel_drafting does not work"),
         ({"in_flight": 2}, r"batches_in_flight 2 does not work .* Set it to 1"),
+        ({"rejection_sample_method": "synthetic"}, "synthetic, and CPU ranks in the last stage"),
     ],
 )
 def test_drafting_that_does_not_work_is_refused_with_its_reason(
@@ -175,6 +182,11 @@ def test_drafting_that_does_not_work_is_refused_with_its_reason(
 
 def test_drafting_that_works_is_not(tmp_path: Path) -> None:
     refuse_drafting(_drafting(tmp_path, in_flight=1))
+
+
+def test_acceptance_is_made_up_where_gpus_sample(tmp_path: Path) -> None:
+    made_up = {"rejection_sample_method": "synthetic"}
+    refuse_drafting(_drafting(tmp_path, stages=("cpu", "gpu"), **made_up))
 
 
 @pytest.mark.parametrize("option", BESIDE_CPU_RANKS)

@@ -29,38 +29,18 @@ class Fp4 : public Scaled {
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Reads rows of a block, two at a time.
-class Fp4Rows {
+class Fp4Rows : public NibbleRows<Fp4Rows, Fp4> {
  public:
-  static constexpr std::int64_t kPairBytes = kRow;
-  static constexpr bool kIsExpanded = false, kIsCostly = true;
-
   RAY_HETERO_INLINE explicit Fp4Rows(const Stretch& stretch)
-      : at_(stretch.data), values_(load_floats(kFp4Values)), scales_(stretch) {}
+      : NibbleRows(stretch), values_(load_floats(kFp4Values)) {}
 
-  RAY_HETERO_INLINE const std::uint8_t* at() const { return at_; }
-
-  RAY_HETERO_INLINE TwoRows next() {
-    scales_.advance();
-    const Pairs codes = load_pairs(at_);
-    at_ += kPairBytes;
-    TwoRows rows;
-    rows.left[0] = rounded_pairs(value<0, 0>(codes), value<0, 1>(codes));
-    rows.right[0] = rounded_pairs(value<0, 2>(codes), value<0, 3>(codes));
-    rows.left[1] = rounded_pairs(value<1, 0>(codes), value<1, 1>(codes));
-    rows.right[1] = rounded_pairs(value<1, 2>(codes), value<1, 3>(codes));
-    return rows;
+  template <int kShift, int kQuarter>
+  RAY_HETERO_INLINE Floats value(Pairs codes) const {
+    return scaled<kQuarter>(looked_up_floats<kShift>(values_, codes));
   }
 
  private:
-  template <int kWhich, int kQuarter>
-  RAY_HETERO_INLINE Floats value(Pairs codes) const {
-    const Floats found = looked_up_floats<16 * kWhich + 4 * kQuarter>(values_, codes);
-    return times(found, scales_.scales.of[kQuarter]);
-  }
-
-  const std::uint8_t* at_;
   const Floats values_;
-  Scales<Fp4> scales_;
 };
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

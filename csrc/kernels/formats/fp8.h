@@ -29,39 +29,23 @@ class Fp8 : public Scaled {
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Reads rows of a block, two at a time.
-class Fp8Rows {
+class Fp8Rows : public ScaledRows<Fp8, 2 * kRow> {
  public:
-  static constexpr std::int64_t kPairBytes = 2 * kRow;
-  static constexpr bool kIsExpanded = false, kIsCostly = true;
-
-  RAY_HETERO_INLINE explicit Fp8Rows(const Stretch& stretch)
-      : at_(stretch.data), scales_(stretch) {}
-
-  RAY_HETERO_INLINE const std::uint8_t* at() const { return at_; }
+  RAY_HETERO_INLINE explicit Fp8Rows(const Stretch& stretch) : ScaledRows(stretch) {}
 
   RAY_HETERO_INLINE TwoRows next() {
-    scales_.advance();
+    const std::uint8_t* at = advance();
     TwoRows rows;
     for (int row = 0; row < 2; ++row) {
-      const Pairs codes = load_pairs(at_ + row * kRow);
+      const Pairs codes = load_pairs(at + row * kRow);
       const Pairs even = even_bytes_as_halves(codes), odd = odd_bytes_as_halves(codes);
-      rows.left[row] = rounded_pairs(value<0>(widened_halves<0>(even)),
-                                     value<1>(widened_halves<1>(even)));
-      rows.right[row] = rounded_pairs(value<2>(widened_halves<0>(odd)),
-                                      value<3>(widened_halves<1>(odd)));
+      rows.left[row] = rounded_pairs(scaled<0>(widened_halves<0>(even)),
+                                     scaled<1>(widened_halves<1>(even)));
+      rows.right[row] = rounded_pairs(scaled<2>(widened_halves<0>(odd)),
+                                      scaled<3>(widened_halves<1>(odd)));
     }
-    at_ += kPairBytes;
     return rows;
   }
-
- private:
-  template <int kQuarter>
-  RAY_HETERO_INLINE Floats value(Floats code) const {
-    return times(code, scales_.scales.of[kQuarter]);
-  }
-
-  const std::uint8_t* at_;
-  Scales<Fp8> scales_;
 };
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

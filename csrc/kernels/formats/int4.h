@@ -28,37 +28,14 @@ class Int4 : public Scaled {
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Reads rows of a block, two at a time.
-class Int4Rows {
+class Int4Rows : public NibbleRows<Int4Rows, Int4> {
  public:
-  static constexpr std::int64_t kPairBytes = kRow;
-  static constexpr bool kIsExpanded = false, kIsCostly = true;
+  RAY_HETERO_INLINE explicit Int4Rows(const Stretch& stretch) : NibbleRows(stretch) {}
 
-  RAY_HETERO_INLINE explicit Int4Rows(const Stretch& stretch)
-      : at_(stretch.data), scales_(stretch) {}
-
-  RAY_HETERO_INLINE const std::uint8_t* at() const { return at_; }
-
-  RAY_HETERO_INLINE TwoRows next() {
-    scales_.advance();
-    const Pairs codes = load_pairs(at_);
-    at_ += kPairBytes;
-    TwoRows rows;
-    rows.left[0] = rounded_pairs(value<0, 0>(codes), value<0, 1>(codes));
-    rows.right[0] = rounded_pairs(value<0, 2>(codes), value<0, 3>(codes));
-    rows.left[1] = rounded_pairs(value<1, 0>(codes), value<1, 1>(codes));
-    rows.right[1] = rounded_pairs(value<1, 2>(codes), value<1, 3>(codes));
-    return rows;
-  }
-
- private:
-  template <int kWhich, int kQuarter>
+  template <int kShift, int kQuarter>
   RAY_HETERO_INLINE Floats value(Pairs codes) const {
-    const Floats code = large_codes<16 * kWhich + 4 * kQuarter, 4>(codes);
-    return times(minus(code, scales_.zeros.of[kQuarter]), scales_.scales.of[kQuarter]);
+    return scaled_code<kQuarter>(large_codes<kShift, 4>(codes));
   }
-
-  const std::uint8_t* at_;
-  Scales<Int4> scales_;
 };
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -27,37 +27,26 @@ class Int8 : public Scaled {
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Reads rows of a block, two at a time.
-class Int8Rows {
+class Int8Rows : public ScaledRows<Int8, 2 * kRow> {
  public:
-  static constexpr std::int64_t kPairBytes = 2 * kRow;
-  static constexpr bool kIsExpanded = false, kIsCostly = true;
-
-  RAY_HETERO_INLINE explicit Int8Rows(const Stretch& stretch)
-      : at_(stretch.data), scales_(stretch) {}
-
-  RAY_HETERO_INLINE const std::uint8_t* at() const { return at_; }
+  RAY_HETERO_INLINE explicit Int8Rows(const Stretch& stretch) : ScaledRows(stretch) {}
 
   RAY_HETERO_INLINE TwoRows next() {
-    scales_.advance();
+    const std::uint8_t* at = advance();
     TwoRows rows;
     for (int row = 0; row < 2; ++row) {
-      const Pairs codes = load_pairs(at_ + row * kRow);
+      const Pairs codes = load_pairs(at + row * kRow);
       rows.left[row] = rounded_pairs(value<0>(codes), value<1>(codes));
       rows.right[row] = rounded_pairs(value<2>(codes), value<3>(codes));
     }
-    at_ += kPairBytes;
     return rows;
   }
 
  private:
   template <int kQuarter>
   RAY_HETERO_INLINE Floats value(Pairs codes) const {
-    const Floats code = large_codes<8 * kQuarter, 8>(codes);
-    return times(minus(code, scales_.zeros.of[kQuarter]), scales_.scales.of[kQuarter]);
+    return scaled_code<kQuarter>(large_codes<8 * kQuarter, 8>(codes));
   }
-
-  const std::uint8_t* at_;
-  Scales<Int8> scales_;
 };
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -161,6 +161,70 @@ class Scales {
   std::int64_t group_, left_;
 };
 
+// What readers of a format's rows have in common: where the next two are, and what scales them.
+template <typename Of, std::int64_t kBytes>
+class ScaledRows {
+ public:
+  static constexpr std::int64_t kPairBytes = kBytes;
+  static constexpr bool kIsExpanded = false, kIsCostly = true;
+
+  RAY_HETERO_INLINE explicit ScaledRows(const Stretch& stretch)
+      : at_(stretch.data), scales_(stretch) {}
+
+  RAY_HETERO_INLINE const std::uint8_t* at() const { return at_; }
+
+ protected:
+  // The next two rows, whose scales are there from now on.
+  RAY_HETERO_INLINE const std::uint8_t* advance() {
+    scales_.advance();
+    const std::uint8_t* rows = at_;
+    at_ += kPairBytes;
+    return rows;
+  }
+  template <int kQuarter>
+  RAY_HETERO_INLINE Floats scaled(Floats value) const {
+    return times(value, scales_.scales.of[kQuarter]);
+  }
+  // Of a code as large_codes() has it.
+  template <int kQuarter>
+  RAY_HETERO_INLINE Floats scaled_code(Floats code) const {
+    return scaled<kQuarter>(minus(code, scales_.zeros.of[kQuarter]));
+  }
+
+ private:
+  const std::uint8_t* at_;
+  Scales<Of> scales_;
+};
+
+// Reads rows of codes of four bits, which lie as int4.h says.
+//
+// Own, which is derived of it, has value<kShift, kQuarter>(codes): the weights of a quarter whose
+// codes are kShift bits up in their lanes.
+template <typename Own, typename Of>
+class NibbleRows : public ScaledRows<Of, kRow> {
+ public:
+  RAY_HETERO_INLINE explicit NibbleRows(const Stretch& stretch) : ScaledRows<Of, kRow>(stretch) {}
+
+  RAY_HETERO_INLINE TwoRows next() {
+    const Pairs codes = load_pairs(this->advance());
+    TwoRows rows;
+    rows.left[0] = pairs<0, 0>(codes);
+    rows.right[0] = pairs<0, 2>(codes);
+    rows.left[1] = pairs<1, 0>(codes);
+    rows.right[1] = pairs<1, 2>(codes);
+    return rows;
+  }
+
+ private:
+  template <int kWhich, int kQuarter>
+  RAY_HETERO_INLINE Pairs pairs(Pairs codes) const {
+    constexpr int kShift = 16 * kWhich + 4 * kQuarter;
+    const Own& own = static_cast<const Own&>(*this);
+    return rounded_pairs(own.template value<kShift, kQuarter>(codes),
+                         own.template value<kShift + 4, kQuarter + 1>(codes));
+  }
+};
+
 }  // namespace ray_hetero::RAY_HETERO_LEVEL
 
 #endif
