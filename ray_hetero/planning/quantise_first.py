@@ -134,6 +134,6 @@ def _said(form: Quantised, planned: LayerPlan, found: LayerPlan | None) -> str:
         )
     return (
         f"Quantise first: with {form.name} weights this model has "
-        f"{form.shape.weight_bytes / GIB:.1f} GiB, fits {where} ({planned.world.layout}{beside}), and "
-        f"{step}."
+        f"{form.shape.weight_bytes / GIB:.1f} GiB, fits {where} "
+        f"({planned.world.layout}{beside}), and {step}."
     )
