@@ -37,7 +37,8 @@ from placement.model.reading import shape_of
 from placement.plan.stage_plan import Split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
-from ray_hetero.planning.layer_plan import LayerPlan, Threads, plan_layers
+from ray_hetero.planning.layer_plan import Threads, plan_layers
+from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.socket_bandwidth import reading_together
 
 ONE = Point(batch=1, prompt=1, output=4)

@@ -64,6 +64,8 @@ class World:
     """Layers of each pipeline stage."""
     experts: tuple[Seat, ...] = ()
     """Expert ranks, which are none of vLLM's; their numbers follow those of the ranks."""
+    expert_layers: int = 0
+    """Layers, the model's last ones, whose experts lie on expert ranks."""
 
     @property
     def members(self) -> tuple[Seat, ...]:

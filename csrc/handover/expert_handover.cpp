@@ -119,10 +119,18 @@ struct Layer {
   std::int64_t hidden, chosen;
 };
 
+// Read by a thread that reports, while another one counts.
 struct Totals {
-  std::int64_t calls = 0, tokens = 0;
-  double computing_s = 0;
+  using Count = std::atomic<std::int64_t>;
+
+  Count steps = 0, tokens = 0, layers = 0, experts = 0, computing_ns = 0, waiting_ns = 0;
+
+  static void add(Count& count, std::int64_t more) {
+    count.store(count.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
+  }
 };
+
+std::int64_t nanoseconds(double seconds) { return static_cast<std::int64_t>(1e9 * seconds); }
 
 // What one sender and this expert rank share.
 struct Channel {
@@ -174,6 +182,7 @@ class Receiver {
                                    std::to_string(tokens) + " tokens is none that was agreed on");
         }
         const Layer& layer = channel.layers[number];
+        begin(i, number, tokens);
         if (layer.compute == nullptr) return std::tuple(static_cast<std::int64_t>(i), number, tokens);
         compute(channel, layer, tokens);
       }
@@ -187,29 +196,66 @@ class Receiver {
   // Answer a request that Python has computed.
   void finish(std::int64_t channel) { answer(channels_.at(channel)); }
 
-  std::tuple<std::int64_t, std::int64_t, double> totals() const {
-    return {totals_.calls, totals_.tokens, totals_.computing_s};
+  py::dict totals() const {
+    py::dict found;
+    found["steps"] = totals_.steps.load();
+    found["tokens"] = totals_.tokens.load();
+    found["layers"] = totals_.layers.load();
+    found["experts"] = totals_.experts.load();
+    found["computing_s"] = 1e-9 * static_cast<double>(totals_.computing_ns.load());
+    found["waiting_s"] = 1e-9 * static_cast<double>(totals_.waiting_ns.load());
+    return found;
   }
 
  private:
   static constexpr double kLookSeconds = 0.02;
+  // Between two requests; what is longer is no pause within steps.
+  static constexpr double kLongestPause = 0.05;
+
+  // Count a request: a step has one of the first layer that the first sender with layers has.
+  void begin(std::size_t number, std::int64_t layer, std::int64_t tokens) {
+    const Channel& channel = channels_[number];
+    began_s_ = now_s();
+    const double pause_s = began_s_ - answered_s_;
+    if (pause_s < kLongestPause) Totals::add(totals_.waiting_ns, nanoseconds(pause_s));
+    std::size_t first = 0;
+    while (channels_[first].layers.empty()) ++first;
+    if (number == first && layer == 0) {
+      Totals::add(totals_.steps, 1);
+      Totals::add(totals_.tokens, tokens);
+    }
+    Totals::add(totals_.layers, 1);
+    Totals::add(totals_.experts, distinct(channel.ids, tokens * channel.layers[layer].chosen));
+  }
+
+  // How many experts there are among these; negative numbers stand for none.
+  std::int64_t distinct(const std::int32_t* ids, std::int64_t count) {
+    std::int64_t found = 0;
+    ++turn_;
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (ids[i] < 0) continue;
+      const std::size_t id = static_cast<std::size_t>(ids[i]);
+      if (id >= seen_.size()) seen_.resize(id + 1, 0);
+      found += seen_[id] != turn_;
+      seen_[id] = turn_;
+    }
+    return found;
+  }
 
   void compute(Channel& channel, const Layer& layer, std::int64_t tokens) {
-    const double start_s = now_s();
     const char* problem =
         layer.compute(layer.context, {channel.x, channel.ids, channel.weights, channel.y, tokens,
                                       layer.hidden, layer.chosen});
     if (problem != nullptr) throw std::runtime_error(problem);
     answer(channel);
-    totals_.calls += 1;
-    totals_.tokens += tokens;
-    totals_.computing_s += now_s() - start_s;
   }
 
-  static void answer(Channel& channel) {
+  void answer(Channel& channel) {
     channel.words.request(channel.rank).store(0, std::memory_order_relaxed);
     channel.words.count(channel.rank).fetch_add(1, std::memory_order_release);
     channel.words.answer(channel.rank).store(1, std::memory_order_release);
+    answered_s_ = now_s();
+    Totals::add(totals_.computing_ns, nanoseconds(answered_s_ - began_s_));
   }
 
   // Whether the senders are still there; a closed socket can be read.
@@ -227,7 +273,9 @@ class Receiver {
 
   std::vector<Channel> channels_;
   Patience patience_;
-  double looked_s_ = 0;
+  double looked_s_ = 0, began_s_ = 0, answered_s_ = 0;
+  std::vector<std::uint64_t> seen_;  // by expert: the request that has counted it last
+  std::uint64_t turn_ = 0;
   Totals totals_;
 };
 
@@ -295,5 +343,6 @@ PYBIND11_MODULE(_expert_handover, module) {
            "RuntimeError: a layer cannot be computed.")
       .def("finish", &Receiver::finish, py::arg("channel"), "Answer what Python has computed.")
       .def_property_readonly("totals", &Receiver::totals,
-                             "Calls, tokens, and seconds of computing them.");
+                             "By name: steps and their tokens, layers, experts that these have read,\n"
+                             "seconds of computing, and of waiting for the next layer.");
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from placement.model.config import Config, UnknownModelError
-from placement.model.quantisation import FLOAT32, Linear
+from placement.model.quantisation import FLOAT32, Linear, Stored
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,14 @@ class Vector:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """Weights of all experts in one tensor of the model's dtype."""
+
+    name: str
+    elements: int
+
+
+@dataclass(frozen=True)
 class Experts:
     """The same linear layers, once for each expert; names hold `*` for the expert's number."""
 
@@ -30,7 +38,7 @@ class Experts:
     linears: tuple[Linear, ...]
 
 
-Part = Linear | Vector | Experts
+Part = Linear | Vector | Matrix | Experts | Stored
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,64 @@ def _qwen3_moe(config: Config, index: int) -> Iterator[Part]:
     yield from _norms(config)
 
 
+def _qwen2_moe(config: Config, index: int) -> Iterator[Part]:
+    yield from _attention(config, qkv_bias=config.flag("qkv_bias", True), out_bias=False)
+    sparse_step = config.number_or(1, "decoder_sparse_step")
+    dense = config.has("mlp_only_layers") and index in config.numbers("mlp_only_layers")
+    hidden = config.hidden
+    if dense or not config.experts or (index + 1) % sparse_step:
+        yield from _gated_mlp("mlp", hidden, config.number("intermediate_size"))
+    else:
+        yield Linear("mlp.gate", config.experts, hidden, quantised=False)
+        width = config.number("moe_intermediate_size")
+        yield Experts(config.experts, _gated_mlp("mlp.experts.*", hidden, width))
+        shared = config.number("shared_expert_intermediate_size")
+        yield from _gated_mlp("mlp.shared_expert", hidden, shared)
+        yield Linear("mlp.shared_expert_gate", 1, hidden, quantised=False)
+    yield from _norms(config)
+
+
+def _glm4_moe(config: Config, index: int) -> Iterator[Part]:
+    yield from _attention(config, qkv_bias=config.flag("attention_bias"), out_bias=False)
+    if config.flag("use_qk_norm"):
+        yield from _head_norms(config)
+    yield from _norms(config)
+    hidden = config.hidden
+    if index < config.number("first_k_dense_replace", least=0):
+        yield from _gated_mlp("mlp", hidden, config.number("intermediate_size"))
+        return
+    width = config.number("moe_intermediate_size")
+    yield Linear("mlp.gate", config.experts, hidden, quantised=False)
+    yield Vector("mlp.gate.e_score_correction_bias", config.experts, FLOAT32)
+    yield Experts(config.experts, _gated_mlp("mlp.experts.*", hidden, width))
+    if shared := config.number_or(0, "n_shared_experts", least=0):
+        yield from _gated_mlp("mlp.shared_experts", hidden, width * shared)
+
+
+def _gpt_oss(config: Config, index: int) -> Iterator[Part]:
+    bias, hidden = config.flag("attention_bias", True), config.hidden
+    yield from _attention(config, qkv_bias=bias, out_bias=bias)
+    yield Vector("self_attn.sinks", config.heads)
+    yield Linear("mlp.router", config.experts, hidden, bias=True, quantised=False)
+    width = config.number("intermediate_size")
+    settings = config.section("quantization_config")
+    method = None if settings is None else settings.values.get("quant_method")
+    for name, out, in_ in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        yield from _fused_experts(f"mlp.experts.{name}", config.experts, out, in_, method)
+        yield Vector(f"mlp.experts.{name}_bias", config.experts * out)
+    yield from _norms(config)
+
+
+def _fused_experts(name: str, experts: int, out: int, in_: int, method: object) -> Iterator[Part]:
+    """One tensor of all experts; in MXFP4 blocks of 32 values, two a byte, with a scale each."""
+    weights = experts * out * in_
+    if method == "mxfp4":
+        yield Stored(f"{name}_blocks", weights // 2, 1, values=2)
+        yield Stored(f"{name}_scales", weights // 32, 1, values=0)
+    else:
+        yield Matrix(name, weights)
+
+
 def _deepseek(config: Config, index: int) -> Iterator[Part]:
     yield from _latent_attention(config)
     yield from _norms(config)
@@ -220,6 +286,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _mixtral, vocabulary_everywhere=True, window=lambda config, index: True
     ),
     "qwen3_moe": Architecture(_qwen3_moe, vocabulary_everywhere=True, window=_qwen_window),
+    "qwen2_moe": Architecture(_qwen2_moe, vocabulary_everywhere=True, window=_qwen_window),
+    "glm4_moe": Architecture(_glm4_moe),
+    "gpt_oss": Architecture(_gpt_oss, vocabulary_everywhere=True),
     "deepseek_v2": Architecture(_deepseek),
     "deepseek_v3": Architecture(_deepseek),
     "kimi_k2": Architecture(_deepseek),

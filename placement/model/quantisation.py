@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ INT32 = 4
 FLOAT32 = 4
 FLOAT16 = 2
 INT64 = 8
+MXFP4_GROUP = 32
+"""Values of MXFP4 with one scale."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,32 @@ def weights_of(group: Config) -> Config:
     if weights is None:
         raise UnknownModelError("config_groups: expected keys and values for weights, got nothing")
     return weights
+
+
+def stored_together(config: Config) -> int:
+    """Neighbouring inputs, or outputs, of a weight that share a scale, so that no cut parts them.
+
+    Raises:
+        UnknownModelError: an option of the format has a wrong value.
+
+    """
+    settings = config.section("quantization_config")
+    if settings is None:
+        return 1
+    method = settings.values.get("quant_method")
+    if method == "mxfp4":
+        return MXFP4_GROUP
+    if method == "fp8" and settings.has("weight_block_size"):
+        return math.lcm(*_block(settings, "weight_block_size"))
+    if method in ("gptq", "awq"):
+        return max(1, settings.number_or(-1, "group_size", least=-1))
+    groups = config_groups(settings) if method == "compressed-tensors" else []
+    weights = groups[0].section("weights") if groups else None
+    if weights is None:
+        return 1
+    if weights.has("block_structure"):
+        return math.lcm(*_block(weights, "block_structure"))
+    return max(1, weights.number_or(1, "group_size", least=-1))
 
 
 def _plain(linear: Linear, dtype_bytes: int) -> Stored:
@@ -266,9 +295,15 @@ def _scales(linear: Linear, weights: Config) -> int:
     )
 
 
+def _mxfp4(settings: Config, dtype_bytes: int) -> Format:
+    """Only routed experts are stored in it, in tensors of their own names (`architectures`)."""
+    return lambda linear: [_plain(linear, dtype_bytes)]
+
+
 _METHODS: dict[str, Callable[[Config, int], Format]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
 }

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from placement.given import shown
-from placement.model.architectures import ARCHITECTURES, Architecture, Experts, Vector, window_of
+from placement.model.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Experts,
+    Matrix,
+    Vector,
+    window_of,
+)
 from placement.model.checkpoint import read_headers, sort_tensors
 from placement.model.config import (
     EXPERT_KEYS,
@@ -29,6 +36,7 @@ from placement.model.quantisation import (
     packed_bits,
     quantised_from,
     store,
+    stored_together,
     weights_of,
 )
 from placement.model.shape import Mla, ModelShape
@@ -198,6 +206,7 @@ def _shape(
         experts=experts,
         active_experts=min(experts, config.number("num_experts_per_tok")) if experts else 0,
         mla=_mla(config),
+        expert_parts=_expert_parts(config),
     )
 
 
@@ -210,6 +219,14 @@ def _intermediate(config: Config) -> int:
     width = config.number("moe_intermediate_size", "intermediate_size")
     shared = config.number_or(0, "n_shared_experts", least=0)
     return max(dense, width * (config.number("num_experts_per_tok") + shared))
+
+
+def _expert_parts(config: Config) -> int:
+    if not config.experts:
+        return 0
+    inner = config.number("moe_intermediate_size", "intermediate_size")
+    together = stored_together(config)
+    return inner // together if inner % together == 0 else 1
 
 
 def _mla(config: Config) -> Mla | None:
@@ -238,7 +255,11 @@ def _layer_tensors(
 ) -> Iterator[Tensor]:
     prefix = f"{architecture.prefix}{index}."
     for part in architecture.layer(config, index):
-        if isinstance(part, Vector):
+        if isinstance(part, Stored):
+            yield _tensor(part, config)
+        elif isinstance(part, Matrix):
+            yield _tensor(Stored(part.name, part.elements, width), config)
+        elif isinstance(part, Vector):
             stored = Stored(part.name, part.elements, part.dtype_bytes or width, values=0)
             yield _tensor(stored, config)
         elif isinstance(part, Experts):

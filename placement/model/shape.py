@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from placement.model.tensors import Layer, Tensor
@@ -46,6 +46,26 @@ class ModelShape:
     experts: int = 0
     active_experts: int = 0
     mla: Mla | None = None
+    expert_parts: int = 0
+    """Into how many slices a routed expert can be cut at most: its inner size, or blocks of it."""
+
+    def with_remote_experts(self, layers: int) -> ModelShape:
+        """The model as stages of it are that leave their last layers' experts to expert ranks.
+
+        Args:
+            layers: of how many layers, the model's last ones.
+
+        """
+        first = len(self.layers) - layers
+        return replace(
+            self,
+            layers=tuple(x if x.index < first else _without_experts(x) for x in self.layers),
+        )
+
+    @property
+    def remote_bytes(self) -> int:
+        """Bytes of the experts that expert ranks hold, all together."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.remote)
 
     @property
     def weight_bytes(self) -> int:
@@ -90,3 +110,9 @@ class ModelShape:
             return self.output_head + self.final_norm
         matrix = max(self.embedding, key=lambda tensor: tensor.nbytes, default=None)
         return ((matrix,) if matrix is not None else ()) + self.final_norm
+
+
+def _without_experts(layer: Layer) -> Layer:
+    experts = tuple(tensor for tensor in layer.tensors if tensor.role == "expert")
+    kept = tuple(tensor for tensor in layer.tensors if tensor.role != "expert")
+    return replace(layer, tensors=kept, remote=layer.remote + experts)

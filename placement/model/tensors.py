@@ -87,6 +87,8 @@ class Layer:
     tensors: tuple[Tensor, ...]
     kv: KvCache | None
     """None where the layer keeps no KV cache."""
+    remote: tuple[Tensor, ...] = ()
+    """Its experts, where expert ranks hold them; these are not among `tensors`."""
 
     @property
     def nbytes(self) -> int:

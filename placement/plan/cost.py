@@ -57,6 +57,10 @@ class Step:
     """A drafter's own steps, on the last stage."""
     send: int = 0
     """Activations to the next stage."""
+    experts: int = 0
+    """Experts that expert ranks compute, while the stage waits."""
+    handover: int = 0
+    """Tokens to expert ranks, and their sums back."""
 
     @property
     def total(self) -> int:
@@ -128,12 +132,30 @@ def prefill_pass(tokens: int) -> Pass:
 def layer_step(
     shape: ModelShape, layer: Layer, stage: StageDevices, run: Pass, links: Links
 ) -> Step:
-    """Time of one layer on a stage: its slowest rank and the all-reduces."""
+    """Time of one layer on a stage: its slowest rank, the all-reduces, and remote experts."""
     slowest = max(
         (_layer_on_rank(shape, layer, rank.figures, stage.size, run) for rank in stage.ranks),
         key=lambda step: step.total,
     )
-    return slowest + Step(reduce=_reduce(shape, stage, run, links))
+    remote = _remote_experts(shape, layer, stage, run, links) if layer.remote else Step()
+    return slowest + remote + Step(reduce=_reduce(shape, stage, run, links))
+
+
+def _remote_experts(
+    shape: ModelShape, layer: Layer, stage: StageDevices, run: Pass, links: Links
+) -> Step:
+    """Time of a layer's experts on expert ranks, each of which has a slice of every expert."""
+    ranks = len(stage.experts)
+    assert ranks, "somebody holds the experts that the stage does not"
+    slices = Layer(layer.index, layer.remote, None)
+    slowest = max(
+        _layer_on_rank(shape, slices, rank.figures, ranks, run).total for rank in stage.experts
+    )
+    rows = run.tokens * shape.hidden_size * shape.dtype_bytes
+    host_links = [rank.figures.host_link for rank in stage.ranks if rank.figures.host_link]
+    bandwidth = min([links.handover.bandwidth, *host_links])
+    seconds = links.handover.latency_s + rows * (1 + ranks) / bandwidth
+    return Step(experts=slowest, handover=_pico(seconds))
 
 
 def _layer_on_rank(

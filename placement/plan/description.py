@@ -47,6 +47,7 @@ class LinksSection(_Section):
     shm: LinkSection | None = None
     shared_sums: LinkSection | None = None
     boundary: LinkSection | None = None
+    handover: LinkSection | None = None
     gloo: LinkSection | None = None
     network: LinkSection | None = None
 

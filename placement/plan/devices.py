@@ -66,6 +66,8 @@ class Links:
     """The same in decode steps that are one native call: memory that all ranks map."""
     boundary: Link = Link("shared messages", 10 * GB, 70e-6)
     """From stage to stage on one node where a CPU rank is in the engine: memory that both map."""
+    handover: Link = Link("handover", 20 * GB, 30e-6)
+    """From a GPU stage to expert ranks and back, once a layer: memory that both map."""
     gloo: Link = Link("Gloo", 3 * GB, 150e-6)
     """Tensor-parallel groups of both kinds on one node: through host memory."""
     network: Link = Link("network", 1.25 * GB, 300e-6)
@@ -98,6 +100,8 @@ class StageDevices:
     """The tensor-parallel ranks of one pipeline stage, in their order."""
 
     ranks: tuple[RankDevice, ...]
+    experts: tuple[RankDevice, ...] = ()
+    """The expert ranks that compute experts for it; they hold nothing else of the stage."""
 
     @property
     def kinds(self) -> frozenset[Kind]:

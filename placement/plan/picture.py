@@ -11,7 +11,7 @@ from itertools import groupby
 from placement.plan import svg
 from placement.plan.devices import RankDevice
 from placement.plan.plan import Plan
-from placement.plan.stage_plan import RankPlan, Split, StagePlan
+from placement.plan.stage_plan import ExpertPlan, RankPlan, Split, StagePlan
 from placement.plan.svg import Svg
 from placement.units import GB, GIB
 
@@ -127,10 +127,12 @@ def _node(
         for column, device in enumerate(cards):
             x = MARGIN + PAD + column * (CARD_WIDTH + GAP)
             found = _rank_on(plan, device)
-            if found is None:
-                _idle_card(picture, device, x, top, tall)
-            else:
+            if found is not None:
                 _card(picture, plan, *found, x, top)
+            elif (experts := plan.experts_on(device)) is not None:
+                _expert_card(picture, experts, x, top)
+            else:
+                _idle_card(picture, device, x, top, tall)
         top += tall + GAP
     return y + height + GAP
 
@@ -156,6 +158,22 @@ def _idle_card(picture: Svg, device: RankDevice, x: float, y: float, height: flo
     picture.box(x, y, CARD_WIDTH, height, PANEL, radius=9, line=LINE, dashed=True)
     _device_lines(picture, device, x, y, FAINT)
     picture.text(x + 14, y + 80, "no rank, not asked to work", 13, FAINT)
+
+
+def _expert_card(picture: Svg, experts: ExpertPlan, x: float, y: float) -> None:
+    device = experts.device
+    picture.box(x, y, CARD_WIDTH, CARD_HEIGHT, PAPER, radius=9, line=LINE)
+    picture.box(x, y, CARD_WIDTH, 6, INK, radius=3)
+    _device_lines(picture, device, x, y, INK)
+    picture.box(x + 14, y + 62, svg.width("experts", 12.5, bold=True) + 18, 22, INK, radius=11)
+    picture.text(x + 23, y + 77, "experts", 12.5, PAPER, bold=True)
+    end = x + 40 + svg.width("experts", 12.5, bold=True)
+    picture.text(end, y + 77, f"rank {experts.rank}", 12.5, SOFT)
+    layers = f"slices of {_plural(experts.layers, 'layer')}"
+    picture.text(x + 14, y + 108, layers, 13, INK, bold=True)
+    held = f"{experts.weight_bytes / GIB:.1f} of {device.usable_bytes / GIB:.1f} GiB"
+    picture.text(x + 14, y + 204, "memory", 12, SOFT)
+    picture.text_end(x + CARD_WIDTH - 14, y + 204, held, 12, INK)
 
 
 def _sizes(split: Split) -> str:
@@ -268,6 +286,8 @@ PART_NAMES = {
     "fixed": "launches",
     "draft": "drafts",
     "send": "send",
+    "experts": "experts on sockets",
+    "handover": "handover",
 }
 
 

@@ -9,6 +9,7 @@ from placement.model.shape import ModelShape
 from placement.plan.devices import RankDevice
 from placement.plan.drafts import Speculation
 from placement.plan.split import Split
+from placement.plan.stage_plan import ExpertPlan
 
 
 @dataclass(frozen=True)
@@ -24,18 +25,32 @@ class Plan:
     """What whoever made the plan wants to say."""
     speculation: Speculation | None = None
     """What drafts bring, if there are any."""
+    experts: tuple[ExpertPlan, ...] = ()
+    """The expert ranks, if there are any."""
 
     @property
     def idle(self) -> tuple[RankDevice, ...]:
         """Devices that no rank is on."""
-        used = {(rank.device.node, rank.device.label) for rank in self.split.ranks}
+        used = {(rank.device.node, rank.device.label) for rank in self.split.ranks + self.experts}
         return tuple(device for device in self.devices if (device.node, device.label) not in used)
+
+    def experts_on(self, device: RankDevice) -> ExpertPlan | None:
+        """The expert rank on a device; None where there is none."""
+        place = (device.node, device.label)
+        found = (one for one in self.experts if (one.device.node, one.device.label) == place)
+        return next(found, None)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the plan should know beside its numbers."""
         split, notes = self.split, list(self.remarks)
-        if not any(stage.devices.has_cpu for stage in split.stages):
+        if self.experts:
+            layers, ranks = self.experts[0].layers, len(self.experts)
+            notes.append(
+                f"The experts of the last {layers} layers lie on {ranks} expert ranks "
+                "(experts.ranks, experts.layers): attention, KV cache and all else are on the GPUs."
+            )
+        elif not any(stage.devices.has_cpu for stage in split.stages):
             if any(device.kind == "cpu" for device in self.idle):
                 notes.append("The model fits on the GPUs alone: no CPU rank is asked to work.")
         elif split.gpu_only is not None:
@@ -45,7 +60,7 @@ class Plan:
                 f"--pipeline-parallel-size {len(alone.stages)} a decode step takes "
                 f"{alone.step_s * 1e3:.2f} ms instead of {split.step_s * 1e3:.2f} ms."
             )
-        sources = {rank.device.figures.source for rank in split.ranks}
+        sources = {rank.device.figures.source for rank in split.ranks + self.experts}
         if "table" in sources:
             notes.append(
                 "Speeds are from a table of known parts, not measured: expect the step to differ."
@@ -81,6 +96,7 @@ class Plan:
             "prefill_s": split.prefill_s,
             "layer_partition": list(split.layers),
             "stages": [_stage_dict(split, index) for index in range(len(split.stages))],
+            "experts": [_expert_dict(one) for one in self.experts],
             "idle": [f"{device.node} {device.label}" for device in self.idle],
             "notes": list(self.notes),
             **speculation,
@@ -113,4 +129,17 @@ def _stage_dict(split: Split, index: int) -> dict[str, Any]:
             }
             for rank in stage.ranks
         ],
+    }
+
+
+def _expert_dict(one: ExpertPlan) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "node": one.device.node,
+        "device": one.device.label,
+        "part": one.device.figures.name,
+        "figures_from": one.device.figures.source,
+        "layers": one.layers,
+        "weight_bytes": one.weight_bytes,
+        "usable_bytes": one.device.usable_bytes,
     }

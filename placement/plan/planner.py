@@ -167,7 +167,7 @@ class Planner:
         """For each layer the first one that is like it; most models have one or two kinds."""
         first: dict[tuple[object, ...], int] = {}
         return tuple(
-            first.setdefault((layer.tensors, layer.kv), index)
+            first.setdefault((layer.tensors, layer.kv, layer.remote), index)
             for index, layer in enumerate(self.shape.layers)
         )
 
@@ -259,12 +259,12 @@ def _unnamed(stage: StageDevices) -> StageDevices:
     def unnamed(rank: RankDevice) -> RankDevice:
         return replace(rank, label="")
 
-    return StageDevices(tuple(map(unnamed, stage.ranks)))
+    return replace(stage, ranks=tuple(map(unnamed, stage.ranks)))
 
 
 def _anywhere(stage: StageDevices) -> StageDevices:
     """The stage with its nodes numbered: a layer costs the same wherever they are."""
     nodes = {name: str(number) for number, name in enumerate(sorted(stage.nodes))}
-    return StageDevices(
-        tuple(replace(rank, label="", node=nodes[rank.node]) for rank in stage.ranks)
+    return replace(
+        stage, ranks=tuple(replace(rank, label="", node=nodes[rank.node]) for rank in stage.ranks)
     )

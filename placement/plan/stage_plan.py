@@ -33,6 +33,17 @@ class RankPlan:
         return self.device.usable_bytes - self.memory.beside_kv - self.kv_bytes
 
 
+@dataclass(frozen=True)
+class ExpertPlan:
+    """What one expert rank holds: a slice of every expert that is not on the stages."""
+
+    rank: int
+    device: RankDevice
+    weight_bytes: int
+    layers: int
+    """Of how many layers, the model's last ones."""
+
+
 def kv_room(device: RankDevice, memory: Memory) -> int:
     """Bytes of a device that a KV cache could take beside the rest of what its rank holds."""
     room = device.usable_bytes - memory.beside_kv

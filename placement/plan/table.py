@@ -8,7 +8,7 @@ from rich.text import Text
 
 from placement.plan.picture import shown_parts
 from placement.plan.plan import Plan
-from placement.plan.stage_plan import RankPlan, StagePlan
+from placement.plan.stage_plan import ExpertPlan, RankPlan, StagePlan
 from placement.units import GIB
 
 COLUMNS = ("rank", "stage", "device", "layers", "weights", "KV", "other", "of", "step", "parts")
@@ -26,6 +26,8 @@ def plan_table(plan: Plan) -> RenderableType:
         for place, rank in enumerate(stage.ranks):
             table.add_row(*_row(number, stage, rank, first=place == 0))
         table.add_section()
+    for one in plan.experts:
+        table.add_row(*_expert_row(one))
     return Group(table, *(Text(line) for line in summary(plan)))
 
 
@@ -44,6 +46,22 @@ def _row(number: int, stage: StagePlan, rank: RankPlan, *, first: bool) -> tuple
         f"{device.usable_bytes / GIB:.1f}",
         f"{1e3 * stage.decode.seconds:.2f}" if first else "",
         parts if first else "",
+    )
+
+
+def _expert_row(one: ExpertPlan) -> tuple[str, ...]:
+    device = one.device
+    return (
+        str(one.rank),
+        "",
+        f"{device.node} {device.label} ({device.figures.name})",
+        f"experts of {one.layers}",
+        f"{one.weight_bytes / GIB:.2f}",
+        "",
+        f"{device.runtime_bytes / GIB:.2f}",
+        f"{device.usable_bytes / GIB:.1f}",
+        "",
+        "",
     )
 
 

@@ -30,11 +30,11 @@ from ray_hetero.planning.engine_facts import (
     DEFAULT_GPU_SHARE,
     facts_of_checkpoint,
 )
-from ray_hetero.planning.layer_plan import PRICED_CONTEXT, Asked
-from ray_hetero.planning.layout_choice import Candidate, Choice
+from ray_hetero.planning.layout_choice import EXPERTS_KEY, Candidate, Choice
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model, refuse_model
 from ray_hetero.planning.quantise_first import quantised_forms
+from ray_hetero.planning.split_search import PRICED_CONTEXT, Asked
 
 WIDTH_WITHOUT_TERMINAL = 160
 MOST_TOKENS = 1_000_000_000
@@ -119,6 +119,10 @@ def plan(
     layout: Annotated[
         str | None, typer.Option(help="Your own stages, like [[cpu, cpu], [gpu]].")
     ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(help="Expert ranks beside stages of GPUs (experts.ranks): a number, or auto."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
     speculative: Annotated[
@@ -141,7 +145,7 @@ def plan(
 ) -> None:
     """Show ranks, layers, budgets and the predicted step of a model, as the engine plans it."""
     try:
-        config = _config(objective, layers, layout)
+        config = _config(objective, layers, layout, experts)
         path = machines.hub_config(model)
         shape = shape_of(path, dtype, kv_cache_dtype)
         content = read_config(path)
@@ -177,7 +181,9 @@ def plan(
     _show(found.plan, found.choice if compare else None, as_json=as_json)
 
 
-def _config(objective: str | None, layers: str | None, layout: str | None) -> HeteroConfig:
+def _config(
+    objective: str | None, layers: str | None, layout: str | None, experts: str | None
+) -> HeteroConfig:
     """What the engine would be given: the file of RAY_HETERO_CONFIG, and these options over it."""
     given: dict[str, Any] = {}
     if objective not in (None, "latency", "throughput"):
@@ -188,6 +194,9 @@ def _config(objective: str | None, layers: str | None, layout: str | None) -> He
         given["layers"] = list(found)
     if layout is not None:
         given["layout"] = _stages(layout)
+    if experts is not None:
+        found = numbers(experts)
+        given["experts"] = {"ranks": found[0] if found and len(found) == 1 else experts}
     return load_config({"ray_hetero": given})
 
 
@@ -254,7 +263,8 @@ def _show(found: Plan, choice: Choice | None, *, as_json: bool) -> None:
     if as_json:
         content = found.to_dict()
         if choice is not None:
-            content["candidates"] = [_candidate(one) for one in (choice.chosen, *choice.others)]
+            looked_at = (choice.chosen, *choice.others, *choice.unasked)
+            content["candidates"] = [_candidate(one) for one in looked_at]
         typer.echo(json.dumps(content, indent=2))
         return
     console = Console()
@@ -263,15 +273,23 @@ def _show(found: Plan, choice: Choice | None, *, as_json: bool) -> None:
     console.print(plan_table(found))
     if choice is not None:
         console.print(_comparison(choice))
+        if choice.unasked:
+            console.print(
+                f"Layouts with expert ranks are taken with {EXPERTS_KEY}.", soft_wrap=True
+            )
 
 
 def _candidate(one: Candidate) -> dict[str, Any]:
-    answer: dict[str, Any] = {"layout": [list(stage) for stage in one.layout.stages]}
+    answer: dict[str, Any] = {
+        "layout": [list(stage) for stage in one.layout.stages],
+        "expert_ranks": one.experts,
+    }
     if one.plan is None or one.plan.split is None:
         return answer | {"problem": one.problem}
     split = one.plan.split
     return answer | {
         "layers": list(split.layers),
+        "expert_layers": one.plan.world.expert_layers,
         "decode_step_s": split.step_s,
         "prefill_s": split.prefill_s,
         "kv_tokens": one.plan.kv_tokens,
@@ -282,14 +300,15 @@ def _comparison(choice: Choice) -> Table:
     table = Table(title="Layouts that were looked at", title_justify="left")
     for column in ("layout", "layers", "step, ms", "first token, ms", "KV tokens"):
         table.add_column(column, justify="left" if column in ("layout", "layers") else "right")
-    for one in (choice.chosen, *choice.others):
+    for one in (choice.chosen, *choice.others, *choice.unasked):
         if one.plan is None or one.plan.split is None:
-            table.add_row(Text(str(one.layout)), Text(one.problem.splitlines()[0][:70]), "", "", "")
+            table.add_row(Text(one.name), Text(one.problem.splitlines()[0][:70]), "", "", "")
             continue
         split = one.plan.split
         table.add_row(
-            Text(str(one.layout)),
-            ",".join(map(str, split.layers)),
+            Text(one.name),
+            ",".join(map(str, split.layers))
+            + (f", experts of {one.plan.world.expert_layers} on sockets" if one.experts else ""),
             f"{1e3 * split.step_s:.2f}",
             f"{1e3 * split.prefill_s:.0f}",
             f"{one.plan.kv_tokens:,}",

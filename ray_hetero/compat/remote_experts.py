@@ -168,6 +168,21 @@ def hold_slices(is_remote: IsRemote, number: int, ranks: int) -> None:
     replace(RoutedExperts, "__init__", placing)
 
 
+def kernel_of_other_devices(layer: Any) -> str:
+    """Name of vLLM's kernel for a layer's experts, where this device cannot run it; else "".
+
+    Uses: `FusedMoEExperts._supports_current_device` of the class that a layer's method has chosen.
+
+    Args:
+        layer: of `routed_experts.routed_layers`.
+
+    """
+    experts = getattr(layer.quant_method, "experts_cls", None)
+    if experts is None or original(experts, "_supports_current_device")():
+        return ""
+    return str(experts.__name__)
+
+
 def computed_by(layer: Any, x: Any, weights: Any, ids: Any) -> Any:
     """Sums of vLLM's own layer of experts, whose weights are prepared.
 

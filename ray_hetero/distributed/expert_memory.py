@@ -88,8 +88,9 @@ class Geometry:
         return cls(
             ranks,
             min(tokens, MOST_TOKENS),
-            max(layer.hidden for layer in layers),
-            max(layer.chosen for layer in layers),
+            # A stage may have no such layer.
+            max((layer.hidden for layer in layers), default=1),
+            max((layer.chosen for layer in layers), default=1),
             dtype,
         )
 

@@ -87,6 +87,12 @@ class ExpertService:
         self._computed.append(found)
         self._channels.append(reached)
 
+    @property
+    def totals(self) -> dict[str, float]:
+        """What has been computed so far: steps, tokens, layers, experts, computing_s, waiting_s."""
+        found: dict[str, float] = self._receiver.totals
+        return found
+
     def serve(self) -> None:
         """Compute what comes, until a sender ends.
 

@@ -14,12 +14,10 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat import remote_experts
-from ray_hetero.config import HeteroConfig
 from ray_hetero.distributed.expert_channel import ExpertChannel, HostSignals
 from ray_hetero.distributed.expert_meeting import ExpertMeeting
 from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer
 from ray_hetero.log import logger
-from ray_hetero.planning.expert_memory import first_remote_layer
 from ray_hetero.world import RankSpec
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
@@ -84,17 +82,17 @@ direct_register_custom_op(
 )
 
 
-def are_remote(config: HeteroConfig, layers: int) -> Callable[[str], bool]:
+def are_remote(remote: int, layers: int) -> Callable[[str], bool]:
     """Which of vLLM's layers have their experts on expert ranks, by name.
 
     A drafter's layers, which are numbered behind the model's, have not.
 
     Args:
-        config: how many layers.
+        remote: of how many layers, the model's last ones.
         layers: decoder layers of the model.
 
     """
-    first = first_remote_layer(config.experts, layers)
+    first = layers - remote
 
     def is_remote(name: str) -> bool:
         number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
@@ -125,7 +123,7 @@ class RemoteExperts:
         self._meeting: ExpertMeeting | None = None
         if rank.seat.tensor_rank == 0:
             self._meeting = ExpertMeeting(rank.meeting, rank.seat.stage)
-        remote_experts.hand_experts_over(are_remote(self._config, layers), self._take)
+        remote_experts.hand_experts_over(are_remote(rank.world.expert_layers, layers), self._take)
 
     @property
     def problem(self) -> Exception | None:

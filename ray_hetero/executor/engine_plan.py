@@ -18,7 +18,7 @@ from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.world_table import as_text, placement_table
 from ray_hetero.planning import layer_plan, world_plan
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
-from ray_hetero.planning.layer_plan import LayerPlan
+from ray_hetero.planning.planned_layers import LayerPlan, describe_split
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.refusals import (
@@ -59,7 +59,7 @@ class EnginePlan:
         for warning in filter(None, (self.layers.warning, sharing)):
             logger.warning(warning)
         logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))
-        for line in filter(None, (self.locality, *layer_plan.describe_split(self.layers))):
+        for line in filter(None, (self.locality, *describe_split(self.layers))):
             logger.info("plan: %s", line)
 
 

@@ -25,11 +25,12 @@ from ray_hetero.kernels.gpu_attention import (
     attend,
     put_together,
 )
-from ray_hetero.kernels.gpu_prefill import GpuPrefill, chunks, current
+from ray_hetero.kernels.gpu_prefill import GpuPrefill, chunks
 from ray_hetero.kernels.gpu_rotation import rotate
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.kv_transfer import KvReturns, KvUploads, Span, spans_of
 from ray_hetero.kernels.step_rows import StepRows
+from ray_hetero.kernels.weight_pieces import current
 from ray_hetero.planning.prefill_memory import attention_bytes
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
 

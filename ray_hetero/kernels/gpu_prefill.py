@@ -2,8 +2,8 @@
 
 A decode step reads every weight for a few tokens, and the socket reads them faster than the link
 to a GPU would carry them.  A prefill multiplies every weight by thousands of tokens; there a GPU
-reads the weights over its link, piece by piece and ahead of their use, and sends back the
-products.
+reads the weights over its link, piece by piece and ahead of their use (weight_pieces.py), and sends
+back the products.
 
 The weights stay in host memory, page-locked and in the layout that the CPU computes with.  The GPU
 holds a few pieces of them and the tokens of one step.
@@ -11,10 +11,7 @@ holds a few pieces of them and the tokens of one step.
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +19,10 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, gpu_bytes, piece_bytes
+from ray_hetero.kernels.weight_pieces import Piece, PieceReader, current, cut
+from ray_hetero.planning.prefill_memory import gpu_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
-from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
+from ray_hetero.weight_formats.base import HostWeight
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
@@ -33,33 +31,6 @@ LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
 CHUNK_TOKENS = 2048
 """Whose norms and gates are computed together."""
-
-
-@dataclass(eq=False)
-class _Piece:
-    """Neighbouring blocks of a weight [outputs, inputs]."""
-
-    weight: torch.Tensor
-    """[end - begin, …] of `HostWeight.data`, in host memory."""
-    begin: int
-    end: int
-    inputs: int
-    expansion: Expansion
-    after: _Piece | None = None
-    """The one that was computed with next the last time."""
-
-
-@dataclass(eq=False)
-class _Slot:
-    """Memory on the GPU for one piece."""
-
-    memory: torch.Tensor
-    """Bytes."""
-    ready: Any
-    """Event: the piece has come."""
-    free: Any
-    """Event: nothing reads it any more."""
-    piece: _Piece | None = None
 
 
 @dataclass(frozen=True)
@@ -93,10 +64,8 @@ class GpuPrefill:
         self._device = device
         self._tokens = tokens
         self._weights: dict[int, HostWeight] = {}
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._pieces: dict[int, list[Piece]] = {}
         self._constants: dict[int, _Constant] = {}
-        self._ahead: deque[_Slot] = deque()
-        self._last: _Piece | None = None
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
@@ -127,7 +96,7 @@ class GpuPrefill:
                 "Lower gpu.memory_utilization or --max-num-batched-tokens, or set "
                 "cpu.prefill_on_gpu to false."
             ) from None
-        self._pieces = {at: list(self._cut(weight)) for at, weight in self._weights.items()}
+        self._pieces = {at: list(cut(weight, self._device)) for at, weight in self._weights.items()}
         return Taken(sum(weight.data.nbytes for weight in weights), needed)
 
     def _lock_pages(self) -> None:
@@ -143,19 +112,13 @@ class GpuPrefill:
         # vLLM's CPU worker puts things that do nothing into their places in torch.cuda.
         module: Any = torch.cuda.streams if device.type == "cuda" else torch.cpu
         self._module = module
-        self._computing, self._copying = module.Stream(), module.Stream()
+        self._computing = module.Stream()
         self._done = module.Event()
 
         def memory(elements: int) -> torch.Tensor:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
-        piece = piece_bytes(inputs) // BF16_BYTES
-        slots = [
-            _Slot(memory(piece).view(torch.uint8), module.Event(), module.Event())
-            for _ in range(SLOTS)
-        ]
-        self._slots = itertools.cycle(slots)
-        self._unpacked = memory(piece)
+        self._reader = PieceReader(device, module, self._computing, inputs)
         self._x, self._y = memory(self._tokens * inputs), memory(self._tokens * outputs)
         self._x_host = self.host_memory(self._tokens * inputs)
         # A residual is the input of some layer.
@@ -166,14 +129,6 @@ class GpuPrefill:
         """Make host memory, bf16, that the GPU copies from and to by itself."""
         is_gpu = self._device.type == "cuda"
         return torch.empty(shape, dtype=torch.bfloat16, device="cpu", pin_memory=is_gpu)
-
-    def _cut(self, weight: HostWeight) -> Iterator[_Piece]:
-        outputs, inputs = weight.shape
-        step = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
-        for begin in range(0, outputs, step):
-            end = min(begin + step, outputs)
-            expansion = weight.expansion(begin, end, self._device)
-            yield _Piece(weight.data[begin:end], begin, end, inputs, expansion)
 
     @property
     def device(self) -> torch.device:
@@ -325,7 +280,7 @@ class GpuPrefill:
         # It was bf16 before vLLM widened it.
         added = None if bias is None else self.constant(bias)
         for piece in self._pieces[packed.data_ptr()]:
-            weight = self._unpack(piece).t()
+            weight = self._reader.expanded(piece).t()
             part = y[:, piece.begin : piece.end]
             if added is None:
                 torch.mm(x, weight, out=part)
@@ -370,51 +325,6 @@ class GpuPrefill:
         for rows in chunks(tokens):
             x[rows] = parts.activated(y[rows])
         return x
-
-    def _unpack(self, piece: _Piece) -> torch.Tensor:
-        """The piece on the GPU as rows of outputs; the next ones are on their way then."""
-        if self._last is not None:
-            self._last.after = piece
-        self._last = piece
-        slot = self._slot_of(piece)
-        self._computing.wait_event(slot.ready)
-        rows, inputs = piece.end - piece.begin, piece.inputs
-        weight = self._unpacked[: rows * inputs]
-        piece.expansion(slot.memory[: piece.weight.nbytes], weight)
-        slot.free.record(self._computing)
-        self._read_ahead()
-        return weight.view(rows, inputs)
-
-    def _slot_of(self, piece: _Piece) -> _Slot:
-        # Pieces that were expected and did not come are passed over.
-        while self._ahead:
-            slot = self._ahead.popleft()
-            if slot.piece is piece:
-                return slot
-        self._fetch(piece)
-        return self._ahead.popleft()
-
-    def _read_ahead(self) -> None:
-        """Order what came after this piece the last time, as far as there are slots."""
-        last = self._ahead[-1].piece if self._ahead else self._last
-        while len(self._ahead) < SLOTS and last is not None and last.after is not None:
-            last = last.after
-            self._fetch(last)
-
-    def _fetch(self, piece: _Piece) -> None:
-        slot = next(self._slots)
-        with current(self._copying):
-            self._copying.wait_event(slot.free)
-            sent = piece.weight.view(torch.uint8).view(-1)
-            slot.memory[: sent.numel()].copy_(sent, non_blocking=True)
-            slot.ready.record(self._copying)
-        slot.piece = piece
-        self._ahead.append(slot)
-
-
-def current(stream: Any) -> AbstractContextManager[object]:
-    """Make a stream the current one, without torch.cuda.stream, which the worker replaces too."""
-    return stream if isinstance(stream, torch.Stream) else nullcontext()
 
 
 def chunks(tokens: int) -> Iterator[slice]:

@@ -18,9 +18,10 @@ import torch
 
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_attention import Lengths
-from ray_hetero.kernels.gpu_prefill import GpuPrefill, current
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.kv_layouts import unpack_blocks
 from ray_hetero.kernels.step_rows import Request
+from ray_hetero.kernels.weight_pieces import current
 from ray_hetero.log import logger
 from ray_hetero.planning import prefill_memory
 from ray_hetero.planning.prefill_memory import BF16_BYTES, KV_RETURNS, KV_SLOTS

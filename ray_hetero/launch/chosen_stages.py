@@ -18,9 +18,11 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.launch.early_layout import OVERRIDE
 from ray_hetero.log import logger
 from ray_hetero.planning.engine_facts import facts_of_model, server_defaults
-from ray_hetero.planning.layout_choice import choose_layout, layout_of
+from ray_hetero.planning.expert_ranks import with_expert_ranks
+from ray_hetero.planning.layout_choice import choose_layout, config_of
 from ray_hetero.planning.machine import Machine, this_host
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
+from ray_hetero.preflight.refusals import WITH_EXPERT_RANKS
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -69,9 +71,20 @@ def choose_stages(
     if choice is None:
         return config
     logger.info("stages: %s", choice)
-    chosen = config.model_copy(update={"layout": layout_of(choice)})
+    chosen = config_of(choice, config)
     take_sizes(engine_args, chosen)
     return chosen
+
+
+def settle_experts(engine_args: EngineArgs, config: HeteroConfig) -> HeteroConfig:
+    """The configuration without expert ranks, where auto could choose some that are refused."""
+    if config.experts.ranks != "auto":
+        return config
+    asked = [refusal for refusal in WITH_EXPERT_RANKS if refusal.is_asked(engine_args)]
+    if not asked:
+        return config
+    logger.info("no expert ranks (experts.ranks: auto): %s", asked[0].why)
+    return with_expert_ranks(config, 0)
 
 
 def _sizes(engine_args: EngineArgs) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from placement.cluster import ray_cluster
 from placement.cluster.layout import Layout
 from ray_hetero.compat import api_server, engine_clients, engine_environment, engine_processes
 from ray_hetero.config import HeteroConfig, load_config
-from ray_hetero.launch.chosen_stages import choose_stages, take_sizes
+from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
 from ray_hetero.observability import metrics
@@ -49,6 +49,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     engines = engines_together(engine_args)
     gpus = known_gpus() if group is None else None
     config = load_config(engine_args.additional_config)
+    config = settle_experts(engine_args, config)
     take_sizes(engine_args, config)
     config = choose_stages(engine_args, config, group, engines)
     config = resolve_auto_layout(

@@ -14,7 +14,7 @@ from ray_hetero.names import actor_name
 
 if TYPE_CHECKING:
     from placement.model.shape import ModelShape
-    from ray_hetero.planning.layer_plan import LayerPlan
+    from ray_hetero.planning.planned_layers import LayerPlan
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class RankInfo:
     """Where a rank is and what it holds."""
 
     rank: int
-    stage: int
+    stage: int | None
+    """None for an expert rank."""
     tensor_rank: int
     kind: str
     node: str
@@ -91,6 +92,7 @@ def info_of(
                 predicted_ms=None if forecast is None else 1000 * forecast.step_s,
             )
         )
+    ranks += _expert_ranks(instance_id, plan)
     return EngineInfo(
         engine=instance_id,
         model=model,
@@ -102,9 +104,30 @@ def info_of(
     )
 
 
+def _expert_ranks(instance_id: str, plan: LayerPlan) -> list[RankInfo]:
+    world, step_s = plan.world, plan.expert_step_s
+    return [
+        RankInfo(
+            rank=seat.rank,
+            stage=None,
+            tensor_rank=seat.tensor_rank,
+            kind="experts",
+            node=seat.node_name,
+            device=seat.device,
+            threads=plan.threads.get(seat.rank, ()),
+            first_layer=sum(world.layers) - world.expert_layers,
+            layers=world.expert_layers,
+            actor=actor_name(instance_id, seat),
+            predicted_ms=None if step_s is None else 1000 * step_s,
+        )
+        for seat in world.experts
+    ]
+
+
 def _picture(model: str, plan: LayerPlan, shape: ModelShape | None) -> str:
     split = plan.split
     if split is None or shape is None:
         return ""
     devices = tuple(rank.device for rank in split.ranks)
-    return plan_svg(Plan(Path(model).name, shape, split, devices))
+    devices += tuple(one.device for one in plan.experts)
+    return plan_svg(Plan(Path(model).name, shape, split, devices, experts=plan.experts))

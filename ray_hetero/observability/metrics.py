@@ -47,7 +47,11 @@ FIGURES = (
     Figure("steps", "steps", "Steps that the rank has run."),
     Figure("tokens", "tokens", "Tokens in these steps."),
     Figure("busy_s", "busy_seconds", "Time of computing."),
-    Figure("waiting_s", "waiting_seconds", "Time of waiting for the previous stage to compute."),
+    Figure(
+        "waiting_s",
+        "waiting_seconds",
+        "Time of waiting for the previous stage to compute; of an expert rank, for the next layer.",
+    ),
     Figure("exchange_s", "exchange_seconds", "Time of sending and receiving between stages."),
     Figure("received_bytes", "received_bytes", "Bytes received from the previous stage."),
     Figure("sent_bytes", "sent_bytes", "Bytes sent to the next stage."),
@@ -66,7 +70,14 @@ FIGURES = (
         "operator_layer_tokens",
         "Tokens times decoder layers, computed operator by operator on a CPU rank.",
     ),
+    Figure("expert_layers", "expert_layers", "Layers whose experts an expert rank has computed."),
+    Figure("experts_read", "experts_read", "Experts that these have read, each once a layer."),
 )
+
+
+def labels_of(engine: str, rank: int, stage: int | None, kind: str, node: str) -> tuple[str, ...]:
+    """Values of `LABELS`; an expert rank is of no stage."""
+    return (engine, str(rank), "" if stage is None else str(stage), kind, node)
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class RankFigures:
     def of(cls, engine: str, info: RankInfo, totals: StepTotals) -> RankFigures:
         """What is known of a rank of an engine."""
         return cls(
-            (engine, str(info.rank), str(info.stage), info.kind, info.node),
+            labels_of(engine, info.rank, info.stage, info.kind, info.node),
             {figure.field: getattr(totals, figure.field) for figure in FIGURES},
         )
 

@@ -16,6 +16,7 @@ from placement.units import GIB
 from ray_hetero.names import is_board
 from ray_hetero.observability.engine_info import RankInfo
 from ray_hetero.observability.status_board import BoardContent, RankNews
+from ray_hetero.observability.step_clock import StepTotals
 from ray_hetero.observability.world_table import layer_span
 
 SILENT_SECONDS = 10.0
@@ -77,7 +78,22 @@ class RankStatus:
             "recent_steps": recent.steps,
             "recent_busy_ms": _per_step_ms(recent.busy_s, recent.steps),
             "recent_waiting_ms": _per_step_ms(recent.waiting_s, recent.steps),
+            **_of_experts(report.totals, recent),
         }
+
+
+def _of_experts(totals: StepTotals, recent: StepTotals) -> dict[str, Any]:
+    """What only expert ranks have."""
+    if not totals.expert_layers:
+        return {}
+    layers = recent.expert_layers
+    return {
+        "expert_layers": totals.expert_layers,
+        "experts_read": totals.experts_read,
+        "recent_experts_read": recent.experts_read / recent.steps if recent.steps else None,
+        "recent_layer_ms": _per_step_ms(recent.busy_s, layers),
+        "recent_layer_waiting_ms": _per_step_ms(recent.waiting_s, layers),
+    }
 
 
 @dataclass(frozen=True)
@@ -120,17 +136,31 @@ class EngineStatus:
     def table(self) -> Table:
         """One row a rank, memory in GiB, times in milliseconds a step."""
         table = Table(title=self.headline, title_justify="left")
-        for column in _LEFT + _RIGHT:
-            table.add_column(column, justify="right" if column in _RIGHT else "left", no_wrap=True)
-        for rank in self.ranks:
-            table.add_row(*_row(rank))
+        for column in self._columns:
+            table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*row)
         return table
 
+    @property
+    def _has_experts(self) -> bool:
+        return any(rank.info.stage is None for rank in self.ranks)
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return (*_LEFT, *_RIGHT, *((_EXPERTS,) if self._has_experts else ()))
+
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
+        if not self._has_experts:
+            return [_row(rank) for rank in self.ranks]
+        return [(*_row(rank), _experts_read(rank)) for rank in self.ranks]
+
     def _repr_html_(self) -> str:
-        rows = "".join(_html_row("td", _row(rank)) for rank in self.ranks)
+        rows = "".join(_html_row("td", row) for row in self._rows)
         return (
             f"<p>{html.escape(self.headline)}</p>"
-            f"<table>{_html_row('th', _LEFT + _RIGHT)}{rows}</table>{self.content.info.picture}"
+            f"<table>{_html_row('th', self._columns)}{rows}</table>{self.content.info.picture}"
         )
 
 
@@ -140,11 +170,14 @@ def _html_row(tag: str, cells: Sequence[str]) -> str:
 
 _LEFT = ("rank", "stage", "kind", "node", "device", "layers", "health")
 _RIGHT = ("GiB", "steps", "ms busy", "ms waiting", "ms predicted")
+_EXPERTS = "experts read"
+"""A column more where there are expert ranks."""
 
 
 def _row(rank: RankStatus) -> tuple[str, ...]:
     info, news = rank.info, rank.news
-    where = (str(info.rank), str(info.stage), info.kind, info.node, info.device)
+    stage = "" if info.stage is None else str(info.stage)
+    where = (str(info.rank), stage, info.kind, info.node, info.device)
     predicted = "" if info.predicted_ms is None else f"{info.predicted_ms:.2f}"
     span = layer_span(info.first_layer, info.layers)
     if news is None:
@@ -161,6 +194,13 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
         _shown(_per_step_ms(recent.waiting_s, recent.steps)),
         predicted,
     )
+
+
+def _experts_read(rank: RankStatus) -> str:
+    """Experts of a step of the last seconds."""
+    if rank.news is None or not rank.news.recent.expert_layers or not rank.news.recent.steps:
+        return ""
+    return f"{rank.news.recent.experts_read / rank.news.recent.steps:.1f}"
 
 
 def _per_step_ms(seconds: float, steps: int) -> float | None:

@@ -32,7 +32,8 @@ class StepTotals:
     busy_s: float = 0.0
     """Computing: inside the worker's calls, less waiting and exchange."""
     waiting_s: float = 0.0
-    """Until the previous stage had computed."""
+    """Until the previous stage had computed; of an expert rank, between two layers of steps: what a
+    stage computes meanwhile, and the handover."""
     exchange_s: float = 0.0
     """For the tensors between stages, to and from this one."""
     received_bytes: int = 0
@@ -54,6 +55,10 @@ class StepTotals:
     operator_layer_tokens: int = 0
     """Tokens times decoder layers that were computed operator by operator, of those that can be
     computed in the other two ways."""
+    expert_layers: int = 0
+    """Layers whose experts an expert rank has computed."""
+    experts_read: int = 0
+    """Experts that these have read, each once a layer."""
 
     def __sub__(self, earlier: StepTotals) -> StepTotals:
         """What came after an earlier moment."""
@@ -67,6 +72,13 @@ class StepTotals:
             1000 * seconds / self.steps
             for seconds in (self.busy_s, self.waiting_s, self.exchange_s)
         )
+        if self.expert_layers:
+            return (
+                f"{self.steps} steps of {self.tokens / self.steps:.1f} tokens: {busy:.2f} ms "
+                f"computing experts of {self.expert_layers / self.steps:.1f} layers, "
+                f"{self.experts_read / self.expert_layers:.1f} experts read a layer, {waiting:.2f} "
+                "ms waiting between layers a step"
+            )
         received, sent = (n / self.steps / 1024 for n in (self.received_bytes, self.sent_bytes))
         return (
             f"{self.steps} steps of {self.tokens / self.steps:.1f} tokens: "

@@ -36,7 +36,8 @@ def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table
         )
     for seat in world.experts:
         row = (str(seat.rank), "", "", "experts", seat.node_name, seat.device)
-        table.add_row(*row, format_cpulist(threads.get(seat.rank, ())), "")
+        span = layer_span(sum(world.layers) - world.expert_layers, world.expert_layers)
+        table.add_row(*row, format_cpulist(threads.get(seat.rank, ())), f"experts of {span}")
     return table
 
 

@@ -7,110 +7,52 @@ The user's own layers win.  Worlds of one kind get equal shares; worlds of both 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import replace
+from typing import Any
 
 from placement.cluster.assignment import ALONE, Node, Seat, Turn
 from placement.cluster.layout import Layout
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
 from placement.plan.devices import Links, StageDevices, stages_of
-from placement.plan.split import RankPlan, Split, choose_split
+from placement.plan.split import RankPlan, Split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
-from ray_hetero.planning.expert_memory import (
+from ray_hetero.planning.expert_ranks import (
+    asked_layers,
     bytes_of_expert_rank,
+    check_experts,
     check_room,
-    shape_of_stages,
+    sockets_for_experts,
+    with_expert_ranks,
 )
 from ray_hetero.planning.fused_architectures import FUSED_MODEL_TYPES
+from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 from ray_hetero.planning.rank_devices import (
     Described,
     UnknownDeviceError,
+    expert_devices,
     rank_devices,
 )
+from ray_hetero.planning.split_search import Asked, SplitSearch
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
     KV_SHARE_OF_FREE,
     compute_threads,
     plan_world,
     split_layers,
+    with_chosen_sockets,
 )
-from ray_hetero.world import Forecast, World
+from ray_hetero.world import World
 
-PRICED_CONTEXT = 4096
-"""Tokens of each sequence in the decode step that is made short, where the model takes as many."""
-PRICED_BATCH = 8
-"""Sequences in that step for the objective `throughput`, where they fit; one for `latency`."""
-WANTED_KV_TOKENS = 32768
-"""Tokens that the KV cache has room for where they fit, in whole sequences; one sequence always."""
-
+NOTHING_LEFT = (
+    "experts.ranks is {}, but the experts of all layers fit on the GPUs: no expert rank is "
+    "started. experts.layers says of how many layers they are to lie there"
+)
 Threads = Mapping[int, Sequence[int]]
 Measure = Callable[[Sequence[Seat], Threads], Mapping[int, float]]
 """Bytes per second of each CPU rank that can be measured, by rank."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A step to price and what the KV cache must hold, where somebody asks for other than usual."""
-
-    batch: int
-    """Sequences in the decode step."""
-    context: int
-    """Tokens of each of them."""
-    max_sequences: int
-    """Sequences of the longest length that must have room."""
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """A world with its layers, and the split that they are priced as."""
-
-    world: World
-    split: Split | None
-    """None where model or devices are unknown, or the given layers do not fit."""
-    kv_tokens: int = 0
-    """Tokens that the KV cache will hold."""
-    warning: str = ""
-    threads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Logical CPUs of each CPU rank's compute threads, by rank."""
-    expert_bytes: int = 0
-    """Of the experts that each expert rank holds, as the checkpoint has them."""
-
-    def forecast(self, rank: int) -> Forecast | None:
-        """What the plan expects of one rank."""
-        if self.split is None or self.world.members[rank].serves_experts:
-            return None
-        work = self.split.work
-        stage = self.split.stages[self.world.seats[rank].stage]
-        return Forecast(work.batch, work.context, stage.decode.seconds, self.kv_tokens)
-
-    @property
-    def held_split(self) -> Split:
-        """The split with the KV cache that the engine will really have, which may be smaller."""
-        assert self.split is not None
-        share = Fraction(self.kv_tokens, max(1, self.split.kv_tokens))
-        stages = tuple(
-            replace(
-                stage,
-                ranks=tuple(replace(r, kv_bytes=int(r.kv_bytes * share)) for r in stage.ranks),
-            )
-            for stage in self.split.stages
-        )
-        return replace(self.split, stages=stages, kv_tokens=self.kv_tokens)
-
-    def memory_bytes(self) -> dict[int, int]:
-        """Host memory that each CPU rank will take, by rank; none where nothing is known."""
-        experts = {seat.rank: self.expert_bytes for seat in self.world.experts}
-        if self.split is None:
-            return {}
-        share = Fraction(self.kv_tokens, max(1, self.split.kv_tokens))
-        return experts | {
-            rank.rank: rank.memory.beside_kv + int(rank.kv_bytes * share)
-            for rank in self.split.ranks
-            if rank.device.kind == "cpu"
-        }
 
 
 def plan_layers(
@@ -147,10 +89,50 @@ def plan_layers(
 
     Raises:
         LayoutError: there are too few devices.
-        ConfigError: the layers given do not add up.
+        ConfigError: the layers given do not add up, or expert ranks are asked for where there is
+            nothing for them.
         DoesNotFitError: no split fits, or the experts do not fit into the sockets for them.
 
     """
+    how: dict[str, Any] = {
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "tensor_parallel_size": tensor_parallel_size,
+        "partition": partition,
+        "measure": measure,
+        "turn": turn,
+        "asked": asked,
+        "described": described,
+        "links": links,
+        "explained": explained,
+    }
+    if config.experts.ranks != "auto":
+        return _plan(config, nodes, facts, **how)
+    # What fits on the GPUs alone needs no socket.
+    alone = _plan(with_expert_ranks(config, 0), nodes, facts, **how)
+    free = with_chosen_sockets(config.cpu, nodes)
+    if facts.shape is None or not (alone.is_too_large and alone.world.is_stock):
+        return alone
+    sockets = sockets_for_experts(free, alone.world.layout.count("gpu"), facts.shape)
+    if not sockets:
+        return alone
+    return _plan(with_expert_ranks(config, sockets), nodes, facts, **how)
+
+
+def _plan(
+    config: HeteroConfig,
+    nodes: Sequence[Node],
+    facts: EngineFacts,
+    *,
+    pipeline_parallel_size: int,
+    tensor_parallel_size: int,
+    partition: str | None,
+    measure: Measure,
+    turn: Turn,
+    asked: Asked | None,
+    described: Described | None,
+    links: Links | None,
+    explained: bool,
+) -> LayerPlan:
     facts = facts.in_world(pipeline_parallel_size * tensor_parallel_size)
     world = plan_world(
         config,
@@ -163,17 +145,16 @@ def plan_layers(
     threads = {
         seat.rank: compute_threads(seat, config.cpu) for seat in world.members if seat.kind == "cpu"
     }
-    expert_bytes = 0
-    if facts.shape is not None and config.experts.ranks:
-        expert_bytes = bytes_of_expert_rank(facts.shape, config.experts)
-        check_room(world, expert_bytes)
-        facts = replace(facts, shape=shape_of_stages(facts.shape, config.experts))
+    if world.experts:
+        check_experts(world, facts.shape)
+        remote = asked_layers(config.experts, facts.hidden_layers)
+        # All of them, where nothing is known to plan by.
+        world = replace(world, expert_layers=facts.hidden_layers if remote is None else remote)
     is_given = config.layers != "auto" or bool(partition)
-    planned = _plan_stages(
+    return _plan_stages(
         config, world, nodes, facts, threads, measure, asked, described, links,
         explained=explained, is_given=is_given,
     )  # fmt: skip
-    return replace(planned, expert_bytes=expert_bytes)
 
 
 def _plan_stages(
@@ -198,18 +179,67 @@ def _plan_stages(
         stages = _stages(config, world, nodes, facts, threads, measure, described)
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
-        return LayerPlan(world, None, warning=warning, threads=threads)
+        expert_bytes = _expert_bytes(world, facts.shape.with_remote_experts(world.expert_layers))
+        return LayerPlan(world, None, warning=warning, threads=threads, expert_bytes=expert_bytes)
     search = SplitSearch(config, facts, facts.shape, stages, asked, links, explained)
+    if world.experts:
+        return _beside_experts(config, world, search, threads)
     if is_chosen:
         split = search.best()
         moved = enumerate(_moved(world, split))
         threads = {rank: threads[seat.rank] for rank, seat in moved if seat.rank in threads}
         return _planned(_ordered(world, split), facts, threads)
+    return _priced(world, search, threads)
+
+
+def _beside_experts(
+    config: HeteroConfig,
+    world: World,
+    search: SplitSearch,
+    threads: Mapping[int, tuple[int, ...]],
+) -> LayerPlan:
+    """The plan of GPU stages with expert ranks beside them; without where nothing is left to these.
+
+    Raises:
+        DoesNotFitError: the experts do not fit into their sockets.
+
+    """
+    layers = world.expert_layers
+    with_experts: SplitSearch | None = replace(
+        search, shape=search.shape.with_remote_experts(layers)
+    )
+    if asked_layers(config.experts, layers) is None:
+        with_experts = search.with_fewest_remote_experts(world.layers) or with_experts
+    assert with_experts is not None
+    remote = [layer.index for layer in with_experts.shape.layers if layer.remote]
+    if not remote:
+        alone = replace(world, experts=(), expert_layers=0)
+        stages = tuple(replace(stage, experts=()) for stage in search.stages)
+        kept = {rank: cpus for rank, cpus in threads.items() if rank < len(world.seats)}
+        planned = _priced(alone, replace(search, stages=stages), kept)
+        return replace(planned, warning=planned.warning or NOTHING_LEFT.format(len(world.experts)))
+    world = replace(world, expert_layers=len(search.shape.layers) - remote[0])
+    expert_bytes = _expert_bytes(world, with_experts.shape)
+    return replace(_priced(world, with_experts, threads), expert_bytes=expert_bytes)
+
+
+def _expert_bytes(world: World, shape: ModelShape) -> int:
+    """Bytes of one expert rank, which its socket has room for; 0 without expert ranks."""
+    if not world.experts:
+        return 0
+    needed = bytes_of_expert_rank(shape, len(world.experts))
+    check_room(world, needed)
+    return needed
+
+
+def _priced(world: World, search: SplitSearch, threads: Mapping[int, tuple[int, ...]]) -> LayerPlan:
+    """The plan with the layers that the world has."""
     try:
         split = search.priced(world.layers)
     except DoesNotFitError as error:
-        return LayerPlan(world, None, warning=f"this may not fit: {error}", threads=threads)
-    return _planned((world, split), facts, threads)
+        warning = f"this may not fit: {error}"
+        return LayerPlan(world, None, warning=warning, is_too_large=True, threads=threads)
+    return _planned((world, split), search.facts, threads)
 
 
 def _equal(reason: str) -> str:
@@ -243,13 +273,15 @@ def _stages(
     measure: Measure,
     described: Described | None,
 ) -> tuple[StageDevices, ...]:
-    known = config.cpu.bandwidth_gb_s is not None or not world.has_cpu
+    has_sockets = world.has_cpu or bool(world.experts)
+    known = config.cpu.bandwidth_gb_s is not None or not has_sockets
+    bandwidth = {} if known else measure(world.members, threads)
     devices = rank_devices(
         config,
         world.seats,
         nodes,
         threads=threads,
-        bandwidth={} if known else measure(world.seats, threads),
+        bandwidth=bandwidth,
         gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
         borrowed_bytes=_borrowed_bytes(facts, world),
         is_eager=facts.is_eager,
@@ -257,7 +289,18 @@ def _stages(
         can_fuse=_can_fuse(facts),
         described=described,
     )
-    return tuple(stages_of(devices, world.layout.sizes))
+    experts = expert_devices(
+        config,
+        world.experts,
+        nodes,
+        threads=threads,
+        bandwidth=bandwidth,
+        is_bf16=facts.is_bf16,
+        described=described,
+    )
+    return tuple(
+        replace(stage, experts=experts) for stage in stages_of(devices, world.layout.sizes)
+    )
 
 
 def _can_fuse(facts: EngineFacts) -> bool:
@@ -284,61 +327,6 @@ def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
     return linears + attention_bytes(shape.num_heads, shape.num_kv_heads, shape.head_dim, tokens)
 
 
-@dataclass(frozen=True)
-class SplitSearch:
-    """What is asked of the planner."""
-
-    config: HeteroConfig
-    facts: EngineFacts
-    shape: ModelShape
-    stages: tuple[StageDevices, ...]
-    asked: Asked | None = None
-    links: Links | None = None
-    explained: bool = True
-
-    def best(self) -> Split:
-        """The best split with room for what is wanted, else for one sequence.
-
-        Raises:
-            DoesNotFitError: not even one sequence fits.
-
-        """
-        facts = self.facts
-        if self.asked is not None:
-            return self._choose(self.asked.batch, self.asked.max_sequences)
-        many = self.config.objective == "throughput"
-        batch = min(PRICED_BATCH, facts.max_num_seqs) if many else 1
-        wanted = min(facts.max_num_seqs, WANTED_KV_TOKENS // facts.max_model_len)
-        try:
-            return replace(self, explained=False)._choose(batch, max(1, wanted))
-        except DoesNotFitError:
-            return self._choose(1, 1)
-
-    def priced(self, layers: tuple[int, ...]) -> Split:
-        """The split with these layers."""
-        asked = self.asked or Asked(1, PRICED_CONTEXT, 1)
-        return self._choose(asked.batch, asked.max_sequences, layers)
-
-    def _choose(self, batch: int, sequences: int, layers: tuple[int, ...] | None = None) -> Split:
-        context = PRICED_CONTEXT if self.asked is None else self.asked.context
-        return choose_split(
-            self.shape,
-            self.stages,
-            batch=batch,
-            context=min(context, self.facts.max_model_len),
-            max_sequences=sequences,
-            objective=self.config.objective,
-            layers=layers,
-            # A user who wrote the layout wants its order.
-            order="auto" if self.config.layout == "auto" else "fixed",
-            max_model_len=self.facts.max_model_len,
-            max_batched_tokens=self.facts.max_num_batched_tokens,
-            links=self.links,
-            explained=self.explained,
-            drafter=self.facts.drafter,
-        )
-
-
 def _moved(world: World, split: Split) -> list[Seat]:
     """The seats in the order that they have when the stages are in the split's."""
     return [seat for place in split.order for seat in world.seats if seat.stage == place]
@@ -356,33 +344,3 @@ def _ordered(world: World, split: Split) -> tuple[World, Split]:
         used[key] = used.get(key, 0) + 1
         seats.append(replace(seat, rank=rank, local_rank=used[key] - 1))
     return World(layout, tuple(seats), split.layers), split
-
-
-def describe_split(plan: LayerPlan) -> tuple[str, ...]:
-    """What the plan expects, in lines for the log; none where nothing is known."""
-    split = plan.split
-    if split is None:
-        return ()
-    work = split.work
-    stages = "; ".join(
-        f"stage {number}: {1e3 * stage.decode.seconds:.2f} ms"
-        + "".join(
-            f", {name} {1e3 * seconds:.2f}"
-            for name, seconds in stage.decode.parts().items()
-            if seconds >= 5e-6
-        )
-        for number, stage in enumerate(split.stages)
-    )
-    sources = sorted({f"{rank.device.kind} {rank.device.figures.source}" for rank in split.ranks})
-    lines = [
-        f"predicted decode step {1e3 * split.step_s:.2f} ms at batch {work.batch} and context "
-        f"{work.context} ({stages}); KV cache {plan.kv_tokens} tokens; bandwidths: "
-        f"{', '.join(sources)}"
-    ]
-    if split.gpu_only is not None:
-        alone = split.gpu_only
-        lines.append(
-            "the model fits on the GPUs alone: with --pipeline-parallel-size "
-            f"{len(alone.stages)} a decode step would take {1e3 * alone.step_s:.2f} ms"
-        )
-    return tuple(lines)

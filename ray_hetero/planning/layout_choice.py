@@ -2,14 +2,15 @@
 
 A model that fits on one GPU, or on the fewest GPUs of one node, runs on them alone.  Otherwise
 every layout worth a look is priced by `plan_layers`, as the engine itself would plan it, and the
-shortest step wins.
+shortest step wins.  For a model with experts, GPUs with expert ranks beside them are looked at too;
+they are chosen where `experts.ranks` is auto or a number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from placement.cluster.assignment import Node
 from placement.cluster.layout import Kind, Layout, divides_heads
@@ -17,9 +18,13 @@ from placement.errors import DoesNotFitError, PlacementError
 from placement.model.shape import ModelShape
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
-from ray_hetero.planning.layer_plan import LayerPlan, Measure, plan_layers
+from ray_hetero.planning.expert_ranks import sockets_for_experts, with_expert_ranks
+from ray_hetero.planning.layer_plan import Measure, plan_layers
+from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.world_plan import with_chosen_sockets
 
+EXPERTS_KEY = '"experts": {"ranks": "auto"}'
+"""What to type for layouts with expert ranks."""
 WORTH_A_RANK = 0.99
 """Fewer ranks are taken where their step, by this factor, is no longer than the shortest."""
 
@@ -31,6 +36,8 @@ class Candidate:
     """A layout that was looked at."""
 
     layout: Layout
+    experts: int = 0
+    """Expert ranks beside it."""
     plan: LayerPlan | None = None
     """None where it does not fit, or cannot be priced."""
     problem: str = ""
@@ -47,7 +54,15 @@ class Candidate:
         return split.step_s if split.objective == "latency" else split.slowest_s
 
     def __str__(self) -> str:
-        return f"{self.layout} {1e3 * self.step_s:.2f} ms"
+        return f"{self.name} {1e3 * self.step_s:.2f} ms"
+
+    @property
+    def name(self) -> str:
+        """The stages and the expert ranks, for people."""
+        if not self.experts:
+            return str(self.layout)
+        noun = "expert rank" if self.experts == 1 else "expert ranks"
+        return f"{self.layout} + {self.experts} {noun}"
 
 
 @dataclass(frozen=True)
@@ -58,12 +73,23 @@ class Choice:
     others: tuple[Candidate, ...]
     """The other layouts that fit, the shortest step first, then those that do not fit."""
     why: str
+    unasked: tuple[Candidate, ...] = ()
+    """Layouts with expert ranks, which nobody has asked for; in the same order."""
 
     def __str__(self) -> str:
         """The one line for the log."""
         line = f"chose {self.chosen}: {self.why}"
         fitting = [other for other in self.others if other.plan is not None]
-        return f"{line}; next would be {fitting[0]}" if fitting else f"{line}; nothing else fits"
+        line += f"; next would be {fitting[0]}" if fitting else "; nothing else fits"
+        shorter = self.shorter_with_experts
+        return line if shorter is None else f"{line}; predicted for {EXPERTS_KEY}: {shorter}"
+
+    @property
+    def shorter_with_experts(self) -> Candidate | None:
+        """What would be chosen if somebody asked for expert ranks; None where it is not shorter."""
+        fitting = [one for one in self.unasked if one.plan is not None]
+        found = fitting[0] if fitting else None
+        return None if found is None or found.step_s >= self.chosen.step_s else found
 
 
 def choose_layout(
@@ -89,10 +115,17 @@ def choose_layout(
         return None
     free = with_chosen_sockets(config.cpu, nodes)
 
-    def priced(layout: Layout, *, explained: bool) -> Candidate:
-        return _priced(layout, config, free, facts, measure, how | {"explained": explained})
+    def priced(layout: Layout, experts: int, *, explained: bool = False) -> Candidate:
+        asked = with_expert_ranks(config, experts)
+        return _priced(layout, asked, free, facts, measure, how | {"explained": explained})
 
-    found = [priced(one, explained=False) for one in layouts_to_try(free, facts.shape)]
+    asked = config.experts.ranks
+    layouts = layouts_to_try(free, facts.shape)
+    beside_experts = with_experts_to_try(free, facts.shape, layouts, asked)
+    found = [] if asked not in (0, "auto") else [priced(one, 0) for one in layouts]
+    with_experts = [priced(*one) for one in beside_experts]
+    unasked = with_experts if asked == 0 else []
+    found += with_experts if asked != 0 else []
     fitting = [one for one in found if one.plan is not None]
     if any(one.is_unknown for one in found):
         return None
@@ -100,21 +133,30 @@ def choose_layout(
         if not found:
             raise DoesNotFitError("there is no device to plan on")
         widest = max(found, key=lambda one: one.layout.world_size)
-        raise DoesNotFitError(priced(widest.layout, explained=True).problem)
-    alone = [one for one in fitting if not one.layout.count("cpu")]
+        raise DoesNotFitError(priced(widest.layout, widest.experts, explained=True).problem)
+    alone = [one for one in fitting if not (one.layout.count("cpu") or one.experts)]
     if alone and len(alone[0].layout.stages) == 1:
         chosen = alone[0]
         gpus = "one GPU" if chosen.layout.world_size == 1 else "GPUs"
         why = f"the model fits on {gpus} alone"
     else:
         chosen = _shortest(fitting)
-        why = _reason(chosen.layout, found)
+        why = _reason(chosen, found)
     others = [one for one in found if one is not chosen]
-    ordered = sorted(others, key=lambda one: (one.plan is None, one.step_s if one.plan else 0.0))
-    return Choice(chosen, tuple(ordered), why)
+    return Choice(chosen, _ordered(others), why, _ordered(unasked))
 
 
-def _reason(layout: Layout, found: Sequence[Candidate]) -> str:
+def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those that fit, the shortest step first, then those that do not."""
+    return tuple(
+        sorted(candidates, key=lambda one: (one.plan is None, one.step_s if one.plan else 0.0))
+    )
+
+
+def _reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
+    layout = chosen.layout
+    if chosen.experts:
+        return "the model does not fit on the GPUs alone, and this is the shortest step"
     if layout.count("gpu") and layout.count("cpu"):
         return "the model does not fit on the GPUs alone, and this is the shortest step"
     if layout.count("gpu"):
@@ -129,7 +171,7 @@ def _shortest(fitting: Sequence[Candidate]) -> Candidate:
     """The shortest step; of nearly equal ones the one with the fewest ranks."""
     best = min(one.step_s for one in fitting)
     near = [one for one in fitting if WORTH_A_RANK * one.step_s <= best]
-    return min(near, key=lambda one: (one.layout.world_size, one.step_s))
+    return min(near, key=lambda one: (one.layout.world_size + one.experts, one.step_s))
 
 
 def _priced(
@@ -141,6 +183,8 @@ def _priced(
     how: dict[str, Any],
 ) -> Candidate:
     stages = [list(stage) for stage in layout.stages]
+    experts = config.experts.ranks
+    assert experts != "auto", "candidates have a number each"
     try:
         plan = plan_layers(
             config.model_copy(update={"layout": stages}),
@@ -153,10 +197,12 @@ def _priced(
             **how,
         )
     except PlacementError as error:
-        return Candidate(layout, problem=str(error))
+        return Candidate(layout, experts, problem=str(error))
     if plan.split is None:
-        return Candidate(layout, problem=plan.warning, is_unknown="fit" not in plan.warning)
-    return Candidate(layout, plan)
+        is_unknown = not plan.is_too_large
+        return Candidate(layout, experts, problem=plan.warning, is_unknown=is_unknown)
+    # All experts may fit on the GPUs.
+    return Candidate(layout, len(plan.world.experts), plan)
 
 
 def layouts_to_try(nodes: Sequence[Node], shape: ModelShape) -> list[Layout]:
@@ -197,6 +243,36 @@ def _sizes(devices: int, shape: ModelShape) -> list[int]:
     ]
 
 
+def with_experts_to_try(
+    nodes: Sequence[Node],
+    shape: ModelShape,
+    layouts: Sequence[Layout],
+    asked: int | Literal["auto"],
+) -> list[tuple[Layout, int]]:
+    """GPU stages of one node worth a look with expert ranks beside them, and how many.
+
+    Args:
+        nodes: the cluster.
+        shape: the model.
+        layouts: of `layouts_to_try`.
+        asked: `experts.ranks`; 0 and auto are as many as there are sockets.
+
+    """
+    found = []
+    for layout in layouts:
+        sockets = sockets_for_experts(nodes, layout.world_size, shape)
+        ranks = sockets if asked in (0, "auto") else int(asked)
+        if layout.kinds == ("gpu",) and ranks:
+            found.append((layout, ranks))
+    return found
+
+
 def layout_of(choice: Choice) -> list[list[Kind]]:
     """The chosen stages as the configuration has them."""
     return [list(stage) for stage in choice.chosen.layout.stages]
+
+
+def config_of(choice: Choice, config: HeteroConfig) -> HeteroConfig:
+    """The configuration with the choice written out."""
+    chosen = with_expert_ranks(config, choice.chosen.experts)
+    return chosen.model_copy(update={"layout": layout_of(choice)})

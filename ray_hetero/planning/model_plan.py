@@ -17,10 +17,12 @@ from placement.units import GIB
 from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
-from ray_hetero.planning.layer_plan import Asked, LayerPlan, plan_layers
+from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.layout_choice import Choice, choose_layout
 from ray_hetero.planning.machine import Machine
+from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
+from ray_hetero.planning.split_search import Asked
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def plan_model(
     if facts.drafter is not None and acceptance is not None:
         speculation = price_drafts(shape, found.split, facts.drafter, acceptance, machine.links)
     devices = tuple(_devices(machine, found))
-    shown = Plan(name, shape, found.held_split, devices, remarks, speculation)
+    shown = Plan(name, shape, found.held_split, devices, remarks, speculation, found.experts)
     return ModelPlan(shown, found, choice)
 
 
@@ -151,7 +153,7 @@ def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Ite
 def _devices(machine: Machine, found: LayerPlan) -> Iterator[RankDevice]:
     """The devices with a rank, then those without."""
     assert found.split is not None
-    used = [rank.device for rank in found.split.ranks]
+    used = [rank.device for rank in found.split.ranks + found.experts]
     yield from used
     labels = {(device.node, device.label) for device in used}
     for node in machine.nodes:

@@ -15,7 +15,7 @@ from placement.model.config import UnknownModelError
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
 from placement.units import GIB
-from ray_hetero.planning.layer_plan import LayerPlan
+from ray_hetero.planning.planned_layers import LayerPlan
 
 FP8_IN_BLOCKS: Mapping[str, Any] = {
     "quant_method": "fp8",
@@ -87,7 +87,7 @@ def quantise_first(
             known to choose by.
 
     """
-    if found is not None and not (found.world.has_cpu or found.world.experts):
+    if found is not None and not _on_sockets(found):
         return ""
     best: tuple[Quantised, LayerPlan] | None = None
     for form in forms:
@@ -97,7 +97,7 @@ def quantise_first(
             continue
         if planned is None or planned.split is None:
             continue
-        if not planned.world.has_cpu:
+        if not _on_sockets(planned):
             return _said(form, planned, found)
         # What loses least is enough to make it fit; the fewest bits are the fastest.
         best = best if best and found is None else (form, planned)
@@ -108,6 +108,10 @@ def quantise_first(
     return _said(*best, found)
 
 
+def _on_sockets(plan: LayerPlan) -> bool:
+    return plan.world.has_cpu or bool(plan.world.experts)
+
+
 def _times(planned: LayerPlan, found: LayerPlan) -> float:
     assert planned.split is not None
     assert found.split is not None
@@ -116,7 +120,7 @@ def _times(planned: LayerPlan, found: LayerPlan) -> float:
 
 def _said(form: Quantised, planned: LayerPlan, found: LayerPlan | None) -> str:
     assert planned.split is not None
-    if not planned.world.has_cpu:
+    if not _on_sockets(planned):
         where = "on the GPUs alone"
     else:
         where = "on GPUs and sockets" if planned.world.has_gpu else "on the sockets"

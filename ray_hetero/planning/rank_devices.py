@@ -53,7 +53,9 @@ code and data the weights have driven from the caches."""
 FUSED = Latency(0.45e-3, 1.5e-3)
 """Of a CPU rank whose layers are one operator, compiled or not; from decode steps of half an 8B
 shape on 14 cores beside an H100 (docs/gpu-host/2026-11-22-h100-decode-step.md)."""
-
+EXPERT_LAYER = Latency(0.1e-3, 0.0)
+"""Of an expert rank: what a call for a layer's experts takes beside its reads, from 128 experts of
+2048 x 768, eight of them for one token, on 14 cores (docs/gpu-host/2026-11-23.md)."""
 
 Described = Callable[[Seat], RankDevice]
 """What a description of a cluster says of the device of a seat."""
@@ -136,6 +138,52 @@ def rank_devices(
     )  # fmt: skip
 
 
+def expert_devices(
+    config: HeteroConfig,
+    seats: Sequence[Seat],
+    nodes: Sequence[Node],
+    *,
+    threads: Mapping[int, Sequence[int]],
+    bandwidth: Mapping[int, float],
+    is_bf16: bool,
+    described: Described | None = None,
+) -> tuple[RankDevice, ...]:
+    """The device of each expert rank with its figures.
+
+    Args:
+        config: as for `rank_devices`.
+        seats: the expert ranks.
+        nodes: the cluster.
+        threads: logical CPUs of each rank's compute threads, by rank.
+        bandwidth: measured bytes per second by rank.
+        is_bf16: whether what is not quantised is computed in bfloat16.
+        described: what a description of the cluster says of a seat's device.
+
+    Raises:
+        UnknownDeviceError: speed or memory of a device is not known.
+
+    """
+    hosts = {node.node_id: node.host for node in nodes}
+    devices = []
+    for seat in seats:
+        assert seat.socket is not None
+        host = hosts[seat.node_id]
+        device = _socket(
+            config,
+            seat,
+            seat.socket,
+            host,
+            cores=len(threads[seat.rank]),
+            measured=bandwidth.get(seat.rank),
+            ranks_on_node=len(seats),
+            said=None if described is None else described(seat),
+        )
+        figures = _with_latency(device.figures, EXPERT_LAYER)
+        share = _read_share(config.cpu, host, is_bf16=is_bf16)
+        devices.append(replace(device, figures=replace(figures, read_share=share)))
+    return tuple(devices)
+
+
 def _gpu_in_stage(
     device: RankDevice, stage: Sequence[Seat], config: HeteroConfig, *, is_eager: bool
 ) -> RankDevice:
@@ -161,12 +209,20 @@ def _socket_in_stage(
     can_share = {(seat.kind, seat.node_id) for seat in stage} == {("cpu", stage[0].node_id)}
     is_fused = streams and can_fuse and config.fuse_layers and can_share
     latency = FUSED if is_fused else LATENCIES["cpu", is_eager]
-    name = config.weight_format(has_amx=_has_amx(host)) if streams else "packed"
     figures = _with_latency(device.figures, latency)
     figures = replace(
-        figures, read_share=FORMATS[name].read_share, adds_within_step=is_fused and len(stage) > 1
+        figures,
+        read_share=_read_share(config, host, is_bf16=is_bf16),
+        adds_within_step=is_fused and len(stage) > 1,
     )
     return replace(device, figures=figures)
+
+
+def _read_share(config: CpuConfig, host: Host, *, is_bf16: bool) -> float:
+    """Of the bytes of 16-bit matrices, what a CPU rank reads."""
+    streams = is_bf16 and _streams(config, host)
+    name = config.weight_format(has_amx=_has_amx(host)) if streams else "packed"
+    return FORMATS[name].read_share
 
 
 def _with_latency(figures: DeviceFigures, latency: Latency) -> DeviceFigures:

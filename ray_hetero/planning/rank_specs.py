@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from placement.cluster.assignment import Node
 from ray_hetero.planning import world_plan
-from ray_hetero.planning.layer_plan import LayerPlan
+from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings
 
 

@@ -64,7 +64,9 @@ def plan_world(
     except LayoutError as error:
         raise LayoutError(f"{error}{_held(nodes)}") from None
     is_near = config.cpu.sockets == "auto"
-    seats = assign(layout, nodes, turn, config.experts.ranks, near_gpus=is_near)
+    expert_ranks = config.experts.ranks
+    assert expert_ranks != "auto", "their number is chosen before they are seated"
+    seats = assign(layout, nodes, turn, expert_ranks, near_gpus=is_near)
     ranks = layout.world_size
     return World(layout, seats[:ranks], tuple(layers), experts=seats[ranks:])
 

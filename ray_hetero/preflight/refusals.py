@@ -310,7 +310,7 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stoc
     _check_layers(config, stages)
     _check_experts(config, is_stock=is_stock)
     asked = [*ALWAYS, *(() if is_stock else WITH_CPU_RANKS)]
-    asked += WITH_EXPERT_RANKS if config.experts.ranks else ()
+    asked += WITH_EXPERT_RANKS if config.experts.ranks not in (0, "auto") else ()
     for refusal in (*asked, *(WITH_RESTARTS if config.max_restarts else ())):
         refusal.check(engine_args)
 
@@ -355,13 +355,13 @@ def _check_layers(config: HeteroConfig, stages: int) -> None:
 
 def _check_experts(config: HeteroConfig, *, is_stock: bool) -> None:
     ranks, layers = config.experts.ranks, config.experts.layers
-    if ranks and not is_stock:
+    if ranks not in (0, "auto") and not is_stock:
         raise ConfigError(
             f"experts.ranks: {ranks} sockets hold experts for stages of GPUs in equal numbers, but "
             f'layout is {config.layout}. Write a layout of GPUs, for example "layout": [["gpu"]], '
             "or leave experts.ranks out."
         )
-    if layers != "all" and not ranks:
+    if layers != "auto" and not ranks:
         raise ConfigError(
             f"experts.layers: the experts of {layers} layers are to lie on expert ranks, but there "
             "are none; give experts.ranks too"

@@ -8,14 +8,21 @@ ends or it is killed.
 from __future__ import annotations
 
 import copy
+import os
+import time
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from ray_hetero.compat import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.remote_experts import are_remote
+from ray_hetero.log import logger
+from ray_hetero.observability.metrics import RayMetrics, labels_of
+from ray_hetero.observability.status_board import RankReport, RankReporter
+from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
 from ray_hetero.runtime.core_binding import lead_from_first_core
 from ray_hetero.worker.expert_model import load_experts
 from ray_hetero.worker.rank_config import Fingerprint
@@ -32,6 +39,8 @@ class ExpertActor:
     def __init__(self, rank: RankSpec) -> None:
         self._rank = rank
         self._service: ExpertService | None = None
+        self._said = StepTotals()
+        self._said_at = time.monotonic()
         settle(rank)
 
     def prepare(self) -> Fingerprint:
@@ -54,7 +63,7 @@ class ExpertActor:
         number, ranks = rank.seat.tensor_rank, len(rank.world.experts)
         model_config = self._vllm_config.model_config
         hidden_layers = model_config.get_total_num_hidden_layers()
-        is_remote = are_remote(config, hidden_layers)
+        is_remote = are_remote(rank.world.expert_layers, hidden_layers)
         # The driver's environment has those of the stages.
         layer_partition.set_partition((hidden_layers,))
         with set_current_vllm_config(self._vllm_config):
@@ -82,7 +91,34 @@ class ExpertActor:
         """
         assert self._service is not None
         lead_from_first_core(self._rank.threads)
-        self._service.serve()
+        engine, seat = self._rank.shared.instance_id, self._rank.seat
+        labels = labels_of(engine, seat.rank, None, "experts", seat.node_name)
+        with RankReporter(engine, self._report, RayMetrics(labels)):
+            self._service.serve()
+
+    def _report(self) -> RankReport:
+        assert self._service is not None
+        found = self._service.totals
+        totals = StepTotals(
+            steps=int(found["steps"]),
+            tokens=int(found["tokens"]),
+            busy_s=found["computing_s"],
+            waiting_s=found["waiting_s"],
+            expert_layers=int(found["layers"]),
+            experts_read=int(found["experts"]),
+        )
+        self._say(totals)
+        rank, resident_bytes = self._rank.seat.rank, psutil.Process().memory_info().rss
+        return RankReport(rank, os.getpid(), resident_bytes, 0, totals, 0.0)
+
+    def _say(self, totals: StepTotals) -> None:
+        """Write a line into the log every so often, while there are steps."""
+        if time.monotonic() - self._said_at < REPORT_SECONDS:
+            return
+        new = totals - self._said
+        if new.steps:
+            logger.info("experts rank %d: %s", self._rank.seat.rank, new)
+        self._said, self._said_at = totals, time.monotonic()
 
     def __repr__(self) -> str:
         # Ray puts this before each line of the rank's output that it shows to the driver.

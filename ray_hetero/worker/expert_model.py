@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ray_hetero.compat import remote_experts
+from ray_hetero.compat import quantised_kernels, remote_experts
 from ray_hetero.compat.routed_experts import routed_layers
 from ray_hetero.distributed.expert_service import HeldLayer
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import expert_layers, streaming_linear
+from ray_hetero.kernels import expert_layers, quantised_linear, streaming_linear
 from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.log import logger
 
@@ -44,7 +44,7 @@ def load_experts(
         The layers by vLLM's name.
 
     Raises:
-        UnsupportedError: the model has no such layer.
+        UnsupportedError: the model has no such layer, or nothing on a CPU computes its experts.
 
     """
     from vllm.model_executor.model_loader import get_model_loader
@@ -52,7 +52,14 @@ def load_experts(
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     kernel = streaming_linear.choose(config.cpu.linear_kernel)
-    own = ExpertLayers(config.cpu, kernel) if kernel is not None else None
+    if config.cpu.linear_kernel == "auto" and vllm_config.model_config.quantization:
+        # As for linear layers: vLLM's own kernels of most formats need AMX.
+        kernel = kernel or streaming_linear.at_hand()
+    own = None
+    if kernel is not None:
+        own = ExpertLayers(config.cpu, kernel)
+        # Linear layers are made too, without memory, and each asks for a kernel of its format.
+        quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=True)
     remote_experts.hold_slices(is_remote, number, ranks)
     model_config = vllm_config.model_config
     with set_default_torch_dtype(model_config.dtype):
@@ -67,7 +74,12 @@ def load_experts(
                 "experts that vLLM knows. Leave experts out."
             )
         get_model_loader(vllm_config.load_config).load_weights(model, model_config)
-        for layer in layers.values():
+        for name, layer in layers.items():
+            if others := remote_experts.kernel_of_other_devices(layer):
+                raise UnsupportedError(
+                    f"{name}: vLLM computes its experts with {others}, on GPUs only, so no expert "
+                    "rank can hold them. Leave experts.ranks out."
+                )
             layer.quant_method.process_weights_after_loading(layer)
     if own is not None:
         # Those that stay with the stages have no memory here.

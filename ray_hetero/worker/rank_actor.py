@@ -41,7 +41,7 @@ from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.log import logger
-from ray_hetero.observability.metrics import RayMetrics
+from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.preflight.platform import is_pretending
@@ -286,7 +286,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         message_queues.unlink_once_attached(self.worker_response_mq)
         # No tidy end: to leave its groups a rank would wait for peers that may be gone.
         engine, seat = self._rank.shared.instance_id, self._rank.seat
-        labels = (engine, str(seat.rank), str(seat.stage), seat.kind, seat.node_name)
+        labels = labels_of(engine, seat.rank, seat.stage, seat.kind, seat.node_name)
         with RankReporter(engine, self._report, RayMetrics(labels)):
             self.worker_busy_loop()
 

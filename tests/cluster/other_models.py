@@ -70,6 +70,70 @@ def _stablelm(shape: DemoShape, common: Common) -> Any:
     return StableLmConfig(**common, **_gated(shape), use_qkv_bias=True)
 
 
+def _routed(shape: DemoShape) -> Common:
+    return _gated(shape) | {
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": shape.intermediate // 4,
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen2_moe(shape: DemoShape, common: Common) -> Any:
+    from transformers import Qwen2MoeConfig
+
+    return Qwen2MoeConfig(
+        **common, **_routed(shape), num_experts=8, shared_expert_intermediate_size=64
+    )
+
+
+def _deepseek_v2(shape: DemoShape, common: Common) -> Any:
+    from transformers import DeepseekV2Config
+
+    given = _routed(shape) | {"num_experts_per_tok": 3, "num_key_value_heads": shape.heads}
+    return DeepseekV2Config(
+        **common,
+        **given,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        n_group=2,
+        topk_group=1,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    )
+
+
+def _glm4_moe(shape: DemoShape, common: Common) -> Any:
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(
+        **common,
+        **_routed(shape),
+        head_dim=shape.head_size,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+    )
+
+
+def _gpt_oss(shape: DemoShape, common: Common) -> Any:
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        **common,
+        **_gated(shape),
+        head_dim=shape.head_size,
+        num_local_experts=8,
+        num_experts_per_tok=4,
+        sliding_window=SLIDING_WINDOW,
+    )
+
+
 MAKERS: dict[str, Callable[[DemoShape, Common], Any]] = {
     "mistral": _mistral,
     "phi3": _phi3,
@@ -77,5 +141,9 @@ MAKERS: dict[str, Callable[[DemoShape, Common], Any]] = {
     "granite": _granite,
     "glm4": _glm4,
     "stablelm": _stablelm,
+    "qwen2_moe": _qwen2_moe,
+    "deepseek_v2": _deepseek_v2,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
 }
 """Name → maker of its transformers config."""

@@ -11,7 +11,6 @@ from engines import (
     STOP_SECONDS,
     Json,
     Model,
-    Stock,
     batch,
     engine,
     hetero,
@@ -21,19 +20,33 @@ from engines import (
 )
 from faulty_server import Client, FaultyServer, errors_of
 from leftovers import Scene
+from test_tokens import NEARLY_EQUAL, gap_where_different
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(900)
 
 RAY: Json = {
     "num_cpus": 2, "num_gpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False
 }  # fmt: skip
+STARTS = 5
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1"}
-CASES: dict[str, tuple[str, list[list[str]], Json]] = {
-    "two expert ranks": ("mixtral", [["gpu"]], {"ranks": 2}),
-    "experts of some layers": ("qwen3_moe", [["gpu"]], {"ranks": 2, "layers": 2}),
-    "two stages": ("qwen3_moe", [["gpu"], ["gpu"]], {"ranks": 1}),
-    "tensor parallel": ("mixtral", [["gpu", "gpu"]], {"ranks": 1}),
+ONE = [["gpu"]]
+LAYOUTS: dict[str, tuple[str, list[list[str]], Json, tuple[int, ...]]] = {
+    "experts of some layers": ("qwen3_moe", ONE, {"ranks": 2, "layers": 2}, (2,)),
+    # By stage: all four layers, or the last two, of each those that it has.
+    "two stages": ("mixtral", [["gpu"], ["gpu"]], {"ranks": 1}, (2, 2)),
+    "a stage without": ("mixtral", [["gpu"], ["gpu"]], {"ranks": 1, "layers": 2}, (0, 2)),
+    "tensor parallel": ("mixtral", [["gpu", "gpu"]], {"ranks": 1}, (4,)),
 }
+"""Model, stages, expert ranks, and the layers of each stage that these compute."""
+FAMILIES = {
+    # The first layer of these has no experts.
+    "qwen3_moe": ("f32", 3),
+    "glm4_moe": ("f32", 3),
+    "deepseek_v2": ("f32", 3),
+    "qwen2_moe": ("f32", 4),
+    "gpt_oss": ("bf16", 4),
+}
+"""Dtype, and layers with experts."""
 
 
 def arguments(model: Path, layout: list[list[str]], experts: Json, **more: Any) -> Json:
@@ -42,39 +55,73 @@ def arguments(model: Path, layout: list[list[str]], experts: Json, **more: Any) 
         "warmup": {"step_timeout_s": 60},
     }  # fmt: skip
     sizes = (len(layout), len(layout[0]))
-    return engine(model, *sizes, dtype="float32", **hetero(**keys), **more)
+    return engine(model, *sizes, **{"dtype": "float32", **hetero(**keys), **more})
 
 
-@pytest.fixture(scope="module")
-def answers(scene: Scene, logs: Path, model: Model) -> dict[str, list[list[int]]]:
+def compared(
+    scene: Scene, directory: Path, model: Path, runs: list[Json], dtype: str = "float32"
+) -> tuple[list[Json], list[list[Json]], str]:
+    """What stock vLLM answers, what these engines do, and all that was logged."""
+    asked = [batch(prompts(), logprobs=2)]
+    made = [engine(model, dtype=dtype), *runs]
+    (expected,), *found = run_engines(
+        scene, directory, [(one, asked) for one in made], ray=RAY, extra=PRETENDED
+    )
+    return expected, [one for (one,) in found], (directory / "log").read_text()
+
+
+def test_greedy_tokens_are_those_of_stock(scene: Scene, logs: Path, model: Model) -> None:
+    path = model("mixtral", "f32")
+    runs = [arguments(path, ONE, {"ranks": 2})]
+    expected, (ours,), log = compared(scene, logs / "mixtral", path, runs)
+    assert tokens(ours) == tokens(expected)
+    assert "experts of 4 layers are computed by rank 1 (experts, socket" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_answer_what_stock_does(name: str, scene: Scene, logs: Path, model: Model) -> None:
+    architecture, layout, experts, layers = LAYOUTS[name]
+    path = model(architecture, "f32")
+    runs = [arguments(path, layout, experts)]
+    expected, (ours,), log = compared(scene, logs / name.replace(" ", "-"), path, runs)
+    assert tokens(ours) == tokens(expected)
+    for count in layers:
+        assert f"experts of {count} layers are computed by" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, model: Model) -> None:
+    dtype, layers = FAMILIES[name]
+    path = model(name, dtype)
+    named = {"f32": "float32", "bf16": "bfloat16"}[dtype]
+    runs = [arguments(path, ONE, {"ranks": 2}, dtype=named)]
+    expected, (ours,), log = compared(scene, logs / name, path, runs, named)
+    assert f"experts of {layers} layers are computed by" in log
+    gaps = [gap_where_different(*pair) for pair in zip(ours, expected, strict=True)]
+    gaps = [gap for gap in gaps if gap is not None]
+    if dtype == "f32":
+        assert not gaps
+    assert len(gaps) <= 4
+    assert all(gap < NEARLY_EQUAL for gap in gaps)
+
+
+@pytest.mark.slow
+def test_engines_start_and_end_one_after_the_other(scene: Scene, logs: Path, model: Model) -> None:
     runs = [
-        (arguments(model(architecture, "f32"), layout, experts), [batch(prompts())])
-        for architecture, layout, experts in CASES.values()
+        (arguments(model("mixtral", "f32"), ONE, {"ranks": 2}), [batch(prompts(4))])
+        for _ in range(STARTS)
     ]
-    found = run_engines(scene, logs / "experts", runs, ray=RAY, extra=PRETENDED)
-    return {name: tokens(one[0]) for name, one in zip(CASES, found, strict=True)}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_greedy_tokens_are_those_of_stock(
-    name: str, answers: dict[str, list[list[int]]], stock: Stock
-) -> None:
-    assert answers[name] == stock(f"{CASES[name][0]}-f32")
-
-
-def test_stages_hold_no_experts_that_expert_ranks_hold(
-    answers: dict[str, list[list[int]]], logs: Path
-) -> None:
-    log = (logs / "experts" / "log").read_text()
-    assert answers
-    # By engine: all four layers, the last two, and of each stage those that it has.
-    for layers in (4, 2):
-        assert f"experts of {layers} layers are computed by rank 1 (experts, socket" in log
+    found = run_engines(scene, logs / "starts", runs, ray=RAY, extra=PRETENDED)
+    assert len({str(tokens(one)) for (one,) in found}) == 1
+    scene.assert_clean()
 
 
 LIMIT_S = 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_expert_rank_that_ends_or_stops_ends_the_engine_and_is_named(
     number: signal.Signals, scene: Scene, logs: Path, model: Model

@@ -78,7 +78,8 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
                 "layout": layout,
                 "cpu": cpu,
                 "gpu": gpu,
-                "experts": {"ranks": run["experts"]},
+                # All fit on the GPU, so that auto would leave all there.
+                "experts": {"ranks": run["experts"], "layers": "all"} if run["experts"] else {},
             }
         },
     }

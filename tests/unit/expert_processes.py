@@ -35,15 +35,19 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.remote_experts import RemoteExperts, are_remote
+from ray_hetero.kernels.linear_layers import LinearLayers
+from ray_hetero.planning.expert_ranks import asked_layers
 from ray_hetero.worker.expert_model import load_experts
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
 
 TOKENS = 70
 
 
-def configured(case: dict[str, Any]) -> tuple[Any, HeteroConfig]:
+def configured(case: dict[str, Any], role: str) -> tuple[Any, HeteroConfig]:
+    # What a quantised checkpoint is to be compared with is unquantised.
+    model = case.get("reference", case["model"]) if role == "stock" else case["model"]
     args = EngineArgs(
-        model=case["model"], dtype=case["dtype"], skip_tokenizer_init=True, enforce_eager=True,
+        model=model, dtype=case["dtype"], skip_tokenizer_init=True, enforce_eager=True,
         max_model_len=128, kv_cache_memory_bytes=1 << 30,
     )  # fmt: skip
     config = HeteroConfig.model_validate(
@@ -52,15 +56,15 @@ def configured(case: dict[str, Any]) -> tuple[Any, HeteroConfig]:
     return args.create_engine_config(), config
 
 
-def rank_of(meeting: str, config: HeteroConfig, model: str, dtype: str) -> RankSpec:
+def rank_of(meeting: str, config: HeteroConfig, model: str, dtype: str, remote: int) -> RankSpec:
     """The one rank of a stage, beside expert ranks."""
     where = {"node_id": "n", "address": "a", "node_name": "n", "is_driver_node": True}
     seat = Seat(0, 0, 0, "gpu", local_rank=0, **where)  # type: ignore[arg-type]
     experts = [
         Seat(1 + n, 1, n, "cpu", local_rank=n, serves_experts=True, **where)  # type: ignore[arg-type]
-        for n in range(config.experts.ranks)
+        for n in range(int(config.experts.ranks))
     ]
-    world = World(Layout((("gpu",),)), (seat,), (4,), tuple(experts))
+    world = World(Layout((("gpu",),)), (seat,), (4,), tuple(experts), remote)
     # Fewer tokens at once than there are, so that they are handed over in pieces.
     shared = SharedSettings("e", dtype, 128, 16, 0, 32, 8, False, False, False, (), ())
     engine = EngineSpec(EngineArgs(model=model), config, None)
@@ -75,7 +79,7 @@ def main() -> None:
     )
     current_platform.import_kernels()
     for name, case in json.loads((work / "request.json").read_text()).items():
-        vllm_config, config = configured(case)
+        vllm_config, config = configured(case, role)
         with set_current_vllm_config(vllm_config):
             init_distributed_environment(1, 0, "env://", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
@@ -89,9 +93,10 @@ def main() -> None:
 
 def serve(meeting: str, vllm_config: Any, config: HeteroConfig, number: int) -> None:
     layers = vllm_config.model_config.get_total_num_hidden_layers()
-    held = load_experts(
-        vllm_config, config, are_remote(config, layers), number, config.experts.ranks
-    )
+    ranks, remote = config.experts.ranks, asked_layers(config.experts, layers)
+    assert ranks != "auto"
+    assert remote is not None
+    held = load_experts(vllm_config, config, are_remote(remote, layers), number, ranks)
     service = ExpertService(held, number)
     reached = reach(meeting, 0, number, (), 200)
     service.add(reached)
@@ -107,8 +112,13 @@ def stage(
     remote = None
     if not has_experts:
         dtype = str(model_config.dtype).removeprefix("torch.")
-        rank = rank_of(meeting, config, model_config.model, dtype)
         layers = model_config.get_total_num_hidden_layers()
+        remote_layers = asked_layers(config.experts, layers)
+        assert remote_layers is not None
+        if model_config.quantization:
+            # A GPU has kernels for these; this process is given those of a CPU rank.
+            LinearLayers(config.cpu, None, TOKENS)
+        rank = rank_of(meeting, config, model_config.model, dtype, remote_layers)
         remote = RemoteExperts(rank, layers, model_config.dtype)
     with set_default_torch_dtype(model_config.dtype):
         model = initialize_model(vllm_config=vllm_config)

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from placement.plan.described import described
 from ray_hetero.config import HeteroConfig
 from ray_hetero.launch import chosen_stages
-from ray_hetero.launch.chosen_stages import choose_stages, take_sizes
+from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
 from ray_hetero.planning.machine import Machine
 
 XEON = {"part": "Xeon 8480+", "cores": 56, "memory_gib": 512}
@@ -53,6 +53,42 @@ def test_sizes_follow_from_the_machine_and_the_model(
     chosen = choose_stages(arguments, HeteroConfig(), group=None, engines=1)
     assert chosen.layout == layout
     assert (arguments.pipeline_parallel_size, arguments.tensor_parallel_size) == sizes
+
+
+MIXTRAL = config_of(
+    "mixtral", 32, 4096, 14336, (32, 8), 32000, num_local_experts=8, num_experts_per_tok=2,
+    max_position_embeddings=8192, architectures=["MixtralForCausalLM"],
+)  # fmt: skip
+AUTO = HeteroConfig.model_validate({"experts": {"ranks": "auto"}})
+
+
+@pytest.mark.parametrize(("config", "ranks"), [(AUTO, 2), (HeteroConfig(), 0)])
+def test_expert_ranks_are_written_out_where_they_are_asked_for(
+    config: HeteroConfig,
+    ranks: int,
+    arguments: EngineArgs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    on(monkeypatch, gpus={"part": "L40S"}, sockets={**XEON, "count": 2})
+    chosen = choose_stages(arguments, config, group=None, engines=1)
+    assert chosen.experts.ranks == ranks
+    assert (chosen.layout == [["gpu"]]) == bool(ranks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks"),
+    [({}, "auto"), ({"enable_lora": True}, 0), ({"data_parallel_size": 2}, 0)],
+)
+def test_auto_is_no_expert_rank_where_these_are_refused(
+    asked: dict[str, Any], ranks: Any, arguments: EngineArgs
+) -> None:
+    for name, value in asked.items():
+        setattr(arguments, name, value)
+    assert settle_experts(arguments, AUTO).experts.ranks == ranks
+    given = HeteroConfig.model_validate({"experts": {"ranks": 1}})
+    assert settle_experts(arguments, given) is given
 
 
 def test_what_was_asked_for_wins(arguments: EngineArgs, monkeypatch: pytest.MonkeyPatch) -> None:

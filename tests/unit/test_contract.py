@@ -39,7 +39,7 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
@@ -137,16 +137,23 @@ REPLACED = {RankActor: {"__init__"}, remote_experts._remote_method(): {"__init__
 """Methods of our own that only share the name."""
 
 
+def _is_part(base: type) -> bool:
+    """Whether a base holds what classes of this project have in common."""
+    return base.__module__.split(".")[0] == "ray_hetero" and base.__name__.startswith("_")
+
+
 def _own_methods(cls: type) -> dict[str, Any]:
     return {
         name: member
-        for name, member in vars(cls).items()
+        for own in reversed([cls, *filter(_is_part, cls.__mro__[1:])])
+        for name, member in vars(own).items()
         if inspect.isfunction(member) or isinstance(member, staticmethod)
     }
 
 
 def _inherited(cls: type, name: str) -> Any:
-    return next((vars(base)[name] for base in cls.__mro__[1:-1] if name in vars(base)), None)
+    bases = (base for base in cls.__mro__[1:-1] if not _is_part(base))
+    return next((vars(base)[name] for base in bases if name in vars(base)), None)
 
 
 @pytest.mark.parametrize("cls", OVERRIDES, ids=lambda cls: cls.__name__)
@@ -162,7 +169,7 @@ def test_exactly_the_listed_methods_override_one_of_vllms(cls: type) -> None:
 )
 def test_overrides_take_every_call_that_vllm_makes(cls: type, name: str) -> None:
     theirs = inspect.signature(_inherited(cls, name)).parameters
-    ours = inspect.signature(vars(cls)[name]).parameters
+    ours = inspect.signature(_own_methods(cls)[name]).parameters
     if any(p.kind is p.VAR_KEYWORD for p in ours.values()):
         return
     optional = {n: p.default is not p.empty for n, p in theirs.items()}
@@ -246,6 +253,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/remote_experts", RoutedExperts, "__init__"),
     ("compat/remote_experts", RoutedExperts, "forward_modular"),
     ("compat/remote_experts", RoutedExperts, "_ensure_moe_quant_config_init"),
+    ("compat/remote_experts", FusedMoEExperts, "_supports_current_device"),
     ("compat/remote_experts", FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"),
     ("compat/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
     ("compat/message_queues", AsyncModelRunnerOutput, "get_output"),

@@ -296,6 +296,21 @@ def test_the_page_has_every_alert() -> None:
     assert re.findall(r"^\| `(RayHetero\w+)` \|", page, re.M) == named
 
 
+def test_every_alert_has_a_case_in_which_it_fires() -> None:
+    (alerts,) = loaded(DEPLOY / "prometheus" / "alerts.yml")
+    named = {alert["alert"] for group in alerts["groups"] for alert in group["rules"]}
+    cases = (DEPLOY / "prometheus" / "alerts.test.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r"RayHetero\w+", cases)) == named
+
+
+def test_alerts_fire_in_these_cases_and_on_no_server_that_is_well() -> None:
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("needs promtool, which comes with Prometheus")
+    command = [promtool, "test", "rules", str(DEPLOY / "prometheus" / "alerts.test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_grafana_finds_prometheus_and_the_dashboard(compose: dict[str, Any]) -> None:
     grafana = DEPLOY / "grafana"
     (sources,) = loaded(grafana / "datasources" / "prometheus.yaml")

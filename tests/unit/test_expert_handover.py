@@ -5,9 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,8 +21,17 @@ import torch.distributed as dist  # noqa: E402
 
 from ray_hetero.distributed import expert_meeting, expert_memory  # noqa: E402
 from ray_hetero.distributed.expert_channel import ExpertChannel  # noqa: E402
-from ray_hetero.distributed.expert_meeting import ExpertMeeting, is_ready, reach  # noqa: E402
-from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer  # noqa: E402
+from ray_hetero.distributed.expert_meeting import (  # noqa: E402
+    ExpertMeeting,
+    Reached,
+    is_ready,
+    reach,
+)
+from ray_hetero.distributed.expert_memory import (  # noqa: E402
+    Geometry,
+    HandoverMemory,
+    RemoteLayer,
+)
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer  # noqa: E402
 from ray_hetero.errors import AgreementError, RankError, StartupError  # noqa: E402
 
@@ -131,6 +144,51 @@ def test_several_stages_have_a_channel_each_to_the_same_expert_rank() -> None:
     process.join(LIMIT_S)
     assert isinstance(fails(stages[1]), dist.DistNetworkError)
     stages[1].close()
+
+
+@pytest.mark.parametrize("in_python", [True, False])
+def test_an_expert_rank_counts_steps_layers_and_experts(in_python: bool) -> None:
+    dtype, native = torch.bfloat16, expert_memory.native()
+    geometry = Geometry.of(LAYERS, ranks=1, tokens=5, dtype=dtype)
+    descriptor = HandoverMemory.made(geometry)
+    memory = HandoverMemory(descriptor, geometry)
+    os.close(descriptor)
+    mine, other = socket.socketpair()
+    call = None if in_python else SimpleNamespace(function=native.ECHO, context=0)
+    layers = {
+        layer.name: replace(held(0, layer.hidden, dtype, at), call=call)
+        for at, layer in enumerate(LAYERS)
+    }
+    service = ExpertService(layers, 0)
+    service.add(Reached(memory, LAYERS, other))
+
+    def serve() -> None:
+        with pytest.raises(dist.DistNetworkError):
+            service.serve()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    sender = ExpertChannel(memory, LAYERS, [mine], ["expert rank 0"], LIMIT_S)
+    asked = [
+        (0, [[1, 2], [2, 1], [2, 5]]), (1, [[0, 1, 2], [0, 1, 2], [-1, -1, -1]]),
+        (0, [[7, 7]]), (1, [[0, 3, 6]]),
+    ]  # fmt: skip
+    for layer, ids in asked:
+        chosen, tokens = torch.tensor(ids), len(ids)
+        x = torch.randn(tokens, LAYERS[layer].hidden).to(dtype)
+        sender.hand_over(x, torch.ones(chosen.shape), chosen, layer)
+        sender.take(tokens, layer)
+    sender.close()
+    thread.join(LIMIT_S)
+    found = service.totals
+    assert (found["steps"], found["tokens"], found["layers"]) == (2, 4, 4)
+    assert found["experts"] == 3 + 3 + 1 + 3
+    assert found["computing_s"] > 0
+    assert found["waiting_s"] > 0
+
+
+def test_a_stage_without_remote_experts_has_a_channel_too() -> None:
+    assert Geometry.of((), ranks=2, tokens=8, dtype=torch.float32).nbytes > 0
 
 
 def fails(sender: ExpertChannel) -> Exception:

@@ -23,6 +23,7 @@ from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import gpu_prefill, streaming_linear  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.linear_layers import LinearLayers  # noqa: E402
+from ray_hetero.kernels.weight_pieces import Piece, PieceReader  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import SLOTS, gpu_bytes  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
@@ -91,13 +92,13 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     plain = weights()
     gpu, packed = borrowed(plain)
     fetched: list[tuple[int, int]] = []
-    fetch = GpuPrefill._fetch
+    fetch = PieceReader._fetch
 
-    def fetch_and_count(self: GpuPrefill, piece: gpu_prefill._Piece) -> None:
+    def fetch_and_count(self: PieceReader, piece: Piece) -> None:
         fetched.append((piece.weight.data_ptr(), piece.begin))
         fetch(self, piece)
 
-    monkeypatch.setattr(GpuPrefill, "_fetch", fetch_and_count)
+    monkeypatch.setattr(PieceReader, "_fetch", fetch_and_count)
     pieces = sum(len(found) for found in gpu._pieces.values())
     assert pieces > 2 * SLOTS
 
@@ -115,7 +116,7 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     assert counts[-1] == pieces
     first = len(gpu._pieces[packed[0].data_ptr()])
     assert counts[0] == first
-    assert [slot.piece for slot in gpu._ahead] == gpu._pieces[packed[0].data_ptr()][:SLOTS]
+    assert [slot.piece for slot in gpu._reader._ahead] == gpu._pieces[packed[0].data_ptr()][:SLOTS]
 
 
 def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:

@@ -22,7 +22,8 @@ from placement.units import GB, GIB
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
-from ray_hetero.planning.layer_plan import LayerPlan, describe_split, plan_layers
+from ray_hetero.planning.layer_plan import plan_layers
+from ray_hetero.planning.planned_layers import LayerPlan, describe_split
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 
 AUTO = HeteroConfig()
@@ -106,9 +107,9 @@ def test_stages_hold_what_expert_ranks_do_not(layers: Any, remote: int) -> None:
 
 
 def test_experts_that_do_not_fit_into_their_sockets_are_told_with_the_arithmetic() -> None:
-    said = r"rank 1 \(experts, socket 0 .*is to hold 1 / 2 of the experts, 126.0 GiB, but 6"
+    said = r"rank 1 \(experts, socket 0 .*is to hold 1 / 2 of the experts of 56 layers, 126.0 GiB"
     with pytest.raises(DoesNotFitError, match=said):
-        plan(with_experts(), server(1, 2, memory_gib=64), MIXTURE, pipeline=1)
+        plan(with_experts(layers="all"), server(1, 2, memory_gib=64), MIXTURE, pipeline=1)
 
 
 @pytest.mark.parametrize(("gpus", "sockets"), [(0, 2), (2, 0)])

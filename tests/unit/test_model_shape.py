@@ -69,6 +69,34 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            **SMALL,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **SMALL,
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {**SMALL, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "deepseek_v2 lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**LATENT, "q_lora_rank": 24}),
 }
@@ -193,6 +221,15 @@ PUBLISHED = {
             num_experts_per_tok=8, moe_intermediate_size=768,
         ),
         61064245248,
+    ),
+    "gpt-oss-120b": (
+        config_of(
+            "gpt_oss", 36, 2880, 2880, (64, 8), 201088, head_dim=64, num_local_experts=128,
+            num_experts_per_tok=4, sliding_window=128, tie_word_embeddings=False,
+            layer_types=["sliding_attention", "full_attention"] * 18,
+            quantization_config={"quant_method": "mxfp4"},
+        ),
+        65248815744,
     ),
     "DeepSeek-V2-Lite": (
         config_of(

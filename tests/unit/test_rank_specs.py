@@ -11,13 +11,14 @@ from test_layer_plan import plan, server
 from ray_hetero.compat import layer_partition
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning import layer_plan
+from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.world import EngineSpec, RankSpec
 
 CONFIG = HeteroConfig(cpu=CpuConfig(reserved_cores=2))
 
 
-def specs(nodes: Any) -> tuple[layer_plan.LayerPlan, tuple[RankSpec, ...]]:
+def specs(nodes: Any) -> tuple[LayerPlan, tuple[RankSpec, ...]]:
     found = plan(CONFIG, nodes)
     engine: Any = EngineSpec(None, CONFIG, None)  # type: ignore[arg-type]
     shared: Any = None

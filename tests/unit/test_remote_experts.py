@@ -17,16 +17,26 @@ pytest.importorskip("vllm")
 
 import transformers  # noqa: E402
 
-from ray_hetero.cli.demo.model import write_demo_model  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+
+from dequantised import dequantised  # noqa: E402
+
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
+from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
 from ray_hetero.config import HeteroConfig  # noqa: E402
 from ray_hetero.distributed import expert_memory  # noqa: E402
 from ray_hetero.distributed.remote_experts import are_remote  # noqa: E402
+from ray_hetero.planning.expert_ranks import asked_layers  # noqa: E402
 
 if expert_memory._native is None:
     pytest.skip("needs the native module", allow_module_level=True)
 
 PROGRAM = Path(__file__).with_name("expert_processes.py")
-TWO: dict[str, Any] = {"dtype": "float32", "kernel": "vllm", "experts": {"ranks": 2}}
+TWO: dict[str, Any] = {
+    "dtype": "float32",
+    "kernel": "vllm",
+    "experts": {"ranks": 2, "layers": "all"},
+}
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": TWO,
     "qwen3_moe": {"dtype": "bfloat16", "kernel": "streaming", "experts": {"ranks": 2, "layers": 2}},
@@ -35,8 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "glm4_moe": TWO,
     "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+    "fp8": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+    "w4a16": {**TWO, "dtype": "bfloat16", "kernel": "auto"},
 }
 RANKS = 2
+QUANTISED = DemoShape(layers=2, hidden=384, heads=12)
+"""Half of an expert's inner size, 256, is a whole block."""
 COMMON: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -77,6 +91,12 @@ def written(directory: Path, architecture: str, dtype: str) -> Path:
     return directory
 
 
+def quantised(directory: Path, name: str) -> dict[str, str]:
+    """A checkpoint of that format, and what it holds as a plain one."""
+    stored = write_demo_model(directory / "stored", "qwen3_moe", stored=name, shape=QUANTISED)
+    return {"model": str(stored), "reference": str(dequantised(stored, directory / "plain"))}
+
+
 def run(role: str, work: Path, number: int = 0) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), role, str(work), str(number)],
@@ -101,13 +121,19 @@ def found(
     work = tmp_path_factory.mktemp("experts") / uuid.uuid4().hex
     work.mkdir()
     cases = {
-        name: case | {"model": str(written(work / name, name, case["dtype"]))}
+        name: case
+        | (
+            quantised(work / name, name)
+            if name in FORMATS
+            else {"model": str(written(work / name, name, case["dtype"]))}
+        )
         for name, case in CASES.items()
         if name in wanted
     }
     (work / "request.json").write_text(json.dumps(cases))
-    processes = [run("stock", work), run("stage", work)]
-    processes += [run("expert", work, number) for number in range(RANKS)]
+    # Those that the others wait for are looked at first.
+    processes = [run("expert", work, number) for number in range(RANKS)]
+    processes += [run("stage", work), run("stock", work)]
     try:
         for process in processes:
             assert process.wait(600) == 0, "\n".join(
@@ -126,7 +152,7 @@ def found(
 @pytest.mark.parametrize("name", CASES)
 def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[Any, Any]]) -> None:
     stock, stage = found[name]
-    if "layers" in CASES[name]["experts"]:
+    if CASES[name]["experts"]["layers"] != "all":
         assert 0 < stage["held"] < stock["held"]
     else:
         assert stage["held"] == 0 < stock["held"]
@@ -138,12 +164,25 @@ def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[
         torch.testing.assert_close(stage["sums"][layer], sums, rtol=0, atol=atol, msg=layer)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_experts_that_only_gpus_compute_are_refused(tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "m", "qwen3_moe", stored="mxfp4", shape=QUANTISED)
+    case = TWO | {"dtype": "bfloat16", "kernel": "auto", "model": str(model)}
+    (tmp_path / "request.json").write_text(json.dumps({"mxfp4": case}))
+    assert run("expert", tmp_path).wait(250) == 1
+    said = (tmp_path / "expert0.log").read_text()
+    assert "vLLM computes its experts with MarlinExperts, on GPUs only" in said
+
+
 @pytest.mark.parametrize(
     ("asked", "remote"), [("all", [0, 1, 2, 3]), (1, [3]), (3, [1, 2, 3]), (9, [0, 1, 2, 3])]
 )
 def test_the_last_layers_experts_are_remote(asked: Any, remote: list[int]) -> None:
     config = HeteroConfig.model_validate({"experts": {"ranks": 1, "layers": asked}})
-    is_remote = are_remote(config, 4)
+    layers = asked_layers(config.experts, 4)
+    assert layers is not None
+    is_remote = are_remote(layers, 4)
     names = [f"language_model.model.layers.{layer}.mlp.experts" for layer in range(6)]
     assert [layer for layer, name in enumerate(names) if is_remote(name)] == remote
     assert not is_remote("model.experts")

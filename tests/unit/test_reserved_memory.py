@@ -14,7 +14,8 @@ from placement.cluster.shortage import NodeResources
 from placement.plan.described import described
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
-from ray_hetero.planning.layer_plan import LayerPlan, plan_layers
+from ray_hetero.planning.layer_plan import plan_layers
+from ray_hetero.planning.planned_layers import LayerPlan
 
 GIB = 1 << 30
 FACTS = EngineFacts(LLAMA_8B, "", 32, 8192, 256, 2048, 0.9)

@@ -18,7 +18,7 @@ from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.status import EngineStatus
 from ray_hetero.observability.status_board import RankReport, StatusBoard
 from ray_hetero.observability.step_clock import StepTotals
-from ray_hetero.planning.layer_plan import LayerPlan
+from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.world import World
 
 
@@ -103,6 +103,35 @@ def test_ranks_that_start_again_begin_anew(info: EngineInfo) -> None:
     board.begin(info)
     content = board.read()
     assert (content.state, content.news) == ("starting", {})
+
+
+def test_expert_ranks_are_shown_with_what_they_read(clock: Any) -> None:
+    layout = Layout((("gpu",),))
+    seats = assign(layout, [node("alpha", sockets=2, gpus=1)], expert_ranks=2)
+    world = World(layout, seats[:1], (8,), seats[1:], expert_layers=3)
+    board = StatusBoard(info_of("1a2b3", "models/tiny", LayerPlan(world, None), None))
+    for clock.now, steps in ((100, 0), (102, 10)):
+        totals = StepTotals(
+            steps=steps, tokens=steps, busy_s=0.006 * steps, waiting_s=0.003 * steps,
+            expert_layers=3 * steps, experts_read=24 * steps,
+        )  # fmt: skip
+        board.report(RankReport(1, 4712, 3 << 30, 0, totals, 0.0))
+    engine = EngineStatus(board.read())
+    assert [rank.info.kind for rank in engine.ranks] == ["gpu", "experts", "experts"]
+    console = Console(width=180, force_terminal=False)
+    with console.capture() as shown:
+        console.print(engine.table())
+    row = next(line for line in shown.get().splitlines() if "socket 0" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[:3] == ["1", "", "experts"]
+    assert cells[5:] == ["5-7 (3)", "ok", "3.00", "10", "6.00", "3.00", "", "24.0"]
+    assert "experts read" in shown.get()
+    found = engine.to_dict()["ranks"][1]
+    assert (found["stage"], found["recent_experts_read"]) == (None, 24)
+    assert found["recent_layer_ms"] == pytest.approx(2)
+    assert found["recent_layer_waiting_ms"] == pytest.approx(1)
+    assert "24.0 a step" not in str(totals)
+    assert "6.00 ms computing experts of 3.0 layers, 8.0 experts read a layer" in str(totals)
 
 
 def test_table_json_and_notebook_show_the_same(info: EngineInfo, clock: Any) -> None:

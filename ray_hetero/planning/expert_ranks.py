@@ -1,0 +1,133 @@
+"""Expert ranks in the plan: how many, of how many layers they hold the experts, their room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from placement.cluster.assignment import Node
+from placement.errors import DoesNotFitError
+from placement.model.shape import ModelShape
+from placement.units import GIB
+from ray_hetero.config import ExpertsConfig, HeteroConfig
+from ray_hetero.errors import ConfigError
+from ray_hetero.world import World
+
+MOST_NAMED = 16
+"""Largest number of expert ranks that an error proposes."""
+
+
+def with_expert_ranks(config: HeteroConfig, ranks: int) -> HeteroConfig:
+    """The configuration with this number of expert ranks written out."""
+    experts = config.experts.model_copy(update={"ranks": ranks})
+    return config.model_copy(update={"experts": experts})
+
+
+def sockets_for_experts(nodes: Sequence[Node], gpus: int, shape: ModelShape) -> int:
+    """Most expert ranks beside so many GPUs, 0 for none.
+
+    They are sockets of a node that has these GPUs, as many as divide an expert equally.
+    """
+    sockets = max((len(node.sockets) for node in nodes if node.gpus >= gpus), default=0)
+    suited = (ranks for ranks in range(sockets, 0, -1) if shape.expert_parts % ranks == 0)
+    return next(suited, 0) if shape.experts else 0
+
+
+def asked_layers(experts: ExpertsConfig, layers: int) -> int | None:
+    """Layers whose experts are to lie on expert ranks; None where they are planned.
+
+    Args:
+        experts: what was asked for.
+        layers: decoder layers of the model.
+
+    """
+    if experts.layers == "auto":
+        return None
+    return layers if experts.layers == "all" else min(experts.layers, layers)
+
+
+def fewest_layers(layers: int, fits: Callable[[int], bool]) -> int | None:
+    """The smallest number of layers without experts with which a model fits; None where none does.
+
+    Args:
+        layers: decoder layers of the model.
+        fits: whether it does with this number; if so, then with every larger one.
+
+    """
+    if not fits(layers):
+        return None
+    least, most = 0, layers
+    while least < most:
+        middle = (least + most) // 2
+        if fits(middle):
+            most = middle
+        else:
+            least = middle + 1
+    return most
+
+
+def check_experts(world: World, shape: ModelShape | None) -> None:
+    """Refuse expert ranks that there is nothing for.
+
+    Args:
+        world: with expert ranks.
+        shape: the model; None where its sizes are unknown.
+
+    Raises:
+        ConfigError: the stages are not GPUs in equal numbers, or the model has no experts, or some
+            that cannot be divided by so many.
+
+    """
+    if shape is not None and not shape.experts:
+        raise ConfigError(
+            f"experts.ranks: {len(world.experts)} sockets are to hold routed experts, but a model "
+            f"of the type {shape.model_type} has none. Leave experts.ranks out."
+        )
+    ranks = len(world.experts)
+    if shape is not None and shape.expert_parts % ranks:
+        parts = shape.expert_parts
+        suited = ", ".join(str(n) for n in range(1, MOST_NAMED + 1) if parts % n == 0)
+        raise ConfigError(
+            f"experts.ranks: {ranks} sockets are to hold equal slices of every expert, but an "
+            f"expert of this model has {parts} parts that can lie apart, and {parts} / {ranks} is "
+            f"no whole number. Give one of {suited}."
+        )
+    if not world.is_stock:
+        raise ConfigError(
+            f"experts.ranks: {len(world.experts)} sockets hold experts for stages of GPUs in equal "
+            f"numbers, but the layout is {world.layout}. Write a layout of GPUs, for example "
+            '"layout": [["gpu"]], or leave experts.ranks out.'
+        )
+
+
+def bytes_of_expert_rank(shape: ModelShape, ranks: int) -> int:
+    """Bytes of the experts that one of so many expert ranks holds, as the checkpoint has them.
+
+    Args:
+        shape: the model, of which stages leave some layers' experts out.
+        ranks: expert ranks.
+
+    """
+    return -(-shape.remote_bytes // ranks)
+
+
+def check_room(world: World, needed: int) -> None:
+    """Compare what each expert rank will hold with the free memory of its socket.
+
+    Args:
+        world: of the engine.
+        needed: bytes of one expert rank.
+
+    Raises:
+        DoesNotFitError: a socket has less.
+
+    """
+    for seat in world.experts:
+        free = None if seat.socket is None else seat.socket.free_bytes
+        if free is not None and needed > free:
+            ranks = len(world.experts)
+            raise DoesNotFitError(
+                f"{world.describe(seat.rank)} is to hold 1 / {ranks} of the experts of "
+                f"{world.expert_layers} layers, {needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB "
+                "are free there. Leave more of them to the stages (experts.layers), or take more "
+                "sockets (experts.ranks)."
+            )

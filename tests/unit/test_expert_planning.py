@@ -1,0 +1,352 @@
+"""Expert ranks in the plan: what they cost, how many layers they hold, when they are chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from plan_cases import LLAMA_70B, config_of
+from typer.testing import CliRunner
+
+from placement.errors import DoesNotFitError
+from placement.model.reading import shape_from_config
+from placement.model.shape import ModelShape
+from placement.plan.cost import PICO, decode_pass, distinct_experts, layer_step
+from placement.plan.described import described
+from placement.plan.devices import Links, StageDevices
+from ray_hetero.cli.plan import plan as plan_command
+from ray_hetero.config import HeteroConfig
+from ray_hetero.errors import ConfigError
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.expert_ranks import fewest_layers
+from ray_hetero.planning.layer_plan import plan_layers
+from ray_hetero.planning.layout_choice import Choice, choose_layout
+from ray_hetero.planning.layout_choice import config_of as chosen_config
+from ray_hetero.planning.planned_layers import LayerPlan
+
+MIXTURES = {
+    "Mixtral 8x7B": config_of(
+        "mixtral", 32, 4096, 14336, (32, 8), 32000, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "Qwen3 30B-A3B": config_of(
+        "qwen3_moe", 48, 2048, 6144, (32, 4), 151936, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    "DeepSeek V3": config_of(
+        "deepseek_v3", 61, 7168, 18432, (128, 128), 129280, n_routed_experts=256,
+        n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=2048,
+        first_k_dense_replace=3, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
+        qk_nope_head_dim=128, v_head_dim=128,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+    "gpt-oss 120B": config_of(
+        "gpt_oss", 36, 2880, 2880, (64, 8), 201088, head_dim=64, num_local_experts=128,
+        num_experts_per_tok=4, quantization_config={"quant_method": "mxfp4"},
+    ),
+}  # fmt: skip
+SHAPES = {name: shape_from_config(config) for name, config in MIXTURES.items()}
+DENSE_LAYERS = {"DeepSeek V3": 3}
+"""The first layers of a mixture that have no experts."""
+
+XEON = {"part": "Xeon 8480+", "cores": 56, "memory_gib": 1024, "instruction_sets": ["amx_bf16"]}
+SMALL_GPU = {"part": "L40S"}
+H100 = {"part": "H100 SXM"}
+AUTO: Any = {"ranks": "auto"}
+
+
+def unmeasured(seats: Any, threads: Any) -> dict[int, float]:
+    return {}
+
+
+def machine(gpu: dict[str, Any] = SMALL_GPU, sockets: int = 2, gpus: int = 1) -> Any:
+    node: dict[str, Any] = {"name": "a", "gpus": {**gpu, "count": gpus}}
+    if sockets:
+        node["sockets"] = {**XEON, "count": sockets}
+    return described({"nodes": [node]})
+
+
+def facts_of(shape: ModelShape, length: int = 8192) -> EngineFacts:
+    return EngineFacts(shape, "", len(shape.layers), length, 256, 2048, 0.92, is_bf16=True)
+
+
+def planned(
+    name: str, experts: dict[str, Any], cluster: Any = None, *, tensor: int = 1, layout: Any = None
+) -> LayerPlan:
+    config = HeteroConfig.model_validate(
+        {"layout": layout or [["gpu"] * tensor], "experts": experts}
+    )
+    return plan_layers(
+        config, (cluster or machine()).as_nodes(), facts_of(SHAPES[name]),
+        pipeline_parallel_size=len(config.layout), tensor_parallel_size=tensor, partition=None,
+        measure=unmeasured,
+    )  # fmt: skip
+
+
+def chosen(shape: ModelShape, experts: dict[str, Any], cluster: Any = None) -> Choice:
+    config = HeteroConfig.model_validate({"experts": experts})
+    nodes = (cluster or machine()).as_nodes()
+    found = choose_layout(config, nodes, facts_of(shape), measure=unmeasured)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("fits_from", [0, 1, 7, 12])
+def test_the_fewest_layers_that_fit_are_found(fits_from: int) -> None:
+    asked = []
+
+    def fits(count: int) -> bool:
+        asked.append(count)
+        return count >= fits_from
+
+    assert fewest_layers(12, fits) == fits_from
+    assert len(asked) <= 5
+    assert fewest_layers(12, lambda count: False) is None
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_as_few_layers_as_possible_leave_the_gpu(name: str) -> None:
+    found = planned(name, {"ranks": 2})
+    assert found.split is not None, found.warning
+    assert found.warning == ""
+    shape, remote = SHAPES[name], found.world.expert_layers
+    assert 0 < remote <= len(shape.layers) - DENSE_LAYERS.get(name, 0)
+    experts = [
+        tensor.nbytes for layer in shape.layers[-remote:] for tensor in layer.tensors
+        if tensor.role == "expert"
+    ]  # fmt: skip
+    assert found.expert_bytes == -(-sum(experts) // 2)
+    (gpu,) = found.split.ranks
+    assert gpu.memory.weights == shape.weight_bytes - sum(experts)
+    assert gpu.kv_room >= gpu.memory.kv
+    # One layer more does not fit with the KV cache that is wanted.
+    more = planned(name, {"ranks": 2, "layers": remote - 1}) if remote > 1 else None
+    if more is not None and more.split is not None:
+        assert more.kv_tokens < 32768 <= found.kv_tokens
+    assert [one.layers for one in found.experts] == [remote, remote]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_step_is_that_of_the_gpu_the_handovers_and_the_experts_that_are_read(name: str) -> None:
+    found = planned(name, {"ranks": 2})
+    assert found.split is not None
+    (stage,) = found.split.stages
+    shape, remote = SHAPES[name], found.world.expert_layers
+    decode, sockets = stage.decode, stage.devices.experts
+    tokens = found.split.work.batch
+    awake = distinct_experts(shape.experts, shape.active_experts, tokens) / shape.experts
+    read = sum(
+        tensor.rank_bytes(2) * (sockets[0].figures.read_share if tensor.is_16_bit_matrix else 1)
+        for layer in shape.layers[-remote:] for tensor in layer.tensors if tensor.role == "expert"
+    )  # fmt: skip
+    expected = awake * read / sockets[0].figures.read_bandwidth
+    expected += remote * sockets[0].figures.layer_latency_s
+    assert decode.experts / PICO == pytest.approx(expected, rel=1e-3)
+    assert decode.handover / PICO == pytest.approx(remote * 30e-6, rel=0.1)
+    alone = layer_step(
+        shape, shape.layers[0], StageDevices(stage.devices.ranks), decode_pass(1, 4096), Links()
+    )
+    assert alone.experts == alone.handover == 0
+    assert found.expert_step_s == decode.experts / PICO
+
+
+def test_more_sockets_make_the_step_shorter() -> None:
+    steps = [planned("Qwen3 30B-A3B", {"ranks": ranks, "layers": 24}).split for ranks in (1, 2)]
+    assert steps[0] is not None
+    assert steps[1] is not None
+    assert steps[1].step_s < steps[0].step_s
+
+
+def test_nothing_is_left_for_expert_ranks_where_all_fits() -> None:
+    found = planned("Qwen3 30B-A3B", {"ranks": 2}, machine({"part": "H200"}))
+    assert found.world.experts == ()
+    assert found.world.expert_layers == 0
+    assert set(found.threads) == set()
+    assert "no expert rank is started" in found.warning
+    assert found.split is not None
+    # Who says how many layers gets them.
+    asked = planned("Qwen3 30B-A3B", {"ranks": 2, "layers": 4}, machine({"part": "H200"}))
+    assert (len(asked.world.experts), asked.world.expert_layers, asked.warning) == (2, 4, "")
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpu", "ranks"),
+    [
+        ([["gpu"]], SMALL_GPU, 2),
+        ([["gpu"]], {"part": "H200"}, 0),
+        ([["gpu", "gpu"]], H100, 0),
+        ([["cpu"], ["gpu"]], SMALL_GPU, 0),
+    ],
+)
+def test_auto_takes_sockets_where_the_gpus_alone_do_not_suffice(
+    layout: list[list[str]], gpu: dict[str, Any], ranks: int
+) -> None:
+    size = max(map(len, layout))
+    found = planned("Qwen3 30B-A3B", AUTO, machine(gpu, gpus=2), tensor=size, layout=layout)
+    assert len(found.world.experts) == ranks
+    assert found.split is not None
+    assert bool(found.world.expert_layers) == bool(ranks)
+
+
+def test_without_sockets_auto_is_none() -> None:
+    found = planned("Qwen3 30B-A3B", AUTO, machine(SMALL_GPU, sockets=0))
+    assert not found.world.experts
+    assert "this may not fit" in found.warning
+
+
+def test_what_expert_ranks_have_no_use_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a model of the type llama has none"):
+        plan_layers(
+            HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 1}}),
+            machine().as_nodes(), facts_of(LLAMA_70B), pipeline_parallel_size=1,
+            tensor_parallel_size=1, partition=None, measure=unmeasured,
+        )  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"the layout is \[cpu\] → \[gpu\]. Write a layout of GPU"
+    ):
+        planned("Mixtral 8x7B", {"ranks": 1}, layout=[["cpu"], ["gpu"]])
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    # Inner sizes, of DeepSeek V3 in blocks of 128, of gpt-oss in groups of 32.
+    [("Mixtral 8x7B", 14336), ("Qwen3 30B-A3B", 768), ("DeepSeek V3", 16), ("gpt-oss 120B", 90)],
+)
+def test_experts_are_cut_where_their_format_allows_it(name: str, parts: int) -> None:
+    assert SHAPES[name].expert_parts == parts
+
+
+def test_experts_that_so_many_ranks_cannot_share_are_told_with_the_arithmetic() -> None:
+    three = machine(sockets=3)
+    said = r"16 parts that can lie apart, and 16 / 3 is no whole .* one of 1, 2, 4, 8, 16"
+    with pytest.raises(ConfigError, match=said):
+        planned("DeepSeek V3", {"ranks": 3}, three)
+    # What is chosen can be divided.
+    assert len(planned("DeepSeek V3", AUTO, three).world.experts) == 2
+    assert len(planned("Qwen3 30B-A3B", AUTO, three).world.experts) == 3
+
+
+def test_sockets_that_have_no_room_are_told() -> None:
+    small = described({"nodes": [
+        {"name": "a", "gpus": H100, "sockets": {**XEON, "memory_gib": 64, "count": 2}}
+    ]})  # fmt: skip
+    with pytest.raises(DoesNotFitError, match=r"1 / 2 of the experts of \d+ layers, .* are free"):
+        planned("DeepSeek V3", {"ranks": 2}, small)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_expert_ranks_are_chosen_where_they_are_faster_and_asked_for(name: str) -> None:
+    shape = SHAPES[name]
+    without, asked = chosen(shape, {}), chosen(shape, AUTO)
+    assert not without.chosen.experts
+    assert not any(one.experts for one in without.others)
+    best = without.shorter_with_experts
+    if best is None:
+        assert not asked.chosen.experts
+        return
+    assert asked.chosen.name == best.name
+    assert asked.chosen.step_s < without.chosen.step_s
+    assert f'predicted for "experts": {{"ranks": "auto"}}: {best}' in str(without)
+    config = chosen_config(asked, HeteroConfig.model_validate({"experts": AUTO}))
+    assert config.layout == [["gpu"]]
+    assert config.experts.ranks == asked.chosen.experts
+    # What was chosen is what the engine plans.
+    assert asked.chosen.plan is not None
+    again = plan_layers(
+        config, machine().as_nodes(), facts_of(shape), pipeline_parallel_size=1,
+        tensor_parallel_size=1, partition=None, measure=unmeasured,
+    )  # fmt: skip
+    assert again == asked.chosen.plan
+
+
+def test_a_mixture_that_outgrows_its_gpu_is_faster_with_expert_ranks() -> None:
+    found = chosen(SHAPES["Qwen3 30B-A3B"], {}, machine(SMALL_GPU))
+    assert found.chosen.layout.count("cpu")
+    assert found.shorter_with_experts is not None
+
+
+def test_a_dense_model_has_no_such_candidates() -> None:
+    found = chosen(LLAMA_70B, AUTO)
+    assert not found.unasked
+    assert not any(one.experts for one in (found.chosen, *found.others))
+
+
+def test_a_number_of_expert_ranks_is_taken_beside_gpus_only() -> None:
+    found = chosen(SHAPES["Mixtral 8x7B"], {"ranks": 1}, machine(SMALL_GPU))
+    assert found.chosen.name == "[gpu] + 1 expert rank"
+    assert not any(one.layout.count("cpu") for one in (found.chosen, *found.others))
+
+
+def test_a_model_that_fits_takes_no_socket() -> None:
+    found = chosen(SHAPES["Qwen3 30B-A3B"], AUTO, machine({"part": "H200"}))
+    assert (found.chosen.name, found.why) == ("[gpu]", "the model fits on one GPU alone")
+
+
+def command(tmp_path: Path, *arguments: object) -> Any:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURES["Qwen3 30B-A3B"]))
+    topology = tmp_path / "cluster.yaml"
+    # JSON is YAML.
+    node = {"name": "a", "gpus": SMALL_GPU, "sockets": {**XEON, "count": 2}}
+    topology.write_text(json.dumps({"nodes": [node]}))
+    app = typer.Typer()
+    app.command()(plan_command)
+    given = (tmp_path, "--topology", topology, "--max-model-len", 8192, *arguments)
+    return CliRunner().invoke(app, [str(argument) for argument in given])
+
+
+def test_the_command_compares_expert_ranks_and_says_what_to_type(tmp_path: Path) -> None:
+    shown = command(tmp_path, "--compare")
+    assert shown.exit_code == 0, shown.output
+    assert "[gpu] + 2 expert ranks" in shown.stdout
+    assert '"experts": {"ranks": "auto"}' in shown.stdout
+    content = json.loads(command(tmp_path, "--compare", "--json").stdout)
+    (candidate,) = [one for one in content["candidates"] if one["expert_ranks"]]
+    assert candidate["layout"] == [["gpu"]]
+    assert candidate["decode_step_s"] < content["decode_step_s"]
+    assert 0 < candidate["expert_layers"] < 48
+
+
+def test_the_command_shows_what_expert_ranks_hold(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    shown = command(tmp_path, "--experts", "auto", "--svg", picture)
+    assert shown.exit_code == 0, shown.output
+    assert "experts of" in shown.stdout
+    assert "lie on 2 expert ranks" in shown.stdout
+    assert "slices of" in picture.read_text()
+    content = json.loads(command(tmp_path, "--experts", 1, "--json").stdout)
+    (expert,) = content["experts"]
+    assert expert["rank"] == 1
+    assert f"a {expert['device']}" not in content["idle"]
+    parts = content["stages"][0]["decode_parts_s"]
+    assert parts["experts"] > parts["handover"] > 0
+    wrong = command(tmp_path, "--experts", "many")
+    assert wrong.exit_code == 1
+    assert "experts.ranks" in wrong.stderr
+
+
+def test_a_description_says_what_a_handover_costs() -> None:
+    cluster = described({
+        "links": {"handover": {"bandwidth_gb_s": 50, "latency_us": 100}},
+        "nodes": [{"name": "a", "gpus": SMALL_GPU, "sockets": {**XEON, "count": 2}}],
+    })  # fmt: skip
+    config = HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2}})
+    found = plan_layers(
+        config, cluster.as_nodes(), facts_of(SHAPES["Qwen3 30B-A3B"]), pipeline_parallel_size=1,
+        tensor_parallel_size=1, partition=None, measure=unmeasured, links=cluster.links,
+    )  # fmt: skip
+    assert found.split is not None
+    each = found.split.stages[0].decode.handover / PICO / found.world.expert_layers
+    assert each == pytest.approx(100e-6, rel=0.02)
+
+
+def test_with_unknown_sizes_all_experts_are_remote() -> None:
+    facts = replace(facts_of(SHAPES["Mixtral 8x7B"]), shape=None, why_no_shape="why")
+    found = plan_layers(
+        HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2}}),
+        machine().as_nodes(), facts, pipeline_parallel_size=1, tensor_parallel_size=1,
+        partition=None, measure=unmeasured,
+    )  # fmt: skip
+    assert found.world.expert_layers == 32
