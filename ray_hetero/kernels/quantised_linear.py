@@ -141,16 +141,22 @@ class StreamedIntegers(MPLinearKernel):  # type: ignore[misc]
 
 
 class _OnCpus:
-    """Kernels of floats, whichever class of vLLM's they are of."""
+    """What kernels of floats have in common, whichever class of vLLM's they are of."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """Whether this process can use it."""
         return current_platform.is_cpu(), "it computes on CPUs"
 
+    def apply_weights(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """y = x · Wᵀ + bias."""
+        return _multiply(x, layer.weight, bias)
+
 
 class _FourBitsOnCpus(_OnCpus):
-    """Kernels of floats of four bits."""
+    """The same for floats of four bits."""
 
     @classmethod
     def can_implement(cls, config: Any) -> Answer:
@@ -216,12 +222,6 @@ class StreamedFloats(_OnCpus, FP8ScaledMMLinearKernel):  # type: ignore[misc]
         _replace(layer, name, Fp8Weight, codes)
         _forget(layer, scale_name)
 
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """y = x · Wᵀ + bias."""
-        return _multiply(x, layer.weight, bias)
-
     def apply_scaled_mm(self, **_: Any) -> torch.Tensor:
         """Never called, as activations are not quantised."""
         raise NotImplementedError
@@ -261,12 +261,6 @@ class StreamedMxFloats(_FourBitsOnCpus, MxFp4LinearKernel):  # type: ignore[misc
         _replace(layer, "weight", Fp4Weight, codes)
         _forget(layer, "weight_scale")
 
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """y = x · Wᵀ + bias."""
-        return _multiply(x, layer.weight, bias)
-
 
 class StreamedNvFloats(_FourBitsOnCpus, NvFp4LinearKernel):  # type: ignore[misc]
     """NVFP4."""
@@ -281,12 +275,6 @@ class StreamedNvFloats(_FourBitsOnCpus, NvFp4LinearKernel):  # type: ignore[misc
         )
         _replace(layer, "weight", Fp4Weight, codes)
         _forget(layer, "weight_scale")
-
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """y = x · Wᵀ + bias."""
-        return _multiply(x, layer.weight, bias)
 
 
 KERNELS: dict[str, type] = {
