@@ -124,6 +124,9 @@ def choose_layout(
     beside_experts = with_experts_to_try(free, facts.shape, layouts, asked)
     found = [] if asked not in (0, "auto") else [priced(one, 0) for one in layouts]
     with_experts = [priced(*one) for one in beside_experts]
+    if asked in (0, "auto"):
+        # Where all experts fit on the GPUs there are none, which is a layout of its own already.
+        with_experts = [one for one in with_experts if one.plan is None or one.experts]
     unasked = with_experts if asked == 0 else []
     found += with_experts if asked != 0 else []
     fitting = [one for one in found if one.plan is not None]

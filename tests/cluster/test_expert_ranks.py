@@ -20,7 +20,6 @@ from engines import (
 )
 from faulty_server import Client, FaultyServer, errors_of
 from leftovers import Scene
-from test_tokens import NEARLY_EQUAL, gap_where_different
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -40,13 +39,14 @@ LAYOUTS: dict[str, tuple[str, list[list[str]], Json, tuple[int, ...]]] = {
 """Model, stages, expert ranks, and the layers of each stage that these compute."""
 FAMILIES = {
     # The first layer of these has no experts.
-    "qwen3_moe": ("f32", 3),
-    "glm4_moe": ("f32", 3),
-    "deepseek_v2": ("f32", 3),
-    "qwen2_moe": ("f32", 4),
-    "gpt_oss": ("bf16", 4),
+    "qwen3_moe": 3,
+    "glm4_moe": 3,
+    "deepseek_v2": 3,
+    "qwen2_moe": 4,
+    "gpt_oss": 4,
 }
-"""Dtype, and layers with experts."""
+"""Layers with experts.  All is in float32: in bfloat16 a router that sees two experts nearly equal
+may take either."""
 
 
 def arguments(model: Path, layout: list[list[str]], experts: Json, **more: Any) -> Json:
@@ -59,11 +59,11 @@ def arguments(model: Path, layout: list[list[str]], experts: Json, **more: Any) 
 
 
 def compared(
-    scene: Scene, directory: Path, model: Path, runs: list[Json], dtype: str = "float32"
+    scene: Scene, directory: Path, model: Path, runs: list[Json]
 ) -> tuple[list[Json], list[list[Json]], str]:
     """What stock vLLM answers, what these engines do, and all that was logged."""
-    asked = [batch(prompts(), logprobs=2)]
-    made = [engine(model, dtype=dtype), *runs]
+    asked = [batch(prompts())]
+    made = [engine(model, dtype="float32"), *runs]
     (expected,), *found = run_engines(
         scene, directory, [(one, asked) for one in made], ray=RAY, extra=PRETENDED
     )
@@ -93,18 +93,11 @@ def test_layouts_answer_what_stock_does(name: str, scene: Scene, logs: Path, mod
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, model: Model) -> None:
-    dtype, layers = FAMILIES[name]
-    path = model(name, dtype)
-    named = {"f32": "float32", "bf16": "bfloat16"}[dtype]
-    runs = [arguments(path, ONE, {"ranks": 2}, dtype=named)]
-    expected, (ours,), log = compared(scene, logs / name, path, runs, named)
-    assert f"experts of {layers} layers are computed by" in log
-    gaps = [gap_where_different(*pair) for pair in zip(ours, expected, strict=True)]
-    gaps = [gap for gap in gaps if gap is not None]
-    if dtype == "f32":
-        assert not gaps
-    assert len(gaps) <= 4
-    assert all(gap < NEARLY_EQUAL for gap in gaps)
+    path = model(name, "f32")
+    runs = [arguments(path, ONE, {"ranks": 2})]
+    expected, (ours,), log = compared(scene, logs / name, path, runs)
+    assert tokens(ours) == tokens(expected)
+    assert f"experts of {FAMILIES[name]} layers are computed by" in log
 
 
 @pytest.mark.slow

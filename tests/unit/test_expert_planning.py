@@ -283,6 +283,9 @@ def test_a_number_of_expert_ranks_is_taken_beside_gpus_only() -> None:
 def test_a_model_that_fits_takes_no_socket() -> None:
     found = chosen(SHAPES["Qwen3 30B-A3B"], AUTO, machine({"part": "H200"}))
     assert (found.chosen.name, found.why) == ("[gpu]", "the model fits on one GPU alone")
+    names = [one.name for one in (found.chosen, *found.others)]
+    assert len(set(names)) == len(names)
+    assert not chosen(SHAPES["Qwen3 30B-A3B"], {}, machine({"part": "H200"})).unasked
 
 
 def command(tmp_path: Path, *arguments: object) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 
@@ -45,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "glm4_moe": TWO,
     "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+    "gpt_oss in mxfp4": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "fp8": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "w4a16": {**TWO, "dtype": "bfloat16", "kernel": "auto"},
 }
@@ -97,6 +100,50 @@ def quantised(directory: Path, name: str) -> dict[str, str]:
     return {"model": str(stored), "reference": str(dequantised(stored, directory / "plain"))}
 
 
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def in_mxfp4(directory: Path) -> dict[str, str]:
+    """A checkpoint of gpt-oss with its experts in MXFP4, and what it holds as a plain one."""
+    plain, stored = directory / "plain", directory / "stored"
+    written(plain, "gpt_oss", "bfloat16")
+    shutil.copytree(plain, stored)
+    tensors = load_file(plain / "model.safetensors")
+    coded = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        # [experts, inputs, outputs] in the model's dtype, [experts, outputs, inputs] in codes.
+        groups = coded.pop(name).float().mT.unflatten(-1, (-1, 32))
+        exponents = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
+        scaled = groups / exponents.exp2()
+        codes = (scaled.abs().unsqueeze(-1) - FP4).abs().argmin(-1)
+        values = FP4[codes].copysign(scaled) * exponents.exp2()
+        tensors[name] = values.flatten(-2).mT.contiguous().to(torch.bfloat16)
+        codes += 8 * (scaled < 0)
+        coded[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        coded[f"{name}_scales"] = (exponents.squeeze(-1) + 127).to(torch.uint8)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(coded, stored / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((stored / "config.json").read_text())
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (stored / "config.json").write_text(json.dumps(config))
+    return {"model": str(stored), "reference": str(plain)}
+
+
+def models_of(directory: Path, name: str) -> dict[str, str]:
+    """The checkpoint of a case, and what it is compared with where that is another one."""
+    if name == "gpt_oss in mxfp4":
+        return in_mxfp4(directory)
+    if name in FORMATS:
+        return quantised(directory, name)
+    return {"model": str(written(directory, name, CASES[name]["dtype"]))}
+
+
 def run(role: str, work: Path, number: int = 0) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), role, str(work), str(number)],
@@ -121,12 +168,7 @@ def found(
     work = tmp_path_factory.mktemp("experts") / uuid.uuid4().hex
     work.mkdir()
     cases = {
-        name: case
-        | (
-            quantised(work / name, name)
-            if name in FORMATS
-            else {"model": str(written(work / name, name, case["dtype"]))}
-        )
+        name: case | models_of(work / name.replace(" ", "-"), name)
         for name, case in CASES.items()
         if name in wanted
     }
