@@ -260,13 +260,15 @@ HEADS = {
     "README.md": (
         "GPU and compute cores", "model, and what is outside the GPU",
         "step of 1, 8, 32 sequences", "vLLM's prefetching",
-        ("8B, dense: 16 of 32 layers", "30B, 3B active: 8 of 16 layers", "not measured"),
+        ("8B, dense: 16 of 32 layers", "30B-A3B (experts) cut to 16 layers: 8 of them",
+         "not measured"),
         "{} cores (Xeon, AMX)",
     ),
     "README.ko.md": (
         "GPU와 계산 코어", "모델, GPU 밖에 둔 부분",
         "시퀀스 1, 8, 32개의 스텝", "vLLM의 prefetch",
-        ("8B, dense: 32개 레이어 중 16개", "30B, 활성 3B: 16개 레이어 중 8개", "측정 안 함"),
+        ("8B, dense: 32개 레이어 중 16개", "16개 레이어로 줄인 30B-A3B(전문가 혼합): 그중 8개",
+         "측정 안 함"),
         "코어 {}개 (Xeon, AMX)",
     ),
 }  # fmt: skip

@@ -141,7 +141,7 @@ class StreamedIntegers(MPLinearKernel):  # type: ignore[misc]
 
 
 class _OnCpus:
-    """What kernels of floats have in common, whichever class of vLLM's they are of."""
+    """Kernels of floats, whichever class of vLLM's they are of."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -156,7 +156,7 @@ class _OnCpus:
 
 
 class _FourBitsOnCpus(_OnCpus):
-    """The same for floats of four bits."""
+    """Kernels of floats of four bits."""
 
     @classmethod
     def can_implement(cls, config: Any) -> Answer:

@@ -75,9 +75,8 @@ def plan_model(
     sizes = (pipeline_parallel_size, tensor_parallel_size)
 
     def freely(shape: ModelShape) -> LayerPlan | None:
-        free = config.model_copy(
-            update={"layout": "auto", "layers": "auto", "experts": ExpertsConfig()}
-        )
+        experts = config.experts if config.experts.ranks == "auto" else ExpertsConfig()
+        free = config.model_copy(update={"layout": "auto", "layers": "auto", "experts": experts})
         smaller = replace(facts, shape=shape)
         choice = choose_layout(free, machine.nodes, smaller, measure=machine.measure, **how)
         return None if choice is None else choice.chosen.plan

@@ -124,6 +124,8 @@ def _said(form: Quantised, planned: LayerPlan, found: LayerPlan | None) -> str:
         where = "on the GPUs alone"
     else:
         where = "on GPUs and sockets" if planned.world.has_gpu else "on the sockets"
+    experts = len(planned.world.experts)
+    beside = f" and {experts} for experts" if experts else ""
     step = f"a decode step takes {1e3 * planned.split.step_s:.2f} ms"
     if found is not None and found.split is not None:
         step += (
@@ -132,6 +134,6 @@ def _said(form: Quantised, planned: LayerPlan, found: LayerPlan | None) -> str:
         )
     return (
         f"Quantise first: with {form.name} weights this model has "
-        f"{form.shape.weight_bytes / GIB:.1f} GiB, fits {where} ({planned.world.layout}), and "
-        f"{step}."
+        f"{form.shape.weight_bytes / GIB:.1f} GiB, fits {where} "
+        f"({planned.world.layout}{beside}), and {step}."
     )

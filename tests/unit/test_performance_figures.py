@@ -87,6 +87,12 @@ def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
         for load in ((1, 128), (8, 128), (1, 1024), (8, 1024), (1, 8192))
     )
     assert f"up to {late:.1f} times as late for long ones" in page
+    step = figures.step_ms
+    saved = step(pages.NEWEST_PREFETCH, PREFETCH, 1) - step(pages.NEWEST, OURS, 1)  # type: ignore[operator]
+    for load in ((8, 1024), (1, 8192)):
+        ours = figures.first_token_ms(pages.NEWEST, OURS, *load)
+        assert ours - figures.first_token_ms(pages.NEWEST_PREFETCH, PREFETCH, *load) < saved  # type: ignore[operator]
+    assert "The first decode step makes up for that." in page
     served = figures.point(pages.NEWEST, OURS, 128, 96)["tokens_per_s"]
     assert f"gives {served:,.0f} tokens/s" in page
     probes = [

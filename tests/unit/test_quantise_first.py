@@ -15,7 +15,7 @@ from placement.errors import DoesNotFitError
 from placement.model.reading import shape_from_config
 from placement.plan.described import described
 from ray_hetero.cli.plan import plan as plan_command
-from ray_hetero.config import HeteroConfig
+from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import facts_of_checkpoint
 from ray_hetero.planning.machine import described_machine
 from ray_hetero.planning.model_plan import ModelPlan, plan_model
@@ -79,6 +79,16 @@ def test_nothing_is_said_where_there_is_nothing_to_gain() -> None:
     assert remark(planned(SMALL, SOCKETS)) == ""
     assert remark(planned(LARGE | {"quantization_config": FP8_IN_BLOCKS}, ONE_GPU)) == ""
     assert quantised_forms({**LARGE, "model_type": "unknown"}) == ()
+
+
+def test_expert_ranks_are_looked_at_where_they_were_asked_for() -> None:
+    mixture = config_of(
+        "qwen3_moe", 94, 4096, 12288, (64, 4), 151936, max_position_embeddings=8192,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536, head_dim=128,
+    )  # fmt: skip
+    said = remark(planned(mixture, ONE_GPU, experts=ExpertsConfig(ranks="auto")))
+    assert "on GPUs and sockets ([gpu] and 2 for experts)" in said
+    assert "for experts" not in remark(planned(mixture, ONE_GPU))
 
 
 def test_layers_of_ones_own_are_compared_with_what_would_be_chosen() -> None:
