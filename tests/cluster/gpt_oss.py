@@ -34,7 +34,6 @@ def _config(shape: DemoShape, common: dict[str, Any]) -> Any:
         num_local_experts=EXPERTS,
         num_experts_per_tok=2,
         sliding_window=SLIDING_WINDOW,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
     )
 
