@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= .demo/llama
 PYTEST_ARGS ?=
+BUILD_ARGS ?=
 JOBS ?= 2
 REPORT ?= gpu-report
 
@@ -61,9 +62,9 @@ docs: env ## Build the pages into site/; a broken link is an error
 	@# With --quiet, mkdocs does not count the warnings that --strict is about.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-dist: env ## Build sdist and wheel into dist/
+dist: env ## Build sdist and wheel into dist/; BUILD_ARGS=--sdist builds the sdist only
 	rm -rf dist
-	$(BIN)/python -m build --quiet
+	$(BIN)/python -m build --quiet $(BUILD_ARGS)
 	$(BIN)/twine check --strict dist/*
 
 lock: env ## Write requirements.lock from what is installed
