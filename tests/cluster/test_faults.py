@@ -1,6 +1,6 @@
 """A rank that dies or hangs ends the engine: an error for each client, one line, nothing left.
 
-Each fault ends its server, so most of them are for `make test-slow`; one server that lives through
+Each fault ends its server, so they are for `make test-slow`; one server that lives through
 several faults, and ends with one, is in test_restart.
 """
 
@@ -51,6 +51,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_on_a_warm_up_step_are_an_error_with_both_steps(
     scene: Scene, logs: Path, model: Model, tmp_path: Path
 ) -> None:

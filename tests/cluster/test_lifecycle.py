@@ -79,6 +79,7 @@ def test_a_script_that_ends_looks_normal(
     scene.assert_clean()
 
 
+@pytest.mark.slow
 def test_a_failed_start_leaves_nothing_and_the_next_engine_starts(
     scene: Scene, logs: Path, model: Model, stock: Stock, tmp_path: Path
 ) -> None:
