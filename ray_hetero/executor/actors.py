@@ -11,8 +11,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.cluster.ray_cluster import Reservation
+from placement.errors import PlacementError
 from ray_hetero.config import StartupConfig
-from ray_hetero.errors import StartupError
+from ray_hetero.errors import RayHeteroError, StartupError
 from ray_hetero.executor.failure import (
     POLL_SECONDS,
     SETTLE_SECONDS,
@@ -138,7 +139,12 @@ class RankActors:
             for actor, seat in zip(self._actors, self._world.members, strict=True)
         ]
         what = "joining groups and loading weights"
-        answers = self._gather(refs, what, "load_timeout_s")
+        try:
+            answers = self._gather(refs, what, "load_timeout_s")
+        except (RayHeteroError, PlacementError):
+            assert self.processes is not None
+            self.processes.remove_shared_names()
+            raise
         answers = answers[: len(self._world.seats)]
         self.seconds = [answer["seconds"] for answer in answers]
         return [answer["handle"] for answer in answers]

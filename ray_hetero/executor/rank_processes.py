@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TypeVar
 
@@ -93,6 +93,15 @@ class RankProcesses:
         answers = self._on_nodes(lambda places: _traces_of(places[rank]), {node})
         return answers.get(node, "its node does not answer")
 
+    def remove_shared_names(self) -> None:
+        """Remove the names of shared memory that ranks have made and this process does not know.
+
+        A rank that has loaded makes a queue for its answers, and removes its name once it is asked
+        to serve.  Ray ends a rank together with Python's tracker of such names.
+        """
+        known = _shared_names(os.getpid())
+        self._on_nodes(lambda places: _remove_names_here(places, known))
+
     def end(self) -> None:
         """Wait until the ranks that Ray has asked to end are gone, and kill those that stay.
 
@@ -119,6 +128,22 @@ def _look_here(places: Mapping[int, Place]) -> dict[int, ProcessState]:
     found = states({rank: place.process for rank, place in places.items()})
     _send(STACKS_SIGNAL, places)
     return found
+
+
+def _shared_names(pid: int) -> set[str]:
+    """Files of Python's shared memory that a process has mapped, and that have a name."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return set(re.findall(r" (/dev/shm/psm_\w+)$", maps, re.M))
+
+
+def _remove_names_here(places: Mapping[int, Place], known: Set[str]) -> None:
+    for place in places.values():
+        if place.process.is_there:
+            for name in _shared_names(place.process.pid) - known:
+                Path(name).unlink(missing_ok=True)
 
 
 def _end_here(places: Mapping[int, Place]) -> None:

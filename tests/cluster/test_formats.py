@@ -81,7 +81,9 @@ def test_tokens_are_those_of_stock(name: str, compared: Callable[..., str], tmp_
     assert log.count("1 layers are computed as one operator") == 2
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "gptq", "awq"])
+# Of GPTQ, vLLM does not load a dense perceptron before layers with experts; with zero points of
+# compressed-tensors it has no experts.  tests/unit/test_quantised_experts.py has both.
+@pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "awq"])
 def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
     name: str, compared: Callable[..., str], tmp_path: Path
 ) -> None:
