@@ -124,6 +124,41 @@ def keep_own_output_matrix() -> None:
     replace(Drafter, "_maybe_share_lm_head", make)
 
 
+def expand_to_drafts() -> None:
+    """On a CPU rank: give a request's drafts its temperature, top-k and top-p.
+
+    Replaces: `rejection_sampler.expand_batch_to_tokens`.
+    Why: the kernel that does it on CPUs (cpu_triton_utils._expand_kernel_impl) writes into a copy
+    of its output, in integers.  What the sampler reads then is whatever the memory held: drafts are
+    accepted, and tokens drawn, at another temperature.
+    Can go when: that kernel writes into what it is given.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    replace(rejection_sampler, "expand_batch_to_tokens", lambda _stock: expanded)
+
+
+def expanded(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int,
+    replace_from: int = 0, replace_to: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """One value a token, of its request; as `rejection_sampler.expand_batch_to_tokens`.
+
+    Args:
+        x: [requests].
+        cu_num_tokens: [requests], tokens of each and of all before it.
+        num_tokens: of all requests.
+        replace_from: a value that none is to have.
+        replace_to: what stands in its place.
+
+    """
+    tokens = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    of_tokens = x.repeat_interleave(tokens, output_size=num_tokens)
+    if replace_from == replace_to:
+        return of_tokens
+    return of_tokens.masked_fill(of_tokens == replace_from, replace_to)
+
+
 def share_drafts() -> None:
     """In a process of a mixed group: let tensor-parallel rank 0 decide what the drafter drafts.
 

@@ -47,6 +47,8 @@ class Speculation:
 
     def before_loading(self) -> None:
         """Prepare this process, before vLLM makes its model runner."""
+        if self._is_last and self.seat.kind == "cpu":
+            spec_decode.expand_to_drafts()
         if not (self._is_last and self.has_own_model):
             return
         # In a single stage too: the layers of the target are not those of the drafter.

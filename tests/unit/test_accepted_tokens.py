@@ -1,4 +1,4 @@
-"""A rank of an earlier stage learns the drafts that were accepted from what vLLM sends it."""
+"""Ranks and drafts: earlier stages learn the accepted ones, the last knows their temperatures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData  # noqa: E402
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # noqa: E402
 
-from ray_hetero.compat.spec_decode import learn_accepted_tokens  # noqa: E402
+from ray_hetero.compat.spec_decode import expanded, learn_accepted_tokens  # noqa: E402
 
 PROMPT = [11, 12, 13]
 SAID = 14
@@ -79,3 +79,11 @@ def test_a_prompt_that_is_still_read_has_none() -> None:
     runner, known = runner_with_a_request()
     runner._update_states(sent(2, [13]))
     assert known == [[SAID]]
+
+
+def test_every_draft_has_the_temperature_of_its_request() -> None:
+    temperatures, until = torch.tensor([0.7, 0.0, 1.3]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    found = expanded(temperatures, until, 5)
+    assert found.dtype == torch.float32
+    assert found.tolist() == temperatures[[0, 0, 2, 2, 2]].tolist()
+    assert expanded(torch.tensor([0.0, 0.5]), torch.tensor([1, 2]), 2, 0, 1).tolist() == [1.0, 0.5]

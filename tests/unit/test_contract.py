@@ -58,6 +58,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import AsyncModelRunnerOutput, SamplerOutput
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -219,6 +220,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/spec_decode", SpecDecodeBaseProposer, "_maybe_share_lm_head"),
     ("compat/spec_decode", SpecDecodeBaseProposer, "_sample_draft_tokens"),
     ("compat/spec_decode", DraftModelProposer, "_get_model"),
+    ("compat/spec_decode", rejection_sampler, "expand_batch_to_tokens"),
     ("compat/spec_decode", GPUModelRunner, "_update_states"),
     ("compat/spec_decode", GPUModelRunner, "_model_forward"),
     ("compat/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
