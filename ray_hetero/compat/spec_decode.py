@@ -193,6 +193,27 @@ def leave_drafts_to_last_stage(runner: Any) -> None:
     original(runner, "speculative_config")
     runner.speculative_config = None
     learn_accepted_tokens(runner)
+    embed_places_of_drafts(runner)
+
+
+def embed_places_of_drafts(runner: Any) -> None:
+    """On a rank of an earlier stage: take any token where drafts have places only.
+
+    Replaces: `GPUModelRunner._preprocess`, on earlier stages.
+    Why: the scheduler sends -1 for drafts that there are none of, as of a prompt whose last token
+    alone is left to compute, and GPUModelRunner._preprocess makes 0 of it only where there is a
+    speculative configuration.  What is computed there is refused by the last stage.
+    Can go when: `leave_drafts_to_last_stage` can.
+    """
+
+    def make(preprocess: Any) -> Any:
+        def preprocess_tokens(scheduler_output: Any, num_input_tokens: int, *args: Any) -> Any:
+            original(runner, "input_ids").gpu[:num_input_tokens].clamp_(min=0)
+            return preprocess(scheduler_output, num_input_tokens, *args)
+
+        return preprocess_tokens
+
+    replace(runner, "_preprocess", make)
 
 
 def learn_accepted_tokens(runner: Any) -> None:

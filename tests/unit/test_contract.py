@@ -223,6 +223,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/spec_decode", rejection_sampler, "expand_batch_to_tokens"),
     ("compat/spec_decode", GPUModelRunner, "_update_states"),
     ("compat/spec_decode", GPUModelRunner, "_model_forward"),
+    ("compat/spec_decode", GPUModelRunner, "_preprocess"),
     ("compat/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
     ("compat/engine_args", EngineArgs, "create_engine_config"),
     ("compat/engine_args", VllmConfig, "max_concurrent_batches"),
@@ -340,6 +341,7 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/engine_core", EngineCore, "batch_queue"),
     ("compat/spec_decode", GPUModelRunner, "speculative_config"),
     ("compat/spec_decode", GPUModelRunner, "input_batch"),
+    ("compat/spec_decode", GPUModelRunner, "input_ids"),
     ("compat/spec_decode", GPUModelRunner, "requests"),
 ]
 
