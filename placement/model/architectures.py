@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from placement.model.config import Config, UnknownModelError
-from placement.model.quantisation import FLOAT32, Linear, Stored
+from placement.model.quantisation import FLOAT32, MXFP4_GROUP, Linear, Stored
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,11 @@ def _gpt_oss(config: Config, index: int) -> Iterator[Part]:
 
 
 def _fused_experts(name: str, experts: int, out: int, in_: int, method: object) -> Iterator[Part]:
-    """One tensor of all experts; in MXFP4 blocks of 32 values, two a byte, with a scale each."""
+    """One tensor of all experts; in MXFP4 groups of values, two a byte, with a scale each."""
     weights = experts * out * in_
     if method == "mxfp4":
         yield Stored(f"{name}_blocks", weights // 2, 1, values=2)
-        yield Stored(f"{name}_scales", weights // 32, 1, values=0)
+        yield Stored(f"{name}_scales", weights // MXFP4_GROUP, 1, values=0)
     else:
         yield Matrix(name, weights)
 

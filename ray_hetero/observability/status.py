@@ -90,7 +90,7 @@ def _of_experts(totals: StepTotals, recent: StepTotals) -> dict[str, Any]:
     return {
         "expert_layers": totals.expert_layers,
         "experts_read": totals.experts_read,
-        "recent_experts_read": recent.experts_read / recent.steps if recent.steps else None,
+        "recent_experts_read": _experts_of_a_step(recent),
         "recent_layer_ms": _per_step_ms(recent.busy_s, layers),
         "recent_layer_waiting_ms": _per_step_ms(recent.waiting_s, layers),
     }
@@ -198,9 +198,14 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
 
 def _experts_read(rank: RankStatus) -> str:
     """Experts of a step of the last seconds."""
-    if rank.news is None or not rank.news.recent.expert_layers or not rank.news.recent.steps:
+    if rank.news is None or not rank.news.recent.expert_layers:
         return ""
-    return f"{rank.news.recent.experts_read / rank.news.recent.steps:.1f}"
+    read = _experts_of_a_step(rank.news.recent)
+    return "" if read is None else f"{read:.1f}"
+
+
+def _experts_of_a_step(recent: StepTotals) -> float | None:
+    return recent.experts_read / recent.steps if recent.steps else None
 
 
 def _per_step_ms(seconds: float, steps: int) -> float | None:

@@ -77,12 +77,12 @@ def check_experts(world: World, shape: ModelShape | None) -> None:
             that cannot be divided by so many.
 
     """
+    ranks = len(world.experts)
     if shape is not None and not shape.experts:
         raise ConfigError(
-            f"experts.ranks: {len(world.experts)} sockets are to hold routed experts, but a model "
+            f"experts.ranks: {ranks} sockets are to hold routed experts, but a model "
             f"of the type {shape.model_type} has none. Leave experts.ranks out."
         )
-    ranks = len(world.experts)
     if shape is not None and shape.expert_parts % ranks:
         parts = shape.expert_parts
         suited = ", ".join(str(n) for n in range(1, MOST_NAMED + 1) if parts % n == 0)
@@ -93,7 +93,7 @@ def check_experts(world: World, shape: ModelShape | None) -> None:
         )
     if not world.is_stock:
         raise ConfigError(
-            f"experts.ranks: {len(world.experts)} sockets hold experts for stages of GPUs in equal "
+            f"experts.ranks: {ranks} sockets hold experts for stages of GPUs in equal "
             f"numbers, but the layout is {world.layout}. Write a layout of GPUs, for example "
             '"layout": [["gpu"]], or leave experts.ranks out.'
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from placement.cluster.assignment import ALONE, Node, Seat, Turn
 from placement.cluster.layout import Layout
@@ -94,45 +93,25 @@ def plan_layers(
         DoesNotFitError: no split fits, or the experts do not fit into the sockets for them.
 
     """
-    how: dict[str, Any] = {
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "tensor_parallel_size": tensor_parallel_size,
-        "partition": partition,
-        "measure": measure,
-        "turn": turn,
-        "asked": asked,
-        "described": described,
-        "links": links,
-        "explained": explained,
-    }
-    if config.experts.ranks != "auto":
-        return _plan(config, nodes, facts, **how)
-    # What fits on the GPUs alone needs no socket.
-    alone = _plan(with_expert_ranks(config, 0), nodes, facts, **how)
-    free = with_chosen_sockets(config.cpu, nodes)
-    if facts.shape is None or not (alone.is_too_large and alone.world.is_stock):
-        return alone
-    sockets = sockets_for_experts(free, alone.world.layout.count("gpu"), facts.shape)
-    if not sockets:
-        return alone
-    return _plan(with_expert_ranks(config, sockets), nodes, facts, **how)
+    if config.experts.ranks == "auto":
 
+        def with_ranks(number: int) -> LayerPlan:
+            return plan_layers(
+                with_expert_ranks(config, number),
+                nodes,
+                facts,
+                pipeline_parallel_size=pipeline_parallel_size,
+                tensor_parallel_size=tensor_parallel_size,
+                partition=partition,
+                measure=measure,
+                turn=turn,
+                asked=asked,
+                described=described,
+                links=links,
+                explained=explained,
+            )
 
-def _plan(
-    config: HeteroConfig,
-    nodes: Sequence[Node],
-    facts: EngineFacts,
-    *,
-    pipeline_parallel_size: int,
-    tensor_parallel_size: int,
-    partition: str | None,
-    measure: Measure,
-    turn: Turn,
-    asked: Asked | None,
-    described: Described | None,
-    links: Links | None,
-    explained: bool,
-) -> LayerPlan:
+        return _where_needed(with_ranks, with_chosen_sockets(config.cpu, nodes), facts)
     facts = facts.in_world(pipeline_parallel_size * tensor_parallel_size)
     world = plan_world(
         config,
@@ -155,6 +134,17 @@ def _plan(
         config, world, nodes, facts, threads, measure, asked, described, links,
         explained=explained, is_given=is_given,
     )  # fmt: skip
+
+
+def _where_needed(
+    with_ranks: Callable[[int], LayerPlan], nodes: Sequence[Node], facts: EngineFacts
+) -> LayerPlan:
+    """The plan with all sockets as expert ranks, or without where the GPUs hold the model alone."""
+    alone = with_ranks(0)
+    if facts.shape is None or not (alone.is_too_large and alone.world.is_stock):
+        return alone
+    sockets = sockets_for_experts(nodes, alone.world.layout.count("gpu"), facts.shape)
+    return with_ranks(sockets) if sockets else alone
 
 
 def _plan_stages(

@@ -121,14 +121,16 @@ def choose_layout(
 
     asked = config.experts.ranks
     layouts = layouts_to_try(free, facts.shape)
-    beside_experts = with_experts_to_try(free, facts.shape, layouts, asked)
-    found = [] if asked not in (0, "auto") else [priced(one, 0) for one in layouts]
-    with_experts = [priced(*one) for one in beside_experts]
+    found = [priced(*one) for one in with_experts_to_try(free, facts.shape, layouts, asked)]
+    unasked: list[Candidate] = []
     if asked in (0, "auto"):
         # Where all experts fit on the GPUs there are none, which is a layout of its own already.
-        with_experts = [one for one in with_experts if one.plan is None or one.experts]
-    unasked = with_experts if asked == 0 else []
-    found += with_experts if asked != 0 else []
+        with_experts = [one for one in found if one.plan is None or one.experts]
+        found = [priced(one, 0) for one in layouts]
+        if asked == 0:
+            unasked = with_experts
+        else:
+            found += with_experts
     fitting = [one for one in found if one.plan is not None]
     if any(one.is_unknown for one in found):
         return None
@@ -158,9 +160,7 @@ def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 def _reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
     layout = chosen.layout
-    if chosen.experts:
-        return "the model does not fit on the GPUs alone, and this is the shortest step"
-    if layout.count("gpu") and layout.count("cpu"):
+    if chosen.experts or (layout.count("gpu") and layout.count("cpu")):
         return "the model does not fit on the GPUs alone, and this is the shortest step"
     if layout.count("gpu"):
         return "the model does not fit on the GPUs of one node"

@@ -71,9 +71,9 @@ class LayerPlan:
 
     def memory_bytes(self) -> dict[int, int]:
         """Host memory that each CPU rank will take, by rank; none where nothing is known."""
-        experts = {seat.rank: self.expert_bytes for seat in self.world.experts}
         if self.split is None:
             return {}
+        experts = {seat.rank: self.expert_bytes for seat in self.world.experts}
         share = Fraction(self.kv_tokens, max(1, self.split.kv_tokens))
         return experts | {
             rank.rank: rank.memory.beside_kv + int(rank.kv_bytes * share)
