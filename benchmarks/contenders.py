@@ -95,7 +95,7 @@ def with_gpu(
         stock_engine("vllm prefetch", stock | prefetch, "link"),
         hetero("ray_hetero gpu-cpu", ["gpu"], ["cpu"], config=config | {
             "layers": [inside, split.outside]}, **ours),
-        hetero("ray_hetero cpu,cpu-gpu", ["cpu", "cpu"], ["gpu"], config=config | {
+        hetero("ray_hetero 2cpu-gpu", ["cpu", "cpu"], ["gpu"], config=config | {
             "layers": [split.outside, inside], "cpu": {"ranks_per_socket": 2}}, **ours),
         *of_experts(split, config, ours),
         stock_engine("all on gpu", dict(engine), "gpu"),
