@@ -52,6 +52,8 @@ class Case:
     have a GPU compute steps of 64 tokens and more."""
     experts: int = 0
     """Expert ranks beside the stages."""
+    is_linked: bool = False
+    """Whether a GPU reads their experts over its link in steps of 64 tokens and more."""
 
     def __str__(self) -> str:
         """Name of the test."""
@@ -59,7 +61,8 @@ class Case:
         borrowing = ["borrowing"] if self.is_borrowing else []
         long = ["long"] if self.is_long else []
         experts = [f"experts{self.experts}"] if self.experts else []
-        parts = [self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts]
+        link = ["link"] if self.is_linked else []
+        parts = [self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts, *link]
         return "-".join(parts)
 
     @property
@@ -155,6 +158,7 @@ def _run(
             "long": case.is_long,
             "shares": SHARES,
             "experts": case.experts,
+            "linked": case.is_linked,
         }
         for case in cases
     ]
