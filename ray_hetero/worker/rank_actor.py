@@ -344,7 +344,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             rank=seat.rank,
             kind=seat.kind,
             kv_cache_bytes=None if asked == "auto" else int(asked * GIB),
-            ranks_on_memory=len(beside),
+            # A rank that only pretends to be on a GPU has its cache in this memory too.
+            ranks_on_memory=max(1, len(beside)),
             kv_tokens=self._rank.forecast.kv_tokens if self._rank.forecast else None,
             numa_nodes=seat.socket.numa_nodes if seat.socket else (),
             threads=self._rank.threads,

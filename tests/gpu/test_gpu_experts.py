@@ -14,6 +14,7 @@ LIMIT_S = 1500 if IS_PRETENDED else 200
 CASES = [
     Case("mixtral", "float32", "g", experts=2),
     Case("mixtral", "float32", "g", experts=1, is_long=True),
+    Case("mixtral", "float32", "g", experts=1, drafts="ngram"),
     Case("mixtral", "bfloat16", "g", experts=2, is_compiled=True),
     Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True),
     Case("mixtral", "bfloat16", "g", experts=2, is_long=True, is_linked=True),

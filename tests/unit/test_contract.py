@@ -47,7 +47,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.platforms.interface import Platform
+from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import CachedRequestData
@@ -81,6 +81,7 @@ from ray_hetero.compat import (
     message_queues,
     patching,
     quantised_experts,
+    quantised_kernels,
     remote_experts,
     spec_decode,
 )
@@ -312,6 +313,14 @@ def test_lists_of_linear_kernels_are_asked(name: str) -> None:
         and function is not linear_kernels.register_linear_kernel
     ]  # fmt: skip
     assert asked, "compat/quantised_kernels.py adds to it"
+
+
+@pytest.mark.parametrize(("name", "operator"), quantised_kernels.OPERATORS.items())
+def test_an_operator_that_a_build_may_lack_is_what_vllms_kernel_calls(
+    name: str, operator: str
+) -> None:
+    theirs = getattr(linear_kernels, name)[PlatformEnum.CPU]
+    assert any(f"ops.{operator}(" in inspect.getsource(one) for one in theirs)
 
 
 def test_multi_head_latent_attention_marks_the_layer_whose_tensors_it_reads() -> None:
