@@ -133,6 +133,11 @@ class ExpertChannel:
         self._signals.write(weights, views.weights[:tokens])
         self._signals.post(layer, tokens)
 
+    def check(self) -> None:
+        """Raise what has ended the channel, if anything has; what `take` raises on the host."""
+        if self.problem is not None and isinstance(self._signals, HostSignals):
+            raise self.problem
+
     def take(self, tokens: int, layer: int) -> torch.Tensor:
         """Wait for the sums of a layer, and add them up.
 

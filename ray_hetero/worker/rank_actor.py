@@ -109,6 +109,7 @@ class RankWorker:
         totals.native_layer_tokens += taken.native
         totals.gpu_layer_tokens += taken.on_gpu
         totals.operator_layer_tokens += taken.by_operators
+        totals.linked_expert_tokens += taken.experts_on_gpu
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on a GPU this is where its kernels are waited for."""

@@ -55,6 +55,8 @@ class Case:
     have a GPU compute steps of 64 tokens and more."""
     experts: int = 0
     """Expert ranks beside the stages."""
+    is_linked: bool = False
+    """Whether a GPU reads their experts over its link in steps of 64 tokens and more."""
     drafts: str = ""
     """Method of speculative decoding, as vLLM names it."""
 
@@ -64,9 +66,11 @@ class Case:
         borrowing = ["borrowing"] if self.is_borrowing else []
         long = ["long"] if self.is_long else []
         experts = [f"experts{self.experts}"] if self.experts else []
+        link = ["link"] if self.is_linked else []
         drafts = [self.drafts] if self.drafts else []
         parts = [
-            self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts, *drafts,
+            self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts, *link,
+            *drafts,
         ]  # fmt: skip
         return "-".join(parts)
 
@@ -165,6 +169,7 @@ def _run(
             "long": case.is_long,
             "shares": SHARES,
             "experts": case.experts,
+            "linked": case.is_linked,
             "drafts": drafts(case.drafts, checkpoint),
         }
         for case in cases
