@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
+import socket
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +23,10 @@ from native_module import LEVELS, native  # noqa: E402
 
 from ray_hetero.compat.quantised_experts import StoredExperts  # noqa: E402
 from ray_hetero.config import ExpertsConfig  # noqa: E402
-from ray_hetero.distributed import expert_link  # noqa: E402
+from ray_hetero.distributed import expert_link, expert_offers  # noqa: E402
 from ray_hetero.distributed.expert_memory import RemoteLayer  # noqa: E402
 from ray_hetero.distributed.expert_offers import Offer  # noqa: E402
-from ray_hetero.errors import AgreementError, UnsupportedError  # noqa: E402
+from ray_hetero.errors import AgreementError, StartupError, UnsupportedError  # noqa: E402
 from ray_hetero.kernels import gpu_experts  # noqa: E402
 from ray_hetero.kernels.expert_pieces import runs_of  # noqa: E402
 from ray_hetero.kernels.expert_rates import CoreRates  # noqa: E402
@@ -326,6 +329,32 @@ def test_cores_are_compared_with_the_link_by_what_was_measured() -> None:
     assert rates.crossing(0.0181, 4096) == 648
     assert rates.crossing(0.0301, 4096) == 1024 + 112
     assert rates.crossing(1.0, 4096) is None
+
+
+def test_weights_of_a_rank_that_has_died_can_still_be_read() -> None:
+    torch.manual_seed(7)
+    layer = Layer("compact", 1)
+    given = routed(60)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    rates = CoreRates(((16, 0.25), (64, 1.0)))
+
+    def offer() -> None:
+        pages = shared(layer.ranks[0])
+        assert pages is not None
+        asked: Any = SimpleNamespace(layers=(ASKED, RemoteLayer("b", 1, 1)), connection=theirs)
+        expert_offers.give(asked, {"a": pages, "c": pages}, rates, 20)
+
+    process = multiprocessing.get_context("fork").Process(target=offer)
+    process.start()
+    theirs.close()
+    (found,) = expert_offers.taken([ours], ["expert rank 0"], 20)
+    process.join(20)
+    assert process.exitcode == 0
+    assert found.rates == rates
+    assert list(found.slices) == ["a"]
+    assert_close(computed(made([[found.slices["a"]]], 3), given), layer.expected(*given))
+    with pytest.raises(StartupError, match="expert rank 0 has closed the connection"):
+        expert_offers.taken([ours], ["expert rank 0"], 20)
 
 
 ASKED = RemoteLayer("a", HIDDEN, CHOSEN)
