@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ pytest.importorskip("vllm")
 
 from native_module import LEVELS, native  # noqa: E402
 
+from placement.units import GIB  # noqa: E402
 from ray_hetero.compat.quantised_experts import StoredExperts  # noqa: E402
 from ray_hetero.config import ExpertsConfig  # noqa: E402
 from ray_hetero.distributed import expert_link, expert_offers  # noqa: E402
@@ -195,7 +197,7 @@ def computed(gpu: GpuExperts, given: Any, layer: int = 0) -> torch.Tensor:
 def made(layers: Sequence[Sequence[LinkedSlice] | None], pieces: int) -> GpuExperts:
     """With room for pieces of so many experts."""
     sizes = gpu_experts.sizes_of([one for one in layers if one is not None])
-    found = GpuExperts(CPU, layers, CHOSEN, sizes.beside + pieces * sizes.each)
+    found = GpuExperts(CPU, layers, CHOSEN, (sizes.beside + pieces * sizes.each) / GIB)
     assert found.experts <= pieces
     return found
 
@@ -292,9 +294,9 @@ def test_many_tokens_are_multiplied_in_chunks(monkeypatch: pytest.MonkeyPatch) -
 def test_slices_of_other_shapes_and_budgets_for_nothing_are_refused() -> None:
     left, right = Layer("packed", 1, inner=64).slices, Layer("packed", 1).slices
     with pytest.raises(AgreementError, match="slices of different shapes"):
-        GpuExperts(CPU, [(*left, *right)], CHOSEN, 1 << 30)
+        GpuExperts(CPU, [(*left, *right)], CHOSEN, "auto")
     with pytest.raises(UnsupportedError, match=r"GPU .* experts\.prefill_gpu_gib is 0\.03"):
-        GpuExperts(CPU, [left], CHOSEN, 1 << 25)
+        GpuExperts(CPU, [left], CHOSEN, 1 / 32)
 
 
 def test_pieces_are_of_one_size_within_the_budget() -> None:
@@ -309,6 +311,10 @@ def test_pieces_are_of_one_size_within_the_budget() -> None:
     assert sizes.experts_of_a_piece(1 << 40) == 128
     assert sizes.experts_of_a_piece(sizes.beside + sizes.each - 1) == 0
     assert sizes.experts_of_a_piece(sizes.beside + sizes.each) == 1
+    assert sizes.budget(0.5) == GIB // 2
+    assert sizes.budget("auto") == GIB
+    large = replace(sizes, stored=GIB)
+    assert large.experts_of_a_piece(large.budget("auto")) == 1
 
 
 def test_neighbours_are_read_at_once() -> None:
