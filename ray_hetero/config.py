@@ -135,8 +135,9 @@ class ExpertsConfig(_Section):
     kernels, and where that is measured to be faster than the sockets."""
     prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] | Auto = "auto"
     """Minimum tokens of a step before it does; auto measures link and sockets at the start."""
-    prefill_gpu_gib: Gibibytes = 1.0
-    """Memory of a GPU, in GiB, for the experts that are read at a time."""
+    prefill_gpu_gib: Gibibytes | Auto = "auto"
+    """Memory of a GPU, in GiB, for the experts that are read at a time; auto is 1, or what one
+    expert takes if that is more."""
 
 
 class PlacementConfig(_Section):

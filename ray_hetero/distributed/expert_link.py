@@ -91,7 +91,7 @@ def made(
     try:
         slices = _slices(layers, offers, dtype)
         chosen = max(layer.chosen for layer in layers)
-        experts = GpuExperts(device, slices, chosen, int(config.prefill_gpu_gib * GIB))
+        experts = GpuExperts(device, slices, chosen, config.prefill_gpu_gib)
     except UnsupportedError as error:
         problem = f"experts of prompts are computed by the cores of expert ranks alone: {error}"
         if config.prefill_on_gpu is True:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -81,7 +81,7 @@ class GpuExperts:
         device: the GPU; for tests the CPU, with the same sequence of copies and products.
         layers: slices of each layer by the number of the expert rank; None is a layer of others.
         chosen: experts of a token, the most of all layers.
-        budget: bytes of the GPU that may be taken.
+        budget_gib: memory of the GPU that may be taken, in GiB, or auto.
 
     Raises:
         UnsupportedError: the budget is too small, the GPU has no memory left, or the pages of the
@@ -95,7 +95,7 @@ class GpuExperts:
         device: torch.device,
         layers: Sequence[Sequence[LinkedSlice] | None],
         chosen: int,
-        budget: int,
+        budget_gib: float | Literal["auto"],
     ) -> None:
         self.device = device
         """Where it computes."""
@@ -103,6 +103,7 @@ class GpuExperts:
         for slices in given:
             check(slices)
         sizes = sizes_of(given)
+        budget = sizes.budget(budget_gib)
         self.experts = sizes.experts_of_a_piece(budget)
         """Of a piece."""
         if not self.experts:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from placement.cluster.assignment import Node
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
+from placement.plan.devices import RankDevice
 from placement.units import GIB
 from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
+from ray_hetero.planning.prefill_memory import BF16_BYTES, ExpertSizes
 from ray_hetero.world import World
 
 MOST_NAMED = 16
@@ -108,6 +110,35 @@ def bytes_of_expert_rank(shape: ModelShape, ranks: int) -> int:
 
     """
     return -(-shape.remote_bytes // ranks)
+
+
+def expert_buffer(experts: ExpertsConfig, shape: ModelShape, ranks: Sequence[RankDevice]) -> int:
+    """Bytes of a GPU that it takes to read experts over its link.
+
+    Args:
+        experts: what was asked for.
+        shape: the model, with experts.
+        ranks: the devices of the expert ranks.
+
+    """
+    tensors = max(
+        ([one for one in layer.tensors if one.role == "expert"] for layer in shape.layers), key=len
+    )
+    share = max(
+        1.0 if not one.is_16_bit_matrix else rank.figures.read_share
+        for one in tensors
+        for rank in ranks
+    )
+    expanded = BF16_BYTES * sum(one.rank_weights(1) for one in tensors) // shape.experts
+    sizes = ExpertSizes(
+        count=shape.experts,
+        stored=int(share * sum(one.nbytes for one in tensors)) // shape.experts,
+        expanded=expanded,
+        # Gate and up are one weight.
+        largest=2 * expanded // 3 // len(ranks),
+        tables=0,
+    )
+    return sizes.budget(experts.prefill_gpu_gib)
 
 
 def check_room(world: World, needed: int) -> None:

@@ -15,7 +15,6 @@ from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
 from placement.plan.devices import Links, StageDevices, stages_of
 from placement.plan.split import RankPlan, Split
-from placement.units import GIB
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
 from ray_hetero.planning.expert_ranks import (
@@ -23,6 +22,7 @@ from ray_hetero.planning.expert_ranks import (
     bytes_of_expert_rank,
     check_experts,
     check_room,
+    expert_buffer,
     sockets_for_experts,
     with_expert_ranks,
 )
@@ -290,9 +290,10 @@ def _stages(
         is_bf16=facts.is_bf16,
         described=described,
     )
+    assert facts.shape is not None
     buffer = 0
     if experts and can_read_experts(config, world.experts, nodes, is_bf16=facts.is_bf16):
-        buffer = int(config.experts.prefill_gpu_gib * GIB)
+        buffer = expert_buffer(config.experts, facts.shape, experts)
     return tuple(
         replace(stage, experts=experts, expert_buffer_bytes=buffer)
         for stage in stages_of(devices, world.layout.sizes)

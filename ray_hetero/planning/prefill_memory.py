@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from placement.units import GIB
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
@@ -61,6 +64,9 @@ def attention_bytes(heads: int, kv_heads: int, size: int, tokens: int) -> int:
     return results + returns + (KV_SLOTS + 1) * KV_SPAN_BYTES
 
 
+EXPERT_BYTES = 1 << 30
+"""Of a GPU for experts that it reads over its link, unless something else is asked for, or one
+expert takes more."""
 EXPERT_SLOTS = 2
 """Pieces of a layer's experts on a GPU as they are stored: one that is expanded, one on its way."""
 EXPANSION_BYTES = 64 << 20
@@ -93,6 +99,12 @@ class ExpertSizes:
     def beside(self) -> int:
         """Bytes beside pieces."""
         return max(EXPANSION_BYTES, self.largest) + self.tables
+
+    def budget(self, asked_gib: float | Literal["auto"]) -> int:
+        """Bytes that may be taken, of what the configuration says."""
+        if asked_gib == "auto":
+            return max(EXPERT_BYTES, self.beside + self.each)
+        return int(asked_gib * GIB)
 
     def experts_of_a_piece(self, budget: int) -> int:
         """Experts of a piece within a budget in bytes, all pieces of one size; may be 0."""

@@ -208,8 +208,10 @@ def test_an_expert_rank_that_dies_ends_the_wait_and_is_named() -> None:
         os.kill(processes[1].pid or 0, signal.SIGKILL)
         with pytest.raises(dist.DistNetworkError, match="expert rank 1 has closed"):
             sender.take(2, 0)
-        # Whatever the step still asks for ends too.
+        # Whatever the step still asks for ends too, and what it would compute without that rank.
         fails(sender)
+        with pytest.raises(dist.DistNetworkError, match="expert rank 1 has closed"):
+            sender.check()
 
 
 def test_an_expert_rank_that_stops_ends_the_wait_and_is_named_with_the_limit() -> None:

@@ -6,9 +6,12 @@ vLLM's kernel has one of torch's operators in its place.
 
 from __future__ import annotations
 
-import functools
 import logging
+import multiprocessing
+import socket
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,22 +19,29 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import LEVELS, native  # noqa: E402
+from linked_layers import (  # noqa: E402
+    ACTIVATIONS,
+    CHOSEN,
+    EXPERTS,
+    HIDDEN,
+    Layer,
+    assert_close,
+    routed,
+)
+from native_module import native  # noqa: E402
 
-from ray_hetero.compat.quantised_experts import StoredExperts  # noqa: E402
+from placement.units import GIB  # noqa: E402
 from ray_hetero.config import ExpertsConfig  # noqa: E402
-from ray_hetero.distributed import expert_link  # noqa: E402
+from ray_hetero.distributed import expert_link, expert_offers  # noqa: E402
 from ray_hetero.distributed.expert_memory import RemoteLayer  # noqa: E402
 from ray_hetero.distributed.expert_offers import Offer  # noqa: E402
-from ray_hetero.errors import AgreementError, UnsupportedError  # noqa: E402
+from ray_hetero.errors import AgreementError, StartupError, UnsupportedError  # noqa: E402
 from ray_hetero.kernels import gpu_experts  # noqa: E402
 from ray_hetero.kernels.expert_pieces import runs_of  # noqa: E402
 from ray_hetero.kernels.expert_rates import CoreRates  # noqa: E402
-from ray_hetero.kernels.expert_room import SharedRoom  # noqa: E402
-from ray_hetero.kernels.experts import SILU, SWIGLU_OAI, RoutedExperts  # noqa: E402
 from ray_hetero.kernels.gpu_experts import GpuExperts  # noqa: E402
-from ray_hetero.kernels.linked_experts import LinkedSlice, received, shared  # noqa: E402
-from ray_hetero.kernels.quantised_experts import KINDS, codes_of, held  # noqa: E402
+from ray_hetero.kernels.linked_experts import LinkedSlice, shared  # noqa: E402
+from ray_hetero.kernels.quantised_experts import KINDS  # noqa: E402
 from ray_hetero.planning.prefill_memory import ExpertSizes  # noqa: E402
 from ray_hetero.weight_formats import FORMATS  # noqa: E402
 
@@ -39,149 +49,6 @@ if native is None:
     pytest.skip("needs the native module", allow_module_level=True)
 
 CPU = torch.device("cpu")
-LEVEL = native.level(LEVELS[-1])
-EXPERTS, HIDDEN, INNER, CHOSEN = 7, 64, 96, 3
-ACTIVATIONS = {"silu": (SILU, False), "swigluoai": (SWIGLU_OAI, True)}
-
-
-class Layer:
-    """A layer on so many expert ranks, and what it is in plain tensors.
-
-    Args:
-        kind: the format; of a quantised checkpoint too.
-        ranks: among which its inner size is divided.
-        activation: as vLLM has it.
-        inner: of all slices together.
-        is_mixed: whether the values of some experts do not suit the compact format.
-
-    """
-
-    def __init__(
-        self, kind: str, ranks: int, activation: str = "silu", *, inner: int = INNER,
-        is_mixed: bool = False,
-    ) -> None:  # fmt: skip
-        self.activation, self.is_interleaved = ACTIVATIONS[activation]
-        each = inner // ranks
-        has_bias = activation == "swigluoai"
-        w13 = (torch.randn(EXPERTS, 2 * inner, HIDDEN) * HIDDEN**-0.5).bfloat16()
-        w2 = (torch.randn(EXPERTS, HIDDEN, inner) * inner**-0.5).bfloat16()
-        for weight in (w13, w2):
-            weight.view(-1)[::1499] = 20.0
-            weight.view(-1)[::1999] = -(2.0**-40)
-            if is_mixed:
-                weight[2:4] = torch.exp2(torch.randint(-60, 0, weight[2:4].shape)).bfloat16()
-        biases = (None, None)
-        if has_bias:
-            biases = (torch.randn(EXPERTS, 2 * inner).bfloat16(),
-                      torch.randn(EXPERTS, HIDDEN).bfloat16())  # fmt: skip
-        self.ranks: list[RoutedExperts] = []
-        plain: list[tuple[torch.Tensor, ...]] = []
-        for rank in range(ranks):
-            part = self._outputs(inner, rank, each)
-            own = (w13[:, part], w2[:, :, rank * each : (rank + 1) * each].contiguous())
-            own_biases: Any = (None, None)
-            if biases[0] is not None and biases[1] is not None:
-                # The first rank adds the bias of down.
-                own_biases = (biases[0][:, part], biases[1] if rank == 0 else 0 * biases[1])
-            given = None if kind in FORMATS else stored(kind, *own)
-            self.ranks.append(self._made(kind, *own, *own_biases, given))
-            plain.append(tuple(one.float() for one in own) if given is None else dequantised(given))
-        self.w13 = torch.empty(EXPERTS, 2 * inner, HIDDEN)
-        for rank, (gate_up, _) in enumerate(plain):
-            self.w13[:, self._outputs(inner, rank, each)] = gate_up
-        self.w2 = torch.cat([down for _, down in plain], dim=2)
-        self.biases = biases
-
-    def _outputs(self, inner: int, rank: int, each: int) -> torch.Tensor:
-        """Which outputs of gate and up a rank has."""
-        own = torch.arange(rank * each, (rank + 1) * each)
-        if self.is_interleaved:
-            return torch.stack([2 * own, 2 * own + 1], dim=1).flatten()
-        return torch.cat([own, inner + own])
-
-    def _made(
-        self, kind: str, w13: Any, w2: Any, w13_bias: Any, w2_bias: Any, given: Any
-    ) -> RoutedExperts:
-        common: dict[str, Any] = {
-            "native": native, "level": LEVEL, "activation": self.activation,
-            "is_interleaved": self.is_interleaved, "room": SharedRoom,
-        }  # fmt: skip
-        if given is None:
-            return RoutedExperts(w13, w2, w13_bias, w2_bias, kind=FORMATS[kind], **common)
-        weights = held(given, native, is_interleaved=self.is_interleaved)
-        return RoutedExperts.of_weights(weights, EXPERTS, w13_bias, w2_bias, **common)
-
-    @functools.cached_property
-    def slices(self) -> tuple[LinkedSlice, ...]:
-        """As a GPU's process maps them."""
-        found = []
-        for experts in self.ranks:
-            pages = shared(experts)
-            assert pages is not None
-            found.append(received(pages.descriptor, len(pages.memory)))
-        return tuple(found)
-
-    def expected(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """In float32, but for what is rounded between the two products."""
-        y = torch.zeros(x.shape)
-        for expert in range(EXPERTS):
-            tokens, chosen = (ids == expert).nonzero(as_tuple=True)
-            both = x[tokens].float() @ self.w13[expert].T
-            if self.biases[0] is not None:
-                both += self.biases[0][expert].float()
-            if self.is_interleaved:
-                gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0) + 1
-                between = gate * torch.sigmoid(1.702 * gate) * up
-            else:
-                between = torch.nn.functional.silu(both[:, : both.shape[1] // 2])
-                between = between * both[:, both.shape[1] // 2 :]
-            out = between.bfloat16().float() @ self.w2[expert].T
-            if self.biases[1] is not None:
-                out += self.biases[1][expert].float()
-            y.index_add_(0, tokens, out * weights[tokens, chosen, None])
-        return y
-
-
-def stored(kind: str, w13: torch.Tensor, w2: torch.Tensor) -> StoredExperts:
-    """Weights in the codes of a checkpoint; the values are other ones."""
-
-    def codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        experts, outputs, inputs = weight.shape
-        if kind == "fp8":
-            scales = torch.rand(experts, outputs // 32, inputs // 32) + 0.5
-            return weight.to(torch.float8_e4m3fn), scales
-        if kind == "mxfp4":
-            scales = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
-            return torch.randint(256, (experts, outputs, inputs // 2), dtype=torch.uint8), scales
-        words = torch.randint(-(2**31), 2**31, (experts, outputs, inputs // 8), dtype=torch.int32)
-        scales = (torch.rand(experts, outputs, inputs // 32) * 0.02).bfloat16()
-        return words, scales
-
-    (gate_up, gate_up_scale), (down, down_scale) = codes(w13), codes(w2)
-    block = (32, 32) if kind == "fp8" else None
-    return StoredExperts(kind, gate_up, down, gate_up_scale, down_scale, block=block)
-
-
-def dequantised(given: StoredExperts) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the codes of a checkpoint are."""
-    pairs = [codes_of(given, expert) for expert in range(EXPERTS)]
-    gate_up, down = (
-        torch.stack([KINDS[given.scheme].expanded(pair[half]).float() for pair in pairs])
-        for half in range(2)
-    )
-    return gate_up, down
-
-
-def routed(tokens: int, *, most: int = EXPERTS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens with weights and ids of experts below a number."""
-    x = torch.randn(tokens, HIDDEN).bfloat16()
-    ids = torch.rand(tokens, most).topk(CHOSEN).indices.int()
-    return x, torch.rand(tokens, CHOSEN), ids
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    most = float(expected.abs().max())
-    torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-7 * max(1.0, most))
 
 
 def computed(gpu: GpuExperts, given: Any, layer: int = 0) -> torch.Tensor:
@@ -192,7 +59,7 @@ def computed(gpu: GpuExperts, given: Any, layer: int = 0) -> torch.Tensor:
 def made(layers: Sequence[Sequence[LinkedSlice] | None], pieces: int) -> GpuExperts:
     """With room for pieces of so many experts."""
     sizes = gpu_experts.sizes_of([one for one in layers if one is not None])
-    found = GpuExperts(CPU, layers, CHOSEN, sizes.beside + pieces * sizes.each)
+    found = GpuExperts(CPU, layers, CHOSEN, (sizes.beside + pieces * sizes.each) / GIB)
     assert found.experts <= pieces
     return found
 
@@ -289,9 +156,9 @@ def test_many_tokens_are_multiplied_in_chunks(monkeypatch: pytest.MonkeyPatch) -
 def test_slices_of_other_shapes_and_budgets_for_nothing_are_refused() -> None:
     left, right = Layer("packed", 1, inner=64).slices, Layer("packed", 1).slices
     with pytest.raises(AgreementError, match="slices of different shapes"):
-        GpuExperts(CPU, [(*left, *right)], CHOSEN, 1 << 30)
+        GpuExperts(CPU, [(*left, *right)], CHOSEN, "auto")
     with pytest.raises(UnsupportedError, match=r"GPU .* experts\.prefill_gpu_gib is 0\.03"):
-        GpuExperts(CPU, [left], CHOSEN, 1 << 25)
+        GpuExperts(CPU, [left], CHOSEN, 1 / 32)
 
 
 def test_pieces_are_of_one_size_within_the_budget() -> None:
@@ -306,6 +173,10 @@ def test_pieces_are_of_one_size_within_the_budget() -> None:
     assert sizes.experts_of_a_piece(1 << 40) == 128
     assert sizes.experts_of_a_piece(sizes.beside + sizes.each - 1) == 0
     assert sizes.experts_of_a_piece(sizes.beside + sizes.each) == 1
+    assert sizes.budget(0.5) == GIB // 2
+    assert sizes.budget("auto") == GIB
+    large = replace(sizes, stored=GIB)
+    assert large.experts_of_a_piece(large.budget("auto")) == 1
 
 
 def test_neighbours_are_read_at_once() -> None:
@@ -326,6 +197,32 @@ def test_cores_are_compared_with_the_link_by_what_was_measured() -> None:
     assert rates.crossing(0.0181, 4096) == 648
     assert rates.crossing(0.0301, 4096) == 1024 + 112
     assert rates.crossing(1.0, 4096) is None
+
+
+def test_weights_of_a_rank_that_has_died_can_still_be_read() -> None:
+    torch.manual_seed(7)
+    layer = Layer("compact", 1)
+    given = routed(60)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    rates = CoreRates(((16, 0.25), (64, 1.0)))
+
+    def offer() -> None:
+        pages = shared(layer.ranks[0])
+        assert pages is not None
+        asked: Any = SimpleNamespace(layers=(ASKED, RemoteLayer("b", 1, 1)), connection=theirs)
+        expert_offers.give(asked, {"a": pages, "c": pages}, rates, 20)
+
+    process = multiprocessing.get_context("fork").Process(target=offer)
+    process.start()
+    theirs.close()
+    (found,) = expert_offers.taken([ours], ["expert rank 0"], 20)
+    process.join(20)
+    assert process.exitcode == 0
+    assert found.rates == rates
+    assert list(found.slices) == ["a"]
+    assert_close(computed(made([[found.slices["a"]]], 3), given), layer.expected(*given))
+    with pytest.raises(StartupError, match="expert rank 0 has closed the connection"):
+        expert_offers.taken([ours], ["expert rank 0"], 20)
 
 
 ASKED = RemoteLayer("a", HIDDEN, CHOSEN)

@@ -322,6 +322,19 @@ def test_prompts_read_experts_over_the_link_where_that_is_faster() -> None:
     assert linked.split.kv_tokens < cores.split.kv_tokens
 
 
+def test_the_buffer_holds_an_expert_at_least() -> None:
+    """Of Mixtral, 3 · 4096 · 14336 weights: two slots of 12 bits, one in bf16, one expansion."""
+    found = planned("Mixtral 8x7B", {"ranks": 2, "layers": "all"})
+    assert found.split is not None
+    weights = 3 * 4096 * 14336
+    buffer = found.split.stages[0].devices.expert_buffer_bytes
+    # The larger part of it, of one of two slices.
+    assert buffer == max(1 << 30, 2 * weights * 12 // 8 + 2 * weights + 2 * weights * 2 // 3 // 2)
+    asked = planned("Mixtral 8x7B", {"ranks": 2, "layers": "all", "prefill_gpu_gib": 2.0})
+    assert asked.split is not None
+    assert asked.split.stages[0].devices.expert_buffer_bytes == 2 << 30
+
+
 def test_short_prompts_and_processors_without_kernels_leave_experts_to_the_sockets() -> None:
     shape = SHAPES["Qwen3 30B-A3B"].with_remote_experts(16)
     few = machine(H100, sockets=1, socket=FEW_CORES)

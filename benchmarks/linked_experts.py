@@ -1,0 +1,171 @@
+"""What a layer of experts costs a GPU that reads it from host memory: where time goes.
+
+    python benchmarks/linked_experts.py
+    python benchmarks/linked_experts.py --shape 256x7168x2048x8 --layers 1 --gib 4
+    python benchmarks/linked_experts.py --kinds compact --tokens 8192 --profile
+
+Needs a GPU, vLLM and the native modules.  Milliseconds a layer, medians, several layers in turn:
+
+    link      its experts copied to the GPU, nothing computed
+    gpu       all computed, nothing copied
+    layer     both, as a stage has it computed
+    floor     the larger of `link` and `gpu`
+
+and, with `--cores`, what the cores of this process take.  Weights are heavy-tailed, as those of
+`experts.py`; tokens choose evenly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")
+import torch
+from experts import Repeated, Shape, experts_of
+
+from ray_hetero import _streaming_linear as native
+from ray_hetero.kernels.expert_pieces import ExpertReader, Piece
+from ray_hetero.kernels.expert_rates import random_tokens
+from ray_hetero.kernels.expert_room import SharedRoom
+from ray_hetero.kernels.experts import RoutedExperts
+from ray_hetero.kernels.gpu_experts import GpuExperts
+from ray_hetero.kernels.linked_experts import received, shared
+from ray_hetero.weight_formats import FORMATS
+from ray_hetero.weight_formats.compact_on_gpu import choose_expand
+
+GIB = 2**30
+
+
+def without_copies(reader: ExpertReader) -> Callable[[Piece], None]:
+    """In the place of the reader's `_fetch`: nothing is copied."""
+
+    def fetch(piece: Piece) -> None:
+        slot = next(reader._slots)
+        slot.piece = piece
+        reader._ahead.append(slot)
+
+    return fetch
+
+
+def milliseconds(work: Callable[[], Any], repeats: int) -> float:
+    """Median of so many."""
+    times = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    return round(statistics.median(times[2:]), 2)
+
+
+def main() -> None:
+    """Measure, and print a line for each format and number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", type=Shape.parse, default=Shape(128, 2048, 768, 8))
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--kinds", default="packed,compact")
+    parser.add_argument("--tokens", default="256,512,1024,2048,8192")
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cores", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="name the kernels of a layer")
+    options = parser.parse_args()
+    for kind in options.kinds.split(","):
+        measure(options, kind)
+
+
+def measure(options: argparse.Namespace, kind: str) -> None:
+    """Measure one format and print it."""
+    shape, device = options.shape, torch.device("cuda:0")
+    gate_ups, downs = experts_of(shape)
+    layers, slices = [], []
+    for _ in range(options.layers):
+        layer = RoutedExperts(
+            Repeated(gate_ups, shape.experts),  # type: ignore[arg-type]
+            Repeated(downs, shape.experts),  # type: ignore[arg-type]
+            native=native, level=native.levels()[-1], kind=FORMATS[kind], room=SharedRoom,
+        )  # fmt: skip
+        pages = shared(layer)
+        assert pages is not None
+        layers.append(layer)
+        slices.append((received(pages.descriptor, len(pages.memory)),))
+    start = time.perf_counter()
+    gpu = GpuExperts(device, slices, shape.chosen, options.gib)
+    about = {
+        "gpu": torch.cuda.get_device_name(), "kind": kind, "layers": len(layers),
+        "layer_gib": round(gpu.nbytes / len(layers) / GIB, 3), "piece": gpu.experts,
+        "taken_gib": round(gpu.gpu_bytes / GIB, 2),
+        "huge": round(pages.huge_bytes / pages.prepared_bytes, 2),
+        "expanded_by": choose_expand(device).__name__,
+        "take_s": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
+    print("ABOUT " + json.dumps(about), flush=True)
+    reader = gpu._reader
+    fetch, turn = reader._fetch, itertools.count()
+
+    def copy() -> None:
+        for piece in gpu._layers[next(turn) % len(layers)].pieces:
+            reader._ahead.clear()
+            fetch(piece)
+        reader._ahead.clear()
+
+    link = milliseconds(copy, options.repeats)
+    for tokens in map(int, options.tokens.split(",")):
+        given = random_tokens(tokens, shape.hidden, shape.experts, shape.chosen)
+        x, weights, ids = (tensor.to(device) for tensor in given)
+
+        def run(x: Any = x, weights: Any = weights, ids: Any = ids) -> None:
+            # As in a step: nothing is computed while the first layer's pieces come.
+            for layer in range(len(layers)):
+                gpu.begin(ids, layer)
+                gpu.sums(x, weights, ids, layer)
+
+        found: dict[str, float] = {"link_ms": link}
+        # Private names: what only a benchmark leaves out.
+        reader._fetch = without_copies(reader)  # type: ignore[method-assign]
+        reader._ahead.clear()
+        found["gpu_ms"] = round(milliseconds(run, options.repeats) / len(layers), 2)
+        reader._fetch = fetch  # type: ignore[method-assign]
+        reader._ahead.clear()
+        found["layer_ms"] = round(milliseconds(run, options.repeats) / len(layers), 2)
+        found["floor_ms"] = max(link, found["gpu_ms"])
+        if options.cores:
+            found["cores_ms"] = on_cores(layers, given, options.repeats)
+        result = {
+            "kind": kind, "tokens": tokens, **found,
+            "link_gb_s": round(gpu.nbytes / len(layers) / link / 1e6, 1),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+        }  # fmt: skip
+        print("RESULT " + json.dumps(result), flush=True)
+        if options.profile:
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profile:
+                run()
+                torch.cuda.synchronize()
+            print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=16))
+
+
+def on_cores(layers: list[RoutedExperts], given: Any, repeats: int) -> float:
+    """Milliseconds of a layer on the cores, in pieces as tokens are handed over."""
+    x, weights, ids = given
+    turn = itertools.count()
+
+    def compute() -> None:
+        layer = layers[next(turn) % len(layers)]
+        for begin in range(0, len(x), 1024):
+            rows = slice(begin, begin + 1024)
+            layer(x[rows], weights[rows], ids[rows])
+
+    return milliseconds(compute, repeats)
+
+
+if __name__ == "__main__":
+    main()
