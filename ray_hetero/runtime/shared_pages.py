@@ -25,6 +25,8 @@ _COLLAPSE = 25
 _NONE, _FIXED = 0, 0x10
 """PROT_NONE, MAP_FIXED."""
 _NO_RESERVE = 0x4000
+_kept: dict[int, SharedPages] = {}
+"""By address, those that `keep` was called for."""
 
 
 class SharedPages:
@@ -60,7 +62,7 @@ class SharedPages:
             OSError: the system gives none.
 
         """
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(own_name(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(descriptor, nbytes)
         return cls(descriptor, nbytes)
 
@@ -108,7 +110,47 @@ class SharedPages:
         while view:
             written = os.pwrite(self.descriptor, view, end)
             view, end = view[written:], end + written
+        self.seal()
+
+    def seal(self) -> None:
+        """Let nobody change the size any more."""
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+
+    def keep(self) -> None:
+        """Be found by `kept_at` from now on."""
+        _kept[self.address] = self
+
+
+def own_name(name: str = "") -> str:
+    """What memory of this process is called, for those who look at the maps of processes."""
+    return f"{name}.{os.getpid()}"
+
+
+def kept_memory(nbytes: int) -> torch.Tensor:
+    """Zeroed memory that others may map, of which this process has taken all pages.
+
+    Pages come from the NUMA nodes of who touches them first, and others may write here.
+
+    Args:
+        nbytes: at least so many.
+
+    Raises:
+        OSError: the system gives none.
+
+    """
+    pages = SharedPages.made(-(-max(nbytes, 1) // STEP) * STEP, "ray_hetero-kv")
+    for begin in range(0, len(pages.memory), STEP):
+        pages.prepare(begin, begin + STEP)
+    if pages.huge_bytes < pages.prepared_bytes:
+        pages.memory.zero_()
+    pages.seal()
+    pages.keep()
+    return pages.memory
+
+
+def kept_at(address: int) -> SharedPages | None:
+    """The memory of this process that begins at an address, if `keep` was called for it."""
+    return _kept.get(address)
 
 
 def _mapped(descriptor: int, nbytes: int) -> int:
