@@ -268,6 +268,7 @@ def _stages(
     has_sockets = world.has_cpu or bool(world.experts)
     known = config.cpu.bandwidth_gb_s is not None or not has_sockets
     bandwidth = {} if known else measure(world.members, threads)
+    is_whole = config.cpu.fuse_layers and _can_fuse(facts) and _are_alone_or_beside(world)
     devices = rank_devices(
         config,
         world.seats,
@@ -275,7 +276,8 @@ def _stages(
         threads=threads,
         bandwidth=bandwidth,
         gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
-        borrowed_bytes=_borrowed_bytes(facts, world),
+        borrowed_bytes=_borrowed_bytes(facts, world, is_whole=is_whole),
+        borrows_by_stage=is_whole,
         is_eager=facts.is_eager,
         is_bf16=facts.is_bf16,
         can_fuse=_can_fuse(facts),
@@ -309,17 +311,34 @@ def _can_fuse(facts: EngineFacts) -> bool:
     )
 
 
-def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
-    """Memory of a GPU that a CPU rank takes which has it compute prompts."""
+def _are_alone_or_beside(world: World) -> bool:
+    """Whether every stage with a CPU rank is this rank alone, or several CPU ranks of one node."""
+    return all(
+        world.has_socket_group(seat) or len(world.layout.stages[seat.stage]) == 1
+        for seat in world.seats
+        if seat.kind == "cpu"
+    )
+
+
+def _borrowed_bytes(facts: EngineFacts, world: World, *, is_whole: bool) -> int:
+    """Memory of a GPU that is taken for computing prompts.
+
+    Args:
+        facts: of the engine.
+        world: its ranks.
+        is_whole: whether one CPU rank of a stage has whole layers computed for all of them; else
+            each has its linear layers computed.
+
+    """
     shape = facts.shape
     assert shape is not None
     hidden, tokens = shape.hidden_size, facts.max_num_batched_tokens
     # Gate and up are one matrix, of which a rank has its tensor-parallel share.
     sizes = [len(stage) for stage in world.layout.stages if "cpu" in stage]
-    size = min(sizes, default=1)
+    size = 1 if is_whole else min(sizes, default=1)
     wide = shape.intermediate_size // size
     linears = gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), tokens)
-    if size > 1 or not _can_fuse(facts):
+    if not is_whole:
         return linears
     return linears + attention_bytes(shape.num_heads, shape.num_kv_heads, shape.head_dim, tokens)
 

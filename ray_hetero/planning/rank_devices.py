@@ -74,6 +74,7 @@ def rank_devices(
     bandwidth: Mapping[int, float],
     gpu_share: float,
     borrowed_bytes: int = 0,
+    borrows_by_stage: bool = False,
     is_eager: bool = False,
     is_bf16: bool = False,
     can_fuse: bool = False,
@@ -89,6 +90,7 @@ def rank_devices(
         bandwidth: measured bytes per second by CPU rank.
         gpu_share: share of a GPU's memory that the engine takes.
         borrowed_bytes: of it, what each CPU rank takes that borrows a GPU.
+        borrows_by_stage: whether one CPU rank of a stage borrows a GPU for all of them.
         is_eager: whether nothing is compiled or captured.
         is_bf16: whether what is not quantised is computed in bfloat16.
         can_fuse: whether layers of this model can be one operator.
@@ -109,7 +111,10 @@ def rank_devices(
             seat,
             hosts[seat.node_id],
             gpu_share,
-            borrowed_bytes * borrowers(config.cpu, seat, seats, hosts[seat.node_id]),
+            borrowed_bytes
+            * borrowers(
+                config.cpu, seat, seats, hosts[seat.node_id], borrows_by_stage=borrows_by_stage
+            ),
             said[seat.rank],
         )
         if seat.socket is None
@@ -259,12 +264,16 @@ def _streams(config: CpuConfig, host: Host) -> bool:
     )
 
 
-def borrowers(config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host) -> int:
+def borrowers(
+    config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host, *, borrows_by_stage: bool
+) -> int:
     """Most CPU ranks that borrow one GPU rank's device, as far as planning can tell."""
     if not (config.prefill_on_gpu and _streams(config, host)):
         return 0
-    here = [other.kind for other in seats if other.node_id == seat.node_id]
-    return -(-here.count("cpu") // here.count("gpu"))
+    here = [other for other in seats if other.node_id == seat.node_id]
+    cpus = [other.stage if borrows_by_stage else other.rank
+            for other in here if other.kind == "cpu"]  # fmt: skip
+    return -(-len(set(cpus)) // sum(other.kind == "gpu" for other in here))
 
 
 def _gpu(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from engines import TOTALS, Json, Model, batch, engine, hetero, prompts, run_engines
 from leftovers import Scene
@@ -23,23 +25,23 @@ NEAR_TIE = 0.1
 """Of logprobs in bfloat16: a rounding may exchange tokens that are nearer to each other."""
 
 
-def differs(left: Json, right: Json) -> list[str]:
+def differs(left: list[Json], right: list[Json]) -> list[str]:
     """Where greedy tokens are others, but for where two are likely alike."""
     found = []
-    answers = zip(left["tokens"], right["tokens"], left["logprobs"], strict=True)
-    for number, rows in enumerate(answers):
-        for at, (one, other, values) in enumerate(zip(*rows, strict=True)):
-            if one != other:
+    for number, (one, other) in enumerate(zip(left, right, strict=True)):
+        rows = zip(one["tokens"][0], other["tokens"][0], one["logprobs"][0], strict=True)
+        for at, (mine, theirs, values) in enumerate(rows):
+            if mine != theirs:
                 first, second = sorted(values.values(), reverse=True)[:2]
                 if first - second >= NEAR_TIE:
-                    found.append(f"answer {number}, token {at}: {one}, {other} of {values}")
+                    found.append(f"answer {number}, token {at}: {mine}, {theirs} of {values}")
                 break
     return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tokens_are_those_of_the_cores(name: str, scene: Scene, logs: Path, model: Model) -> None:
-    def arguments(prefill_on_gpu: bool) -> Json:
+    def arguments(*, prefill_on_gpu: bool) -> Json:
         cpu = {
             "ranks_per_socket": 2, "linear_kernel": "streaming", "prefill_on_gpu": prefill_on_gpu,
             "prefill_on_gpu_tokens": FROM_TOKENS,
@@ -50,7 +52,7 @@ def test_tokens_are_those_of_the_cores(name: str, scene: Scene, logs: Path, mode
     # Together some decode beside chunks of others; alone each is by itself.
     alone = [batch([one], logprobs=2) for one in prompts(6)]
     asked = [*alone, batch(prompts(12), logprobs=2)]
-    runs = [(arguments(on_gpu), [*asked, TOTALS]) for on_gpu in (False, True)]
+    runs = [(arguments(prefill_on_gpu=on_gpu), [*asked, TOTALS]) for on_gpu in (False, True)]
     folder = logs / f"group-{name}"
     (*cores, neither), (*gpu, totals) = run_engines(
         scene, folder, runs, ray=RAY, extra={"RAY_HETERO_PRETEND_GPU": "1"}
