@@ -53,10 +53,11 @@ fuzz: env ## Give configuration and command line thousands of inputs
 	$(BIN)/python -m pytest tests/unit/test_fuzz_config.py tests/unit/test_fuzz_cli.py \
 	  --hypothesis-profile fuzz --hypothesis-show-statistics $(PYTEST_ARGS)
 
-check: env ## Lint, formatting and types
+check: env ## Lint, formatting, types and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/check_spelling.py
 
 docs: env ## Build the pages into site/; a broken link is an error
 	@# With --quiet, mkdocs does not count the warnings that --strict is about.
