@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= .demo/llama
+# A demo answers once: compiling the model for that would take longer than the answer.
+DEMO_ARGS ?= --enforce-eager
 PYTEST_ARGS ?=
 BUILD_ARGS ?=
 JOBS ?= 2
@@ -34,7 +36,7 @@ $(STAMP): pyproject.toml setup.py requirements.lock tools/fix_torchvision.py $(w
 
 demo: env ## Serve a model over two CPU ranks, chat with it and stop (MODEL=path or hub name)
 	@if [ '$(MODEL)' = .demo/llama ]; then test -e .demo/llama/config.json || $(BIN)/ray-hetero demo-model .demo/llama; fi
-	$(BIN)/python examples/serve_and_chat.py '$(MODEL)'
+	$(BIN)/python examples/serve_and_chat.py '$(MODEL)' $(DEMO_ARGS)
 
 test: env ## Run all tests, JOBS files at a time; those that need a GPU say why they are skipped
 	@# In this order engines start first: half of their time is waiting, in which unit tests run.

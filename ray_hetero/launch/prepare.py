@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from placement.cluster import ray_cluster
 from placement.cluster.layout import Layout
-from ray_hetero.compat import api_server, engine_clients, engine_environment, engine_processes
+from ray_hetero.compat import (
+    api_server,
+    engine_clients,
+    engine_environment,
+    engine_processes,
+    model_inspection,
+)
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
@@ -76,6 +82,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         # A forked engine would take this process's connection to Ray for its own.
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, is_stock=is_stock)
+    model_inspection.inspect_here()
     return spec
 
 
