@@ -37,7 +37,7 @@ PHASES = (
     (re.compile(""), "loading vLLM"),
     (re.compile("non-default args: "), "reading the model's configuration"),
     (re.compile("Using max model len "), "loading vLLM in the engine's process"),
-    (re.compile("Initializing a V1 LLM engine"), "[1/6] discover: starting Ray"),
+    (re.compile("Initializing a V1 "), "[1/6] discover: starting Ray"),  # codespell:ignore
     (re.compile(r"\[1/6\] "), "[2/6] plan"),
     (re.compile(r"\[3/6\] "), "[4/6] spawn: loading vLLM in the process of each rank"),
     (re.compile(r"\[4/6\] "), "[5/6] connect: loading weights"),

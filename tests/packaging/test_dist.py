@@ -197,6 +197,9 @@ def test_each_extra_installs_in_a_clean_environment(
         if extra == "cpu":
             # As the installation page has it; builds for CUDA keep vLLM from being imported.
             environment.run("python", str(ROOT / "tools/fix_torchvision.py"))
+            missing = environment.run("pip", "check", check=False).stdout.splitlines()
+            assert all("requires torch" in line for line in missing)
+            assert all(line.endswith("which is not installed.") for line in missing)
             said = environment.run("ray-hetero", "doctor").stdout
             assert ", 0 fail\n" in said
             environment.run("ray-hetero", "demo-model", "model")
