@@ -41,6 +41,8 @@ def test_help_lists_every_command() -> None:
     assert {"topology", "plan", "doctor", "install-cpu-kernels", "ray-args", "demo-model"} <= set(
         listed
     )
+    # A line that is too long ends in dots.
+    assert "..." not in run("--help").output.partition("Commands:")[2]
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:
