@@ -61,6 +61,10 @@ def run(
     return Outcome(status, seconds, log.read_text(errors="replace"))
 
 
+class NoTurnError(SystemExit):
+    """A contender did not start, ended, or was late; what it said is in the message."""
+
+
 class Turns:
     """A command that measures once for each line that it is given, and says so after each."""
 
@@ -84,14 +88,14 @@ class Turns:
         """What it says until it is done with a turn, or ready for the first.
 
         Raises:
-            SystemExit: it has ended, or is late.
+            NoTurnError: it has ended, or is late.
 
         """
         self._turns += 1
         start = time.monotonic()
         while (said := self._log.read_text(errors="replace")).count(self.DONE) < self._turns:
             if self._process.poll() is not None or time.monotonic() - start > self._timeout_s:
-                raise SystemExit(f"no turn of {self._log.stem}: {said[-2000:]}")
+                raise NoTurnError(f"no turn of {self._log.stem}: {said[-2000:]}")
             time.sleep(0.2)
         new, self._said = said[self._said :], len(said)
         return Outcome(0, round(time.monotonic() - start, 1), new)
@@ -110,7 +114,7 @@ def in_turns(
         timeout_s: of its start, and of each turn.
 
     Raises:
-        SystemExit: it does not start.
+        NoTurnError: it does not start.
 
     """
     process = _started(command, environment, log, stdin=subprocess.PIPE)

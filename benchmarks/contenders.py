@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_run import Point
-from shapes import SHAPES, layer_bytes
+from shapes import QUANTISED, SHAPES, layer_bytes
 
 HERE = Path(__file__).parent
 ENGINE = (sys.executable, str(HERE / "engine_run.py"))
@@ -95,11 +95,43 @@ def with_gpu(
         stock_engine("vllm prefetch", stock | prefetch, "link"),
         hetero("ray_hetero gpu-cpu", ["gpu"], ["cpu"], config=config | {
             "layers": [inside, split.outside]}, **ours),
+        hetero("ray_hetero 2cpu-gpu", ["cpu", "cpu"], ["gpu"], config=config | {
+            "layers": [split.outside, inside], "cpu": {"ranks_per_socket": 2}}, **ours),
+        *of_experts(split, config, ours),
         stock_engine("all on gpu", dict(engine), "gpu"),
         Contender("accelerate", (*ACCELERATE, "--outside", str(split.outside)), "link"),
         stock_engine("vllm uva eager", stock | uva, "link", "--eager"),
         stock_engine("vllm prefetch eager", stock | prefetch, "link", "--eager"),
     ]  # fmt: skip
+
+
+def of_experts(split: Split, config: Mapping[str, Any], ours: Mapping[str, Any]) -> list[Contender]:
+    """Routed experts of the layers outside on the socket, the rest of all layers on the GPU."""
+    if "num_experts" not in SHAPES[split.shape]:
+        return []
+    experts = {"ranks": 1, "layers": split.outside}
+    return [hetero("ray_hetero experts", ["gpu"], config={**config, "experts": experts}, **ours)]
+
+
+STORED = tuple(f" {stored}" for stored in ("bf16", *QUANTISED))
+"""How names of contenders end that say how weights are stored."""
+FEW = "1x128,8x128"
+
+
+def formats(
+    split: Split, *, share: float | None, engine: Mapping[str, Any], prefetch_step: int
+) -> list[Contender]:
+    """The same split with weights in bf16, FP8 and four bits, each beside prefetching."""
+    found = []
+    for stored in (None, *QUANTISED):
+        of = with_gpu(split, share=share, engine=engine, prefetch_step=prefetch_step)
+        for one in of:
+            if one.name in ("ray_hetero cpu-gpu", "vllm prefetch"):
+                more = ("--stored", stored) if stored else ()
+                name = f"{one.name} {stored or 'bf16'}"
+                command = (*one.command, *more)
+                found.append(replace(one, name=name, command=command, points=FEW))
+    return found
 
 
 def in_flight(
@@ -144,13 +176,14 @@ NGRAM = {
 }  # fmt: skip
 
 
-def drafting(split: Split, *, sockets: int | None) -> list[Contender]:
+def drafting(split: Split, *, sockets: int | None, share: float | None = None) -> list[Contender]:
     """The same split with so many drafts a request, and on prompts that repeat themselves with
     n-grams and without.
 
     Args:
         split: layers of the CPU stage; the GPU stage, behind it, holds the rest.
         sockets: of a host without a GPU, where two CPU ranks hold half of the layers each.
+        share: of the GPU's memory, for a run with a limit; None is vLLM's default.
 
     """
     if sockets is None:
@@ -159,12 +192,14 @@ def drafting(split: Split, *, sockets: int | None) -> list[Contender]:
         kinds, layers = ("cpu", "cpu"), [split.layers // 2, split.layers - split.layers // 2]
         cpu = {"ranks_per_socket": ranks_per_socket(sockets)}
 
+    gpu = {} if share is None else {"gpu": {"memory_utilization": share}}
+
     def one(name: str, *more: str, **engine: Any) -> Contender:
         made = hetero(
             name,
             *([kind] for kind in kinds),
             engine=engine,
-            config={"cpu": cpu, "layers": layers, "pipeline": {"batches_in_flight": 1}},
+            config=gpu | {"cpu": cpu, "layers": layers, "pipeline": {"batches_in_flight": 1}},
             reads="socket" if sockets is None else "in turn",
         )
         return replace(made, command=(*made.command, *more))

@@ -26,12 +26,15 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from heavy_tailed import write_checkpoint
 from memory import memory_since, used_bytes
-from shapes import SHAPES, write_shape
+from shapes import QUANTISED, SHAPES, write_shape
 
 BLOCKS = {"uni": 16}
 """Tokens of a KV block by backend: vLLM's own choice on a GPU, and on CPU ranks for the others."""
@@ -110,6 +113,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--repeating", type=int, default=500, help="tokens after which prompts repeat"
     )
+    parser.add_argument("--stored", choices=QUANTISED, help="how linear layers are; else bf16")
+    parser.add_argument("--heavy-tailed", action="store_true",
+                        help="a checkpoint with such weights, not vLLM's dummy ones")  # fmt: skip
+    parser.add_argument("--kv-room-gib", type=float,
+                        help="KV cache of a GPU, which is then not looked for")  # fmt: skip
     parser.add_argument("--turns", action="store_true", help="measure for each line of input")
     return parser.parse_args()
 
@@ -135,8 +143,8 @@ def engine(options: argparse.Namespace) -> Any:
     # A prompt that arrives, and the few tokens that it is answered with.
     blocks += -(-(options.arrival + 8) // block) if options.arrival else 0
     settings: dict[str, Any] = {
-        "model": str(write_shape(options.shape)),
-        "load_format": "dummy",
+        "model": str(model_of(options)),
+        "load_format": "auto" if options.heavy_tailed else "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": longest,
         "max_num_seqs": max(point.batch for point in points) + bool(options.arrival),
@@ -157,12 +165,22 @@ def engine(options: argparse.Namespace) -> Any:
         settings |= {
             "distributed_executor_backend": "ray_hetero",
             "pipeline_parallel_size": len(layout),
-            "tensor_parallel_size": len(layout[0]),
+            "tensor_parallel_size": max(map(len, layout)),
             "additional_config": {"ray_hetero": {"layout": layout} | json.loads(options.config)},
         }
     if drafts:
         settings["disable_log_stats"] = False
+    if options.kv_room_gib is not None:
+        settings["kv_cache_memory_bytes"] = int(options.kv_room_gib * (1 << 30))
     return LLM(**(settings | given))
+
+
+def model_of(options: argparse.Namespace) -> Path:
+    """The folder of the model, which is written if it is not there yet."""
+    if options.heavy_tailed:
+        folder = Path(tempfile.gettempdir()) / "ray_hetero_shapes" / f"{options.shape}-heavy-tailed"
+        return write_checkpoint(options.shape, folder)
+    return write_shape(options.shape, stored=options.stored)
 
 
 def forced_drafts(drafts: int, chance: float) -> dict[str, Any]:

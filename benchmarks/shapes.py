@@ -1,16 +1,22 @@
-"""Shapes of known models, written as a config.json, and their weight bytes; no weights."""
+"""Shapes of known models, written as a config.json, and their weight bytes; no weights, which are
+in heavy_tailed.py."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
     "none": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512},
     "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
              "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512},
+    "tiny-moe": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+                 "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+                 "vocab_size": 512, "num_experts": 16, "num_experts_per_tok": 4,
+                 "moe_intermediate_size": 128},
     # The shapes of TinyLlama 1.1B, Llama 3.2 1B and Llama 3 8B.
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
            "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
@@ -18,6 +24,9 @@ SHAPES: dict[str, dict[str, int]] = {
               "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    # Four layers of TinyLlama.
+    "1b-4": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
+             "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
     # 40.6 GB in bf16.
     "20b": {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 48,
             "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 128256},
@@ -32,29 +41,52 @@ SHAPES: dict[str, dict[str, int]] = {
 DTYPE_BYTES = 2
 
 
-def write_shape(name: str, *, layers: int | None = None) -> Path:
+QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "w4a16": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "quantization_status": "compressed", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "input_activations": None, "output_activations": None,
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                        "group_size": 128, "dynamic": False},
+        }},
+    },
+}  # fmt: skip
+"""Ways of storing linear layers, as the configuration of a checkpoint has them."""
+
+
+def write_shape(name: str, *, layers: int | None = None, stored: str | None = None) -> Path:
     """Write a config.json of a known shape into a folder for temporary files; answers the folder.
 
     Args:
         name: a key of `SHAPES`.
         layers: another number of layers than the shape has.
+        stored: a key of `QUANTISED`; None is bf16.
 
     """
-    shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
-    config = {
+    kind = f"{name}-{layers or 'all'}" + (f"-{stored}" if stored else "")
+    directory = Path(tempfile.gettempdir()) / "ray_hetero_shapes" / kind
+    directory.mkdir(parents=True, exist_ok=True)
+    config = config_of(name) | ({} if layers is None else {"num_hidden_layers": layers})
+    config |= {"quantization_config": QUANTISED[stored]} if stored else {}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """What the config.json of a known shape says, in bf16."""
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
         "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    if "num_experts" in shape:
+    if "num_experts" in SHAPES[name]:
         config |= {
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
             "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
         }  # fmt: skip
-    directory = Path(tempfile.gettempdir()) / "ray_hetero_shapes" / f"{name}-{layers or 'all'}"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config | shape))
-    return directory
+    return config | SHAPES[name]
 
 
 def layer_bytes(shape: dict[str, int]) -> int:

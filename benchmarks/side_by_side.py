@@ -6,13 +6,16 @@
     python benchmarks/side_by_side.py --points 8x128x256 --arrival 8192 --step-tokens 2048 \\
         --out results-arrival              # a prompt comes while eight requests decode
     python benchmarks/side_by_side.py --case drafts --out results-drafts  # speculative decoding
+    python benchmarks/side_by_side.py --case formats --out results-formats  # FP8 and four bits
+    python benchmarks/side_by_side.py --shape 30b-a3b-16 --outside 8 --out results-experts
 
 On a host without a GPU, two CPU ranks beside vLLM's own `mp`.  `--list` names the contenders,
 `--contenders` chooses some.  Results are written after each contender, into what `--out` already
-holds, so that a run may be done in parts.  Contenders that fail, are late or are not installed
-are reported with the end of their output (all of it is in the folder OUT-logs).  The floor is
-measured in the same run: the CPU ranks' cores before and after each contender, the GPU and its
-link once.  `side_by_side_report.py` makes the table and the plot.
+holds, so that a run may be done in parts.  With `--in-turns` all contenders start side by side and
+measure in turns, once each a round, so that all see the same minutes of the host.  Contenders that
+fail, are late or are not installed are reported with the end of their output (all of it is in the
+folder OUT-logs).  The floor is measured in the same run: the CPU ranks' cores before and after each
+contender, the GPU and its link once.  `side_by_side_report.py` makes the table and the plot.
 """
 
 from __future__ import annotations
@@ -21,7 +24,13 @@ import argparse
 import datetime
 import json
 import os
+import statistics
 import sys
+import tempfile
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +42,9 @@ from engine_run import Point
 from shapes import SHAPES, head_bytes, layer_bytes
 from side_by_side_report import table
 
-CASES = {"half": "8b", "budget": "20b", "in-flight": "8b", "drafts": "8b"}
+CASES = {
+    "half": "8b", "budget": "20b", "in-flight": "8b", "drafts": "8b", "formats": "8b",
+}  # fmt: skip
 """Shape of each case where there is a GPU; without one it is a smaller one."""
 OUTPUT_TOKENS = {"budget": 256, "drafts": 128}
 IN_FLIGHT = "32x128"
@@ -65,6 +76,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
     parser.add_argument("--timeout", type=float, default=400, help="of one contender")
     parser.add_argument("--reserved-cores", type=int, help="that CPU ranks leave free")
+    parser.add_argument("--heavy-tailed", action="store_true",
+                        help="weights in bf16 from a checkpoint with such ones")  # fmt: skip
+    parser.add_argument("--in-turns", action="store_true",
+                        help="start all side by side, then measure in turns")  # fmt: skip
+    parser.add_argument("--kv-room-gib", type=float,
+                        help="of each engine's GPU; --in-turns: 2")  # fmt: skip
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     return parser.parse_args()
 
@@ -74,7 +91,11 @@ def main() -> None:
     options = parse_options()
     gpu = floor.gpu_figures()
     split = split_of(options, has_gpu=gpu is not None)
-    wanted = chosen(all_contenders(options, split, gpu), options.contenders)
+    there = all_contenders(options, split, gpu)
+    unasked = {one.name for one in there if one.name.endswith(" eager")}
+    if options.case != "formats":
+        unasked |= {one.name for one in there if one.name.endswith(contenders.STORED)}
+    wanted = chosen(there, options.contenders, unasked)
     if options.list:
         print("\n".join(contender.name for contender in wanted))
         return
@@ -85,6 +106,23 @@ def main() -> None:
         # As the engine keeps them on its own node.
         reserved = 2 if gpu is not None and (os.cpu_count() or 1) >= 8 else 0
     ranks = floor.compute_cpus(reserved, 1 if gpu is not None else 2)
+    if options.in_turns:
+        taking_turns(wanted, split, points, ranks, options, found)
+    else:
+        one_after_the_other(wanted, split, points, ranks, options, found)
+    if not options.arrival:
+        print(table(found, width=130), end="")
+
+
+def one_after_the_other(
+    wanted: list[Contender],
+    split: Split,
+    points: str,
+    ranks: list[tuple[int, ...]],
+    options: argparse.Namespace,
+    found: dict[str, Any],
+) -> None:
+    """Start, measure and end each contender before the next; written down after each."""
     for contender in wanted:
         before = floor.socket_bandwidths(ranks)
         outcome = run(contender, split, points, options)
@@ -94,8 +132,85 @@ def main() -> None:
         write(options.out, found)
         print(contender.name, outcome["status"], outcome["points"] or outcome["arrivals"],
               flush=True)  # fmt: skip
-    if not options.arrival:
-        print(table(found, width=130), end="")
+
+
+def taking_turns(
+    wanted: list[Contender],
+    split: Split,
+    points: str,
+    ranks: list[tuple[int, ...]],
+    options: argparse.Namespace,
+    found: dict[str, Any],
+) -> None:
+    """Start all contenders side by side and have each measure once a round.
+
+    Written down after each turn.  A contender that does not start, or fails in a turn, has the
+    points of the rounds before and the end of its output.
+    """
+    outcomes = found["contenders"]
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            starts = [
+                (one, pool.submit(started, one, split, points, options, stack)) for one in wanted
+            ]
+        turns = {}
+        for contender, start in starts:
+            outcomes[contender.name] = outcome_of(contender, split, points, options)
+            try:
+                turns[contender.name] = start.result()
+            except contender_process.NoTurnError as error:
+                outcomes[contender.name] |= {"status": "not started", "end_of_output": str(error)}
+        rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in turns}
+        for _ in range(options.repeats):
+            for name in list(turns):
+                # Ranks of the engine before look for messages without a pause for a second.
+                time.sleep(1.5)
+                outcomes[name]["bandwidths"].append(floor.socket_bandwidths(ranks))
+                try:
+                    said = turns[name].next()
+                except contender_process.NoTurnError as error:
+                    outcomes[name] |= {"status": "failed", "end_of_output": str(error)}
+                    del turns[name]
+                    write(options.out, found)
+                    continue
+                rounds[name].append(said.answers("RESULT "))
+                outcomes[name]["arrivals"] += said.answers("ARRIVAL ")
+                outcomes[name]["points"] = [together(of) for of in zip(*rounds[name], strict=True)]
+                write(options.out, found)
+                print(name, said.seconds, rounds[name][-1] or outcomes[name]["arrivals"][-1],
+                      flush=True)  # fmt: skip
+
+
+def started(
+    contender: Contender,
+    split: Split,
+    points: str,
+    options: argparse.Namespace,
+    stack: ExitStack,
+) -> contender_process.Turns:
+    """The contender, ready to measure; the stack ends it."""
+    claims = Path(tempfile.gettempdir()) / f"ray_hetero-turns-{os.getpid()}-{id(contender)}"
+    # Engines that take turns share their socket; claims are there to prevent that.
+    environment = {**contender.environment, "RAY_HETERO_CLAIM_DIR": str(claims)}
+    command = [*command_of(contender, split, points, options), "--turns"]
+    return stack.enter_context(
+        contender_process.in_turns(
+            command, environment, log_of(contender, options), options.timeout
+        )
+    )
+
+
+def together(rounds: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """One point of several rounds: medians, and the figures of all rounds."""
+    found: dict[str, Any] = {}
+    for name, value in rounds[-1].items():
+        if name.endswith("_all"):
+            found[name] = [figure for one in rounds for figure in one[name]]
+        elif isinstance(value, float) and all(one.get(name) is not None for one in rounds):
+            found[name] = round(statistics.median(one[name] for one in rounds), 4)
+        else:
+            found[name] = value
+    return found
 
 
 def split_of(options: argparse.Namespace, *, has_gpu: bool) -> Split:
@@ -117,24 +232,32 @@ def all_contenders(
         points = [Point.parse(text, options.output_tokens or 32) for text in texts]
         sockets = None if gpu else floor.sockets()
         return contenders.in_flight(split, points, sockets=sockets, step_tokens=options.step_tokens)
-    if options.case == "drafts":
-        return contenders.drafting(split, sockets=None if gpu else floor.sockets())
     if gpu is None:
+        if options.case == "drafts":
+            return contenders.drafting(split, sockets=floor.sockets())
         return contenders.cpu_only(floor.sockets())
     # In the budget case one step holds the prompts of all eight requests, and a second buffer for
     # prefetching does not fit beside half of the layers.
-    is_half = options.case == "half"
+    is_half = options.case != "budget"
     engine = {"max_num_batched_tokens": options.step_tokens or (8192 if is_half else 1024)}
     ahead = options.prefetch_step or (2 if is_half else 1)
     budget = options.gpu_budget_gib or (None if is_half else 24)
     share = None if budget is None else round(budget * GIB / gpu["memory_bytes"], 4)
-    return contenders.with_gpu(split, share=share, engine=engine, prefetch_step=ahead)
+    if options.case == "drafts":
+        return contenders.drafting(split, sockets=None, share=share)
+    of_formats = contenders.formats(split, share=share, engine=engine, prefetch_step=ahead)
+    if options.case == "formats":
+        return of_formats
+    others = contenders.with_gpu(split, share=share, engine=engine, prefetch_step=ahead)
+    return others if "num_experts" in SHAPES[split.shape] else [*others, *of_formats]
 
 
-def chosen(there: list[Contender], names: str | None) -> list[Contender]:
-    """Those that were asked for, in the order asked."""
+def chosen(
+    there: list[Contender], names: str | None, unasked: Collection[str] = ()
+) -> list[Contender]:
+    """Those that were asked for, in the order asked; without names all but the unasked ones."""
     if names is None:
-        return [contender for contender in there if not contender.name.endswith(" eager")]
+        return [contender for contender in there if contender.name not in unasked]
     by_name = {contender.name: contender for contender in there}
     if unknown := sorted(set(names.split(",")) - set(by_name)):
         raise SystemExit(f"no contender is called {unknown}; there are {sorted(by_name)}")
@@ -147,7 +270,7 @@ def points_of(options: argparse.Namespace) -> tuple[str, list[str]]:
         return options.points, []
     if options.case == "budget":
         return "8x128", []
-    if options.case == "drafts":
+    if options.case in ("drafts", "formats"):
         return "1x128,8x128", []
     every = sorted(((b, p) for b in BATCHES for p in PROMPTS), key=lambda x: (x[0] * x[1], x))
     small = [f"{b}x{p}" for b, p in every if b * p <= options.most_prompt_tokens]
@@ -212,26 +335,61 @@ def write(out: Path, found: dict[str, Any]) -> None:
 def run(
     contender: Contender, split: Split, points: str, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One contender in a process of its own."""
-    command = [*contender.command, "--shape", split.shape]
-    command += ["--points", contender.points or points, "--repeats", str(options.repeats)]
-    command += ["--point-seconds", str(options.point_seconds)]
-    tokens = options.output_tokens or OUTPUT_TOKENS.get(options.case, 32)
-    command += ["--output-tokens", str(tokens)]
-    command += ["--arrival", str(options.arrival)] if options.arrival else []
-    command += ["--eager"] if options.eager and "--eager" not in command else []
-    log = Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
+    """One contender in a process of its own, from its start to its end."""
+    command = command_of(contender, split, points, options)
+    log = log_of(contender, options)
     outcome = contender_process.run(command, contender.environment, log, options.timeout)
-    return {
+    return outcome_of(contender, split, points, options) | {
         "status": outcome.status,
         "seconds": outcome.seconds,
-        "reads": contender.reads,
-        "command": [Path(command[1]).name, *command[2:]],
         "points": outcome.answers("RESULT "),
         "arrivals": outcome.answers("ARRIVAL "),
         "memory": next(iter(outcome.answers("MEMORY ")), None),
         "end_of_output": outcome.end_of_output,
     }
+
+
+def outcome_of(
+    contender: Contender, split: Split, points: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What is known of a contender before it has measured anything."""
+    command = command_of(contender, split, points, options)
+    return {
+        "status": 0,
+        "seconds": None,
+        "reads": contender.reads,
+        "command": [Path(command[1]).name, *command[2:]],
+        "points": [],
+        "arrivals": [],
+        "bandwidths": [],
+        "memory": None,
+        "end_of_output": "",
+    }
+
+
+def log_of(contender: Contender, options: argparse.Namespace) -> Path:
+    """The file for what a contender says."""
+    return Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
+
+
+def command_of(
+    contender: Contender, split: Split, points: str, options: argparse.Namespace
+) -> list[str]:
+    """A contender's command with the shape and what is measured."""
+    command = [*contender.command, "--shape", split.shape]
+    repeats = 1 if options.in_turns else options.repeats
+    command += ["--points", contender.points or points, "--repeats", str(repeats)]
+    command += ["--point-seconds", str(options.point_seconds)]
+    tokens = options.output_tokens or OUTPUT_TOKENS.get(options.case, 32)
+    command += ["--output-tokens", str(tokens)]
+    command += ["--arrival", str(options.arrival)] if options.arrival else []
+    command += ["--eager"] if options.eager and "--eager" not in command else []
+    if options.heavy_tailed and "--stored" not in command:
+        command += ["--heavy-tailed"]
+    room = options.kv_room_gib or (2 if options.in_turns else None)
+    # An engine that looks for its room would take the others' for its own use.
+    command += ["--kv-room-gib", str(room)] if room else []
+    return command
 
 
 if __name__ == "__main__":

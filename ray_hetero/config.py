@@ -129,6 +129,14 @@ class ExpertsConfig(_Section):
     layers: Annotated[int, Field(ge=1)] | Literal["all"] | Auto = "auto"
     """Of how many layers, the model's last ones, the experts lie on expert ranks; auto plans as few
     as leave room on the GPUs."""
+    prefill_on_gpu: bool | Auto = "auto"
+    """Whether a stage's GPU computes experts of steps of many tokens itself, reading them over its
+    link from the expert ranks' memory; auto does where they are held in a format of this project's
+    kernels, and where that is measured to be faster than the sockets."""
+    prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] | Auto = "auto"
+    """Minimum tokens of a step before it does; auto measures link and sockets at the start."""
+    prefill_gpu_gib: Gibibytes = 1.0
+    """Memory of a GPU, in GiB, for the experts that are read at a time."""
 
 
 class PlacementConfig(_Section):

@@ -123,7 +123,8 @@ struct Layer {
 struct Totals {
   using Count = std::atomic<std::int64_t>;
 
-  Count steps = 0, tokens = 0, layers = 0, experts = 0, computing_ns = 0, waiting_ns = 0;
+  Count steps = 0, tokens = 0, layers = 0, layer_tokens = 0, experts = 0, computing_ns = 0,
+        waiting_ns = 0;
 
   static void add(Count& count, std::int64_t more) {
     count.store(count.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
@@ -201,6 +202,7 @@ class Receiver {
     found["steps"] = totals_.steps.load();
     found["tokens"] = totals_.tokens.load();
     found["layers"] = totals_.layers.load();
+    found["layer_tokens"] = totals_.layer_tokens.load();
     found["experts"] = totals_.experts.load();
     found["computing_s"] = 1e-9 * static_cast<double>(totals_.computing_ns.load());
     found["waiting_s"] = 1e-9 * static_cast<double>(totals_.waiting_ns.load());
@@ -225,6 +227,7 @@ class Receiver {
       Totals::add(totals_.tokens, tokens);
     }
     Totals::add(totals_.layers, 1);
+    Totals::add(totals_.layer_tokens, tokens);
     Totals::add(totals_.experts, distinct(channel.ids, tokens * channel.layers[layer].chosen));
   }
 
@@ -343,6 +346,6 @@ PYBIND11_MODULE(_expert_handover, module) {
            "RuntimeError: a layer cannot be computed.")
       .def("finish", &Receiver::finish, py::arg("channel"), "Answer what Python has computed.")
       .def_property_readonly("totals", &Receiver::totals,
-                             "By name: steps and their tokens, layers, experts that these have read,\n"
-                             "seconds of computing, and of waiting for the next layer.");
+                             "By name: steps and their tokens, layers, tokens times layers, experts that\n"
+                             "these have read, seconds of computing, and of waiting for the next layer.");
 }

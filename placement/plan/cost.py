@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from placement.model.shape import ModelShape
 from placement.model.tensors import KvCache, Layer, Tensor
@@ -20,6 +20,9 @@ REDUCTIONS_PER_LAYER = 2
 """All-reduces of a tensor-parallel group per layer: after attention and after the MLP."""
 TENSORS_PER_BOUNDARY = 2
 """Hidden states and residual."""
+HANDOVER_TOKENS = 1024
+"""Most tokens that are handed over to expert ranks at once; a step of more is handed over in
+pieces, and each of them reads the experts again."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,11 @@ class Pass:
     outputs: int
     """Tokens that the output matrix is multiplied with."""
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether most of its tokens are read only."""
+        return self.tokens > self.outputs
+
     def pairs(self, kv: KvCache) -> int:
         """(query, key) pairs of attention."""
         return self.tokens * kv.seen(self.context)
@@ -144,18 +152,36 @@ def layer_step(
 def _remote_experts(
     shape: ModelShape, layer: Layer, stage: StageDevices, run: Pass, links: Links
 ) -> Step:
-    """Time of a layer's experts on expert ranks, each of which has a slice of every expert."""
+    """Time of a layer's experts on expert ranks, each of which has a slice of every expert; in
+    prompts that of the GPU which reads them over its link, where that is shorter.
+    """
     ranks = len(stage.experts)
     assert ranks, "somebody holds the experts that the stage does not"
     slices = Layer(layer.index, layer.remote, None)
+    pieces, rest = divmod(run.tokens, HANDOVER_TOKENS)
+    parts = [(pieces, HANDOVER_TOKENS), (1, rest)] if pieces else [(1, rest)]
     slowest = max(
-        _layer_on_rank(shape, slices, rank.figures, ranks, run).total for rank in stage.experts
+        sum(
+            times
+            * _layer_on_rank(shape, slices, one.figures, ranks, replace(run, tokens=part)).total
+            for times, part in parts
+            if part
+        )
+        for one in stage.experts
     )
     rows = run.tokens * shape.hidden_size * shape.dtype_bytes
     host_links = [rank.figures.host_link for rank in stage.ranks if rank.figures.host_link]
     bandwidth = min([links.handover.bandwidth, *host_links])
     seconds = links.handover.latency_s + rows * (1 + ranks) / bandwidth
-    return Step(experts=slowest, handover=_pico(seconds))
+    handed = Step(experts=slowest, handover=_pico(seconds))
+    if not (run.is_prompt and stage.expert_buffer_bytes and host_links):
+        return handed
+    stored = sum(_read(shape, layer.remote, ranks, run, one.figures) for one in stage.experts)
+    flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(1) for t in layer.remote)
+    gpu = stage.ranks[0].figures
+    # Pieces are multiplied with while the next ones come.
+    linked = Step(experts=_pico(max(stored / min(host_links), flops / gpu.compute)))
+    return min(handed, linked, key=lambda step: step.total)
 
 
 def _layer_on_rank(

@@ -102,6 +102,9 @@ class StageDevices:
     ranks: tuple[RankDevice, ...]
     experts: tuple[RankDevice, ...] = ()
     """The expert ranks that compute experts for it; they hold nothing else of the stage."""
+    expert_buffer_bytes: int = 0
+    """Memory of each of its GPUs for experts that they read over their links in prompts; 0 where
+    expert ranks compute all."""
 
     @property
     def kinds(self) -> frozenset[Kind]:

@@ -10,6 +10,7 @@ from placement.plan.devices import RankDevice
 from placement.plan.drafts import Speculation
 from placement.plan.split import Split
 from placement.plan.stage_plan import ExpertPlan
+from placement.units import GIB
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Plan:
                 f"The experts of the last {layers} layers lie on {ranks} expert ranks "
                 "(experts.ranks, experts.layers): attention, KV cache and all else are on the GPUs."
             )
+            if buffer := max(stage.devices.expert_buffer_bytes for stage in split.stages):
+                notes.append(
+                    f"In long prompts the GPUs read these experts over their links: of each, "
+                    f"{buffer / GIB:.2f} GiB are kept for that (experts.prefill_on_gpu)."
+                )
         elif not any(stage.devices.has_cpu for stage in split.stages):
             if any(device.kind == "cpu" for device in self.idle):
                 notes.append("The model fits on the GPUs alone: no CPU rank is asked to work.")

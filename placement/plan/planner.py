@@ -109,7 +109,7 @@ class Planner:
                         RankPlan(
                             sum(before.size for before in row[:place]) + i,
                             device,
-                            replace(memory, runtime=device.runtime_bytes),
+                            replace(memory, runtime=_runtime_bytes(stage, device)),
                             0,
                         )
                         for i, device in enumerate(stage.ranks)
@@ -223,7 +223,10 @@ class Planner:
         beside = self._memory(stage, place, 0, 0)
         weights, kv = self._layer_weights[stage.size], self._layer_kv[stage.size]
         room = min(
-            kv_room(replace(rank, kv_limit_bytes=None), replace(beside, runtime=rank.runtime_bytes))
+            kv_room(
+                replace(rank, kv_limit_bytes=None),
+                replace(beside, runtime=_runtime_bytes(stage, rank)),
+            )
             for rank in stage.ranks
         )
         needs = [held + cached for held, cached in zip(weights, kv, strict=True)]
@@ -245,6 +248,10 @@ class Planner:
         if self.drafter is None or not is_last:
             return memory
         return self.drafter.added(memory, size, self.work, is_first=is_first)
+
+
+def _runtime_bytes(stage: StageDevices, device: RankDevice) -> int:
+    return device.runtime_bytes + stage.expert_buffer_bytes
 
 
 def _totals(costs: Sequence[StageCosts], layers: Sequence[int]) -> list[int]:

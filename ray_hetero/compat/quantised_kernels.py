@@ -7,6 +7,10 @@ from typing import Any
 
 from ray_hetero.compat.patching import original
 
+OPERATORS = {"_POSSIBLE_KERNELS": "cpu_gemm_wna16"}
+"""What vLLM's own kernel of a list calls, where a build for a processor may lack it; that kernel
+does not look for it before its first step (CPUWNA16LinearKernel)."""
+
 
 def offer_kernels(kernels: Mapping[str, type], *, is_first: bool) -> None:
     """Have vLLM choose among more kernels for linear layers on CPUs.
@@ -18,13 +22,18 @@ def offer_kernels(kernels: Mapping[str, type], *, is_first: bool) -> None:
 
     Args:
         kernels: the name of vLLM's list → a kernel for it.
-        is_first: whether they are chosen before vLLM's own, or where vLLM has none.
+        is_first: whether they are chosen before vLLM's own, or where vLLM has none that could run
+            on this processor.
 
     """
+    # What torch.ops._C has is loaded with this module.
+    from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
     from vllm.platforms.interface import PlatformEnum
 
     for name, kernel in kernels.items():
         lists: dict[Any, list[type]] = original(linear, name)
         others = [one for one in lists.get(PlatformEnum.CPU, []) if one is not kernel]
-        lists[PlatformEnum.CPU] = [kernel, *others] if is_first else [*others, kernel]
+        operator = OPERATORS.get(name)
+        lacks = operator is not None and not hasattr(_custom_ops.torch.ops._C, operator)
+        lists[PlatformEnum.CPU] = [kernel, *others] if is_first or lacks else [*others, kernel]

@@ -104,10 +104,10 @@ class ExpertMeeting:
                     "dtype": str(geometry.dtype).removeprefix("torch."),
                     "layers": [asdict(layer) for layer in layers],
                 }
-                with _told(names[number], limit_s):
+                with naming(names[number], limit_s):
                     socket.send_fds(connection, [json.dumps(told).encode()], [descriptor])
             for number, connection in found.items():
-                with _told(names[number], limit_s):
+                with naming(names[number], limit_s):
                     connection.settimeout(max(0.01, deadline - time.monotonic()))
                     if not connection.recv(len(NOTE)):
                         raise ConnectionResetError("end")
@@ -123,7 +123,7 @@ class ExpertMeeting:
         """The next expert rank of this user that connects: its number, and the connection."""
         while True:
             missing = [name for n, name in enumerate(names) if n not in there]  # type: ignore[operator]
-            with _told(" and ".join(missing), limit_s):
+            with naming(" and ".join(missing), limit_s):
                 self._listener.settimeout(max(0.01, deadline - time.monotonic()))
                 connection = self._listener.accept()[0]
                 if _user_of(connection) != os.getuid():
@@ -133,7 +133,7 @@ class ExpertMeeting:
                 return int(connection.recv(MOST_BYTES) or b"-1"), connection
 
 
-class _told:  # noqa: N801
+class naming:  # noqa: N801
     """Errors of a socket, told of the rank at its other end."""
 
     def __init__(self, who: str, limit_s: float) -> None:
@@ -179,7 +179,7 @@ def reach(
             if time.monotonic() > deadline:
                 raise StartupError(f"{who} was not there in {limit_s:g} s ({LIMIT})") from None
             time.sleep(POLL_SECONDS)
-    with _told(who, limit_s):
+    with naming(who, limit_s):
         connection.send(str(number).encode())
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         told, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
@@ -205,7 +205,7 @@ def is_ready(reached: Reached) -> None:
         StartupError: it has ended.
 
     """
-    with _told("the rank that hands tokens over", 0):
+    with naming("the rank that hands tokens over", 0):
         reached.connection.send(NOTE)
 
 

@@ -22,6 +22,7 @@ import torch
 
 from placement.errors import NativeError
 from placement.host import native as host_memory
+from placement.plan.cost import HANDOVER_TOKENS
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.log import logger
 
@@ -32,7 +33,7 @@ except ImportError:
 
 PAGE = 4096
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-MOST_TOKENS = 1024
+MOST_TOKENS = HANDOVER_TOKENS
 """Of one handover; a step of more tokens is handed over in pieces.  So many are enough for the
 experts' products, and the memory stays small."""
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ray_hetero.distributed.expert_meeting import Reached
 from ray_hetero.distributed.expert_memory import TokenViews, native
 from ray_hetero.errors import AgreementError
+from ray_hetero.kernels.experts import RoutedExperts
 
 TURN_SECONDS = 1.0
 """How long the native loop goes on before it lets Python look at signals, in seconds."""
@@ -30,6 +31,10 @@ class HeldLayer:
     compute: Compute
     call: Any = None
     """The native `ExpertCall` that computes the same without Python; None where there is none."""
+    experts: RoutedExperts | None = None
+    """What computes them here; None where vLLM's kernel does."""
+    chosen: int = 0
+    """Experts of a token."""
 
 
 class ExpertService:
@@ -89,7 +94,8 @@ class ExpertService:
 
     @property
     def totals(self) -> dict[str, float]:
-        """What has been computed so far: steps, tokens, layers, experts, computing_s, waiting_s."""
+        """What has been computed so far: steps, tokens, layers, layer_tokens, experts,
+        computing_s, waiting_s."""
         found: dict[str, float] = self._receiver.totals
         return found
 

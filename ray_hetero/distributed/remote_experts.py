@@ -6,7 +6,7 @@ what the layer computes by itself is ordered between the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,20 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat import remote_experts
+from ray_hetero.distributed import expert_link, expert_offers
 from ray_hetero.distributed.expert_channel import ExpertChannel, HostSignals
+from ray_hetero.distributed.expert_link import ExpertLink
 from ray_hetero.distributed.expert_meeting import ExpertMeeting
 from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer
+from ray_hetero.distributed.expert_offers import Offer
 from ray_hetero.log import logger
 from ray_hetero.world import RankSpec
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _channels: list[ExpertChannel] = []
 """Of this process: none before it is connected, then one."""
+_links: list[ExpertLink] = []
+"""Of this process, one where its GPU computes experts of large steps."""
 
 
 def _hand_over(
@@ -30,6 +35,9 @@ def _hand_over(
 ) -> torch.Tensor:
     (channel,) = _channels
     most = channel.capacity
+    for link in _links_of(x, layer):
+        link.begin(ids, layer)
+        return x.new_empty(0)
     if x.shape[0]:
         channel.hand_over(x[:most], weights[:most], ids[:most], layer)
     return x.new_empty(0)
@@ -42,6 +50,9 @@ def _take(
     tokens, most = x.shape[0], channel.capacity
     if not tokens:
         return torch.empty_like(x)
+    for link in _links_of(x, layer):
+        channel.check()
+        return link.sums(x, weights, ids, layer)
     first = channel.take(min(tokens, most), layer)
     if tokens <= most:
         return first
@@ -49,9 +60,14 @@ def _take(
     sums[:most] = first
     for begin in range(most, tokens, most):
         piece = slice(begin, min(begin + most, tokens))
-        channel.hand_over(x[piece], weights[piece], ids[piece], layer)
+        channel.hand_over(x[piece], weights[piece], ids[piece], layer, is_first=False)
         sums[piece] = channel.take(piece.stop - begin, layer)
     return sums
+
+
+def _links_of(x: torch.Tensor, layer: int) -> list[ExpertLink]:
+    """The link that computes a layer of these tokens, if one does."""
+    return [link for link in _links if link.takes(x.shape[0], layer)]
 
 
 def _nothing_yet(
@@ -130,6 +146,11 @@ class RemoteExperts:
         """What has ended the handover; what steps have computed since is nothing."""
         return None if self._channel is None else self._channel.problem
 
+    def begin_step(self, tokens: int) -> None:
+        """Learn how many tokens the step has, before it is ordered."""
+        if self._channel is not None:
+            self._channel.begin_step(tokens)
+
     def connect(self) -> None:
         """Wait for the expert ranks, now that the stage's layers are known.
 
@@ -146,6 +167,8 @@ class RemoteExperts:
         memory, connections = self._meeting.accept(
             geometry, self._layers, names, self._config.startup.load_timeout_s
         )
+        # Before the channel's watch looks whether anything comes, which nothing does from then on.
+        offers = expert_offers.taken(connections, names, self._config.startup.load_timeout_s)
         signals: Any = HostSignals
         if current_platform.is_cuda():
             from ray_hetero.distributed.gpu_signals import GpuSignals
@@ -154,9 +177,27 @@ class RemoteExperts:
         limit_s = self._config.exchange.timeout_s
         self._channel = ExpertChannel(memory, self._layers, connections, names, limit_s, signals)
         _channels[:] = [self._channel]
+        self._link_up(offers)
         logger.info(
             "experts of %d layers are computed by %s", len(self._layers), " and ".join(names)
         )
+
+    def _link_up(self, offers: Sequence[Offer]) -> None:
+        """Have the GPU compute experts of large steps where it can.
+
+        Raises:
+            UnsupportedError: it was asked for, and cannot be had.
+
+        """
+        is_gpu = current_platform.is_cuda()
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+        )
+        link = expert_link.made(
+            self._config.experts, device, self._layers, offers, dtype=self._dtype,
+            tokens=self._tokens,
+        )  # fmt: skip
+        _links[:] = [] if link is None else [link]
 
     def close(self) -> None:
         """Let the expert ranks go."""

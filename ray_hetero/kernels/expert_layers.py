@@ -13,6 +13,7 @@ from ray_hetero.compat import cpu_experts, quantised_experts
 from ray_hetero.compat.routed_experts import number_of
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.expert_room import MakeRoom, Room
 from ray_hetero.kernels.experts import MULTIPLE, SILU, SWIGLU_OAI, RoutedExperts
 from ray_hetero.kernels.quantised_experts import held
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -63,10 +64,12 @@ class ExpertLayers:
     Args:
         config: which format weights are to be held in.
         kernel: what computes linear layers, whose level experts are computed at.
+        room: makes the memory of each layer's weights.
 
     """
 
-    def __init__(self, config: CpuConfig, kernel: StreamingLinear) -> None:
+    def __init__(self, config: CpuConfig, kernel: StreamingLinear, room: MakeRoom = Room) -> None:
+        self._room = room
         self._kind = FORMATS[config.weight_format(has_amx=kernel.has_amx)]
         self._kernel = kernel
         self._bytes = self._bytes_before = 0
@@ -89,6 +92,7 @@ class ExpertLayers:
             kind=self._kind,
             activation=ACTIVATIONS[layer.activation.value],
             is_interleaved=layer.activation.value == "swigluoai",
+            room=self._room,
         )
         self._bytes_before += layer.w13_weight.nbytes + layer.w2_weight.nbytes
         return self._add(experts)
@@ -117,6 +121,7 @@ class ExpertLayers:
                 level=self._kernel.level,
                 activation=ACTIVATIONS[layer.activation.value],
                 is_interleaved=is_interleaved,
+                room=self._room,
             )
             self._bytes_before += stored.w13.nbytes + stored.w2.nbytes
             experts.layer_number = self._add(made)
@@ -146,15 +151,15 @@ class ExpertLayers:
         return f"{len(_layers)} experts"
 
 
-def call_of(layer: Any) -> Any:
-    """The native `ExpertCall` of a layer of vLLM's; None where it stays with vLLM's kernel.
+def held_by(layer: Any) -> RoutedExperts | None:
+    """The experts of a layer of vLLM's; None where they stay with vLLM's kernel.
 
     A token's weights are applied to results, so a layer that applies them to tokens has none.
     """
     number = number_of(layer)
     if number is None or layer.apply_router_weight_on_input:
         return None
-    return _layers[number].call
+    return _layers[number]
 
 
 def unsuited(layer: Any) -> str:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch.nn.functional import pad
 
+from ray_hetero.kernels.expert_room import MakeRoom, Room, in_lines
 from ray_hetero.weight_formats import HostWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
 
 MULTIPLE = 32
 """Of the hidden size; the inner size is filled up with zeros to such a multiple."""
-LINE = 64
-"""Bytes of a cache line; weights begin with one."""
 HALF_BLOCK = 16
 """Outputs of the gate that are neighbours, and those of up that belong to them."""
 
@@ -61,25 +60,6 @@ def paired(gate_up: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:
     return both.unflatten(1, (-1, HALF_BLOCK)).transpose(0, 1).flatten(0, 2)
 
 
-class _Room:
-    """Memory for all weights of a layer: one piece, which huge pages can back.
-
-    Args:
-        nbytes: of all of them, each filled up to whole cache lines.
-
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._free = torch.empty(nbytes, dtype=torch.uint8)
-
-    def moved(self, weight: HostWeight) -> HostWeight:
-        """The weight, with its data in here."""
-        data = weight.data
-        taken, self._free = self._free.tensor_split([-(-data.nbytes // LINE) * LINE])
-        place = taken[: data.nbytes].view(data.dtype).view(data.shape)
-        return replace(weight, data=place.copy_(data))
-
-
 class RoutedExperts:
     """The experts of one layer.
 
@@ -93,6 +73,7 @@ class RoutedExperts:
         kind: the format that weights are held in; packed where an expert's values do not suit.
         activation: what becomes of gate and up.
         is_interleaved: whether outputs of gate and up take turns; else all of the gate come first.
+        room: makes the memory for all weights.
 
     Raises:
         ValueError: a hidden size that is no multiple of 32.
@@ -111,21 +92,28 @@ class RoutedExperts:
         kind: type[HostWeight] = PackedWeight,
         activation: Activation = SILU,
         is_interleaved: bool = False,
+        room: MakeRoom = Room,
     ) -> None:
         count, hidden, inner = w2.shape
         if hidden % MULTIPLE:
             raise ValueError(f"experts of hidden size {hidden}: expected a multiple of {MULTIPLE}")
         filling = -inner % MULTIPLE
-        room = _Room(2 * 3 * count * (inner + filling) * hidden)
+        elements = count * (inner + filling) * hidden
+        memory = room((2 * 2 * elements, 2 * elements))
 
         def held(weight: torch.Tensor) -> HostWeight:
             packed = pack(weight)
-            return room.moved(kind.made(packed, native) or PackedWeight.made(packed, native))
+            return kind.made(packed, native) or PackedWeight.made(packed, native)
 
         weights = [
-            (held(paired(gate_up, is_interleaved=is_interleaved)), held(pad(down, (0, filling))))
+            (
+                memory.moved(held(paired(gate_up, is_interleaved=is_interleaved)), 0),
+                memory.moved(held(pad(down, (0, filling))), 1),
+            )
             for gate_up, down in zip(w13, w2, strict=True)
         ]
+        self.room = memory
+        """Where all weights are."""
         self._take(weights, w13_bias, w2_bias, native, level, activation, is_interleaved)
 
     @classmethod
@@ -140,6 +128,7 @@ class RoutedExperts:
         level: Any,
         activation: Activation = SILU,
         is_interleaved: bool = False,
+        room: MakeRoom = Room,
     ) -> Self:
         """Experts whose weights are in a format already.
 
@@ -152,15 +141,19 @@ class RoutedExperts:
             level: see there.
             activation: see there.
             is_interleaved: of the bias.
+            room: makes the memory for all weights.
 
         """
-        room: _Room | None = None
+        memory: Room | None = None
         moved = []
-        for expert in weights:
-            if room is None:
-                room = _Room(count * sum(-(-one.data.nbytes // LINE) * LINE for one in expert))
-            moved.append((room.moved(expert[0]), room.moved(expert[1])))
+        for gate_up, down in weights:
+            if memory is None:
+                memory = room((count * in_lines(gate_up.data.nbytes),
+                               count * in_lines(down.data.nbytes)))  # fmt: skip
+            moved.append((memory.moved(gate_up, 0), memory.moved(down, 1)))
+        assert memory is not None, "a layer has experts"
         made = cls.__new__(cls)
+        made.room = memory
         made._take(moved, w13_bias, w2_bias, native, level, activation, is_interleaved)
         return made
 
@@ -179,14 +172,17 @@ class RoutedExperts:
         self._native_module = native
         self.weights = weights
         """Gate and up in one, and down, of each expert."""
-        self._biases = (
+        self.activation = activation
+        self.is_interleaved = is_interleaved
+        self.biases = (
             None
             if w13_bias is None
             else torch.stack([paired(one.float(), is_interleaved=is_interleaved)
                               for one in w13_bias]),
             None if w2_bias is None else w2_bias.float().contiguous(),
         )  # fmt: skip
-        gate_up_bias, down_bias = (0 if b is None else b.data_ptr() for b in self._biases)
+        """Of gates and ups in the order of `paired`, and of downs, float32; or None."""
+        gate_up_bias, down_bias = (0 if b is None else b.data_ptr() for b in self.biases)
         self._native = native.Experts(
             experts=[
                 tuple((weight.data.data_ptr(), weight.encoding) for weight in expert)

@@ -1,8 +1,8 @@
-"""How many tokens of a CPU rank's decoder layers were computed in which way.
+"""How many tokens of decoder layers, and of experts, were computed in which way.
 
 A token counts once for each of the layers that are one operator: where experts lie between
 attentions, such an operator is of one layer.  Layers that vLLM computes operator by operator from
-the beginning are not counted.
+the beginning are not counted.  Experts that expert ranks compute are counted by these.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ class LayerTokens:
     """By the GPU that computes this rank's prompts, as whole layers."""
     by_operators: int = 0
     """By one operator after the other, on this rank's cores or with its GPU's linear layers."""
+    experts_on_gpu: int = 0
+    """Of layers whose experts lie on expert ranks, by a GPU that has read them over its link."""
 
 
 _counted = LayerTokens()
@@ -30,6 +32,11 @@ def count(layers: int, *, native: int = 0, on_gpu: int = 0, by_operators: int = 
     _counted.native += layers * native
     _counted.on_gpu += layers * on_gpu
     _counted.by_operators += layers * by_operators
+
+
+def count_experts(on_gpu: int) -> None:
+    """Count the tokens of one layer of experts."""
+    _counted.experts_on_gpu += on_gpu
 
 
 def take() -> LayerTokens:

@@ -72,6 +72,16 @@ FIGURES = (
     ),
     Figure("expert_layers", "expert_layers", "Layers whose experts an expert rank has computed."),
     Figure("experts_read", "experts_read", "Experts that these have read, each once a layer."),
+    Figure(
+        "expert_layer_tokens",
+        "expert_layer_tokens",
+        "Tokens times layers of experts, computed by an expert rank's cores.",
+    ),
+    Figure(
+        "linked_expert_tokens",
+        "linked_expert_tokens",
+        "Tokens times layers of experts, computed by a GPU that has read them over its link.",
+    ),
 )
 
 

@@ -59,6 +59,11 @@ class StepTotals:
     """Layers whose experts an expert rank has computed."""
     experts_read: int = 0
     """Experts that these have read, each once a layer."""
+    expert_layer_tokens: int = 0
+    """Tokens times layers whose experts an expert rank has computed."""
+    linked_expert_tokens: int = 0
+    """Tokens times layers whose experts this GPU rank has computed itself, from the memory of
+    expert ranks."""
 
     def __sub__(self, earlier: StepTotals) -> StepTotals:
         """What came after an earlier moment."""

@@ -15,6 +15,7 @@ from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
 from placement.plan.devices import Links, StageDevices, stages_of
 from placement.plan.split import RankPlan, Split
+from placement.units import GIB
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
 from ray_hetero.planning.expert_ranks import (
@@ -31,6 +32,7 @@ from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
 from ray_hetero.planning.rank_devices import (
     Described,
     UnknownDeviceError,
+    can_read_experts,
     expert_devices,
     rank_devices,
 )
@@ -204,7 +206,7 @@ def _beside_experts(
     remote = [layer.index for layer in with_experts.shape.layers if layer.remote]
     if not remote:
         alone = replace(world, experts=(), expert_layers=0)
-        stages = tuple(replace(stage, experts=()) for stage in search.stages)
+        stages = tuple(replace(stage, experts=(), expert_buffer_bytes=0) for stage in search.stages)
         kept = {rank: cpus for rank, cpus in threads.items() if rank < len(world.seats)}
         planned = _priced(alone, replace(search, stages=stages), kept)
         return replace(planned, warning=planned.warning or NOTHING_LEFT.format(len(world.experts)))
@@ -288,8 +290,12 @@ def _stages(
         is_bf16=facts.is_bf16,
         described=described,
     )
+    buffer = 0
+    if experts and can_read_experts(config, world.experts, nodes, is_bf16=facts.is_bf16):
+        buffer = int(config.experts.prefill_gpu_gib * GIB)
     return tuple(
-        replace(stage, experts=experts) for stage in stages_of(devices, world.layout.sizes)
+        replace(stage, experts=experts, expert_buffer_bytes=buffer)
+        for stage in stages_of(devices, world.layout.sizes)
     )
 
 

@@ -1,6 +1,8 @@
-"""Memory that a CPU rank takes of a GPU which computes its steps of many tokens."""
+"""Memory of a GPU for weights that it reads over its link in steps of many tokens."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 PIECE_BYTES = 64 << 20
 """Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
@@ -57,3 +59,46 @@ def attention_bytes(heads: int, kv_heads: int, size: int, tokens: int) -> int:
     results = 2 * BF16_BYTES * tokens * heads * size
     returns = KV_RETURNS * 2 * BF16_BYTES * tokens * kv_heads * size
     return results + returns + (KV_SLOTS + 1) * KV_SPAN_BYTES
+
+
+EXPERT_SLOTS = 2
+"""Pieces of a layer's experts on a GPU as they are stored: one that is expanded, one on its way."""
+EXPANSION_BYTES = 64 << 20
+"""Of weights in bf16 that are expanded at once, before they are put where products read them."""
+EXPERT_WORK_BYTES = 256 << 20
+"""Of the kernel's intermediate results for a chunk of tokens."""
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Bytes of a GPU that an expert takes which it reads over its link."""
+
+    count: int
+    """Experts of a layer."""
+    stored: int
+    """Bytes of one as it is stored, all slices together."""
+    expanded: int
+    """Of one in bf16."""
+    largest: int
+    """Of the largest weight of one slice in bf16."""
+    tables: int
+    """Bytes of all layers that stay on the GPU."""
+
+    @property
+    def each(self) -> int:
+        """Bytes of an expert of a piece."""
+        return EXPERT_SLOTS * self.stored + self.expanded
+
+    @property
+    def beside(self) -> int:
+        """Bytes beside pieces."""
+        return max(EXPANSION_BYTES, self.largest) + self.tables
+
+    def experts_of_a_piece(self, budget: int) -> int:
+        """Experts of a piece within a budget in bytes, all pieces of one size; may be 0."""
+        most = min(self.count, (budget - self.beside) // self.each)
+        return -(-self.count // -(-self.count // most)) if most > 0 else 0
+
+    def gpu_bytes(self, experts: int) -> int:
+        """Bytes that pieces of so many experts take, all together."""
+        return self.beside + experts * self.each

@@ -184,6 +184,23 @@ def expert_devices(
     return tuple(devices)
 
 
+def can_read_experts(
+    config: HeteroConfig, seats: Sequence[Seat], nodes: Sequence[Node], *, is_bf16: bool
+) -> bool:
+    """Whether GPUs can read the experts of expert ranks, as far as planning can tell.
+
+    Args:
+        config: as for `rank_devices`.
+        seats: the expert ranks.
+        nodes: the cluster.
+        is_bf16: whether what is not quantised is computed in bfloat16.
+
+    """
+    hosts = [node.host for node in nodes for seat in seats if node.node_id == seat.node_id]
+    streams = is_bf16 and all(_streams(config.cpu, host) for host in hosts)
+    return streams and config.experts.prefill_on_gpu is not False
+
+
 def _gpu_in_stage(
     device: RankDevice, stage: Sequence[Seat], config: HeteroConfig, *, is_eager: bool
 ) -> RankDevice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -25,6 +26,31 @@ class Expansion(Protocol):
             weight: elements of [outputs, K], bf16; overwritten.
 
         """
+
+
+class StackExpansion(Protocol):
+    """How a GPU expands some of many weights of one shape and format, one after the other."""
+
+    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
+        """Write neighbouring weights.
+
+        Args:
+            rows: what `HostWeight.data` holds of each, one after the other, as bytes.
+            first: number of the first one.
+            weights: elements of [weights · N, K], bf16; overwritten.
+
+        """
+
+
+@dataclass(frozen=True)
+class AsOneWeight:
+    """A `StackExpansion` of weights whose rows say all: they are one with all their outputs."""
+
+    expansion: Expansion
+
+    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
+        """Expand the outputs."""
+        self.expansion(rows, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +92,27 @@ class HostWeight(ABC):
     @abstractmethod
     def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
         """How a GPU expands outputs `begin` to `end`, multiples of 32."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What weights of one stack have in common beside format and shape, as JSON has it."""
+        return {}
+
+    @classmethod
+    def tables(cls, weights: Sequence[Self]) -> dict[str, torch.Tensor]:
+        """What expanding a stack takes beside rows and facts, for another process."""
+        return {}
+
+    @classmethod
+    @abstractmethod
+    def stack_expansion(
+        cls,
+        shape: tuple[int, int],
+        facts: Mapping[str, Any],
+        tables: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> StackExpansion:
+        """How a GPU expands weights [N, K] with such facts and tables, which it then holds."""
 
     def packed(self, native: ModuleType, level: Any) -> torch.Tensor:
         """[N, K], bf16, as `pack` packs it; may be this weight's own memory.

@@ -7,12 +7,12 @@ whose upper byte has no code are outliers, which a list holds; blocks with many 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
+from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight, StackExpansion
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +58,7 @@ class CompactWeight(HostWeight):
         blocks = []
         for block in self.encoding.packed_blocks:
             if begin <= block * BLOCK < end:
-                rows = torch.from_numpy(self.encoding.packed_rows(block).view("int16"))
-                outputs = rows.view(inputs // 2, BLOCK, 2).transpose(0, 1).reshape(BLOCK, inputs)
-                blocks.append((block - first, outputs.view(torch.bfloat16).to(device)))
+                blocks.append((block - first, self._packed_rows(block).to(device)))
         return _Expansion(
             inputs,
             choose_expand(device),
@@ -68,6 +66,68 @@ class CompactWeight(HostWeight):
             torch.from_numpy(places).to(device),
             torch.from_numpy(values.view("int16")).view(torch.bfloat16).to(device),
             tuple(blocks),
+        )
+
+    def _packed_rows(self, block: int) -> torch.Tensor:
+        """[32, inputs], bf16, of a block that stays packed."""
+        import torch
+
+        rows = torch.from_numpy(self.encoding.packed_rows(block).view("int16"))
+        outputs = rows.view(self.shape[1] // 2, BLOCK, 2).transpose(0, 1)
+        return outputs.reshape(BLOCK, -1).view(torch.bfloat16)
+
+    @classmethod
+    def tables(cls, weights: Sequence[Self]) -> dict[str, torch.Tensor]:
+        """Codebooks; places of outliers and numbers of blocks that stay packed among all."""
+        import torch
+
+        (outputs, inputs), blocks = weights[0].shape, weights[0].shape[0] // BLOCK
+        places, values, packed, rows = [], [], [], []
+        for number, weight in enumerate(weights):
+            at, value = weight.encoding.outliers(0, blocks)
+            places.append(torch.from_numpy(at) + number * outputs * inputs)
+            values.append(torch.from_numpy(value.view("int16")).view(torch.bfloat16))
+            for block in weight.encoding.packed_blocks:
+                packed.append(number * blocks + block)
+                rows.append(weight._packed_rows(block))
+        return {
+            "books": torch.tensor(
+                [weight.encoding.codebook for weight in weights], dtype=torch.uint8
+            ),
+            "places": torch.cat(places),
+            "values": torch.cat(values),
+            "packed": torch.tensor(packed, dtype=torch.int64),
+            "rows": torch.stack(rows)
+            if rows
+            else torch.empty((0, BLOCK, inputs), dtype=torch.bfloat16),
+        }
+
+    @classmethod
+    def stack_expansion(
+        cls,
+        shape: tuple[int, int],
+        facts: Mapping[str, Any],
+        tables: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> StackExpansion:
+        """As for one weight, each with its codebook."""
+        import torch
+
+        from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes
+
+        count, each = len(tables["books"]), shape[0] * shape[1]
+        blocks = shape[0] // BLOCK
+        ends = torch.arange(count + 1)
+        return _StackExpansion(
+            shape,
+            choose_expand(device),
+            torch.stack([upper_bytes(book.tolist()) for book in tables["books"]]).to(device),
+            tables["places"].to(device),
+            tables["values"].to(device),
+            tuple(torch.searchsorted(tables["places"], each * ends).tolist()),
+            tables["packed"].to(device),
+            tables["rows"].to(device),
+            tuple(torch.searchsorted(tables["packed"], blocks * ends).tolist()),
         )
 
 
@@ -89,3 +149,36 @@ class _Expansion:
         weight.index_copy_(0, self.places, self.values)
         for block, outputs in self.blocks:
             weight.view(-1, BLOCK, self.inputs)[block].copy_(outputs)
+
+
+@dataclass(frozen=True)
+class _StackExpansion:
+    shape: tuple[int, int]
+    expand: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+    upper: torch.Tensor
+    """[weights, 256], as `compact_on_gpu.upper_bytes` has them."""
+    places: torch.Tensor
+    """Of outliers among the elements of all weights, ascending by weight."""
+    values: torch.Tensor
+    """Theirs, bf16."""
+    outliers_before: tuple[int, ...]
+    """Of each weight, and how many there are."""
+    packed: torch.Tensor
+    """Numbers among all blocks of those that stay packed, ascending."""
+    rows: torch.Tensor
+    """[packed, 32, inputs], bf16: theirs."""
+    packed_before: tuple[int, ...]
+    """Of each weight, and how many there are."""
+
+    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
+        outputs, inputs = self.shape
+        last = first + weights.numel() // (outputs * inputs)
+        self.expand(rows, self.upper[first:last], inputs, weights)
+        some = slice(self.outliers_before[first], self.outliers_before[last])
+        if some.stop > some.start:
+            places = self.places[some] - first * outputs * inputs
+            weights.index_copy_(0, places, self.values[some])
+        some = slice(self.packed_before[first], self.packed_before[last])
+        if some.stop > some.start:
+            blocks = self.packed[some] - first * outputs // BLOCK
+            weights.view(-1, BLOCK, inputs).index_copy_(0, blocks, self.rows[some])

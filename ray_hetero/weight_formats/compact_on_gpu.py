@@ -26,6 +26,8 @@ ROW = 64
 PAIRS = 16
 """Pairs of rows that a program of the kernel expands: 64 inputs of a block, 128 bytes of each of
 its outputs."""
+BYTES = 256
+"""Values of a byte, of which `upper_bytes` has one each."""
 CHECKED_INPUTS = 160
 """Of the weight that the kernel is tried with: a whole number of programs and a part of one."""
 
@@ -54,14 +56,20 @@ def expand_with_torch(
 
     Args:
         rows: bytes of whole blocks, one after the other.
-        upper: as `upper_bytes` has them, on the same device.
+        upper: [books, 256], as `upper_bytes` has them, on the same device; each book is of so many
+            blocks as the others.
         inputs: of the weight.
         weight: its elements [outputs · inputs], written.
 
     """
     parts = rows.view(-1, PAIR_PARTS, ROW)
-    lower, numbers = parts[:, :2], parts[:, 2]
-    both = lower.transpose(1, 2) + upper[numbers.int()].view(torch.int16).view(-1, ROW, 2)
+    lower, numbers = parts[:, :2], parts[:, 2].int()
+    books = upper.view(-1, BYTES)
+    if len(books) > 1:
+        begins = BYTES * torch.arange(len(books), dtype=torch.int32, device=rows.device)
+        numbers = (numbers.view(len(books), -1) + begins[:, None]).view_as(numbers)
+    values = books.view(-1)[numbers].view(torch.int16).view(-1, ROW, 2)
+    both = lower.transpose(1, 2) + values
     # Bytes of a row lie as VPUNPCKLBW and VPUNPCKHBW take them: a quarter of the outputs of each
     # half after the other.
     packed = both.view(-1, inputs // 4, 4, 2, 4, 2, 2)
@@ -76,7 +84,8 @@ def expand_with_triton(
     """Write compact rows as bf16 in one kernel; arguments as of `expand_with_torch`."""
     blocks, pairs = weight.numel() // (BLOCK * inputs), inputs // 4
     grid = (-(-pairs // PAIRS), blocks)
-    _kernel()[grid](rows, upper, weight.view(torch.int16), inputs, pairs, PAIRS)
+    of_a_book = blocks // (upper.numel() // BYTES)
+    _kernel()[grid](rows, upper, weight.view(torch.int16), inputs, pairs, of_a_book, PAIRS)
 
 
 @functools.cache
@@ -104,7 +113,8 @@ def _is_right(device: torch.device) -> bool:
     elements = 2 * BLOCK * CHECKED_INPUTS
     size = (elements * PAIR_PARTS // 2,)
     rows = torch.randint(256, size, dtype=torch.uint8, generator=generator).to(device)
-    upper = upper_bytes(list(range(100, 116))).to(device)
+    books = [upper_bytes(list(range(first, first + 16))) for first in (100, 20)]
+    upper = torch.stack(books).to(device)
     expected, found = torch.empty((2, elements), dtype=torch.bfloat16, device=device)
     expand_with_torch(rows, upper, CHECKED_INPUTS, expected)
     expand_with_triton(rows, upper, CHECKED_INPUTS, found)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def kernel(rows, upper, weight, inputs, pairs, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def kernel(rows, upper, weight, inputs, pairs, of_a_book, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Expand some pairs of rows of a block: [PAIRS, 3, 64] bytes to [32, 4 · PAIRS] int16."""
     first = tl.program_id(0) * PAIRS
     block = tl.program_id(1).to(tl.int64)
@@ -22,7 +22,7 @@ def kernel(rows, upper, weight, inputs, pairs, PAIRS: tl.constexpr):  # type: ig
     left = tl.load(rows + at, mask=there, other=0).to(tl.int32)
     right = tl.load(rows + at + 64, mask=there, other=0).to(tl.int32)
     numbers = tl.load(rows + at + 128, mask=there, other=0).to(tl.int32)
-    both = tl.load(upper + numbers)
+    both = tl.load(upper + block // of_a_book * 256 + numbers)
     both = both | left | (right << 16)
     values = tl.join((both & 0xFFFF).to(tl.int16), (both >> 16).to(tl.int16))
     # [pair, quarter, half, output, input, row] → [half, quarter, output, pair, row, input].

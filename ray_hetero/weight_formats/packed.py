@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
+from ray_hetero.weight_formats.base import BLOCK, AsOneWeight, Expansion, HostWeight, StackExpansion
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,17 @@ class PackedWeight(HostWeight):
     def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
         """Outputs of a block become rows."""
         return _Expansion(self.shape[1])
+
+    @classmethod
+    def stack_expansion(
+        cls,
+        shape: tuple[int, int],
+        facts: Mapping[str, Any],
+        tables: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> StackExpansion:
+        """As one weight of all their outputs."""
+        return AsOneWeight(_Expansion(shape[1]))
 
     def packed(self, native: ModuleType, level: Any) -> torch.Tensor:
         """The weight as it lies."""

@@ -8,13 +8,13 @@ decode step reads them (csrc/kernels/formats/scaled.h).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
+from ray_hetero.weight_formats.base import BLOCK, AsOneWeight, Expansion, HostWeight, StackExpansion
 
 if TYPE_CHECKING:
     import torch
@@ -217,6 +217,25 @@ class ScaledWeight(HostWeight):
                 blocks = codes.shape[0] // BLOCK
                 by_group = of_groups.reshape(blocks, -1, codes.groups).transpose(1, 2).contiguous()
                 yield by_group.view(blocks, -1).view(torch.uint8)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The layout, its type of scales by name."""
+        return {**vars(self.layout), "scales": name_of(self.layout.scales)}
+
+    @classmethod
+    def stack_expansion(
+        cls,
+        shape: tuple[int, int],
+        facts: Mapping[str, Any],
+        tables: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> StackExpansion:
+        """As one weight of all their outputs."""
+        import torch
+
+        layout = Layout(**{**facts, "scales": getattr(torch, facts["scales"])})
+        return AsOneWeight(_Expansion(cls, shape[1], layout))
 
     def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
         """Codes are looked up and multiplied, some blocks at a time."""

@@ -17,6 +17,7 @@ import torch
 
 from ray_hetero.compat import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach
+from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.remote_experts import are_remote
 from ray_hetero.log import logger
@@ -24,7 +25,7 @@ from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
 from ray_hetero.runtime.core_binding import lead_from_first_core
-from ray_hetero.worker.expert_model import load_experts
+from ray_hetero.worker.expert_model import core_rates, load_experts, shared_pages
 from ray_hetero.worker.rank_config import Fingerprint
 from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.world import RankSpec
@@ -69,6 +70,8 @@ class ExpertActor:
         with set_current_vllm_config(self._vllm_config):
             _make_groups_of_one()
             layers = load_experts(self._vllm_config, config, is_remote, number, ranks)
+        pages = shared_pages(layers)
+        rates = core_rates(layers, rank.shared.max_num_batched_tokens) if pages else None
         self._service = ExpertService(layers, number)
         assert rank.seat.socket is not None
         for stage in range(len(rank.world.layout.stages)):
@@ -81,6 +84,7 @@ class ExpertActor:
             )
             self._service.add(reached)
             is_ready(reached)
+            give(reached, pages, rates, config.startup.load_timeout_s)
 
     def run(self) -> None:
         """Compute experts until a rank of a stage ends.
@@ -106,6 +110,7 @@ class ExpertActor:
             waiting_s=found["waiting_s"],
             expert_layers=int(found["layers"]),
             experts_read=int(found["experts"]),
+            expert_layer_tokens=int(found["layer_tokens"]),
         )
         self._say(totals)
         rank, resident_bytes = self._rank.seat.rank, psutil.Process().memory_info().rss

@@ -6,17 +6,29 @@ vLLM's own loading finds its names and knows every checkpoint; safetensors read 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from placement.units import GIB
 from ray_hetero.compat import quantised_kernels, remote_experts
 from ray_hetero.compat.routed_experts import routed_layers
+from ray_hetero.distributed.expert_memory import MOST_TOKENS
 from ray_hetero.distributed.expert_service import HeldLayer
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import expert_layers, quantised_linear, streaming_linear
+from ray_hetero.kernels import (
+    expert_layers,
+    expert_rates,
+    linked_experts,
+    quantised_linear,
+    streaming_linear,
+)
 from ray_hetero.kernels.expert_layers import ExpertLayers
+from ray_hetero.kernels.expert_rates import CoreRates
+from ray_hetero.kernels.expert_room import Room, SharedRoom
 from ray_hetero.log import logger
+from ray_hetero.runtime.shared_pages import SharedPages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +69,9 @@ def load_experts(
         kernel = kernel or streaming_linear.at_hand()
     own = None
     if kernel is not None:
-        own = ExpertLayers(config.cpu, kernel)
+        own = ExpertLayers(
+            config.cpu, kernel, SharedRoom if config.experts.prefill_on_gpu else Room
+        )
         # Linear layers are made too, without memory, and each asks for a kernel of its format.
         quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=True)
     remote_experts.hold_slices(is_remote, number, ranks)
@@ -96,4 +110,53 @@ def _held(layer: Any, dtype: torch.dtype) -> HeldLayer:
         sums: torch.Tensor = remote_experts.computed_by(layer, x, weights, ids)
         return sums
 
-    return HeldLayer(layer.hidden_size, dtype, compute, expert_layers.call_of(layer))
+    experts = expert_layers.held_by(layer)
+    call = None if experts is None else experts.call
+    return HeldLayer(layer.hidden_size, dtype, compute, call, experts, layer.top_k)
+
+
+def shared_pages(layers: Mapping[str, HeldLayer]) -> dict[str, SharedPages]:
+    """Seal what stages can read of these layers; by vLLM's name."""
+    found: dict[str, SharedPages] = {}
+    try:
+        for name, layer in layers.items():
+            pages = None if layer.experts is None else linked_experts.shared(layer.experts)
+            if pages is not None:
+                found[name] = pages
+    except OSError as error:
+        logger.warning("no GPU can read these experts in prompts: %s", error)
+        return {}
+    if found:
+        total = sum(pages.prepared_bytes for pages in found.values())
+        huge = sum(pages.huge_bytes for pages in found.values())
+        logger.info(
+            "experts of %d layers lie in %.1f GiB of memory that GPUs can read in prompts, %.0f %% "
+            "of it in huge pages (experts.prefill_on_gpu)",
+            len(found),
+            total / GIB,
+            100 * huge / max(1, total),
+        )
+    return found
+
+
+def core_rates(layers: Mapping[str, HeldLayer], tokens: int) -> CoreRates | None:
+    """How long this rank's cores take for a layer, measured with the first one that they compute.
+
+    Args:
+        layers: of this rank.
+        tokens: most of a step.
+
+    """
+    layer = next((one for one in layers.values() if one.experts is not None), None)
+    if layer is None or layer.experts is None:
+        return None
+    most = min(tokens, MOST_TOKENS)
+    experts = layer.experts
+
+    def compute(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return experts(x, weights, ids)
+
+    return expert_rates.measured(
+        compute, hidden=layer.hidden, experts=experts.count, chosen=layer.chosen,
+        tokens=sorted({max(1, most // 4), most}),
+    )  # fmt: skip

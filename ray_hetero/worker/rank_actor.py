@@ -58,9 +58,15 @@ class RankWorker:
     """vLLM's worker, told the size of each step before it runs it."""
 
     def __init__(
-        self, worker: Any, context: RankContext, stage: int, forecast: Forecast | None
+        self,
+        worker: Any,
+        context: RankContext,
+        stage: int,
+        forecast: Forecast | None,
+        experts: RemoteExperts | None = None,
     ) -> None:
         self._worker = worker
+        self._experts = experts
         self._stage = stage
         self._context = context
         self._boundary: Any = None
@@ -88,7 +94,7 @@ class RankWorker:
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step; what exchanges tensors learns its tokens first."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        for exchange in (self._boundary, self._over_host):
+        for exchange in (self._boundary, self._over_host, self._experts):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
         layer_tokens.take()
@@ -109,6 +115,7 @@ class RankWorker:
         totals.native_layer_tokens += taken.native
         totals.gpu_layer_tokens += taken.on_gpu
         totals.operator_layer_tokens += taken.by_operators
+        totals.linked_expert_tokens += taken.experts_on_gpu
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on a GPU this is where its kernels are waited for."""
@@ -231,7 +238,9 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if world.layout.is_mixed(seat.stage):
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)
-        self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
+        self.worker = RankWorker(
+            self.worker, self._context(), seat.stage, self._rank.forecast, self._remote_experts
+        )
         seconds = {
             "joining groups and loading weights": loaded - began,
             "making weights ready for the kernels": time.perf_counter() - loaded,
@@ -343,7 +352,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             rank=seat.rank,
             kind=seat.kind,
             kv_cache_bytes=None if asked == "auto" else int(asked * GIB),
-            ranks_on_memory=len(beside),
+            # A rank that only pretends to be on a GPU has its cache in this memory too.
+            ranks_on_memory=max(1, len(beside)),
             kv_tokens=self._rank.forecast.kv_tokens if self._rank.forecast else None,
             numa_nodes=seat.socket.numa_nodes if seat.socket else (),
             threads=self._rank.threads,

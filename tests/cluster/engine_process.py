@@ -29,6 +29,9 @@ def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
             for metric in engine.get_metrics()
             if metric.name.startswith(wanted)
         ]
+    if batch.get("totals"):
+        totals: list[dict[str, Any]] = engine.collective_rpc("step_totals")
+        return totals
     given = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
     if batch.get("embeds"):
         found = engine.embed(given, use_tqdm=False)

@@ -176,6 +176,10 @@ def metrics(prefix: str) -> Json:
     return {"metrics": prefix}
 
 
+TOTALS: Json = {"totals": True}
+"""A batch that is answered by what the step clock of each rank has added up."""
+
+
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """For `run_engines`: no process of its own for an engine, where vLLM would be imported again."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from engines import (
     STOP_SECONDS,
+    TOTALS,
     Json,
     Model,
     batch,
@@ -98,6 +99,53 @@ def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, mo
     expected, (ours,), log = compared(scene, logs / name, path, runs)
     assert tokens(ours) == tokens(expected)
     assert f"experts of {FAMILIES[name]} layers are computed by" in log
+
+
+LINK_TOKENS = 64
+NEAR_TIE = 0.1
+"""Of logprobs in bfloat16: a rounding may exchange tokens that are nearer to each other."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_prompts_of_many_tokens_read_the_experts_over_the_link(
+    name: str, scene: Scene, logs: Path, model: Model
+) -> None:
+    path = model(name)
+    common = {"dtype": "bfloat16", "max_num_batched_tokens": 256}
+    streaming = {"ranks_per_socket": 2, "linear_kernel": "streaming", "compact_weights": True}
+    link = {"prefill_on_gpu": True, "prefill_on_gpu_tokens": LINK_TOKENS}
+    runs = []
+    for keys in ({"prefill_on_gpu": False}, link):
+        given = arguments(path, ONE, {"ranks": 2, **keys}, **common)
+        given["additional_config"]["ray_hetero"]["cpu"] |= streaming
+        # One prompt at a time, so that each is by itself on one side.
+        asked = [batch([one], logprobs=2) for one in prompts(12)]
+        runs.append((given, [*asked, TOTALS]))
+    (*cores, (neither,)), (*linked, (totals,)) = run_engines(
+        scene, logs / f"link-{name}", runs, ray=RAY, extra=PRETENDED
+    )
+    layers = FAMILIES[name]
+    over_link = [len(one) for one in prompts(12) if len(one) >= LINK_TOKENS]
+    assert neither["linked_expert_tokens"] == 0
+    assert totals["linked_expert_tokens"] == layers * sum(over_link)
+    log = (logs / f"link-{name}" / "log").read_text()
+    assert log.count(f"experts of steps of {LINK_TOKENS} tokens and more") == 1
+    lengths = [len(one) for one in prompts(12)]
+    assert min(lengths) < LINK_TOKENS < max(lengths)
+    for length, (left,), (right,) in zip(lengths, cores, linked, strict=True):
+        same = compared_until_near_ties(left, right)
+        assert left["tokens"] == right["tokens"] if length < LINK_TOKENS else same
+
+
+def compared_until_near_ties(left: Json, right: Json) -> bool:
+    """Whether greedy tokens are the same, but for where two are likely alike."""
+    rows = zip(left["tokens"][0], right["tokens"][0], left["logprobs"][0], strict=True)
+    for one, other, values in rows:
+        if one != other:
+            first, second = sorted(values.values(), reverse=True)[:2]
+            return bool(first - second < NEAR_TIE)
+    return True
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 pytest.register_assert_rewrite("server_checks", "token_checks")
 
+from drafters import write_draft_model, write_eagle_head  # noqa: E402
 from gpu_host import Checkpoint  # noqa: E402
 from leftovers import Scene, clean_scene  # noqa: E402
 
@@ -19,12 +20,19 @@ from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Make (once) a demo checkpoint: architecture, `-int8` or `-wide` behind it, and dtype."""
+    """Make (once) a demo checkpoint: architecture, `-int8` or `-wide` behind it, and dtype.
+
+    `draft_model` and `eagle` are drafters for the one of Llama in float32.
+    """
     root = tmp_path_factory.mktemp("models")
 
     def make(name: str, dtype: str) -> Path:
         directory = root / f"{name}-{dtype}"
-        if not directory.exists():
+        if name == "draft_model" and not directory.exists():
+            write_draft_model(directory)
+        elif name == "eagle" and not directory.exists():
+            write_eagle_head(directory, make("llama", "float32"))
+        elif not directory.exists():
             architecture, _, variant = name.partition("-")
             stored = "f32" if dtype == "float32" else "bf16"
             shape = DemoShape(hidden=1024, heads=16) if variant == "wide" else None

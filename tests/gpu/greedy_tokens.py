@@ -1,7 +1,7 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
 The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "long", "shares",
-"experts"};
+"experts", "linked", "drafts"};
 an empty layout is stock vLLM on one GPU.
 """
 
@@ -52,6 +52,8 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_memory_bytes": 1 << 30,
         "gpu_memory_utilization": 0.2,
     }
+    if run["drafts"]:
+        common |= {"speculative_config": run["drafts"], "disable_log_stats": False}
     layout = run["layout"]
     if not layout:
         return common
@@ -68,18 +70,26 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         # Prompts come in chunks, beside those that decode; small chunks stay on the cores.
         cpu["prefill_on_gpu_tokens"] = 64
         common["max_num_batched_tokens"] = 160
+    experts: dict[str, Any] = {}
+    if run["experts"]:
+        # All fit on the GPU, so that auto would leave all there.
+        experts = {"ranks": run["experts"], "layers": "all", "prefill_on_gpu": False}
+    if run["linked"]:
+        cpu |= {"linear_kernel": "streaming", "compact_weights": True}
+        experts |= {"prefill_on_gpu": True, "prefill_on_gpu_tokens": 64}
+        # Steps of up to 512 tokens are in CUDA graphs.
+        common["max_num_batched_tokens"] = 1024
     gpu = {"in_mixed_groups": "graphs"} if run["compiled"] else {}
     return common | {
         "distributed_executor_backend": "ray_hetero",
         "pipeline_parallel_size": len(stages),
-        "tensor_parallel_size": len(stages[0]),
+        "tensor_parallel_size": max(map(len, stages)),
         "additional_config": {
             "ray_hetero": {
                 "layout": layout,
                 "cpu": cpu,
                 "gpu": gpu,
-                # All fit on the GPU, so that auto would leave all there.
-                "experts": {"ranks": run["experts"], "layers": "all"} if run["experts"] else {},
+                "experts": experts,
             }
         },
     }
@@ -111,11 +121,30 @@ def answer(run: dict[str, Any]) -> dict[str, Any]:
              for at in output.logprobs]
             for output in outputs
         ],
+        "drafted": counted(llm, "num_draft_tokens"),
+        "accepted": counted(llm, "num_accepted_tokens"),
         "is_v2_runner": config.use_v2_model_runner,
+        "linked_tokens": _linked_tokens(llm) if run["linked"] else 0,
         "is_async": config.scheduler_config.async_scheduling,
         "start_s": started - start,
         "seconds": time.monotonic() - start,
     }  # fmt: skip
+
+
+def _linked_tokens(llm: LLM) -> int:
+    """Tokens times layers whose experts a GPU has read over its link."""
+    return int(max(totals["linked_expert_tokens"] for totals in llm.collective_rpc("step_totals")))
+
+
+def counted(llm: LLM, name: str) -> int:
+    """One of vLLM's counters of speculative decoding; 0 without any."""
+    if llm.llm_engine.vllm_config.speculative_config is None:
+        return 0
+    return sum(
+        int(getattr(metric, "value", 0))
+        for metric in llm.get_metrics()
+        if metric.name == f"vllm:spec_decode_{name}"
+    )
 
 
 def main() -> None:

@@ -63,7 +63,10 @@ class Result:
 
 
 PARTS = (
-    Part("layouts", "test_layouts.py", 320),
+    Part("layouts", "test_layouts.py", 370),
+    Part("drafts", "test_drafts.py", 260),
+    Part("experts", "test_gpu_experts.py", 240),
+    Part("whole_layers", "test_prefill_layers.py", 150),
     Part("server", "test_gpu_server.py", 240),
     Part("borrowed", "test_borrowing.py", 200),
     Part("faults", "test_gpu_faults.py", 360),

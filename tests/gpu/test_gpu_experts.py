@@ -14,8 +14,11 @@ LIMIT_S = 1500 if IS_PRETENDED else 200
 CASES = [
     Case("mixtral", "float32", "g", experts=2),
     Case("mixtral", "float32", "g", experts=1, is_long=True),
+    Case("mixtral", "float32", "g", experts=1, drafts="ngram"),
     Case("mixtral", "bfloat16", "g", experts=2, is_compiled=True),
     Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True),
+    Case("mixtral", "bfloat16", "g", experts=2, is_long=True, is_linked=True),
+    Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True, is_linked=True),
 ]
 """With compiled ones handovers are in CUDA graphs."""
 
@@ -31,6 +34,10 @@ def test_tokens_are_those_of_the_gpu_alone(
     log = "".join(path.read_text(errors="replace") for path in logs.glob("lane*"))
     assert "are computed by rank 1 (experts, socket" in log
     assert "refuses memory operations" not in log
+    assert (answers[case]["linked_tokens"] > 0) == case.is_linked
+    if case.is_linked:
+        assert "experts of steps of 64 tokens and more" in log
+        assert "expanded by torch's operators" not in log
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -8,13 +8,15 @@ from token_checks import Answer, Case, answers_of, check
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
-LIMIT_S = 1500 if IS_PRETENDED else 280
+LIMIT_S = 1500 if IS_PRETENDED else 330
 CASES = [
     Case("llama", "float32", "c/g"),
     Case("llama", "float32", "g/c"),
     Case("llama", "float32", "gc"),
     Case("llama", "float32", "g"),
     Case("llama", "float32", "c/g/c"),
+    Case("llama", "float32", "cc/g"),
+    Case("llama", "float32", "g/cc"),
     Case("llama", "float32", "auto"),
     Case("llama", "bfloat16", "c/g", is_compiled=True),
     Case("llama", "bfloat16", "gc", is_compiled=True),

@@ -29,6 +29,9 @@ INT8_TOLERANCE = 0.5
 """The same where activations are rounded to eight bits; in a tensor-parallel group every rank
 rounds its share of them with a scale of its own."""
 
+DRAFTED = 3
+"""Draft tokens of a request in a step."""
+
 Layout = str | list[list[str]]
 Answer = dict[str, Any]
 
@@ -52,6 +55,10 @@ class Case:
     have a GPU compute steps of 64 tokens and more."""
     experts: int = 0
     """Expert ranks beside the stages."""
+    is_linked: bool = False
+    """Whether a GPU reads their experts over its link in steps of 64 tokens and more."""
+    drafts: str = ""
+    """Method of speculative decoding, as vLLM names it."""
 
     def __str__(self) -> str:
         """Name of the test."""
@@ -59,7 +66,12 @@ class Case:
         borrowing = ["borrowing"] if self.is_borrowing else []
         long = ["long"] if self.is_long else []
         experts = [f"experts{self.experts}"] if self.experts else []
-        parts = [self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts]
+        link = ["link"] if self.is_linked else []
+        drafts = [self.drafts] if self.drafts else []
+        parts = [
+            self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts, *link,
+            *drafts,
+        ]  # fmt: skip
         return "-".join(parts)
 
     @property
@@ -127,6 +139,8 @@ def run_cases(
     lanes = [_lane(references, cases, number) for number in range(LANES)]
     for case in references:
         checkpoint(case.model, case.dtype)
+    for case in cases:
+        drafts(case.drafts, checkpoint)
 
     def run(number: int) -> dict[Case, Answer]:
         with confined(number, LANES):
@@ -155,6 +169,8 @@ def _run(
             "long": case.is_long,
             "shares": SHARES,
             "experts": case.experts,
+            "linked": case.is_linked,
+            "drafts": drafts(case.drafts, checkpoint),
         }
         for case in cases
     ]
@@ -167,6 +183,15 @@ def _run(
     missing = {"error": f"{why}\n{child.tail(80)}"}
     padded = [*answers, *[missing] * (len(cases) - len(answers))]
     return dict(zip(cases, padded, strict=True))
+
+
+def drafts(method: str, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The speculative configuration of a method; None without one."""
+    if not method:
+        return None
+    from_model = {} if method == "ngram" else {"model": str(checkpoint(method, "float32"))}
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
+    return {"method": method, "num_speculative_tokens": DRAFTED, **from_model, **lookup}
 
 
 def _answers(child: Child) -> list[Answer]:

@@ -33,11 +33,13 @@ from placement.cluster.assignment import Seat
 from placement.cluster.layout import Layout
 from ray_hetero.config import HeteroConfig
 from ray_hetero.distributed.expert_meeting import is_ready, reach
+from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.remote_experts import RemoteExperts, are_remote
+from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.linear_layers import LinearLayers
 from ray_hetero.planning.expert_ranks import asked_layers
-from ray_hetero.worker.expert_model import load_experts
+from ray_hetero.worker.expert_model import load_experts, shared_pages
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
 
 TOKENS = 70
@@ -101,6 +103,8 @@ def serve(meeting: str, vllm_config: Any, config: HeteroConfig, number: int) -> 
     reached = reach(meeting, 0, number, (), 200)
     service.add(reached)
     is_ready(reached)
+    pages = shared_pages(held)
+    give(reached, pages, None, 200)
     with contextlib.suppress(torch.distributed.DistNetworkError):
         service.serve()
 
@@ -127,7 +131,9 @@ def stage(
     if remote is not None:
         remote.connect()
     held = sum(p.nbytes for n, p in model.named_parameters() if ".routed_experts." in n)
+    layer_tokens.take()
     found = {"held": held, "sums": computed(model, vllm_config)}
+    found["linked"] = layer_tokens.take().experts_on_gpu
     if remote is not None:
         assert remote.problem is None
         remote.close()

@@ -19,13 +19,23 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from compact_shares import random_matrices, shares  # noqa: E402
 from contender_process import in_turns, run  # noqa: E402
-from contenders import DRAFTS, Contender, Split, drafting, in_flight, with_gpu  # noqa: E402
+from contenders import (  # noqa: E402
+    DRAFTS,
+    Contender,
+    Split,
+    drafting,
+    formats,
+    in_flight,
+    with_gpu,
+)
 from engine_run import Point, Timeline, figures, forced_drafts  # noqa: E402
 from forced_drafter import ForcedDrafter  # noqa: E402
+from heavy_tailed import DEGREES, SPREAD, write_checkpoint  # noqa: E402
 from planner_check import Planner, fits, verdict  # noqa: E402
-from shapes import SHAPES, head_bytes, layer_bytes, write_shape  # noqa: E402
-from side_by_side import merged  # noqa: E402
+from shapes import QUANTISED, SHAPES, head_bytes, layer_bytes, write_shape  # noqa: E402
+from side_by_side import merged, together  # noqa: E402
 from side_by_side_report import crossing_of, floor_ms, table  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from utilisation import shares_between  # noqa: E402
 
 from placement.model.reading import shape_of  # noqa: E402
@@ -176,6 +186,52 @@ def test_all_contenders_hold_the_same_layers_outside() -> None:
     assert commands["accelerate"][-2:] == ["--outside", "24"]
     assert given("ray_hetero gpu-cpu", "--config")["gpu"] == {"memory_utilization": 0.17}
     assert "gpu_memory_utilization" not in given("all on gpu", "--engine")
+
+
+def test_experts_beside_a_gpu_are_compared_where_a_shape_has_some() -> None:
+    there = {one.name: one for one in with_gpu(Split("30b-a3b-16", 8), share=None, engine={},
+                                               prefetch_step=1)}  # fmt: skip
+    command = there["ray_hetero experts"].command
+    assert json.loads(command[command.index("--layout") + 1]) == [["gpu"]]
+    config = json.loads(command[command.index("--config") + 1])
+    assert config["experts"] == {"ranks": 1, "layers": 8}
+
+
+def test_formats_are_compared_over_one_split_and_each_beside_prefetching() -> None:
+    made = formats(Split("8b", 16), share=0.1, engine={}, prefetch_step=2)
+    kinds = [one.command[one.command.index("--stored") + 1] if "--stored" in one.command else None
+             for one in made]  # fmt: skip
+    assert kinds == [kind for kind in (None, *QUANTISED) for _ in range(2)]
+    assert [one.reads for one in made] == ["socket", "link"] * (1 + len(QUANTISED))
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_a_heavy_tailed_checkpoint_is_one_that_transformers_reads(
+    name: str, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(name, tmp_path / "checkpoint")
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    first, second = (layer.self_attn.o_proj.weight for layer in model.model.layers[:2])
+    assert not torch.equal(first, second)
+    values = first.detach().float() / SPREAD
+    assert values.std().item() == pytest.approx((DEGREES / (DEGREES - 2)) ** 0.5, rel=0.05)
+    # Of evenly spread or normal weights none would be so far out.
+    assert values.abs().max() > 8
+    # A folder that holds it already is left as it is.
+    before = (folder / "layer-0.safetensors").stat().st_mtime_ns
+    write_checkpoint(name, folder)
+    assert (folder / "layer-0.safetensors").stat().st_mtime_ns == before
+
+
+def test_rounds_of_a_point_are_put_together() -> None:
+    rounds = tuple(
+        point(8, 128, ms, 1.0) | {"decode_ms_all": [ms], "step_ms": None} for ms in (3.0, 9.0, 4.0)
+    )
+    found = together(rounds)
+    assert (found["batch"], found["decode_ms"], found["step_ms"]) == (8, 4.0, None)
+    assert found["decode_ms_all"] == [3.0, 9.0, 4.0]
 
 
 def test_a_contender_that_is_late_is_stopped_with_what_it_has_started(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.model_executor import layers
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.fused_moe import activation as fused_moe_activation
+from vllm.model_executor.layers.fused_moe import config as fused_moe_config
+from vllm.model_executor.layers.fused_moe import fused_moe
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -45,7 +48,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models import registry as model_registry
-from vllm.platforms.interface import Platform
+from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import CachedRequestData
@@ -79,6 +82,7 @@ from ray_hetero.compat import (
     message_queues,
     patching,
     quantised_experts,
+    quantised_kernels,
     remote_experts,
     spec_decode,
 )
@@ -89,6 +93,7 @@ from ray_hetero.executor.rank_queues import RequestQueue
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
 from ray_hetero.kernels import quantised_linear
+from ray_hetero.kernels.linked_experts import ACTIVATIONS
 from ray_hetero.worker.rank_actor import RankActor
 from ray_hetero.worker.rank_config import (
     SHARED_FIELDS,
@@ -253,6 +258,9 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
     ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
     ("compat/quantised_experts", int_wna16, "_process_weights_cpu"),
+    ("compat/fused_experts", fused_moe, "fused_experts"),
+    ("compat/fused_experts", fused_moe_activation, "MoEActivation"),
+    ("compat/fused_experts", fused_moe_config, "biased_moe_quant_config"),
     ("compat/remote_experts", RoutedExperts, "_get_quant_method"),
     ("compat/remote_experts", RoutedExperts, "__init__"),
     ("compat/remote_experts", RoutedExperts, "forward_modular"),
@@ -307,6 +315,14 @@ def test_lists_of_linear_kernels_are_asked(name: str) -> None:
         and function is not linear_kernels.register_linear_kernel
     ]  # fmt: skip
     assert asked, "compat/quantised_kernels.py adds to it"
+
+
+@pytest.mark.parametrize(("name", "operator"), quantised_kernels.OPERATORS.items())
+def test_an_operator_that_a_build_may_lack_is_what_vllms_kernel_calls(
+    name: str, operator: str
+) -> None:
+    theirs = getattr(linear_kernels, name)[PlatformEnum.CPU]
+    assert any(f"ops.{operator}(" in inspect.getsource(one) for one in theirs)
 
 
 def test_multi_head_latent_attention_marks_the_layer_whose_tensors_it_reads() -> None:
@@ -798,3 +814,15 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
     prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]
     assert prints[0].fields == prints[1].fields == fingerprint(9, driver, ()).fields
     assert prints[0].fields["scheduler_config.max_num_seqs"] == "7"
+
+
+def test_fused_experts_take_what_is_given() -> None:
+    given = inspect.signature(fused_moe.fused_experts).parameters
+    places = ["hidden_states", "w1", "w2", "topk_weights", "topk_ids"]
+    assert list(given)[:5] == places
+    assert given.keys() >= {"activation", "global_num_experts", "expert_map", "quant_config"}
+    for value in ACTIVATIONS.values():
+        assert fused_moe_activation.MoEActivation(value).value == value
+    config = fused_moe_config.biased_moe_quant_config(object(), object())
+    assert config.w1_bias is not None
+    assert config.w2_bias is not None

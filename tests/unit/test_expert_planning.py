@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from placement.errors import DoesNotFitError
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
-from placement.plan.cost import PICO, decode_pass, distinct_experts, layer_step
+from placement.plan.cost import PICO, decode_pass, distinct_experts, layer_step, prefill_pass
 from placement.plan.described import described
 from placement.plan.devices import Links, StageDevices
 from ray_hetero.cli.plan import plan as plan_command
@@ -53,6 +53,7 @@ DENSE_LAYERS = {"DeepSeek V3": 3}
 """The first layers of a mixture that have no experts."""
 
 XEON = {"part": "Xeon 8480+", "cores": 56, "memory_gib": 1024, "instruction_sets": ["amx_bf16"]}
+FEW_CORES = {**XEON, "cores": 16}
 SMALL_GPU = {"part": "L40S"}
 H100 = {"part": "H100 SXM"}
 AUTO: Any = {"ranks": "auto"}
@@ -62,10 +63,15 @@ def unmeasured(seats: Any, threads: Any) -> dict[int, float]:
     return {}
 
 
-def machine(gpu: dict[str, Any] = SMALL_GPU, sockets: int = 2, gpus: int = 1) -> Any:
+def machine(
+    gpu: dict[str, Any] = SMALL_GPU,
+    sockets: int = 2,
+    gpus: int = 1,
+    socket: dict[str, Any] = XEON,
+) -> Any:
     node: dict[str, Any] = {"name": "a", "gpus": {**gpu, "count": gpus}}
     if sockets:
-        node["sockets"] = {**XEON, "count": sockets}
+        node["sockets"] = {**socket, "count": sockets}
     return described({"nodes": [node]})
 
 
@@ -286,6 +292,49 @@ def test_a_model_that_fits_takes_no_socket() -> None:
     names = [one.name for one in (found.chosen, *found.others)]
     assert len(set(names)) == len(names)
     assert not chosen(SHAPES["Qwen3 30B-A3B"], {}, machine({"part": "H200"})).unasked
+
+
+def test_prompts_read_experts_over_the_link_where_that_is_faster() -> None:
+    name, keys = "Qwen3 30B-A3B", {"ranks": 1, "layers": 16}
+    there = machine(H100, sockets=1, socket=FEW_CORES)
+    cores = planned(name, {**keys, "prefill_on_gpu": False}, there)
+    linked = planned(name, keys, there)
+    assert cores.split is not None
+    assert linked.split is not None
+    # A decode step is what it was.
+    assert linked.split.step_s == cores.split.step_s
+    assert linked.split.prefill_s < cores.split.prefill_s / 2
+    (stage,) = linked.split.stages
+    # Sixteen layers' experts, in 12 bits.
+    figures = stage.devices.ranks[0].figures
+    stored = sum(
+        tensor.nbytes for layer in SHAPES[name].layers[-16:] for tensor in layer.tensors
+        if tensor.role == "expert"
+    )  # fmt: skip
+    assert figures.host_link is not None
+    assert stage.prefill.experts / PICO == pytest.approx(
+        0.75 * stored / figures.host_link, rel=0.01
+    )
+    assert stage.prefill.handover == 0
+    # What is kept on the GPU is no room for the KV cache.
+    buffer = stage.ranks[0].memory.runtime - cores.split.ranks[0].memory.runtime
+    assert buffer == 1 << 30
+    assert linked.split.kv_tokens < cores.split.kv_tokens
+
+
+def test_short_prompts_and_processors_without_kernels_leave_experts_to_the_sockets() -> None:
+    shape = SHAPES["Qwen3 30B-A3B"].with_remote_experts(16)
+    few = machine(H100, sockets=1, socket=FEW_CORES)
+    found = planned("Qwen3 30B-A3B", {"ranks": 1, "layers": 16}, few)
+    assert found.split is not None
+    devices, layer = found.split.stages[0].devices, shape.layers[-1]
+    for tokens, is_linked in ((64, False), (4096, True)):
+        step = layer_step(shape, layer, devices, prefill_pass(tokens), Links())
+        assert (step.handover == 0) == is_linked
+    without = machine(H100, socket={**XEON, "instruction_sets": ["avx2"]})
+    found = planned("Qwen3 30B-A3B", {"ranks": 2, "layers": 16}, without)
+    assert found.split is not None
+    assert found.split.stages[0].devices.expert_buffer_bytes == 0
 
 
 def command(tmp_path: Path, *arguments: object) -> Any:

@@ -39,16 +39,21 @@ TWO: dict[str, Any] = {
     "kernel": "vllm",
     "experts": {"ranks": 2, "layers": "all"},
 }
+LINKED: dict[str, Any] = {
+    **TWO, "dtype": "bfloat16", "kernel": "streaming",
+    "experts": {**TWO["experts"], "prefill_on_gpu_tokens": 32, "prefill_on_gpu": True},
+}  # fmt: skip
+"""The stage's device reads experts for many tokens itself."""
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": TWO,
-    "qwen3_moe": {"dtype": "bfloat16", "kernel": "streaming", "experts": {"ranks": 2, "layers": 2}},
+    "qwen3_moe": {**LINKED, "experts": {**LINKED["experts"], "layers": 2}},
     "qwen2_moe": TWO,
     "deepseek_v2": TWO,
     "deepseek_v3": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "glm4_moe": TWO,
     "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
-    "gpt_oss in mxfp4": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
-    "fp8": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+    "gpt_oss in mxfp4": LINKED,
+    "fp8": LINKED,
     "w4a16": {**TWO, "dtype": "bfloat16", "kernel": "auto"},
 }
 RANKS = 2
@@ -200,6 +205,9 @@ def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[
         assert stage["held"] == 0 < stock["held"]
     assert stock["sums"].keys() == stage["sums"].keys()
     assert stock["sums"]
+    # Each block of experts computes 70 tokens, and one.
+    is_linked = CASES[name]["experts"].get("prefill_on_gpu", False)
+    assert stage["linked"] == (70 * len(stock["sums"]) // 2 if is_linked else 0)
     for layer, sums in stock["sums"].items():
         scale = float(sums.abs().max())
         atol = scale * (1e-5 if CASES[name]["dtype"] == "float32" else 2**-6)

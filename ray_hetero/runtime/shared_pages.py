@@ -1,0 +1,141 @@
+"""Memory of the host that other processes map too, in huge pages where the system gives them.
+
+It has no name that could stay behind, and is sealed: nobody can make it smaller under the others'
+feet.  See memfd_create(2), fcntl(2), and MADV_COLLAPSE in madvise(2), which makes huge pages of
+shared memory whatever /sys/kernel/mm/transparent_hugepage/shmem_enabled says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Any
+
+import torch
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+STEP = 2 * HUGE
+"""Bytes that are made huge pages at once, ahead of what is written."""
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_COLLAPSE = 25
+"""MADV_COLLAPSE, which Python's mmap has no name for."""
+_NONE, _FIXED = 0, 0x10
+"""PROT_NONE, MAP_FIXED."""
+_NO_RESERVE = 0x4000
+
+
+class SharedPages:
+    """Such memory in this process, mapped for as long as the process lives.
+
+    Args:
+        descriptor: of the memory.
+        nbytes: of it.
+
+    Raises:
+        OSError: it cannot be mapped.
+
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor = descriptor
+        self.address = _mapped(descriptor, nbytes)
+        self.memory = torch.frombuffer(
+            (ctypes.c_uint8 * nbytes).from_address(self.address), dtype=torch.uint8
+        )
+        """uint8, [bytes]."""
+        self.prepared_bytes = 0
+        """Bytes that `prepare` has taken."""
+        self.huge_bytes = 0
+        """Those of them that are huge pages."""
+        self._collapses = True
+
+    @classmethod
+    def made(cls, nbytes: int, name: str) -> SharedPages:
+        """New memory, of which nothing is taken from the system yet.
+
+        Raises:
+            OSError: the system gives none.
+
+        """
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.truncate(descriptor, nbytes)
+        return cls(descriptor, nbytes)
+
+    @classmethod
+    def received(cls, descriptor: int) -> SharedPages:
+        """Memory that another process has made and sealed.
+
+        Raises:
+            RuntimeError: it is not sealed.
+            OSError: it cannot be mapped.
+
+        """
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise RuntimeError("shared memory is not sealed; do all ranks run the same release?")
+        return cls(descriptor, os.fstat(descriptor).st_size)
+
+    def prepare(self, begin: int, end: int) -> None:
+        """Take pages for some bytes before they are written, huge ones if the system can.
+
+        They come from the NUMA nodes of this process.
+
+        Args:
+            begin: a multiple of `STEP`.
+            end: another one, or the end of the memory.
+
+        """
+        # A page of each decides which NUMA node the huge one comes from.
+        self.memory[begin:end:HUGE] = 0
+        length = end - begin
+        self.prepared_bytes += length
+        if self._collapses:
+            self._collapses = _libc().madvise(self.address + begin, length, _COLLAPSE) == 0
+            self.huge_bytes += length if self._collapses else 0
+
+    def append(self, content: bytes) -> None:
+        """Add bytes behind the memory, which this process does not map, and seal all of it.
+
+        Raises:
+            OSError: the system has no room for them.
+
+        """
+        end = len(self.memory)
+        os.truncate(self.descriptor, end + len(content))
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(self.descriptor, view, end)
+            view, end = view[written:], end + written
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+
+
+def _mapped(descriptor: int, nbytes: int) -> int:
+    """Map memory at an address that huge pages can have."""
+    libc = _libc()
+    reserved = libc.mmap(
+        None, nbytes + HUGE, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE,
+        -1, 0,
+    )  # fmt: skip
+    if reserved != _FAILED:
+        aligned = -(-reserved // HUGE) * HUGE
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        at = libc.mmap(aligned, nbytes, writable, mmap.MAP_SHARED | _FIXED, descriptor, 0)
+        if at != _FAILED:
+            return int(at)
+    code = ctypes.get_errno()
+    raise OSError(code, f"{os.strerror(code)}: {nbytes} bytes of shared memory cannot be mapped")
+
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    )  # fmt: skip
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc

@@ -1,0 +1,74 @@
+"""Weights of one shape, one after the other in memory, as another process expands them.
+
+Their rows lie in memory that both map; what belongs to them beside the rows travels as a few
+tensors and a little JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray_hetero.weight_formats import FORMATS, SCALED_FORMATS
+from ray_hetero.weight_formats.base import HostWeight, StackExpansion
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Neighbouring weights of one shape, format and layout."""
+
+    format: str
+    shape: tuple[int, int]
+    """N, K of each."""
+    first: int
+    """Number of the first one among all."""
+    count: int
+    nbytes: int
+    """Of the rows of each."""
+    facts: Mapping[str, Any]
+    """As `HostWeight.facts` has them."""
+    tables: Mapping[str, torch.Tensor]
+    """As `HostWeight.tables` has them."""
+
+    @property
+    def last(self) -> int:
+        """Number behind the last one."""
+        return self.first + self.count
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables, as a GPU holds them."""
+        return sum(table.nbytes for table in self.tables.values())
+
+    def expansion(self, device: torch.device) -> StackExpansion:
+        """How a GPU expands them; numbers are from `first` on."""
+        kind: type[HostWeight] = {**FORMATS, **SCALED_FORMATS}[self.format]
+        return kind.stack_expansion(self.shape, self.facts, self.tables, device)
+
+    def described(self) -> dict[str, Any]:
+        """All but the tables, as JSON has it."""
+        names = ("format", "shape", "first", "count", "nbytes", "facts")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any], tables: Mapping[str, torch.Tensor]) -> Stack:
+        """What `described` says."""
+        return cls(**{**described, "shape": tuple(described["shape"])}, tables=tables)
+
+
+def stacks_of(weights: Sequence[HostWeight]) -> Iterator[Stack]:
+    """Cut weights of one shape into as few stacks as can be, in their order."""
+    numbers = itertools.groupby(
+        range(len(weights)),
+        lambda n: (weights[n].name, weights[n].shape, weights[n].data.nbytes, weights[n].facts),
+    )
+    for (name, shape, nbytes, facts), group in numbers:
+        members = list(group)
+        some = [weights[number] for number in members]
+        tables = type(some[0]).tables(some)
+        yield Stack(name, shape, members[0], len(some), nbytes, facts, tables)
