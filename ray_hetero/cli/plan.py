@@ -183,7 +183,8 @@ def plan(
     _show(found.plan, found.choice if compare else None, as_json=as_json)
     if not as_json and speculative is None:
         options = {
-            "--pipeline-parallel-size": pipeline_parallel_size,
+            # Given layers are stages, too, but vLLM has to be told.
+            "--pipeline-parallel-size": pipeline_parallel_size or _unless(1, _stages_of(config)),
             "--tensor-parallel-size": _unless(1, tensor_parallel_size),
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,

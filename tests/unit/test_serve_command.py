@@ -40,6 +40,12 @@ def test_what_was_asked_for_is_asked_for_again() -> None:
     assert pairs == set(zip(options[::2], options[1::2], strict=True))
 
 
+def test_given_layers_come_with_their_number_of_stages() -> None:
+    found = said("--layers", "50,30")
+    assert found[5:7] == ["--pipeline-parallel-size", "2"]
+    assert json.loads(found[-1]) == {"ray_hetero": {"layers": [50, 30]}}
+
+
 def test_settings_of_this_backend_are_json() -> None:
     found = said("--layout", "[[cpu],[gpu]]", "--layers", "60,20")
     assert found[:5] == ALONE
