@@ -122,7 +122,7 @@ class CpuConfig(_Section):
 class ExpertsConfig(_Section):
     """Expert ranks: CPU sockets beside stages of GPUs, which hold and compute routed experts."""
 
-    ranks: Annotated[int, Field(ge=0, le=64)] | Auto = 0
+    ranks: Annotated[int, Field(ge=0, le=64)] | Auto = "auto"
     """Sockets, or shares of them, that hold routed experts, each a slice of every one. 0 leaves all
     experts to the stages; auto takes all sockets of a node for a model with experts that does not
     fit on the GPUs alone, where that is predicted to be faster than a CPU stage."""

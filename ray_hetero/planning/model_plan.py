@@ -75,7 +75,7 @@ def plan_model(
     sizes = (pipeline_parallel_size, tensor_parallel_size)
 
     def freely(shape: ModelShape) -> LayerPlan | None:
-        experts = config.experts if config.experts.ranks == "auto" else ExpertsConfig()
+        experts = config.experts if config.experts.ranks == "auto" else ExpertsConfig(ranks=0)
         free = config.model_copy(update={"layout": "auto", "layers": "auto", "experts": experts})
         smaller = replace(facts, shape=shape)
         choice = choose_layout(free, machine.nodes, smaller, measure=machine.measure, **how)

@@ -250,7 +250,7 @@ def test_sockets_that_have_no_room_are_told() -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_expert_ranks_are_chosen_where_they_are_faster_and_asked_for(name: str) -> None:
     shape = SHAPES[name]
-    without, asked = chosen(shape, {}), chosen(shape, AUTO)
+    without, asked = chosen(shape, {"ranks": 0}), chosen(shape, AUTO)
     assert not without.chosen.experts
     assert not any(one.experts for one in without.others)
     best = without.shorter_with_experts
@@ -273,9 +273,11 @@ def test_expert_ranks_are_chosen_where_they_are_faster_and_asked_for(name: str) 
 
 
 def test_a_mixture_that_outgrows_its_gpu_is_faster_with_expert_ranks() -> None:
-    found = chosen(SHAPES["Qwen3 30B-A3B"], {}, machine(SMALL_GPU))
+    found = chosen(SHAPES["Qwen3 30B-A3B"], {"ranks": 0}, machine(SMALL_GPU))
     assert found.chosen.layout.count("cpu")
     assert found.shorter_with_experts is not None
+    unasked = chosen(SHAPES["Qwen3 30B-A3B"], {}, machine(SMALL_GPU))
+    assert unasked.chosen.name == found.shorter_with_experts.name
 
 
 def test_a_dense_model_has_no_such_candidates() -> None:
@@ -295,7 +297,7 @@ def test_a_model_that_fits_takes_no_socket() -> None:
     assert (found.chosen.name, found.why) == ("[gpu]", "the model fits on one GPU alone")
     names = [one.name for one in (found.chosen, *found.others)]
     assert len(set(names)) == len(names)
-    assert not chosen(SHAPES["Qwen3 30B-A3B"], {}, machine({"part": "H200"})).unasked
+    assert not chosen(SHAPES["Qwen3 30B-A3B"], {"ranks": 0}, machine({"part": "H200"})).unasked
 
 
 def test_prompts_read_experts_over_the_link_where_that_is_faster() -> None:
@@ -367,11 +369,11 @@ def command(tmp_path: Path, *arguments: object) -> Any:
 
 
 def test_the_command_compares_expert_ranks_and_says_what_to_type(tmp_path: Path) -> None:
-    shown = command(tmp_path, "--compare")
+    shown = command(tmp_path, "--compare", "--experts", 0)
     assert shown.exit_code == 0, shown.output
     assert "[gpu] + 2 expert ranks" in shown.stdout
     assert '"experts": {"ranks": "auto"}' in shown.stdout
-    content = json.loads(command(tmp_path, "--compare", "--json").stdout)
+    content = json.loads(command(tmp_path, "--compare", "--experts", 0, "--json").stdout)
     (candidate,) = [one for one in content["candidates"] if one["expert_ranks"]]
     assert candidate["layout"] == [["gpu"]]
     assert candidate["decode_step_s"] < content["decode_step_s"]
