@@ -113,6 +113,11 @@ def of_experts(split: Split, config: Mapping[str, Any], ours: Mapping[str, Any])
     return [hetero("ray_hetero experts", ["gpu"], config={**config, "experts": experts}, **ours)]
 
 
+STORED = tuple(f" {stored}" for stored in ("bf16", *QUANTISED))
+"""How names of contenders end that say how weights are stored."""
+FEW = "1x128,8x128"
+
+
 def formats(
     split: Split, *, share: float | None, engine: Mapping[str, Any], prefetch_step: int
 ) -> list[Contender]:
@@ -124,7 +129,8 @@ def formats(
             if one.name in ("ray_hetero cpu-gpu", "vllm prefetch"):
                 more = ("--stored", stored) if stored else ()
                 name = f"{one.name} {stored or 'bf16'}"
-                found.append(replace(one, name=name, command=(*one.command, *more)))
+                command = (*one.command, *more)
+                found.append(replace(one, name=name, command=command, points=FEW))
     return found
 
 

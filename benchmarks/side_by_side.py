@@ -28,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -90,7 +91,11 @@ def main() -> None:
     options = parse_options()
     gpu = floor.gpu_figures()
     split = split_of(options, has_gpu=gpu is not None)
-    wanted = chosen(all_contenders(options, split, gpu), options.contenders)
+    there = all_contenders(options, split, gpu)
+    unasked = {one.name for one in there if one.name.endswith(" eager")}
+    if options.case != "formats":
+        unasked |= {one.name for one in there if one.name.endswith(contenders.STORED)}
+    wanted = chosen(there, options.contenders, unasked)
     if options.list:
         print("\n".join(contender.name for contender in wanted))
         return
@@ -240,15 +245,19 @@ def all_contenders(
     share = None if budget is None else round(budget * GIB / gpu["memory_bytes"], 4)
     if options.case == "drafts":
         return contenders.drafting(split, sockets=None, share=share)
+    of_formats = contenders.formats(split, share=share, engine=engine, prefetch_step=ahead)
     if options.case == "formats":
-        return contenders.formats(split, share=share, engine=engine, prefetch_step=ahead)
-    return contenders.with_gpu(split, share=share, engine=engine, prefetch_step=ahead)
+        return of_formats
+    others = contenders.with_gpu(split, share=share, engine=engine, prefetch_step=ahead)
+    return others if "num_experts" in SHAPES[split.shape] else [*others, *of_formats]
 
 
-def chosen(there: list[Contender], names: str | None) -> list[Contender]:
-    """Those that were asked for, in the order asked."""
+def chosen(
+    there: list[Contender], names: str | None, unasked: Collection[str] = ()
+) -> list[Contender]:
+    """Those that were asked for, in the order asked; without names all but the unasked ones."""
     if names is None:
-        return [contender for contender in there if not contender.name.endswith(" eager")]
+        return [contender for contender in there if contender.name not in unasked]
     by_name = {contender.name: contender for contender in there}
     if unknown := sorted(set(names.split(",")) - set(by_name)):
         raise SystemExit(f"no contender is called {unknown}; there are {sorted(by_name)}")

@@ -36,6 +36,12 @@ class Signals(Protocol):
     def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
         """Write a tensor into the memory, of which `to` is a part."""
 
+    def begin_step(self, tokens: int) -> None:
+        """Learn how many tokens the step has; rows behind them only fill a captured graph up."""
+
+    def write_ids(self, ids: torch.Tensor, to: torch.Tensor) -> None:
+        """Write experts of the step's first rows, with -1 for rows that only fill a graph up."""
+
     def post(self, layer: int, tokens: int) -> None:
         """Ask for a layer, once what was written before is there."""
 
@@ -63,6 +69,13 @@ class HostSignals:
     def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
         """Copy the tensor."""
         to.copy_(values)
+
+    def begin_step(self, tokens: int) -> None:
+        """Nothing: a step of the host has no other rows."""
+
+    def write_ids(self, ids: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy them."""
+        to.copy_(ids)
 
     def post(self, layer: int, tokens: int) -> None:
         """Set the requests."""
@@ -115,8 +128,18 @@ class ExpertChannel:
         """Most tokens of one handover."""
         return self._memory.geometry.capacity
 
+    def begin_step(self, tokens: int) -> None:
+        """Learn how many tokens the step has, before any layer of it is handed over."""
+        self._signals.begin_step(tokens)
+
     def hand_over(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        layer: int,
+        *,
+        is_first: bool = True,
     ) -> None:
         """Ask all expert ranks for a layer of these tokens.
 
@@ -125,11 +148,14 @@ class ExpertChannel:
             weights: [M, chosen].
             ids: [M, chosen].
             layer: its number.
+            is_first: whether these are the step's first tokens; steps of several pieces have no
+                rows but those of tokens.
 
         """
         tokens, views = x.shape[0], self._views[layer]
         self._signals.write(x, views.x[:tokens])
-        self._signals.write(ids, views.ids[:tokens])
+        write_ids = self._signals.write_ids if is_first else self._signals.write
+        write_ids(ids, views.ids[:tokens])
         self._signals.write(weights, views.weights[:tokens])
         self._signals.post(layer, tokens)
 

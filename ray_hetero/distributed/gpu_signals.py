@@ -108,6 +108,9 @@ class GpuSignals:
             )
         torch.cuda.current_stream().synchronize()
         device = torch.device("cuda", torch.cuda.current_device())
+        self._rows = torch.arange(memory.geometry.capacity, device=device).unsqueeze(1)
+        self._is_token = torch.ones_like(self._rows, dtype=torch.bool)
+        self._none = torch.tensor(-1, dtype=torch.int32, device=device)
         return tuple(mapped(memory.memory, device).split(memory.geometry.sizes))
 
     def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
@@ -116,6 +119,18 @@ class GpuSignals:
         A copy of torch's would take the memory for the GPU's own, and tell CUDA so.
         """
         torch.mul(values, 1, out=to)
+
+    def begin_step(self, tokens: int) -> None:
+        """Have the stream mark the step's tokens: its graphs were captured with more rows."""
+        torch.lt(self._rows, tokens, out=self._is_token)
+
+    def write_ids(self, ids: torch.Tensor, to: torch.Tensor) -> None:
+        """Have a kernel write experts of tokens over the link, and -1 for other rows.
+
+        Rows that fill a graph up would have the sockets read experts for nothing.
+        """
+        given = ids if ids.dtype == to.dtype else ids.to(to.dtype)
+        torch.where(self._is_token[: len(ids)], given, self._none, out=to)
 
     def post(self, layer: int, tokens: int) -> None:
         """Write the requests behind what the stream has to do before."""

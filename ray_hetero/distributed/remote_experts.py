@@ -60,7 +60,7 @@ def _take(
     sums[:most] = first
     for begin in range(most, tokens, most):
         piece = slice(begin, min(begin + most, tokens))
-        channel.hand_over(x[piece], weights[piece], ids[piece], layer)
+        channel.hand_over(x[piece], weights[piece], ids[piece], layer, is_first=False)
         sums[piece] = channel.take(piece.stop - begin, layer)
     return sums
 
@@ -145,6 +145,11 @@ class RemoteExperts:
     def problem(self) -> Exception | None:
         """What has ended the handover; what steps have computed since is nothing."""
         return None if self._channel is None else self._channel.problem
+
+    def begin_step(self, tokens: int) -> None:
+        """Learn how many tokens the step has, before it is ordered."""
+        if self._channel is not None:
+            self._channel.begin_step(tokens)
 
     def connect(self) -> None:
         """Wait for the expert ranks, now that the stage's layers are known.

@@ -19,10 +19,12 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import gpu_rows
 from ray_hetero.kernels.weight_pieces import Piece, PieceReader, current, cut
 from ray_hetero.planning.prefill_memory import gpu_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
 from ray_hetero.weight_formats.base import HostWeight
+from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
@@ -62,6 +64,7 @@ class GpuPrefill:
 
     def __init__(self, device: torch.device, tokens: int) -> None:
         self._device = device
+        self._uses_triton = choose_expand(device) is expand_with_triton
         self._tokens = tokens
         self._weights: dict[int, HostWeight] = {}
         self._pieces: dict[int, list[Piece]] = {}
@@ -305,6 +308,9 @@ class GpuPrefill:
 
         """
         x = _like(self._x, total)
+        if self._uses_triton and gpu_rows.has_norm(norm, total.shape[1]):
+            gpu_rows.add_and_norm(y, total, norm, self.constant(norm.weight), x)
+            return x
         for rows in chunks(len(total)):
             if y is not None:
                 total[rows] += y[rows]
@@ -322,6 +328,9 @@ class GpuPrefill:
         tokens = y.shape[0]
         inputs = y.shape[1] // 2 if parts.is_gated else y.shape[1]
         x = self._x[: tokens * inputs].view(tokens, inputs)
+        if self._uses_triton and gpu_rows.has_activation(parts):
+            gpu_rows.activate(y, x)
+            return x
         for rows in chunks(tokens):
             x[rows] = parts.activated(y[rows])
         return x

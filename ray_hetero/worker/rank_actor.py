@@ -58,9 +58,15 @@ class RankWorker:
     """vLLM's worker, told the size of each step before it runs it."""
 
     def __init__(
-        self, worker: Any, context: RankContext, stage: int, forecast: Forecast | None
+        self,
+        worker: Any,
+        context: RankContext,
+        stage: int,
+        forecast: Forecast | None,
+        experts: RemoteExperts | None = None,
     ) -> None:
         self._worker = worker
+        self._experts = experts
         self._stage = stage
         self._context = context
         self._boundary: Any = None
@@ -88,7 +94,7 @@ class RankWorker:
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step; what exchanges tensors learns its tokens first."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        for exchange in (self._boundary, self._over_host):
+        for exchange in (self._boundary, self._over_host, self._experts):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
         layer_tokens.take()
@@ -232,7 +238,9 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if world.layout.is_mixed(seat.stage):
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)
-        self.worker = RankWorker(self.worker, self._context(), seat.stage, self._rank.forecast)
+        self.worker = RankWorker(
+            self.worker, self._context(), seat.stage, self._rank.forecast, self._remote_experts
+        )
         seconds = {
             "joining groups and loading weights": loaded - began,
             "making weights ready for the kernels": time.perf_counter() - loaded,

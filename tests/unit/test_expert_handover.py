@@ -33,6 +33,7 @@ from ray_hetero.distributed.expert_memory import (  # noqa: E402
     RemoteLayer,
 )
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer  # noqa: E402
+from ray_hetero.distributed.gpu_signals import GpuSignals  # noqa: E402
 from ray_hetero.errors import AgreementError, RankError, StartupError  # noqa: E402
 
 if expert_memory._native is None:
@@ -289,3 +290,22 @@ def test_requests_hold_what_can_be_asked_for() -> None:
 def test_addresses_of_engines_differ() -> None:
     assert expert_meeting.address_of("a", 0) != expert_meeting.address_of("b", 0)
     assert expert_meeting.address_of("a", 0) != expert_meeting.address_of("a", 1)
+
+
+def test_rows_that_fill_a_captured_step_up_have_no_experts() -> None:
+    signals = GpuSignals.__new__(GpuSignals)
+    # What `parts` makes on the GPU.
+    signals._rows = torch.arange(8).unsqueeze(1)
+    signals._is_token = torch.ones(8, 1, dtype=torch.bool)
+    signals._none = torch.tensor(-1, dtype=torch.int32)
+    ids = torch.arange(12, dtype=torch.int32).view(4, 3)
+    for given in (ids, ids.long()):
+        to = torch.zeros(8, 3, dtype=torch.int32)
+        signals.begin_step(8)
+        signals.write_ids(given, to[:4])
+        assert torch.equal(to[:4], ids)
+        # A step of three tokens, captured for four.
+        signals.begin_step(3)
+        signals.write_ids(given, to[:4])
+        assert torch.equal(to[:3], ids[:3])
+        assert to[3:].tolist() == [[-1] * 3] + [[0] * 3] * 4

@@ -296,7 +296,9 @@ def test_kernels_give_what_torch_gives() -> None:
     code = """
 import torch
 from ray_hetero.weight_formats import compact_on_gpu
+from ray_hetero.kernels import gpu_rows
 from ray_hetero.kernels.gpu_rotation import rotate
+from ray_hetero.kernels.layer_parts import Norm
 assert compact_on_gpu._is_right(torch.device("cpu"))
 for size, half in ((64, 32), (96, 24)):
     rows = torch.randn(3, 7 * size).bfloat16()
@@ -307,6 +309,22 @@ for size, half in ((64, 32), (96, 24)):
     rotate(heads[1], cos, sin, uses_triton=True)
     assert not torch.equal(heads[0], rows.view(3, 7, size)[:, :5])
     torch.testing.assert_close(heads[0], heads[1], rtol=2**-7, atol=2**-7)
+for columns, kind, adds in ((4096, "rms", True), (96, "rms_plus_one", True), (200, "rms", False)):
+    y, total = torch.randn(2, 5, columns).bfloat16()
+    norm = Norm(torch.rand(columns).bfloat16(), 1e-5, kind)
+    assert gpu_rows.has_norm(norm, columns)
+    expected = total + y if adds else total.clone()
+    x = torch.empty_like(total)
+    gpu_rows.add_and_norm(y if adds else None, total, norm, norm.weight, x)
+    # The interpreter cuts what a GPU rounds.
+    torch.testing.assert_close(total, expected, rtol=2**-7, atol=0)
+    torch.testing.assert_close(x, norm(expected), rtol=2**-6, atol=2**-8)
+for columns in (96, 2048, 5632):
+    y, x = 3 * torch.randn(4, 2 * columns), torch.empty(4, columns).bfloat16()
+    y = y.bfloat16()
+    gpu_rows.activate(y, x)
+    gate, up = y.chunk(2, dim=-1)
+    torch.testing.assert_close(x, torch.nn.functional.silu(gate) * up, rtol=2**-6, atol=2**-8)
 print(True)
 """
     done = subprocess.run(
