@@ -57,7 +57,6 @@ def joined(
     terms = None if offer is None else offer.terms()
     heard = gather(terms)
     if offer is None or terms is None or any(other != terms for other in heard):
-        logger.info("each rank has the GPU compute linear layers of prompts by itself")
         return None
     try:
         made = _begin(sums, offer, terms, gather) if sums.is_first else _join(sums, offer, gather)
@@ -96,7 +95,11 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
             )
         except UnsupportedError as error:
             problem = str(error)
-            logger.warning("%s", problem)
+            logger.warning(
+                "no GPU computes whole layers of prompts for all of the ranks %s: %s",
+                list(sums.ranks),
+                problem,
+            )
         gather(problem)
         if layers is None:
             return None
@@ -131,9 +134,8 @@ def _join(sums: RankSums, offer: PromptOffer, gather: Gather) -> Made | None:
     for one in pages:
         one.seal()
         socket.send_fds(connection, [shared_memory.NOTE], [one.descriptor])
-    if problem := gather(None)[0]:
-        logger.warning("%s has no GPU for this rank's prompts: %s", sums.ranks[0], problem)
-        return None
+    if gather(None)[0]:
+        return None  # the first rank has said why
     descriptor = _descriptor(connection)[1]
     try:
         return shared_memory.mapped(descriptor, os.fstat(descriptor).st_size), None

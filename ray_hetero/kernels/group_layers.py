@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_layers import (
     AttentionMemory,
     AttentionShape,
@@ -110,12 +111,7 @@ def linears_of(layer: Layer) -> tuple[Linear, Linear, Linear, Linear]:
 
 @dataclass(frozen=True, eq=False)
 class WholeLayers:
-    """The layers of all ranks on the GPU of the first one.
-
-    Raises:
-        UnsupportedError: the GPU has too little memory left, or cannot read the host's.
-
-    """
+    """The layers of all ranks on the GPU of the first one."""
 
     runs: Sequence[GpuLayers]
     taken: Taken
@@ -148,7 +144,12 @@ class WholeLayers:
         shape = AttentionShape(ranks * own.heads, ranks * own.kv_heads, own.size)
         memory = AttentionMemory(gpu, shape, offer.cores)
         if gpu.device.type == "cuda":
-            lock_pages(results)
+            try:
+                lock_pages(results)
+            except RuntimeError as error:
+                raise UnsupportedError(
+                    f"memory for results cannot be locked: {str(error).splitlines()[0]}"
+                ) from None
         made = [GpuLayers(run, gpu, memory, results) for run in runs]
         return cls(made, Taken(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes))
 

@@ -214,6 +214,11 @@ class LinearLayers:
         group = None if sums is None or join is None else join(self._offer(found))
         self.has_group_prompts = group is not None
         if group is None:
+            if self._shared is not None:
+                logger.info(
+                    "each rank of this tensor-parallel group has linear layers of prompts computed "
+                    "by a GPU by itself, and their attention by its cores (cpu.prefill_on_gpu)"
+                )
             self._take_gpu(self._kernel)
         if self._config.fuse_layers:
             fused = install(found, self._kernel, group)

@@ -131,7 +131,7 @@ class Rank:
         if own and is_shared:
             self._share_caches()
         self.known = known_layers(self.decoder, linears, self.kernel)
-        self.offer = PromptOffer([self.known], self.weights, CPU, whole.most, whole.least)
+        self.offer = PromptOffer([self.known], self.weights, whole.device, whole.most, whole.least)
         self.made: Any = None
 
     def _take(self, module: Product, other: Product, own: int, count: int, layer: Any) -> None:
@@ -175,23 +175,26 @@ class GroupSteps(Steps):
         count: ranks.
         is_shared: whether ranks have their caches in shared memory.
         limit_s: longest wait for another rank.
-        given: other arguments of `Steps`.
+        device: where the first rank has prompts computed.
+        layers: of the stage.
+        parts: other arguments of `decoder_parts.model`.
 
     """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, count: int = 2, *, family: str = "llama",
         is_compact: bool = False, is_shared: bool = True, limit_s: float = 60.0, least: int = 8,
-        most: int = 512, isa: str = "vec", **parts: Any,
+        most: int = 512, isa: str = "vec", device: torch.device = CPU,
+        layers: int = 2, **parts: Any,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", 64 * count)
         super().__init__(
             monkeypatch, family=family, heads=HEADS * count, kv_heads=count, least=least,
-            most=most, isa=isa, has_memory=False, **parts,
+            most=most, isa=isa, has_memory=False, layers=layers, **parts,
         )  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", 64)
         self.count, self.family, self.parts = count, family, parts
-        self.least, self.most = least, most
+        self.least, self.most, self.device = least, most, device
         self.threads = Threads(count)
         monkeypatch.setattr(
             shared_prompts, "dist",

@@ -207,6 +207,7 @@ def test_a_gpu_without_memory_is_no_ranks(
 
     monkeypatch.setattr(gpu_layers, "KvReturns", no_memory)
     assert steps.join() == [None, None]
+    assert caplog.text.count("no GPU computes whole layers of prompts for all of the ranks") == 1
     assert "allocate 2.00 GiB. Prompts" in caplog.text
 
 
