@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from placement.units import GIB
-from ray_hetero.distributed import shared_memory
+from ray_hetero.distributed.unix_sockets import NOTE
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer, PromptTerms, WholeLayers
 from ray_hetero.kernels.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.kernels.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger
+from ray_hetero.runtime import sealed_memory
 from ray_hetero.runtime.shared_pages import SharedPages
 
 Gather = Callable[[Any], list[Any]]
@@ -85,9 +86,9 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
     """Take the others' weights and the GPU."""
     others = [_weights(connection, sums.limit_s) for connection in sums.connections[1:]]
     with ExitStack() as stack:
-        descriptor = shared_memory.made("ray_hetero-prompts", terms.results_bytes)
+        descriptor = sealed_memory.made("ray_hetero-prompts", terms.results_bytes)
         stack.callback(os.close, descriptor)
-        results = shared_memory.mapped(descriptor, terms.results_bytes)
+        results = sealed_memory.mapped(descriptor, terms.results_bytes)
         problem, layers = "", None
         try:
             layers = WholeLayers.taking(
@@ -105,7 +106,7 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
             return None
         for connection in sums.connections[1:]:
             assert connection is not None
-            socket.send_fds(connection, [shared_memory.NOTE], [descriptor])
+            socket.send_fds(connection, [NOTE], [descriptor])
     logger.info(
         "prompts are computed by the GPU in whole layers, their attention too, for all of the "
         "ranks %s: steps of %d tokens and more; %.1f GiB of weights can be read over its link, "
@@ -133,12 +134,12 @@ def _join(sums: RankSums, offer: PromptOffer, gather: Gather) -> Made | None:
         socket.send_fds(connection, [said], [description])
     for one in pages:
         one.seal()
-        socket.send_fds(connection, [shared_memory.NOTE], [one.descriptor])
+        socket.send_fds(connection, [NOTE], [one.descriptor])
     if gather(None)[0]:
         return None  # the first rank has said why
     descriptor = _descriptor(connection)[1]
     try:
-        return shared_memory.mapped(descriptor, os.fstat(descriptor).st_size), None
+        return sealed_memory.mapped(descriptor, os.fstat(descriptor).st_size), None
     finally:
         os.close(descriptor)
 

@@ -30,7 +30,7 @@ from native_module import LEVELS, native, needs_native  # noqa: E402
 from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
-from ray_hetero.distributed import shared_memory, shared_sums  # noqa: E402
+from ray_hetero.distributed import shared_sums, unix_sockets  # noqa: E402
 from ray_hetero.kernels import decode_step, layer_fusion  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layer_parts import (  # noqa: E402
@@ -42,6 +42,7 @@ from ray_hetero.kernels.layer_parts import (  # noqa: E402
 from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms, meeting  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.runtime import sealed_memory  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.weight_formats.base import pack  # noqa: E402
 
@@ -89,7 +90,7 @@ class Rank:
 def ranks(count: int, *, limit_s: float, doing: list[str]) -> Iterator[list[Rank]]:
     """Ranks of a group, each connected to the first one."""
     size = native.RankSums.bytes(count, 1 << 17)
-    memory = shared_memory.made("sums", size)
+    memory = sealed_memory.made("sums", size)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count - 1)]
     firsts = [-1, *(first.fileno() for first, _ in pairs)]
     others = [[second.fileno()] + [-1] * (count - 1) for _, second in pairs]
@@ -458,14 +459,16 @@ def test_ranks_that_differ_share_nothing(
     assert joined(monkeypatch, [other, TERMS]) == [None, None]
 
 
-@pytest.mark.parametrize("name", ["made", "bind_abstract"])
+@pytest.mark.parametrize(
+    ("module", "name"), [(sealed_memory, "made"), (unix_sockets, "bind_abstract")]
+)
 def test_where_the_system_gives_no_memory_nothing_is_shared(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: Any) -> Any:
         raise OSError("no more")
 
-    monkeypatch.setattr(shared_memory, name, refuse)
+    monkeypatch.setattr(module, name, refuse)
     before = set(os.listdir("/proc/self/fd"))
     assert joined(monkeypatch, [TERMS, TERMS]) == [None, None]
     assert set(os.listdir("/proc/self/fd")) == before
