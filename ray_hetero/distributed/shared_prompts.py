@@ -20,6 +20,7 @@ import torch.distributed as dist
 from placement.units import GIB
 from ray_hetero.distributed.unix_sockets import NOTE
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.gpu_prefill import give_back
 from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer, PromptTerms, WholeLayers
 from ray_hetero.kernels.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.rank_sums import RankSums
@@ -101,6 +102,8 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
                 list(sums.ranks),
                 problem,
             )
+        if layers is None:
+            give_back(offer.device)
         gather(problem)
         if layers is None:
             return None

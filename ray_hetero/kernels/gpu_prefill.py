@@ -357,6 +357,12 @@ class GpuPrefill:
         return x
 
 
+def give_back(device: torch.device) -> None:
+    """Let other processes have the GPU's memory that nothing in this one uses any more."""
+    if device.type == "cuda":
+        torch.cuda.memory.empty_cache()
+
+
 def chunks(tokens: int) -> Iterator[slice]:
     """Tokens of a step, as many at a time as intermediate results have room for."""
     for begin in range(0, tokens, CHUNK_TOKENS):

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -86,8 +86,10 @@ class PromptGroup:
             said = {"problem": str(error)[:MOST_TEXT]}
             raise
         finally:
-            for member in self._others():
-                self._send(member, json.dumps(said).encode())
+            # The others are told also where one of them has ended, whose name they would not know.
+            with ExitStack() as stack:
+                for member in self._others():
+                    stack.callback(self._send, member, json.dumps(said).encode())
 
     def wait(self) -> None:
         """Wait in another rank until the first one has had the step computed.

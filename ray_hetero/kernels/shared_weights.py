@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load, save
 
 from ray_hetero.kernels.layer_parts import Linear
-from ray_hetero.runtime.shared_pages import STEP, SharedPages
+from ray_hetero.runtime.shared_pages import LONG_STEP, STEP, SharedPages
 from ray_hetero.weight_formats import HostWeight
 from ray_hetero.weight_formats.base import Expansion
 from ray_hetero.weight_formats.stacks import Stack, metadata, stacks_of, tables_in
@@ -52,7 +52,8 @@ class SharedWeights:
         pages, begin = self.pages[-1], self._end
         end = begin + data.nbytes
         if end > self._prepared:
-            prepared, self._prepared = self._prepared, -(-end // STEP) * STEP
+            prepared, rounded = self._prepared, -(-end // LONG_STEP) * LONG_STEP
+            self._prepared = min(rounded, len(pages.memory))
             pages.prepare(prepared, self._prepared)
         place = pages.memory[begin:end].view(data.dtype).view(data.shape)
         self._places[place.data_ptr()] = len(self.pages) - 1, begin

@@ -93,6 +93,7 @@ class WholeWeight:
         """
         outputs, inputs = ranks[0].shape
         assert sum(sizes) == outputs, (sizes, outputs)
+        assert not any(size % BLOCK for size in sizes), sizes
         begins = list(itertools.accumulate(sizes, initial=0))
         parts = [
             Part(

@@ -100,6 +100,7 @@ class Rank:
         self.decoder = model(
             len(whole.layers), heads=HEADS, kv_heads=1, family=whole.family, **whole.parts
         )
+        self.heads_of_keys = whole.kv_heads
         self.layers = layers_of(self.decoder)
         self.kernel = StreamingLinear(native)
         self.kernel.few_tokens, self.kernel.sums = native.FEW_TOKENS, sums
@@ -144,11 +145,16 @@ class Rank:
             module.matrix, module.added = other.matrix.chunk(count, 1)[own], other.added
             return
         assert module in {qkv, gate_up}
-        kinds = [HEADS * count * HEAD, count * HEAD, count * HEAD]
+        kinds = [HEADS * count * HEAD, *[self.heads_of_keys * HEAD] * 2]
         sizes = kinds if module is qkv else [len(other.matrix) // 2] * 2
+        # Ranks that are more than there are heads of keys share them, as vLLM has it.
+        parts = [count, *[self.heads_of_keys] * 2] if module is qkv else [count] * 2
 
         def mine(x: Any) -> Any:
-            return torch.cat([one.chunk(count)[own] for one in x.split(sizes)])
+            return torch.cat([
+                one.chunk(number)[own * number // count]
+                for one, number in zip(x.split(sizes), parts, strict=True)
+            ])  # fmt: skip
 
         module.matrix = mine(other.matrix)
         module.added = None if other.added is None else mine(other.added)
@@ -177,6 +183,7 @@ class GroupSteps(Steps):
         limit_s: longest wait for another rank.
         device: where the first rank has prompts computed.
         layers: of the stage.
+        kv_heads: of all ranks, each of which has one; None is one for each rank.
         parts: other arguments of `decoder_parts.model`.
 
     """
@@ -185,12 +192,12 @@ class GroupSteps(Steps):
         self, monkeypatch: pytest.MonkeyPatch, count: int = 2, *, family: str = "llama",
         is_compact: bool = False, is_shared: bool = True, limit_s: float = 60.0, least: int = 8,
         most: int = 512, isa: str = "vec", device: torch.device = CPU,
-        layers: int = 2, **parts: Any,
+        layers: int = 2, kv_heads: int | None = None, **parts: Any,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", 64 * count)
         super().__init__(
-            monkeypatch, family=family, heads=HEADS * count, kv_heads=count, least=least,
-            most=most, isa=isa, has_memory=False, layers=layers, **parts,
+            monkeypatch, family=family, heads=HEADS * count, kv_heads=kv_heads or count,
+            least=least, most=most, isa=isa, has_memory=False, layers=layers, **parts,
         )  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", 64)
         self.count, self.family, self.parts = count, family, parts

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from group_steps import GroupSteps  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
+from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_tokens  # noqa: E402
@@ -24,7 +25,12 @@ from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.shared_weights import SharedWeights, linked  # noqa: E402
 from ray_hetero.kernels.weight_pieces import WholeWeight, cut  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
-from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
+from ray_hetero.weight_formats import (  # noqa: E402
+    SCALED_FORMATS,
+    CompactWeight,
+    PackedWeight,
+    ScaledWeight,
+)
 from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 current_platform.import_kernels()
@@ -61,6 +67,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("llama", {"has_bias": True, "is_compact": True}),
         ("qwen3", {"is_compact": True}),
         ("gemma3", {}),
+        # Fewer heads of keys than ranks.
+        ("llama", {"kv_heads": 1, "has_bias": True}),
     ],
 )
 def test_prompts_alone_together_and_in_chunks(
@@ -211,23 +219,31 @@ def test_a_gpu_without_memory_is_no_ranks(
     assert "allocate 2.00 GiB. Prompts" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [PackedWeight, CompactWeight])
+@pytest.mark.parametrize("kind", [PackedWeight, CompactWeight, *SCALED_FORMATS.values()])
 def test_weights_of_another_process_are_read_in_pieces(kind: Any) -> None:
     torch.manual_seed(0)
     matrices = [torch.randn(192, 64).bfloat16() for _ in range(2)]
-    # Outliers, in a compact weight.
+    # In a compact weight, outliers and a block that stays packed.
     matrices[1][70, 3] = matrices[1][5, 60] = 2.0**100
+    matrices[1][128:160] *= 2.0 ** torch.randint(-90, 90, (32, 64))
     shared, bias = SharedWeights(), torch.randn(192)
-    linears = []
-    for matrix in matrices:
-        weight = kind.made(pack(matrix), native)
-        assert weight is not None
-        linears.append(Linear(shared.moved(weight), bias))
+    weights = []
+    for number, matrix in enumerate(matrices):
+        if issubclass(kind, ScaledWeight):
+            codes = made(kind, 192, 64, 32, has_zeros=number > 0 and kind.has_zeros)
+            matrix.copy_(kind.expanded(codes))
+            weights.append(kind.stored(codes, native))
+        else:
+            weights.append(kind.made(pack(matrix), native))
+    if kind is CompactWeight:
+        assert weights[1].encoding.packed_blocks == [4]
+    linears = [Linear(shared.moved(weight), bias) for weight in weights]
     assert shared.holds(linears)
     found = linked(shared.described(linears), shared.pages)
-    for one, matrix in zip(found, matrices, strict=True):
+    for one, own, matrix in zip(found, weights, matrices, strict=True):
         assert torch.equal(one.bias, bias)
         assert one.weight.data.data_ptr() % 4096 == 0
+        assert one.weight.gpu_bytes >= own.gpu_bytes
         whole = WholeWeight.by_columns([one.weight], [128, 32, 32])
         rebuilt = torch.zeros_like(matrix)
         for placed in cut(whole, CPU):
