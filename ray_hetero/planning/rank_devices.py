@@ -18,8 +18,7 @@ from ray_hetero.weight_formats import FORMATS
 ASSUMED_HOST_LINK = 25 * GB
 """Bytes per second between a GPU and its host where the part is not in the table: PCIe 4 x16."""
 ASSUMED_FLOP_PER_BYTE = 150
-"""bf16 FLOP a GPU does in the time it reads a byte, where the part is not in the table, whose own
-have 150 to 420 of their peaks.  Decoding needs a few per byte."""
+"""bf16 FLOP of a GPU for a byte that it reads, where the part is not in the table (150 to 420)."""
 SYSTEM_SHARE = 0.05
 """Of a socket's memory, left to the system: Ray's memory monitor kills above 95 %."""
 # bf16 FLOP per second and core at 2 GHz: AMX 1024 a cycle; two 512-bit units with bf16 dot

@@ -41,7 +41,7 @@ def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
         given = {"own": own, "count": COUNT, "store": str(tmp_path / "store"), "limit_s": LIMIT_S}
         made.append(
             subprocess.Popen(
-                [sys.executable, str(HERE / "group_process.py"), json.dumps(given)],
+                [sys.executable, str(HERE / "prompt_group_process.py"), json.dumps(given)],
                 stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         )  # fmt: skip

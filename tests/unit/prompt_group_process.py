@@ -1,6 +1,6 @@
 """A rank of a group whose prompts the first one's pretended GPU computes, in a process of its own.
 
-    python group_process.py '{"own": 0, "count": 2, "store": "/tmp/…", "limit_s": 5}'
+    python prompt_group_process.py '{"own": 0, "count": 2, "store": "/tmp/…", "limit_s": 5}'
 
 Prints a line of JSON for each step that it has computed and found right, one whenever the GPU has
 begun with an attention of the step that follows, and at the end the error of another rank's loss.
