@@ -229,16 +229,28 @@ class GroupSteps(Steps):
             rank.made = DecoderLayers(rank.known, rank.kernel, group=group)
         return found
 
-    def step(self, *parts: tuple[Conversation, int, int]) -> list[Any]:
-        """What each rank gives for a step, or raises."""
+    def step(
+        self, *parts: tuple[Conversation, int, int], residual: Any = None, is_dummy: bool = False
+    ) -> list[Any]:
+        """What each rank gives for a step, or raises.
+
+        Args:
+            parts: as of `Steps.begin`.
+            residual: of all its tokens.
+            is_dummy: whether it is a run of vLLM's without requests.
+
+        """
         positions, hidden = self.begin(parts)
         for rank in self.ranks:
             for number, cache in enumerate(rank.caches):
                 metadata, _, _, slots = self.contexts[attends(self.layers[number]).layer_name]
                 attention = attends(rank.layers[number])
-                self.contexts[attention.layer_name] = metadata, attention, cache, slots
+                context = (None, attention, cache, None) if is_dummy else (
+                    metadata, attention, cache, slots
+                )  # fmt: skip
+                self.contexts[attention.layer_name] = context
         return self.threads.run(
-            [lambda rank=rank: rank.made(positions, hidden, None) for rank in self.ranks]
+            [lambda rank=rank: rank.made(positions, hidden, residual) for rank in self.ranks]
         )
 
     def check(self, *parts: tuple[Conversation, int, int]) -> None:

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from decoder_parts import HIDDEN  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
 from test_scaled_weights import made  # noqa: E402
@@ -111,7 +112,31 @@ def test_a_prefix_that_another_request_has_computed(
     steps.check((first, 0, 100))
     second = steps.request(120, after=first, shared=3)
     steps.check((second, 96, 120))
-    assert on_gpu == [100, 24]
+    # One that is computed in the same step, beside a request that decodes.
+    third, fourth = steps.request(70), steps.request(90)
+    fifth = steps.request(100, after=fourth, shared=2)
+    steps.check((third, 0, 69))
+    steps.check((fourth, 0, 90), (third, 69, 70), (fifth, 64, 100))
+    assert on_gpu == [100, 24, 69, 126]
+
+
+def test_a_residual_is_added_first_and_a_dummy_run_leaves_no_keys(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+) -> None:
+    steps = GroupSteps(monkeypatch)
+    steps.join()
+    request = steps.request(40)
+    residual = torch.randn(40, HIDDEN).bfloat16()
+    for y, total in steps.step((request, 0, 40), is_dummy=True):
+        assert bool((y + total).isfinite().all())
+    assert all(bool(cache.isnan().all()) for rank in steps.ranks for cache in rank.caches)
+    found = steps.step((request, 0, 40), residual=residual)
+    request.inputs = request.inputs + residual
+    for y, total in found:
+        torch.testing.assert_close(
+            y.float() + total.float(), steps.expected(request), rtol=2**-5, atol=2**-3
+        )
+    assert on_gpu == [40, 40]
 
 
 def test_a_gpu_that_runs_out_of_memory_ends_it_on_all_ranks(
