@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -51,13 +51,13 @@ def compute(
     native.linear(
         x=x.data_ptr(), stride=x.stride(0), w=weight.data.data_ptr(), encoding=weight.encoding,
         bias=0 if bias is None else bias.data_ptr(), y=y.data_ptr(), m=tokens,
-        level=native.level(level),
+        level=level_of(level),
     )  # fmt: skip
     return y
 
 
 @needs_native
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 1376), (512, 256), (544, 2080)])
@@ -82,7 +82,7 @@ def test_it_computes_what_torch_computes(
 
 
 @needs_native
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_the_result_depends_neither_on_threads_nor_on_chance(is_compact: bool, level: str) -> None:
     torch.manual_seed(1)
@@ -100,7 +100,7 @@ def test_the_result_depends_neither_on_threads_nor_on_chance(is_compact: bool, l
 
 
 @needs_native
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("tokens", [256, 257, 1024, 1025, 2100])
 def test_prompts_are_computed_in_slabs_and_pieces(
