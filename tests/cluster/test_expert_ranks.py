@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 RAY: Json = {
     "num_cpus": 2, "num_gpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False
 }  # fmt: skip
-STARTS = 5
+STARTS = 10
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1"}
 ONE = [["gpu"]]
 LAYOUTS: dict[str, tuple[str, list[list[str]], Json, tuple[int, ...]]] = {
@@ -43,6 +43,7 @@ FAMILIES = {
     "qwen3_moe": 3,
     "glm4_moe": 3,
     "deepseek_v2": 3,
+    "deepseek_v3": 3,
     "qwen2_moe": 4,
     "gpt_oss": 4,
 }
@@ -95,10 +96,12 @@ def test_layouts_answer_what_stock_does(name: str, scene: Scene, logs: Path, mod
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, model: Model) -> None:
     path = model(name, "f32")
-    runs = [arguments(path, ONE, {"ranks": 2})]
-    expected, (ours,), log = compared(scene, logs / name, path, runs)
-    assert tokens(ours) == tokens(expected)
+    stages = engine(path, 2, dtype="float32")
+    runs = [arguments(path, ONE, {"ranks": 2}), stages]
+    expected, (beside_gpu, of_stages), log = compared(scene, logs / name, path, runs)
+    assert tokens(beside_gpu) == tokens(expected)
     assert f"experts of {FAMILIES[name]} layers are computed by" in log
+    assert tokens(of_stages) == tokens(expected)
 
 
 LINK_TOKENS = 64
