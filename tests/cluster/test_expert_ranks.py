@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engines import (
+    IN_THIS_PROCESS,
     STOP_SECONDS,
     TOTALS,
     Json,
@@ -61,13 +62,13 @@ def arguments(model: Path, layout: list[list[str]], experts: Json, **more: Any) 
 
 
 def compared(
-    scene: Scene, directory: Path, model: Path, runs: list[Json]
+    scene: Scene, directory: Path, model: Path, runs: list[Json], **extra: str
 ) -> tuple[list[Json], list[list[Json]], str]:
     """What stock vLLM answers, what these engines do, and all that was logged."""
     asked = [batch(prompts())]
     made = [engine(model, dtype="float32"), *runs]
     (expected,), *found = run_engines(
-        scene, directory, [(one, asked) for one in made], ray=RAY, extra=PRETENDED
+        scene, directory, [(one, asked) for one in made], ray=RAY, extra=PRETENDED | extra
     )
     return expected, [one for (one,) in found], (directory / "log").read_text()
 
@@ -98,7 +99,9 @@ def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, mo
     path = model(name, "f32")
     stages = engine(path, 2, dtype="float32")
     runs = [arguments(path, ONE, {"ranks": 2}), stages]
-    expected, (beside_gpu, of_stages), log = compared(scene, logs / name, path, runs)
+    expected, (beside_gpu, of_stages), log = compared(
+        scene, logs / name, path, runs, **IN_THIS_PROCESS
+    )
     assert tokens(beside_gpu) == tokens(expected)
     assert f"experts of {FAMILIES[name]} layers are computed by" in log
     assert tokens(of_stages) == tokens(expected)
@@ -152,6 +155,7 @@ def compared_until_near_ties(left: Json, right: Json) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_engines_start_and_end_one_after_the_other(scene: Scene, logs: Path, model: Model) -> None:
     runs = [
         (arguments(model("mixtral", "f32"), ONE, {"ranks": 2}), [batch(prompts(4))])
