@@ -28,6 +28,7 @@ from ray_hetero.compat import (
     cpu_linear,
     cpu_worker,
     layer_partition,
+    lora,
     message_queues,
     model_config,
     model_runner,
@@ -200,6 +201,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._rank.shared.max_num_batched_tokens,
                 self._rank.spare,
             )
+            if self._vllm_config.lora_config is not None:
+                lora.leave_tokens_without_adapter()
             is_last = seat.stage == len(world.layout.stages) - 1
             is_tied = any(
                 getattr(model.hf_text_config, "tie_word_embeddings", True)
