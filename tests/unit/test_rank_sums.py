@@ -26,7 +26,7 @@ pytest.importorskip("vllm")
 import decoder_parts  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from decoder_parts import HEAD, attends, known_layers, linears, model  # noqa: E402
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
@@ -240,7 +240,7 @@ def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[PostAttenti
     return [made(0, 1), *(made(own, count) for own in range(count))]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, level: str) -> None:
@@ -248,7 +248,7 @@ def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, l
     sums = shared(count, native.FEW_TOKENS * HIDDEN)
 
     def block(parts: PostAttention, sums: RankSums | None) -> PostAttentionBlock:
-        kernel = StreamingLinear(native, native.level(level))
+        kernel = StreamingLinear(native, level_of(level))
         kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
         return PostAttentionBlock(parts, kernel)
 
@@ -300,7 +300,7 @@ class Whole(Requests):
         return made
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     count: int, level: str, monkeypatch: pytest.MonkeyPatch
@@ -316,7 +316,7 @@ def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     expected = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
     calls, kept, written = [], [], []
     for own, sums in enumerate(shared(count, native.FEW_TOKENS * decoder_parts.HIDDEN)):
-        kernel = StreamingLinear(native, native.level(level))
+        kernel = StreamingLinear(native, level_of(level))
         kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
         rank = whole.part(own)
         layers = DecoderLayers(known_layers(rank, linears(rank), kernel), kernel)

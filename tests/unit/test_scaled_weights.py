@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.weight_formats import SCALED_FORMATS, ScaledWeight  # noqa: E402
@@ -81,8 +81,8 @@ def check(kind: type[ScaledWeight], codes: Codes) -> None:
     expected = kind.expanded(codes)
     weight = kind.stored(codes, native)
     assert weight.shape == codes.shape
-    for level in LEVELS:
-        found = weight.packed(native, native.level(level))
+    for level in TESTED:
+        found = weight.packed(native, level_of(level))
         assert torch.equal(bits(found), bits(pack(expected))), level
     on_gpu = torch.empty(expected.numel(), dtype=torch.bfloat16)
     expansion = weight.expansion(0, codes.shape[0], torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_a_part_of_the_outputs_is_expanded_by_itself(kind: type[ScaledWeight]) -
     assert torch.equal(bits(part.view(64, 96)), bits(expected[32:96]))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_products_are_those_of_the_expanded_weight(
     kind: type[ScaledWeight], options: dict[str, Any], level: str
@@ -139,7 +139,7 @@ def test_products_are_those_of_the_expanded_weight(
         y = torch.full((tokens, 96), torch.nan, dtype=torch.bfloat16)
         native.linear(
             x=x.data_ptr(), stride=x.stride(0), w=weight.data.data_ptr(), encoding=weight.encoding,
-            bias=bias.data_ptr(), y=y.data_ptr(), m=tokens, level=native.level(level),
+            bias=bias.data_ptr(), y=y.data_ptr(), m=tokens, level=level_of(level),
         )  # fmt: skip
         expected = x.float() @ plain.T + bias
         # Sums of 1184 products in float32, of which some are large, then one rounding to bf16.
