@@ -30,7 +30,7 @@ from ray_hetero.kernels import attention, gpu_layers
 from ray_hetero.kernels.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.attention import Attention, as_norm
 from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
-from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES
+from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES, keep_parts
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
@@ -91,6 +91,8 @@ def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
             run = register(DecoderLayers(some, kernel, memory))
             begin = decoder.start_layer + first
             for number, one in enumerate(replacements(some, run), begin):
+                if adapters is not None:
+                    keep_parts(one, layers[number])
                 layers[number] = one
             count += len(some)
     if adapters is not None:

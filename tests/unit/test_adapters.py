@@ -109,7 +109,12 @@ def expect_vllms(family: str, tokens: int, rank: int, level: str, contexts: dict
     fused.__dict__ = decoder.__dict__.copy()
     fused._modules = {name: torch.nn.ModuleList(list(one)) if isinstance(one, torch.nn.ModuleList)
                       else one for name, one in decoder._modules.items()}  # fmt: skip
+    names = {name for name, one in fused.named_modules() if hasattr(one, "lora_a_stacked")}
     assert layer_fusion.fuse(torch.nn.Sequential(fused), given, kernel) == 2
+    # vLLM looks for them there.
+    found_again = {name for name, one in fused.named_modules() if hasattr(one, "lora_a_stacked")}
+    assert found_again == names
+    assert len(names) >= 4
     hidden = torch.randn(tokens, HIDDEN).bfloat16()
 
     def outputs(layers: list[Any], slots: list[int]) -> Any:
