@@ -24,7 +24,7 @@ from decoder_parts import (  # noqa: E402
     linears,
     model,
 )
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 from paged_steps import Conversation, Steps  # noqa: E402
 from test_decode_step import CLOSE, LAYERS, Requests, kernel_of  # noqa: E402
 from test_rank_sums import Whole, shared, together  # noqa: E402
@@ -75,7 +75,7 @@ def slots_of(tokens: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("tokens", "rank", "level"),
-    [*((7, 16, level) for level in LEVELS), (1, 8, BEST), (5, 1, BEST), (40, 32, BEST)],
+    [*((7, 16, level) for level in TESTED), (1, 8, BEST), (5, 1, BEST), (40, 32, BEST)],
 )
 def test_layers_add_what_vllms_modules_add(
     tokens: int, rank: int, level: str, contexts: dict[str, Any]
@@ -160,7 +160,7 @@ def test_adapters_are_rounded_as_vllm_rounds_them() -> None:
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("rank", [8, 16])
 def test_a_decode_step_adds_them(rank: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The third request verifies three drafts.
@@ -190,7 +190,7 @@ def test_a_decode_step_adds_them(rank: int, level: str, monkeypatch: pytest.Monk
         assert not torch.equal(found[0], plain[0])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_of_a_group_add_their_parts(
     count: int, level: str, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +224,7 @@ def test_ranks_of_a_group_add_their_parts(
     assert not torch.allclose(expected[0].float(), without[0].float(), **CLOSE)
     calls, kept = [], []
     for own, sums in enumerate(shared(count, native.FEW_TOKENS * HIDDEN)):
-        kernel = StreamingLinear(native, native.level(level))
+        kernel = StreamingLinear(native, level_of(level))
         kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
         made = DecoderLayers(known_layers(ranks[own], linears(ranks[own]), kernel), kernel)
         mine = [
