@@ -44,12 +44,37 @@ Level level(const std::string& name) {
   throw py::value_error("expected a level that this processor has (" + names + "), got " + name);
 }
 
-using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, const Encoding&>;
+using AsLinear = std::tuple<std::uintptr_t, std::uintptr_t, const Encoding&, const Adapters*>;
 using AsNorm = std::tuple<std::string, std::uintptr_t, std::uintptr_t, float, bool>;
 
 Linear as_linear(const AsLinear& given) {
-  const auto& [w, bias, encoding] = given;
-  return {{pointer<const std::uint8_t>(w), &encoding}, pointer<const float>(bias)};
+  const auto& [w, bias, encoding, adapters] = given;
+  Linear made{{pointer<const std::uint8_t>(w), &encoding}, pointer<const float>(bias)};
+  if (adapters == nullptr) return made;
+  if (adapters->k != made.w.k() || adapters->n() != made.w.n()) {
+    throw py::value_error("expected adapters of a layer [" + std::to_string(made.w.n()) + ", " +
+                          std::to_string(made.w.k()) + "], got [" +
+                          std::to_string(adapters->n()) + ", " + std::to_string(adapters->k) +
+                          "]");
+  }
+  made.adapters = *adapters;
+  return made;
+}
+
+Adapters adapters(std::int64_t slots, std::int64_t rank, std::int64_t k,
+                  const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t>>& all) {
+  if (slots <= 0 || rank <= 0 || all.empty()) {
+    throw py::value_error("expected at least one slot, one rank and one slice of outputs");
+  }
+  Adapters made{slots, rank, k, {}};
+  for (const auto& [a, b, outputs] : all) {
+    if (outputs <= 0 || outputs % kLanes != 0) {
+      throw py::value_error("expected outputs in multiples of 16, got " + std::to_string(outputs));
+    }
+    made.slices.push_back({pointer<const std::uint16_t>(a), pointer<const std::uint16_t>(b),
+                           outputs});
+  }
+  return made;
 }
 
 // One of some values by its name.
@@ -151,13 +176,41 @@ Scores scores(float scale, const std::optional<std::int64_t>& window, float soft
   return {scale, window.value_or(Scores::kNoWindow), soft_cap, pointer<const float>(sinks)};
 }
 
+[[noreturn]] void refuse(const char* what, std::int64_t request, std::int64_t found,
+                         const char* expected, std::int64_t most) {
+  throw py::value_error(std::string("expected ") + what + " " + expected + " " +
+                        std::to_string(most) + ", got " + std::to_string(found) + " for request " +
+                        std::to_string(request));
+}
+
+std::int64_t least_slots(const Linear& linear) {
+  return linear.adapters.slices.empty() ? std::numeric_limits<std::int64_t>::max()
+                                        : linear.adapters.slots;
+}
+
+std::int64_t least_slots(const PostAttention& layer) {
+  std::int64_t least = std::min({least_slots(layer.output), least_slots(layer.gate_up),
+                                 least_slots(layer.down)});
+  if (layer.next) least = std::min(least, least_slots(layer.next->qkv));
+  return least;
+}
+
+void check_slots(AdapterSlots slots, std::int64_t m, std::int64_t least) {
+  if (slots == nullptr) return;
+  for (std::int64_t i = 0; i < m; ++i) {
+    if (slots[i] >= least) refuse("a slot of adapters", i, slots[i], "below", least);
+  }
+}
+
 void run_post_attention(const PostAttention& layer, std::uintptr_t attended,
                         std::uintptr_t residual, std::int64_t m, std::uintptr_t sum,
-                        std::uintptr_t y, const Level& level) {
+                        std::uintptr_t y, const Level& level, std::uintptr_t slots) {
+  const auto of_tokens = pointer<const std::int64_t>(slots);
+  check_slots(of_tokens, m, least_slots(layer));
   py::gil_scoped_release release;
   level.kernels.post_attention(layer, pointer<const std::uint16_t>(attended),
                                pointer<const std::uint16_t>(residual), m,
-                               pointer<std::uint16_t>(sum), pointer<std::uint16_t>(y));
+                               pointer<std::uint16_t>(sum), pointer<std::uint16_t>(y), of_tokens);
 }
 
 DecoderLayers decoder_layers(
@@ -188,13 +241,6 @@ DecoderLayers decoder_layers(
     made.layers.push_back({rotation, scores, post_attention});
   }
   return made;
-}
-
-[[noreturn]] void refuse(const char* what, std::int64_t request, std::int64_t found,
-                         const char* expected, std::int64_t most) {
-  throw py::value_error(std::string("expected ") + what + " " + expected + " " +
-                        std::to_string(most) + ", got " + std::to_string(found) + " for request " +
-                        std::to_string(request));
 }
 
 // Cheap beside a step, and what is wrong here would be read and written anywhere.
@@ -246,7 +292,7 @@ using AsCache = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::size
 
 void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests,
               const std::vector<AsCache>& caches, std::uintptr_t hidden, std::uintptr_t residual,
-              std::uintptr_t y, std::uintptr_t sum, const Level& level) {
+              std::uintptr_t y, std::uintptr_t sum, const Level& level, std::uintptr_t slots) {
   if (caches.size() != layers.layers.size() || requests.empty()) {
     throw py::value_error("expected a cache for each layer, and requests");
   }
@@ -262,7 +308,13 @@ void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests
     made.push_back({pointer<std::uint16_t>(cache), block_stride, head_stride, group});
   }
   const Step step{pointer<const std::uint16_t>(hidden), pointer<const std::uint16_t>(residual),
-                  pointer<std::uint16_t>(y), pointer<std::uint16_t>(sum)};
+                  pointer<std::uint16_t>(y), pointer<std::uint16_t>(sum),
+                  pointer<const std::int64_t>(slots)};
+  std::int64_t least = least_slots(layers.first.qkv);
+  for (const DecoderLayer& layer : layers.layers) {
+    least = std::min(least, least_slots(layer.post_attention));
+  }
+  check_slots(step.slots, requests.front().m, least);
   py::gil_scoped_release release;
   level.kernels.decode_step(layers, made, requests, step);
 }
@@ -478,13 +530,21 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "Raises ValueError: more elements than there is memory for.  Raises MissingRank: a rank\n"
            "has ended, is late, or computes something else.");
 
+  py::class_<Adapters>(module, "Adapters", "Low-rank adapters of a linear layer, one in each slot.")
+      .def(py::init(&adapters), py::kw_only(), py::arg("slots"), py::arg("rank"), py::arg("k"),
+           py::arg("slices"),
+           "Slices are (address of A [slots, rank, k], of B [slots, outputs, rank], outputs), bf16,\n"
+           "for neighbouring outputs of the layer.  They are read in each step, so that what is in\n"
+           "a slot may change between two; they must outlive all that uses them.\n"
+           "Raises ValueError: sizes of 0, outputs in no multiple of 16.");
+
   py::class_<PostAttention>(module, "PostAttention",
                                   "What a decoder layer computes from one attention to the next.")
       .def(py::init(&post_attention), py::kw_only(), py::arg("output"), py::arg("output_norm"),
            py::arg("norm"), py::arg("gate_up"), py::arg("activation"), py::arg("down"),
            py::arg("down_norm"), py::arg("multiplier"), py::arg("is_parallel"), py::arg("next"),
            py::arg("sums") = nullptr,
-           "Layers are (address of W, of the bias or 0, its Encoding); norms are (\"rms\",\n"
+           "Layers are (address of W, of the bias or 0, its Encoding, Adapters or None); norms are (\"rms\",\n"
            "\"rms_plus_one\" or \"layer\", address of the weight, of the bias or 0, epsilon,\n"
            "whether sums are rounded first), those of what `output` and `down` give may be None;\n"
            "`activation` is silu, gelu, gelu_tanh, relu or relu_squared, of a gate if `gate_up`\n"
@@ -495,9 +555,11 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "down, or None.  What all this points at must outlive it.\n"
            "Raises ValueError: shapes that do not fit together, a name that is none of these.")
       .def("run", &run_post_attention, py::arg("attended"), py::arg("residual"), py::arg("m"),
-           py::arg("sum"), py::arg("y"), py::arg("level"),
+           py::arg("sum"), py::arg("y"), py::arg("level"), py::arg("slots") = 0,
            "sum [m, N], y [m, N of next or down] from attended [m, K], residual [m, N]: bf16, by\n"
-           "address.");
+           "address; `slots` [m], int64, by address, are those of each token's adapter, negative for\n"
+           "none, or 0 where no token has one.\n"
+           "Raises ValueError: a slot that adapters do not have.");
 
   py::class_<Scores>(module, "Scores", "What an attention does to its scores.")
       .def(py::init(&scores), py::kw_only(), py::arg("scale"), py::arg("window"),
@@ -526,10 +588,12 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_step, py::kw_only(), py::arg("requests"), py::arg("caches"),
            py::arg("hidden"), py::arg("residual"), py::arg("y"), py::arg("sum"), py::arg("level"),
+           py::arg("slots") = 0,
            "A decode step: hidden, residual (or 0) → y, which is still to be added to sum, all\n"
            "[m, N], bf16, by address.  `requests` has the same tokens several times where layers\n"
            "have their keys and values in different blocks.  Each layer's cache is (address of\n"
            "[blocks, heads of keys, keys and values of a block], strides of blocks and of heads in\n"
-           "elements, index of its requests).\n"
-           "Raises ValueError: not as many caches as layers, a position that cos_sin does not have.");
+           "elements, index of its requests).  `slots` are as in PostAttention.\n"
+           "Raises ValueError: not as many caches as layers, a position that cos_sin does not have,\n"
+           "a slot that adapters do not have.");
 }

@@ -24,13 +24,14 @@ class DecodeStep {
     std::uint16_t* attended = qkv_at + qkv * m;
     first_task_ =
         task_of(layers.first.qkv, normed_, normed_places_, qkv_at);
-    first_.emplace(first_task_);
+    const AdapterSlots slots = used(step.slots, m);
+    first_.emplace(layers.first.qkv, first_task_, slots);
     for (std::size_t i = 0; i < layers.layers.size(); ++i) {
       const DecoderLayer& layer = layers.layers[i];
       std::uint16_t* y = layer.post_attention.next ? qkv_at : step.y;
       attentions_.emplace_back(layer.rotation, layer.scores, caches[i],
                                requests_[caches[i].group], parts_of(i), qkv_at, attended, places);
-      blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y);
+      blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y, slots);
     }
   }
 
@@ -45,7 +46,7 @@ class DecodeStep {
  private:
   // What the scratch memory gives must not move while the layers share it.
   void reserve() {
-    FewTokens::reserve(layers_.first.qkv.w, m_);
+    Product::reserve(layers_.first.qkv, m_);
     for (std::size_t i = 0; i < layers_.layers.size(); ++i) {
       const DecoderLayer& layer = layers_.layers[i];
       PostAttentionBlock::reserve(layer.post_attention, m_);
@@ -76,7 +77,8 @@ class DecodeStep {
     add_and_norm_some(thread, threads, {step_.hidden, step_.residual}, layers_.first.norm,
                       step_.sum, normed_, normed_places_);
     barrier.wait(first);
-    first_->work(thread);
+    first_->work(thread, threads);
+    first_->finish(thread, threads, barrier, first);
     for (std::size_t i = 0; i < attentions_.size(); ++i) {
       ReadAhead output = blocks_[i].ahead(thread);
       barrier.wait(output);
@@ -103,7 +105,7 @@ class DecodeStep {
   std::deque<Divided> parts_;  // none is moved
   std::uint16_t* normed_ = nullptr;
   Task first_task_{};
-  std::optional<FewTokens> first_;
+  std::optional<Product> first_;
   std::deque<Attention> attentions_;  // neither is moved
   std::deque<PostAttentionBlock> blocks_;
 };

@@ -45,7 +45,7 @@ struct Kernels {
   // residual.
   void (*post_attention)(const PostAttention&, const std::uint16_t* attended,
                          const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
-                         std::uint16_t* y);
+                         std::uint16_t* y, AdapterSlots);
   // qkv [m][stride]: queries, then keys, of each token, in place.
   void (*rotate)(const Rotation&, std::uint16_t* qkv, std::int64_t stride,
                  const std::int64_t* positions, std::int64_t m);

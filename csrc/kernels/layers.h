@@ -26,9 +26,29 @@ struct Task {
   Places places() const { return {m, stride, x_is_tiles}; }
 };
 
+// Low-rank adapters of neighbouring outputs of a linear layer, one in each slot: y += B · (A · x).
+struct AdapterSlice {
+  const std::uint16_t* a;  // [slots][rank][k], bf16
+  const std::uint16_t* b;  // [slots][outputs][rank], bf16
+  std::int64_t outputs;
+};
+
+// Those of all its outputs; what is in a slot may be another adapter in each step.
+struct Adapters {
+  std::int64_t slots = 0, rank = 0, k = 0;
+  std::vector<AdapterSlice> slices;  // none where a layer has no adapters
+
+  std::int64_t n() const {
+    std::int64_t outputs = 0;
+    for (const AdapterSlice& slice : slices) outputs += slice.outputs;
+    return outputs;
+  }
+};
+
 struct Linear {
   Weight w;
   const float* bias = nullptr;  // [n], or nullptr
+  Adapters adapters = {};
 };
 
 enum class NormKind {
@@ -165,12 +185,16 @@ struct RoutedTokens {
   std::int64_t m, chosen;
 };
 
+// The slot of each token's adapter [m], negative for none; nullptr where no token has one.
+using AdapterSlots = const std::int64_t*;
+
 // hidden [m][n], residual [m][n] or nullptr → y [m][n], still to be added to sum [m][n]; all bf16.
 struct Step {
   const std::uint16_t* hidden = nullptr;
   const std::uint16_t* residual = nullptr;
   std::uint16_t* y = nullptr;
   std::uint16_t* sum = nullptr;
+  AdapterSlots slots = nullptr;
 };
 
 }  // namespace ray_hetero

@@ -18,6 +18,7 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "formats/all.h"
 //
 #include "linear.h"
+#include "adapters.h"
 #include "experts.h"
 #include "sum_over_ranks.h"
 #include "norms.h"

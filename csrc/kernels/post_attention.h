@@ -2,7 +2,7 @@
 //
 //   r ← r + O·a      h ← D·(silu(G·n) ∘ (U·n))  with n = norm(r)      r ← r + h      q ← Q·norm(r)
 //
-// in one parallel region; other models have another activation, no gate, norms of what is added to
+// in one parallel region, adapters of the products included; other models have another activation, no gate, norms of what is added to
 // the residual, or the perceptron beside the attention: n = norm(r) before O·a is added.  As
 // operators of their own, what lies between the products costs a step little arithmetic and much
 // waiting: for the threads to be called together, and for instructions that a layer's weights have
@@ -26,7 +26,8 @@ class PostAttentionBlock {
   // y [m][outputs()], all bf16; sum may be the residual.  reserve() must have been called for all
   // that work at the same time.
   PostAttentionBlock(const PostAttention& layer, const std::uint16_t* attended, const Places& places,
-                    const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y)
+                    const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y,
+                    AdapterSlots slots)
       : layer_(layer), residual_(residual), normed_places_{places.m, layer.output.w.n(), kHasTiles},
         gated_places_{places.m, layer.inner(), kHasTiles}, sum_(sum), y_(y),
         projected_(scratch_bf16(elements(layer, places.m), kBetween)),
@@ -35,17 +36,17 @@ class PostAttentionBlock {
         gated_(gate_up_ + 2 * gated_places_.elements()),
         sum_between_(layer.next ? gated_ + gated_places_.elements() : sum),
         output_task_(task_of(layer.output, attended, places, projected_, partial(kOutput))),
-        output_(output_task_) {
+        output_(layer.output, output_task_, slots) {
     if (layer.has_mlp()) {
       up_task_ = task_of(layer.gate_up, normed_, normed_places_, gate_up_);
       down_task_ = task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
                            partial(kDown));
-      up_.emplace(up_task_);
-      down_.emplace(down_task_);
+      up_.emplace(layer.gate_up, up_task_, slots);
+      down_.emplace(layer.down, down_task_, slots);
     }
     if (layer.next) {
       next_task_ = task_of(layer.next->qkv, normed_, normed_places_, y);
-      next_.emplace(next_task_);
+      next_.emplace(layer.next->qkv, next_task_, slots);
     }
   }
   PostAttentionBlock(const PostAttentionBlock&) = delete;  // its products refer to its tasks
@@ -54,12 +55,12 @@ class PostAttentionBlock {
   // What the scratch memory gives must not move while the products share it.
   static void reserve(const PostAttention& layer, std::int64_t m) {
     scratch_bf16(elements(layer, m), kBetween);
-    FewTokens::reserve(layer.output.w, m);
+    Product::reserve(layer.output, m);
     if (layer.has_mlp()) {
-      FewTokens::reserve(layer.gate_up.w, m);
-      FewTokens::reserve(layer.down.w, m);
+      Product::reserve(layer.gate_up, m);
+      Product::reserve(layer.down, m);
     }
-    if (layer.next) FewTokens::reserve(layer.next->qkv.w, m);
+    if (layer.next) Product::reserve(layer.next->qkv, m);
   }
 
   // A thread's own memory, which it has to have before it begins to work.
@@ -76,8 +77,9 @@ class PostAttentionBlock {
   // RankSums knows then: nothing is to be computed any more.
   bool work(int thread, int threads, Barrier& barrier) {
     if (layer_.is_parallel) norm_residual(thread, threads);
-    output_.work(thread);
+    output_.work(thread, threads);
     ReadAhead up = up_ ? up_->ahead(thread) : ReadAhead(nullptr, 0);
+    output_.finish(thread, threads, barrier, up);
     if (!project(thread, threads, barrier, up, kOutput, projected_)) return false;
     if (layer_.is_parallel) {
       add(thread, threads);
@@ -89,18 +91,22 @@ class PostAttentionBlock {
       norm(thread, threads, residual_, layer_.output_norm, layer_.norm, sum_, y_, rows);
       return true;
     }
-    up_->work(thread);
+    up_->work(thread, threads);
     ReadAhead down = down_->ahead(thread);
+    up_->finish(thread, threads, barrier, down);
     barrier.wait(down);
     activate_some(thread, threads);
     barrier.wait(down);
-    down_->work(thread);
+    down_->work(thread, threads);
+    ReadAhead next = next_ ? next_->ahead(thread) : ReadAhead(nullptr, 0);
+    down_->finish(thread, threads, barrier, next);
     if (!next_) return end(thread, threads, barrier);
-    ReadAhead next = next_->ahead(thread);
     if (!project(thread, threads, barrier, next, kDown, projected_)) return false;
     norm(thread, threads, sum_between_, layer_.down_norm, layer_.next->norm, sum_);
     barrier.wait(next);
-    next_->work(thread);
+    next_->work(thread, threads);
+    ReadAhead nothing(nullptr, 0);
+    next_->finish(thread, threads, barrier, nothing);
     return true;
   }
 
@@ -212,19 +218,20 @@ class PostAttentionBlock {
   std::uint16_t *sum_, *y_;
   std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *sum_between_;
   Task output_task_, up_task_{}, down_task_{}, next_task_{};
-  FewTokens output_;
-  std::optional<FewTokens> up_, down_, next_;
+  Product output_;
+  std::optional<Product> up_, down_, next_;
 };
 
 // More tokens than a decode step should have are computed in several parts.
 inline void run(const PostAttention& layer, const std::uint16_t* attended,
                 const std::uint16_t* residual, std::int64_t m, std::uint16_t* sum,
-                std::uint16_t* y) {
+                std::uint16_t* y, AdapterSlots slots) {
+  slots = used(slots, m);
   for (std::int64_t left = m; left > 0; left -= std::min(left, kFewTokens)) {
     const std::int64_t tokens = std::min(left, kFewTokens);
     PostAttentionBlock::reserve(layer, tokens);
     const Places places{tokens, layer.output.w.k(), false};
-    PostAttentionBlock block(layer, attended, places, residual, sum, y);
+    PostAttentionBlock block(layer, attended, places, residual, sum, y, slots);
     together([&] { block.reserve_own(); },
              [&](int thread, int threads, Barrier& barrier) {
                block.work(thread, threads, barrier);
@@ -234,6 +241,7 @@ inline void run(const PostAttention& layer, const std::uint16_t* attended,
     residual += tokens * layer.output.w.n();
     sum += tokens * layer.output.w.n();
     y += tokens * layer.outputs();
+    if (slots != nullptr) slots += tokens;
   }
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
+from ray_hetero.kernels import adapters
 from ray_hetero.kernels.attention import SPAN, Attention
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layer_parts import QkvInput
@@ -60,6 +61,8 @@ class DecodeStep:
     ) -> None:
         self._kernel = kernel
         self._names = [attention.name for attention, _ in layers]
+        parts = [linear for _, block in layers for linear in block.parts.linears]
+        self._adapters = adapters.first_of([first.qkv, *parts])
         native = kernel.native
         self._layers = native.DecoderLayers(
             first=first.native,
@@ -89,7 +92,8 @@ class DecodeStep:
         for metadata, _, cache, slots in groups:
             lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
             requests.append(_Requests(positions, slots, lengths, blocks))
-        return self._run(requests, groups, contexts, hidden, residual)
+        slots = None if self._adapters is None else self._adapters.slots(tokens)
+        return self._run(requests, groups, contexts, hidden, residual, slots)
 
     def decode(
         self,
@@ -102,7 +106,7 @@ class DecodeStep:
         """Compute the decoding requests of a step that has others too.
 
         Args:
-            rows: of the step, with at most as many decoding as a step may have.
+            rows: of the step, with at most as many decoding as a step may have, and no adapters.
             contexts: vLLM's forward context of each layer, with known caches.
             positions: of all tokens; so are the others.
             hidden: [M, N], bf16.
@@ -126,6 +130,7 @@ class DecodeStep:
     def _run(
         self, requests: Sequence[_Requests], groups: Sequence[Context],
         contexts: Sequence[Context], hidden: torch.Tensor, residual: torch.Tensor | None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
@@ -156,6 +161,7 @@ class DecodeStep:
                 y=y.data_ptr(),
                 sum=total.data_ptr(),
                 level=self._kernel.level,
+                slots=0 if slots is None else slots.data_ptr(),
             )
         return y, total
 

@@ -22,7 +22,7 @@ import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.kernels import decode_step, gpu_layers, layer_tokens
+from ray_hetero.kernels import adapters, decode_step, gpu_layers, layer_tokens
 from ray_hetero.kernels.attention import Attention
 from ray_hetero.kernels.decode_step import DecodeStep
 from ray_hetero.kernels.gpu_layers import AttentionMemory, Caches, GpuLayers
@@ -84,6 +84,8 @@ class DecoderLayers:
             if all(attention.scores is not None for attention, _ in self._layers)
             else None
         )
+        parts = [linear for _, block in self._layers for linear in block.parts.linears]
+        self._adapters = adapters.first_of([self._input.qkv, *parts])
         self._on_gpu: GpuLayers | GroupLayers | None = group
         self._least = 0 if group is None else group.from_tokens
         if memory is not None:
@@ -133,6 +135,8 @@ class DecoderLayers:
         tokens, least = len(positions), self._least
         if tokens < least or not on_gpu.suits(tokens):
             return None
+        if self._adapters is not None and self._adapters.slots(tokens) is not None:
+            return None  # they are not on the GPU
         contexts = [get_attention_context(attention.name) for attention, _ in self._layers]
         own: tuple[Any, Any] | None = None
         if contexts[0][0] is None:
@@ -202,7 +206,7 @@ class DecoderLayers:
             x, total = (one.clone(memory_format=torch.contiguous_format)
                         for one in (hidden, residual))  # fmt: skip
             x = add_and_norm(x, total, how)
-        x = self._kernel.compute(x, qkv.weight, qkv.bias)
+        x = adapters.product(self._kernel, x, qkv)
         for attention, behind in self._layers:
             x, total = behind(attention(positions, x), total)
         return x, total

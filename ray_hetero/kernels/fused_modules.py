@@ -165,6 +165,20 @@ class DoneWithoutPositions(nn.Module):  # type: ignore[misc]
         return hidden_states
 
 
+def keep_parts(replacement: nn.Module, layer: nn.Module) -> None:
+    """Have the parts of a layer be found in what replaces it, under the names that they had.
+
+    vLLM looks for the modules that adapters are loaded into in the model, also when it makes
+    adapters of zeros for its warm-up; a stage in which it finds none fails.
+    """
+    own = dict(replacement.named_children())
+    for name in own:
+        delattr(replacement, name)
+    # A module that has two names is found under the first.
+    for name, part in (*layer.named_children(), *own.items()):
+        replacement.add_module(name, part)
+
+
 MODULES: dict[Calls, tuple[type[FusedRun], type[Any]]] = {
     Calls.RESIDUAL: (ResidualRun, ResidualDone),
     Calls.SUM: (SumRun, SumDone),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.activation import (
     GELU,
@@ -23,11 +24,13 @@ from vllm.model_executor.layers.activation import (
 )
 
 from placement.units import GIB
+from ray_hetero.compat.lora import base_layer
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import attention, gpu_layers
+from ray_hetero.kernels.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.attention import Attention, as_norm
 from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
-from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES
+from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES, keep_parts
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers
@@ -64,6 +67,13 @@ class Run:
     begin: int
     """Place of the first one there."""
     layers: list[Layer]
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Those of one of the layers, if they have some."""
+        return first_of(
+            one for layer in self.layers for one in (layer.input.qkv, *layer.parts.linears)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,14 +143,28 @@ def install(
 
     """
     memories: Memories = {}
+    adapters: Adapters | None = None
     for place, run in enumerate(found.runs):
         if group is None:
             made = DecoderLayers(run.layers, kernel, _memory(run.layers, kernel, memories))
         else:
             made = DecoderLayers(run.layers, kernel, group=group[place])
         layers = getattr(run.decoder, run.attribute)
+        adapters = run.adapters or adapters
         for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
+            if run.adapters is not None:
+                keep_parts(one, layers[number])
             layers[number] = one
+    if adapters is not None:
+        logger.info(
+            "adapters of requests are added in the same call, up to %d at once, of rank %d and "
+            "less (--max-loras, --max-lora-rank)%s",
+            adapters.count,
+            adapters.rank,
+            ""
+            if kernel.prompts is None and group is None
+            else "; no GPU computes whole layers of prompts with one",
+        )
     for why, layers_left in found.left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
@@ -203,7 +227,10 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
     )
     assert input_norm is not None
     assert norm is not None
-    qkv, output, *perceptron = (linears[one] for one in modules.linears)
+    found = [_linear(one, linears, kernel) for one in modules.linears]
+    if any(isinstance(one, str) for one in found):
+        return next(one for one in found if isinstance(one, str))
+    qkv, output, *perceptron = (one for one in found if isinstance(one, Linear))
     is_first = kernel.sums is None or kernel.sums.is_first
     if not is_first:
         output = replace(output, bias=None)
@@ -229,9 +256,22 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
     return Layer(begins, attention_part, parts, structure.calls)
 
 
+def _linear(module: nn.Module, linears: Linears, kernel: StreamingLinear) -> Linear | str:
+    """What a linear layer of vLLM's computes, or why its adapters cannot be added here."""
+    linear = linears[base_layer(module)]
+    adapters = adapters_of(module, linear.weight.shape, kernel.native)
+    return adapters if isinstance(adapters, str) else replace(linear, adapters=adapters)
+
+
 def _why_unsuited(modules: LayerModules, linears: Linears) -> str:
     """Why the products, norms and activation of a layer cannot be computed here; or ""."""
-    if any(one not in linears for one in modules.linears):
+    left = [base for one in modules.linears if (base := base_layer(one)) not in linears]
+    if any(getattr(one, "params_dtype", None) == torch.float16 for one in left):
+        return (
+            "it is computed in float16, by vLLM's own kernels; --dtype bfloat16 rounds its weights "
+            "to 8 significant bits and takes this project's kernels"
+        )
+    if left:
         return "vLLM's own kernels compute linear layers of it"
     if modules.mlp is None and as_activation(modules.activation) is None:
         return f"the activation is another one ({type(modules.activation).__name__})"

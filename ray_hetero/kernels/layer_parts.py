@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
+from ray_hetero.kernels.adapters import Adapters
 from ray_hetero.weight_formats import HostWeight
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
@@ -33,12 +34,15 @@ class Linear:
     """W [N, K]."""
     bias: torch.Tensor | None
     """[N], float32."""
+    adapters: Adapters | None = None
+    """Of requests; they are added to what the layer gives."""
 
     @property
-    def native(self) -> tuple[int, int, Any]:
-        """What the native module takes: addresses of weight and bias, and the encoding."""
+    def native(self) -> tuple[int, int, Any, Any]:
+        """What the native module takes: addresses of weight and bias, the encoding, adapters."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        return self.weight.data.data_ptr(), bias, self.weight.encoding
+        adapters = None if self.adapters is None else self.adapters.native
+        return self.weight.data.data_ptr(), bias, self.weight.encoding, adapters
 
 
 @dataclass(frozen=True, eq=False)

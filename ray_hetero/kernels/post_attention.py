@@ -13,6 +13,7 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from ray_hetero.compat.custom_ops import vllm_ops
+from ray_hetero.kernels import adapters
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -24,6 +25,7 @@ class PostAttentionBlock:
     def __init__(self, parts: PostAttention, kernel: StreamingLinear) -> None:
         self.parts = parts
         self._kernel = kernel
+        self._adapters = adapters.first_of(parts.linears)
         self.native = parts.native(kernel.native, kernel.sums and kernel.sums.native)
 
     def __call__(
@@ -43,8 +45,10 @@ class PostAttentionBlock:
         tokens = attended.shape[0]
         many = self._kernel.prompts
         sums = self._kernel.sums
+        slots = None if self._adapters is None else self._adapters.slots(tokens)
         if (
             many is not None
+            and slots is None  # adapters are not on the GPU
             and sums is None  # a GPU would have to wait for them in between
             and tokens >= many.from_tokens
             and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
@@ -63,6 +67,7 @@ class PostAttentionBlock:
                 total.data_ptr(),
                 result.data_ptr(),
                 self._kernel.level,
+                slots=0 if slots is None else slots.data_ptr(),
             )
         return result, total
 
@@ -103,7 +108,7 @@ class PostAttentionBlock:
         return summed
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return self._kernel.compute(x, linear.weight, linear.bias)
+        return adapters.product(self._kernel, x, linear)
 
 
 def addend(x: torch.Tensor, own: Norm | None, multiplier: float) -> torch.Tensor:

@@ -30,6 +30,7 @@ from ray_hetero.compat import (
     cpu_worker,
     kv_cache,
     layer_partition,
+    lora,
     message_queues,
     model_config,
     model_runner,
@@ -205,6 +206,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._rank.spare,
                 is_shared=world.has_socket_group(seat),
             )
+            if self._vllm_config.lora_config is not None:
+                lora.leave_tokens_without_adapter()
             is_last = seat.stage == len(world.layout.stages) - 1
             is_tied = any(
                 getattr(model.hf_text_config, "tie_word_embeddings", True)

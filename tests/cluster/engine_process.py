@@ -22,6 +22,15 @@ def _values(at: Any) -> dict[int, float]:
     return {token: entry.logprob for token, entry in (at or {}).items()}
 
 
+def _adapters(paths: list[str | None]) -> list[LoRARequest | None]:
+    """Each prompt's adapter, whose name is its folder's; such a name ends with its number."""
+    names = [None if path is None else Path(path).name for path in paths]
+    return [
+        None if name is None else LoRARequest(name, int(name.split("-")[-1]), path)
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     if wanted := batch.get("metrics"):
         return [
@@ -40,7 +49,9 @@ def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
         # Every rank fails to read it, and answers so.
         with pytest.raises(Exception, match=r"add_lora.*fail"):
             engine.llm_engine.add_lora(LoRARequest("missing", 2, batch["missing_adapter"]))
-    adapter = LoRARequest("adapter", 1, batch["adapter"]) if batch.get("adapter") else None
+    adapter = _adapters(batch["adapters"]) if batch.get("adapters") else None
+    if batch.get("adapter"):
+        adapter = LoRARequest("adapter", 1, batch["adapter"])
     sampling = SamplingParams(**batch["sampling"])
     outputs = engine.generate(given, sampling, use_tqdm=False, lora_request=adapter)
     return [

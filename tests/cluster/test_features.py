@@ -5,7 +5,6 @@ The features of a running server are in server_checks; here are kinds of models 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from engines import Json, Model, batch, engine, hetero, prompts, run_engines, tokens
 from leftovers import Scene
+from lora_adapters import write_adapter
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 
@@ -70,25 +70,9 @@ SHAPE = DemoShape()
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter of random matrices on the queries and values of the demo model."""
-    import torch
-    from safetensors.torch import save_file
-
+    """A LoRA adapter on the queries and values of the demo model."""
     folder = tmp_path_factory.mktemp("adapter")
-    random = torch.Generator().manual_seed(1)
-    outputs = {"q_proj": SHAPE.hidden, "v_proj": SHAPE.kv_heads * SHAPE.head_size}
-    matrices = {}
-    for layer in range(SHAPE.layers):
-        for name, out in outputs.items():
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for side, shape in (("A", (RANK, SHAPE.hidden)), ("B", (out, RANK))):
-                matrix = 0.3 * torch.randn(shape, generator=random)
-                matrices[f"{place}.lora_{side}.weight"] = matrix
-    save_file(matrices, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "bias": "none"}
-    config["target_modules"] = list(outputs)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return write_adapter(folder, SHAPE, rank=RANK, modules=("q_proj", "v_proj"))
 
 
 @pytest.fixture(scope="module")

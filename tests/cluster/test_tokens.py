@@ -143,6 +143,20 @@ def test_kernels_of_this_project(
 
 @pytest.mark.slow
 @pytest.mark.skipif(has_no_native, reason="needs the native module")
+def test_float16_is_computed_by_vllms_kernels(scene: Scene, tmp_path: Path, model: Model) -> None:
+    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
+    path, half = model("llama", "bf16"), {"dtype": "float16"}
+    runs = [
+        (made, [batch(prompts())])
+        for made in (engine(path, **half), engine(path, 2, **half, **hetero(cpu=cpu)))
+    ]
+    (theirs,), (ours,) = run_engines(scene, tmp_path / "run", runs, extra=IN_THIS_PROCESS)
+    _same(tokens(ours), tokens(theirs))
+    assert "computed in float16, by vLLM's own kernels" in (tmp_path / "run/log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(has_no_native, reason="needs the native module")
 @pytest.mark.parametrize(
     ("architecture", "pipeline", "tensor", "compact"),
     [("mixtral", 2, 1, True), ("qwen3_moe", 2, 1, False), ("qwen3_moe", 1, 2, True)],

@@ -33,6 +33,11 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.lora import layers as lora_layers
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import PunicaWrapperBase, punica_cpu
 from vllm.model_executor import layers
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
@@ -80,6 +85,7 @@ from ray_hetero.compat import (
     engine_clients,
     engine_environment,
     engine_processes,
+    lora,
     message_queues,
     patching,
     quantised_experts,
@@ -304,6 +310,10 @@ PRIVATE: list[tuple[str, Any, str]] = [
         for module, names in decoder_classes.CLASSES.items()
         for name in names
     ),
+    ("compat/lora", lora_ops, "bgmv_shrink"),
+    ("compat/lora", punica_cpu, "bgmv_shrink"),
+    ("compat/lora", PunicaWrapperBase, "token_lora_indices"),
+    *(("compat/lora", lora_layers, name) for name in lora.KNOWN),
 ]
 """Names of vLLM's that are not meant for others: where they are touched, of what they are."""
 
@@ -363,6 +373,10 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/spec_decode", GPUModelRunner, "input_batch"),
     ("compat/spec_decode", GPUModelRunner, "input_ids"),
     ("compat/spec_decode", GPUModelRunner, "requests"),
+    ("compat/lora", BaseLinearLayerWithLoRA, "base_layer"),
+    ("compat/lora", BaseLinearLayerWithLoRA, "lora_a_stacked"),
+    ("compat/lora", BaseLinearLayerWithLoRA, "lora_b_stacked"),
+    ("compat/lora", BaseLayerWithLoRA, "punica_wrapper"),
 ]
 
 
