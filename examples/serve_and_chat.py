@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -32,6 +33,78 @@ LAST_LINES = 30
 PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 STEP = re.compile(r"\[\d/\d\] ")
 TABLE = "┏┃┡│└"
+PHASES = (
+    (re.compile(""), "loading vLLM"),
+    (re.compile("non-default args: "), "reading the model's configuration"),
+    (re.compile("Using max model len "), "loading vLLM in the engine's process"),
+    (re.compile("Initializing a V1 "), "[1/6] discover: starting Ray"),  # codespell:ignore
+    (re.compile(r"\[1/6\] "), "[2/6] plan"),
+    (re.compile(r"\[3/6\] "), "[4/6] spawn: loading vLLM in the process of each rank"),
+    (re.compile(r"\[4/6\] "), "[5/6] connect: loading weights"),
+    (re.compile(r"\[5/6\] "), "[6/6] warm up"),
+    (re.compile("init engine "), "starting the HTTP server"),
+)
+"""What vLLM and this package write into the log, and what the start is busy with from then on."""
+EVERY_S = 10
+
+
+class StartDisplay:
+    """Shows what a start is busy with: a line that counts seconds, in a file one now and then."""
+
+    def __init__(self) -> None:
+        """Begin with the first phase."""
+        self._lock = threading.Lock()
+        self._is_live = sys.stdout.isatty()
+        self._number = 0
+        self._is_over = False
+        self._began = self._told = time.monotonic()
+
+    def saw(self, line: str) -> None:
+        """Show a line of the log if it is about a step, and notice what begins with it."""
+        text = PREFIX.sub("", line.rstrip("\n"))
+        with self._lock:
+            if STEP.match(text) or text.startswith(("Placement", "Start-up", *TABLE)):
+                self._print(f"  {text.rstrip()}")
+            # Later processes write what earlier ones have written, too.
+            for number in range(self._number + 1, len(PHASES)):
+                if PHASES[number][0].search(text):
+                    self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        # The six steps have lines of their own with their seconds.
+        if not STEP.match(self._name):
+            self._print(f"  {self._name}: {time.monotonic() - self._began:.1f} s")
+        self._number, self._began = number, time.monotonic()
+
+    @property
+    def _name(self) -> str:
+        return PHASES[self._number][1]
+
+    def tick(self) -> None:
+        """Show how long it has been busy with it."""
+        with self._lock:
+            now = time.monotonic()
+            if self._is_over or (not self._is_live and now - self._told < EVERY_S):
+                return
+            self._write(f"  … {self._name}: {now - self._began:.0f} s", end="")
+            self._told = now
+
+    def end(self) -> None:
+        """There is nothing to wait for any more."""
+        with self._lock:
+            self._is_over = True
+            if self._is_live:
+                self._write("", end="")
+
+    def _print(self, text: str) -> None:
+        self._write(text, end="\n")
+        self._told = time.monotonic()
+
+    def _write(self, text: str, end: str) -> None:
+        if self._is_live:
+            print(f"\r\x1b[K{text}", end=end, flush=True)
+        else:
+            print(text, flush=True)
 
 
 class Server:
@@ -42,7 +115,8 @@ class Server:
         self.port = free_port()
         self.lines: list[str] = []
         command = serve_command(model, backend, self.port, options)
-        print(f"$ {' '.join(command)}\n", flush=True)
+        print(f"$ {shlex.join(command)}\n", flush=True)
+        self._display = StartDisplay()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
@@ -51,25 +125,22 @@ class Server:
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
-            text = PREFIX.sub("", line.rstrip("\n"))
             self.lines.append(line)
-            if STEP.match(text) or text.startswith(("Placement", *TABLE)):
-                print(f"  {text.rstrip()}", flush=True)
+            self._display.saw(line)
 
     def wait_until_healthy(self, timeout_s: float) -> float:
         """Wait until /health answers; returns the seconds it took."""
         start = time.monotonic()
-        told = 0
-        while not self._is_healthy():
-            waited = time.monotonic() - start
-            if self.process.poll() is not None:
-                raise SystemExit(f"{self.end()}vllm serve ended with {self.process.returncode}")
-            if waited > timeout_s:
-                raise SystemExit(f"{self.end()}no answer from /health in {timeout_s:g} s")
-            if waited // 10 > told:
-                told = int(waited // 10)
-                print(f"  … starting, {waited:.0f} s", flush=True)
-            time.sleep(0.25)
+        try:
+            while not self._is_healthy():
+                if self.process.poll() is not None:
+                    raise SystemExit(f"{self.end()}vllm serve ended with {self.process.returncode}")
+                if time.monotonic() - start > timeout_s:
+                    raise SystemExit(f"{self.end()}no answer from /health in {timeout_s:g} s")
+                self._display.tick()
+                time.sleep(0.25)
+        finally:
+            self._display.end()
         return time.monotonic() - start
 
     def _is_healthy(self) -> bool:

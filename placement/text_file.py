@@ -18,5 +18,7 @@ def read_text(path: str | Path) -> str:
     """
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise FileError(f"the file cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
         raise FileError(f"the file cannot be read: {error}") from None

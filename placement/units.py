@@ -3,4 +3,5 @@
 from __future__ import annotations
 
 GIB = 1024**3
+MIB = 1024**2
 GB = 1_000_000_000

@@ -122,13 +122,13 @@ class CpuConfig(_Section):
 class ExpertsConfig(_Section):
     """Expert ranks: CPU sockets beside stages of GPUs, which hold and compute routed experts."""
 
-    ranks: Annotated[int, Field(ge=0, le=64)] | Auto = 0
-    """Sockets, or shares of them, that do; each holds a slice of every expert. 0 leaves all experts
-    to the stages; auto takes all sockets of a node for a model with experts that does not fit on
-    the GPUs alone, where that is predicted to be faster than a CPU stage."""
+    ranks: Annotated[int, Field(ge=0, le=64)] | Auto = "auto"
+    """Sockets, or shares of them, that hold routed experts, each a slice of every one. 0 leaves all
+    experts to the stages; auto takes all sockets of a node for a model with experts that does not
+    fit on the GPUs alone, where that is predicted to be faster than a CPU stage."""
     layers: Annotated[int, Field(ge=1)] | Literal["all"] | Auto = "auto"
-    """Of how many layers, the model's last ones, the experts lie there; auto plans as few as leave
-    room on the GPUs."""
+    """Of how many layers, the model's last ones, the experts lie on expert ranks; auto plans as few
+    as leave room on the GPUs."""
     prefill_on_gpu: bool | Auto = "auto"
     """Whether a stage's GPU computes experts of steps of many tokens itself, reading them over its
     link from the expert ranks' memory; auto does where they are held in a format of this project's

@@ -13,6 +13,8 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 OURS = "ray_hetero cpu-gpu"
 PREFETCH = "vllm prefetch"
 UVA = "vllm uva"
+EXPERT_RANKS = "ray_hetero experts"
+TWO_RANKS = "ray_hetero 2cpu-gpu"
 GIGA = 1e9
 
 
@@ -51,9 +53,11 @@ def step_ms(
     return one.get("step_ms", one.get("decode_ms"))
 
 
-def first_token_ms(name: str, contender: str, batch: int, prompt: int) -> float | None:
+def first_token_ms(
+    name: str, contender: str, batch: int, prompt: int, output: int = 32
+) -> float | None:
     """Milliseconds until all requests have their first token; None where it was not run."""
-    one = point(name, contender, batch, prompt)
+    one = point(name, contender, batch, prompt, output)
     return None if not one else 1e3 * one["prefill_s"]
 
 
@@ -81,6 +85,16 @@ def floor_ms(name: str, bits: int) -> float:
 def median(name: str, backend: str, figure: str) -> float:
     """Median over the rounds of `control_plane.py`."""
     return statistics.median(one[figure] for one in raw(name)["rounds"][backend])
+
+
+def handover_us(name: str, mode: str, ranks: int, tokens: int) -> float:
+    """Microseconds of a layer's handover, from a file of `expert_handover.py`."""
+    (found,) = (
+        one["us_a_layer"]
+        for one in raw(name)["points"]
+        if (one["mode"], one["ranks"], one.get("tokens")) == (mode, ranks, tokens)
+    )
+    return float(found)
 
 
 def kernel_ms(name: str, kernel: str, tokens: int) -> float:

@@ -13,11 +13,14 @@ from pathlib import Path
 
 from page_blocks import DOCS, replaced, table
 from raw_figures import (
+    EXPERT_RANKS,
     OURS,
     PREFETCH,
+    TWO_RANKS,
     UVA,
     first_token_ms,
     floor_ms,
+    handover_us,
     kernel_ms,
     median,
     point,
@@ -37,7 +40,9 @@ NEWEST = "gpu-host/2026-11-23-half"
 NEWEST_PREFETCH = "gpu-host/2026-11-23-prefetch"
 DAY_BEFORE = "gpu-host/2026-11-22-two-h200-half"
 SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
-EXPERTS = "gpu-host/2026-11-23-experts-half"
+EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
+FORMATS = "gpu-host/2026-11-23-h200-14-cores-half"
+HANDOVER = "gpu-host/2026-11-23-expert-handover"
 EXPERT_KERNELS = "gpu-host/2026-11-23-experts-128"
 IN_FLIGHT = "gpu-host/2026-11-22-shared-memory-in-flight"
 BOUNDARY = "gpu-host/2026-11-22-shared-memory-boundary"
@@ -150,19 +155,71 @@ def floors() -> str:
 
 
 def expert_engine() -> str:
-    """An engine with half of a mixture's layers on a socket."""
+    """Engines with the experts of half of a mixture's layers on a socket, or the layers whole."""
+    ways, output = (EXPERT_RANKS, OURS, PREFETCH), 24
     return table(
-        ("requests × prompt", "step, ms", "first token, ms", "tokens/s, end to end"),
+        ("requests × prompt", "experts only: step, ms", "whole layers", "prefetching",
+         "times as fast", "first token, ms", "whole layers", "prefetching"),
         (
             (
-                load(batch, 128),
-                ms(step_ms(EXPERTS, OURS, batch)),
-                ms(first_token_ms(EXPERTS, OURS, batch, 128)),
-                f"{point(EXPERTS, OURS, batch, 128)['tokens_per_s']:.1f}",
+                load(*one),
+                f"**{ms(steps[0])}**",
+                *map(ms, steps[1:]),
+                ratio(steps[2], steps[0]),
+                *(ms(first_token_ms(EXPERTS, way, *one, output)) for way in ways),
             )
-            for batch in (1, 8, 32)
+            for one in ((1, 128), (8, 128), (32, 128), (8, 1024))
+            for steps in [[step_ms(EXPERTS, way, *one, output) for way in ways]]
+        ),
+    )  # fmt: skip
+
+
+def handovers() -> str:
+    """The handover of one layer by itself."""
+    tokens = (1, 8, 32)
+    return table(
+        ("", *(f"{count} token{'s' if count > 1 else ''}" for count in tokens)),
+        (
+            (
+                f"{mode}, {ranks} expert rank{'s' if ranks > 1 else ''}, µs",
+                *(f"{handover_us(HANDOVER, mode, ranks, count):.1f}" for count in tokens),
+            )
+            for mode in ("memory operations", "host functions")
+            for ranks in (1, 2)
         ),
     )
+
+
+def two_ranks() -> str:
+    """One CPU rank and two over the same cores, and prefetching, on a host with 14 cores."""
+    ways, output = (OURS, TWO_RANKS, PREFETCH), 20
+    return table(
+        ("requests × prompt", "one CPU rank: step, ms", "two", "prefetching", "first token, ms",
+         "two", "prefetching"),
+        (
+            (
+                load(*one),
+                *(ms(step_ms(FORMATS, way, *one, output)) for way in ways),
+                *(ms(first_token_ms(FORMATS, way, *one, output)) for way in ways),
+            )
+            for one in ((1, 128), (8, 128), (32, 128), (1, 1024), (8, 1024), (1, 8192))
+        ),
+    )  # fmt: skip
+
+
+def formats() -> str:
+    """Steps with fewer bits beside compact bf16."""
+    kinds = {"FP8 in blocks": f"{OURS} fp8", "4 bits in groups of 128": f"{OURS} w4a16"}
+    rows = []
+    for batch in (1, 8):
+        plain = step_ms(FORMATS, OURS, batch, 128, 20)
+        cells = []
+        for contender in kinds.values():
+            step = step_ms(FORMATS, contender, batch, 128, 20)
+            cells += [ms(step), ratio(step, plain)]
+        rows.append((load(batch, 128), ms(plain), *cells))
+    heads = [head for kind in kinds for head in (kind, "beside bf16")]
+    return table(("requests × prompt", "compact bf16, ms", *heads), rows)
 
 
 def expert_kernels() -> str:
@@ -260,15 +317,13 @@ HEADS = {
     "README.md": (
         "GPU and compute cores", "model, and what is outside the GPU",
         "step of 1, 8, 32 sequences", "vLLM's prefetching",
-        ("8B, dense: 16 of 32 layers", "30B-A3B (experts) cut to 16 layers: 8 of them",
-         "not measured"),
+        ("8B, dense: 16 of 32 layers", "30B-A3B cut to 16 layers: the experts of 8"),
         "{} cores (Xeon, AMX)",
     ),
     "README.ko.md": (
         "GPU와 계산 코어", "모델, GPU 밖에 둔 부분",
         "시퀀스 1, 8, 32개의 스텝", "vLLM의 prefetch",
-        ("8B, dense: 32개 레이어 중 16개", "16개 레이어로 줄인 30B-A3B(전문가 혼합): 그중 8개",
-         "측정 안 함"),
+        ("8B, dense: 32개 레이어 중 16개", "16개 레이어로 줄인 30B-A3B: 그중 8개 레이어의 전문가"),
         "코어 {}개 (Xeon, AMX)",
     ),
 }  # fmt: skip
@@ -276,10 +331,10 @@ HEADS = {
 
 def hosts(page: str) -> str:
     """The one table of a README: hosts, shapes and decode steps."""
-    *head, (dense, mixture, nothing), cores = HEADS[page]
+    *head, (dense, mixture), cores = HEADS[page]
 
-    def steps(name: str, contender: str) -> str:
-        found = (step_ms(name, contender, batch) for batch in (1, 8, 32))
+    def steps(name: str, contender: str, output: int = 32) -> str:
+        found = (step_ms(name, contender, batch, 128, output) for batch in (1, 8, 32))
         return ", ".join(map(ms, found)) + " ms"
 
     return table(
@@ -289,7 +344,8 @@ def hosts(page: str) -> str:
              steps(NEWEST_PREFETCH, PREFETCH)),
             (f"H100, {cores.format(14)}", dense, f"**{steps(SMALL_HOST, OURS)}**",
              steps(SMALL_HOST, PREFETCH)),
-            (f"H200, {cores.format(30)}", mixture, f"**{steps(EXPERTS, OURS)}**", nothing),
+            (f"H200, {cores.format(14)}", mixture, f"**{steps(EXPERTS, EXPERT_RANKS, 24)}**",
+             steps(EXPERTS, PREFETCH, 24)),
         ),
     )  # fmt: skip
 
@@ -303,7 +359,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "small host": small_host,
         "floors": floors,
         "experts": expert_engine,
+        "handover": handovers,
         "expert kernels": expert_kernels,
+        "two ranks": two_ranks,
+        "formats": formats,
         "in flight": in_flight,
         "boundary": boundary,
         "beside mp": beside_mp,

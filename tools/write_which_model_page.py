@@ -96,7 +96,12 @@ def where(found: ModelPlan) -> str:
         words = noun if size == 1 else f"{size} {noun}s"
         part = words if len(split.stages) == 1 else f"{words} {stage.layers}"
         parts.append(part.replace(" ", NO_BREAK))
-    return " → ".join(parts)
+    stages = " → ".join(parts)
+    experts = found.plan.experts
+    if not experts:
+        return stages
+    noun = "a socket" if len(experts) == 1 else f"{len(experts)} sockets"
+    return f"{stages}, experts of {experts[0].layers} on {noun}".replace(" ", NO_BREAK)
 
 
 def cell(found: ModelPlan | None) -> str:

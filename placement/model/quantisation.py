@@ -102,7 +102,7 @@ def quantised_from(config: Config, dtype_bytes: int) -> Quantised:
     reader = _METHODS.get(str(method))
     if reader is None:
         raise UnknownModelError(
-            f"quantization method {shown(method)} is not known from its config alone "
+            f"quantisation method {shown(method)} is not known from its config alone "
             f"(known: {', '.join(_METHODS)}). Plan from a local checkpoint instead: the headers of "
             "its safetensors files say everything."
         )

@@ -84,8 +84,21 @@ def read_config(path: Path) -> dict[str, Any]:
 
     """
     file = path / "config.json" if isdir(path) else path
+    if file.suffix in (".yaml", ".yml"):
+        raise UnknownModelError(
+            f"{file}: expected a model's config.json, got YAML; a description of machines is for "
+            "--topology"
+        )
     try:
         text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        missing = (
+            "in this folder there is no config.json" if file != path else "there is no such file"
+        )
+        raise UnknownModelError(
+            f"{path}: {missing}; expected a checkpoint's folder, its config.json, or a name on the "
+            "hub, like Qwen/Qwen3-32B"
+        ) from None
     except (OSError, ValueError) as error:
         raise UnknownModelError(f"{file}: expected a model's config.json: {error}") from None
     return json_object(text, file)

@@ -137,7 +137,12 @@ def _problem(detail: dict[str, Any]) -> str:
     key = key_of(detail["loc"]) or "file"
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key"
-    return f"{key}: {detail['msg']}, got {shown(detail['input'])}"
+    if detail["type"] == "missing":
+        return f"{key}: missing"
+    said = str(detail["msg"]).removeprefix("Value error, ")
+    # A section's own check names what is wrong in it.
+    is_section = isinstance(detail["input"], dict)
+    return f"{key}: {said}" if is_section else f"{key}: {said}, got {shown(detail['input'])}"
 
 
 def _names(section: NodeSection) -> Sequence[str]:

@@ -76,7 +76,10 @@ class DevicesSection(_Section):
     @model_validator(mode="after")
     def _is_complete(self) -> DevicesSection:
         if self.part is not None and known_part(self.part) is None:
-            raise ValueError(f"part {self.part!r} is unknown; known: {', '.join(known_parts())}")
+            raise ValueError(
+                f"part {self.part!r} is unknown; known: {', '.join(known_parts())}. For another "
+                "one leave part out and give memory_gib, read_gb_s and bf16_tflop_s"
+            )
         needed = (self.memory_gib, self.read_gb_s, self.bf16_tflop_s)
         if self.part is None and None in needed:
             raise ValueError("without a part, memory_gib, read_gb_s and bf16_tflop_s are needed")
@@ -107,7 +110,7 @@ class SocketsSection(DevicesSection):
 class NodeSection(_Section):
     """One node, or several alike."""
 
-    name: Name
+    name: Name = "server"
     count: Count = 1
     gpus: GpusSection | None = None
     sockets: SocketsSection | None = None

@@ -66,7 +66,7 @@ class Links:
     """The same in decode steps that are one native call: memory that all ranks map."""
     boundary: Link = Link("shared messages", 10 * GB, 70e-6)
     """From stage to stage on one node where a CPU rank is in the engine: memory that both map."""
-    handover: Link = Link("handover", 20 * GB, 30e-6)
+    handover: Link = Link("handover", 16 * GB, 13e-6)
     """From a GPU stage to expert ranks and back, once a layer: memory that both map."""
     gloo: Link = Link("Gloo", 3 * GB, 150e-6)
     """Tensor-parallel groups of both kinds on one node: through host memory."""

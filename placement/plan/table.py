@@ -11,12 +11,15 @@ from placement.plan.plan import Plan
 from placement.plan.stage_plan import ExpertPlan, RankPlan, StagePlan
 from placement.units import GIB
 
-COLUMNS = ("rank", "stage", "device", "layers", "weights", "KV", "other", "of", "step", "parts")
-NUMBERS = frozenset(("rank", "stage", "weights", "KV", "other", "of", "step"))
+COLUMNS = ("rank", "stage", "device", "layers", "weights", "KV", "other", "room", "step", "parts")
+NUMBERS = frozenset(("rank", "stage", "weights", "KV", "other", "room", "step"))
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """One row a rank, sizes in GiB, times in milliseconds; the sum and the notes below."""
+    """One row a rank, sizes in GiB, times in milliseconds; the sum and the notes below.
+
+    Weights, KV cache and other memory together are no more than the room that there is.
+    """
     split = plan.split
     table = Table(title=f"{plan.model}: sizes in GiB, times in ms", title_justify="left")
     for column in COLUMNS:
@@ -81,8 +84,9 @@ def summary(plan: Plan) -> tuple[str, ...]:
     return (
         step,
         f"prompt of {work.context} tokens: {1e3 * split.prefill_s:.0f} ms",
-        f"KV cache: {split.kv_tokens} tokens, {split.kv_tokens / work.max_model_len:.1f} sequences "
-        f"of {work.max_model_len}; VLLM_PP_LAYER_PARTITION={partition}",
+        f"KV cache: {split.kv_tokens:,} tokens, room for "
+        f"{split.kv_tokens / work.max_model_len:,.1f} sequences of {work.max_model_len:,}",
+        f"layers of each stage: {partition} (the same as VLLM_PP_LAYER_PARTITION={partition})",
         *(() if drafted is None else drafted.lines()),
         *plan.notes,
     )

@@ -52,7 +52,11 @@ def config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Print the configuration in force here, and where each value is from."""
+    """Print the configuration in force here, and where each value is from.
+
+    The file is the one that RAY_HETERO_CONFIG names; type RAY_HETERO_CONFIG=FILE before the
+    command to check another.
+    """
     given = read_settings(_parsed(additional_config))
     rows = list(rows_of(validated(given), given))
     notes = list(_notes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,3 +45,17 @@ def _show(found: Sequence[Check]) -> None:
             console.print(Text(f"      {'':{width}}  → {check.remedy}"))
     counts = {status: sum(check.status == status for check in found) for status in STYLES}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    console.print(Text(next_step(counts)))
+
+
+def next_step(counts: Mapping[str, int]) -> str:
+    """What to do now, by the number of checks with each status."""
+    if counts["fail"]:
+        return "next: type what stands behind → at each fail, then ray-hetero doctor again"
+    warnings = (
+        "nothing keeps an engine from starting, but read each warn; " if counts["warn"] else ""
+    )
+    return (
+        f"next: {warnings}ray-hetero plan MODEL predicts a model here, "
+        "vllm serve MODEL --distributed-executor-backend ray_hetero serves it"
+    )

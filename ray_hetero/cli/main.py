@@ -25,14 +25,17 @@ commands = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-commands.command()(topology)
-commands.command()(plan)
-commands.command()(config)
-commands.command()(doctor)
-commands.command()(status)
-commands.command("install-cpu-kernels")(install_cpu_kernels)
-commands.command("ray-args")(ray_args)
-commands.command("demo-model")(demo_model)
+# Lines of the list of commands, which cuts off longer ones.
+commands.command(short_help="NUMA nodes, cores, memory and GPUs of this host.")(topology)
+commands.command(short_help="Predict where a model goes, and its speed.")(plan)
+commands.command(short_help="The configuration in force, and its sources.")(config)
+commands.command(short_help="Diagnose this host and print the fix.")(doctor)
+commands.command(short_help="The engines that run on the Ray cluster.")(status)
+commands.command("install-cpu-kernels", short_help="Fetch CPU kernels for a host with GPUs.")(
+    install_cpu_kernels
+)
+commands.command("ray-args", short_help="What to add to `ray start` on this host.")(ray_args)
+commands.command("demo-model", short_help="Write a tiny random checkpoint to try.")(demo_model)
 
 
 @commands.callback(invoke_without_command=True)

@@ -22,6 +22,7 @@ from placement.plan.drafts import Drafter
 from placement.plan.picture import plan_svg
 from placement.plan.plan import Plan
 from placement.plan.table import plan_table
+from ray_hetero.cli.serve_command import serve_command
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.planning import machine as machines
@@ -145,7 +146,8 @@ def plan(
 ) -> None:
     """Show ranks, layers, budgets and the predicted step of a model, as the engine plans it."""
     try:
-        config = _config(objective, layers, layout, experts)
+        settings = _settings(objective, layers, layout, experts)
+        config = load_config({"ray_hetero": settings})
         path = machines.hub_config(model)
         shape = shape_of(path, dtype, kv_cache_dtype)
         content = read_config(path)
@@ -176,15 +178,32 @@ def plan(
         if svg is not None:
             _write(svg, plan_svg(found.plan))
     except (PlacementError, RayHeteroError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"ray-hetero: {error}", err=True)
         raise typer.Exit(1) from None
     _show(found.plan, found.choice if compare else None, as_json=as_json)
+    if not as_json and speculative is None:
+        options = {
+            # Given layers are stages, too, but vLLM has to be told.
+            "--pipeline-parallel-size": pipeline_parallel_size or _unless(1, _stages_of(config)),
+            "--tensor-parallel-size": _unless(1, tensor_parallel_size),
+            "--max-model-len": max_model_len,
+            "--max-num-seqs": max_num_seqs,
+            "--max-num-batched-tokens": max_num_batched_tokens,
+            "--gpu-memory-utilization": _unless(DEFAULT_GPU_SHARE, gpu_memory_utilization),
+            "--dtype": _unless("auto", dtype),
+            "--kv-cache-dtype": _unless("auto", kv_cache_dtype),
+        }
+        typer.echo(f"To serve it so: {serve_command(model, options, settings)}")
 
 
-def _config(
+def _unless(default: object, value: object) -> object:
+    return None if value == default else value
+
+
+def _settings(
     objective: str | None, layers: str | None, layout: str | None, experts: str | None
-) -> HeteroConfig:
-    """What the engine would be given: the file of RAY_HETERO_CONFIG, and these options over it."""
+) -> dict[str, Any]:
+    """What these options ask for, over the file of RAY_HETERO_CONFIG."""
     given: dict[str, Any] = {}
     if objective not in (None, "latency", "throughput"):
         raise LayoutError(f"--objective: expected latency or throughput, got {shown(objective)}")
@@ -197,7 +216,7 @@ def _config(
     if experts is not None:
         found = numbers(experts)
         given["experts"] = {"ranks": found[0] if found and len(found) == 1 else experts}
-    return load_config({"ray_hetero": given})
+    return given
 
 
 def _stages(layout: str) -> list[list[str]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from ray_hetero.log import logger
 from ray_hetero.runtime.shared_pages import STEP, SharedPages
 from ray_hetero.weight_formats import HostWeight
 
@@ -84,6 +85,15 @@ class SharedRoom(Room):
         if end > (prepared := self._prepared[half]):
             self._prepared[half] = -(-end // STEP) * STEP
             self.pages.prepare(prepared, self._prepared[half])
+
+
+def room_to_share(sizes: tuple[int, int]) -> Room:
+    """Memory that other processes map, or private memory where the system gives none."""
+    try:
+        return SharedRoom(sizes)
+    except OSError as error:
+        logger.warning("no GPU can read a layer's experts in prompts: %s", error)
+        return Room(sizes)
 
 
 MakeRoom = Callable[[tuple[int, int]], Room]

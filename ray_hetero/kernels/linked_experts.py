@@ -22,6 +22,8 @@ from ray_hetero.weight_formats.stacks import Stack, stacks_of
 
 ACTIVATIONS = {SILU: "silu", SWIGLU_OAI: "swigluoai"}
 """Values of vLLM's MoEActivation."""
+INTERLEAVED = "swigluoai"
+"""The one that wants outputs of gate and up in turns."""
 BIASES = ("w13_bias", "w2_bias")
 HALVES = 2
 """Gates and ups; downs."""

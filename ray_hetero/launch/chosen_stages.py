@@ -83,7 +83,7 @@ def settle_experts(engine_args: EngineArgs, config: HeteroConfig) -> HeteroConfi
     asked = [refusal for refusal in WITH_EXPERT_RANKS if refusal.is_asked(engine_args)]
     if not asked:
         return config
-    logger.info("no expert ranks (experts.ranks: auto): %s", asked[0].why)
+    logger.debug("no expert ranks (experts.ranks: auto): %s", asked[0].why)
     return with_expert_ranks(config, 0)
 
 

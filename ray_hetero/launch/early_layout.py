@@ -15,9 +15,11 @@ from collections.abc import Mapping
 
 import ray
 
-from placement.cluster.layout import auto_layout
+from placement.cluster.layout import auto_layout, given_layout
 from placement.errors import LayoutError
 from placement.host.gpus import read_gpus, visible_gpus
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
 from ray_hetero.config import HeteroConfig
 
 OVERRIDE = "RAY_OVERRIDE_RESOURCES"
@@ -42,6 +44,24 @@ def resolve_auto_layout(
     except LayoutError:
         return config
     return config.model_copy(update={"layout": [list(stage) for stage in layout.stages]})
+
+
+def refuse_missing_sockets(config: HeteroConfig, stages: int, ranks: int) -> None:
+    """Refuse, on a host without GPUs, what its sockets can never be enough for.
+
+    The executor would say the same, but only once the engine's process and a Ray have started.
+    Sockets that others hold count: they may be free by then.
+
+    Raises:
+        LayoutError: more ranks are asked for than there are sockets, or a GPU.
+
+    """
+    host = read_host(gpus=False)
+    sockets = len(sockets_of(host, config.cpu.unit, config.cpu.ranks_per_socket))
+    if config.layout == "auto":
+        auto_layout(stages, ranks, gpus=0, sockets=sockets)
+    else:
+        given_layout(config.layout, stages, ranks, gpus=0, sockets=sockets)
 
 
 def known_gpus(environment: Mapping[str, str] = os.environ) -> int | None:

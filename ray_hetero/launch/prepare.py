@@ -10,13 +10,25 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+import ray
+
 from placement.cluster import ray_cluster
 from placement.cluster.layout import Layout
-from ray_hetero.compat import api_server, engine_clients, engine_environment, engine_processes
+from ray_hetero.compat import (
+    api_server,
+    engine_clients,
+    engine_environment,
+    engine_processes,
+    model_inspection,
+)
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
-from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
+from ray_hetero.launch.early_layout import (
+    known_gpus,
+    refuse_missing_sockets,
+    resolve_auto_layout,
+)
 from ray_hetero.observability import metrics
 from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
@@ -38,6 +50,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
 
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
 
     from ray_hetero.executor.hetero_executor import HeteroExecutor
 
@@ -60,6 +73,11 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     )
     is_stock = _is_surely_stock(config)
     refuse_unsupported(engine_args, config, is_stock=is_stock)
+    is_alone = engines == 1 and not ray.is_initialized()
+    if gpus == 0 and current_platform.is_cpu() and is_alone and exit_reason.is_command():
+        refuse_missing_sockets(
+            config, engine_args.pipeline_parallel_size, engine_args.tensor_parallel_size
+        )
     spec = EngineSpec(
         _as_written(engine_args),
         config,
@@ -76,6 +94,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         # A forked engine would take this process's connection to Ray for its own.
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, is_stock=is_stock)
+    model_inspection.inspect_here()
     return spec
 
 

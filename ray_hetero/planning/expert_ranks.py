@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from placement.cluster.assignment import Node
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
-from placement.plan.devices import RankDevice
+from placement.plan.cost import layer_step, prefill_pass
+from placement.plan.devices import Links, RankDevice, StageDevices
 from placement.units import GIB
 from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
@@ -139,6 +141,36 @@ def expert_buffer(experts: ExpertsConfig, shape: ModelShape, ranks: Sequence[Ran
         tables=0,
     )
     return sizes.budget(experts.prefill_gpu_gib)
+
+
+def with_expert_buffer(
+    stage: StageDevices,
+    experts: ExpertsConfig,
+    shape: ModelShape,
+    tokens: int,
+    links: Links | None,
+) -> StageDevices:
+    """A stage whose GPUs have room for experts that they read over their links.
+
+    Where nothing says from how many tokens on they are to, they have none if expert ranks are
+    predicted to be faster in every step.
+
+    Args:
+        stage: with expert ranks.
+        experts: what was asked for.
+        shape: the model, with experts.
+        tokens: most of a step.
+        links: the ways between ranks; None is what is assumed of them.
+
+    """
+    buffer = expert_buffer(experts, shape, stage.experts)
+    found = replace(stage, expert_buffer_bytes=buffer)
+    if experts.prefill_on_gpu is True or experts.prefill_on_gpu_tokens != "auto":
+        return found
+    remote = shape.with_remote_experts(len(shape.layers))
+    layer = next(layer for layer in remote.layers if layer.remote)
+    step = layer_step(remote, layer, found, prefill_pass(tokens), links or Links())
+    return stage if step.handover else found
 
 
 def check_room(world: World, needed: int) -> None:

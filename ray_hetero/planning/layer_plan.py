@@ -22,8 +22,8 @@ from ray_hetero.planning.expert_ranks import (
     bytes_of_expert_rank,
     check_experts,
     check_room,
-    expert_buffer,
     sockets_for_experts,
+    with_expert_buffer,
     with_expert_ranks,
 )
 from ray_hetero.planning.fused_architectures import FUSED_MODEL_TYPES
@@ -168,7 +168,7 @@ def _plan_stages(
         warning = _equal(facts.why_no_shape) if is_chosen else ""
         return LayerPlan(world, None, warning=warning, threads=threads)
     try:
-        stages = _stages(config, world, nodes, facts, threads, measure, described)
+        stages = _stages(config, world, nodes, facts, threads, measure, described, links)
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
         expert_bytes = _expert_bytes(world, facts.shape.with_remote_experts(world.expert_layers))
@@ -264,6 +264,7 @@ def _stages(
     threads: Threads,
     measure: Measure,
     described: Described | None,
+    links: Links | None,
 ) -> tuple[StageDevices, ...]:
     has_sockets = world.has_cpu or bool(world.experts)
     known = config.cpu.bandwidth_gb_s is not None or not has_sockets
@@ -290,13 +291,15 @@ def _stages(
         is_bf16=facts.is_bf16,
         described=described,
     )
+    stages = tuple(
+        replace(stage, experts=experts) for stage in stages_of(devices, world.layout.sizes)
+    )
     assert facts.shape is not None
-    buffer = 0
-    if experts and can_read_experts(config, world.experts, nodes, is_bf16=facts.is_bf16):
-        buffer = expert_buffer(config.experts, facts.shape, experts)
+    if not (experts and can_read_experts(config, world.experts, nodes, is_bf16=facts.is_bf16)):
+        return stages
+    tokens = facts.max_num_batched_tokens
     return tuple(
-        replace(stage, experts=experts, expert_buffer_bytes=buffer)
-        for stage in stages_of(devices, world.layout.sizes)
+        with_expert_buffer(stage, config.experts, facts.shape, tokens, links) for stage in stages
     )
 
 

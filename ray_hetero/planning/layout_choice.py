@@ -80,7 +80,10 @@ class Choice:
         """The one line for the log."""
         line = f"chose {self.chosen}: {self.why}"
         fitting = [other for other in self.others if other.plan is not None]
-        line += f"; next would be {fitting[0]}" if fitting else "; nothing else fits"
+        if fitting:
+            line += f"; next would be {fitting[0]}"
+        else:
+            line += "; nothing else fits" if self.others else "; there is nothing else to choose"
         shorter = self.shorter_with_experts
         return line if shorter is None else f"{line}; predicted for {EXPERTS_KEY}: {shorter}"
 

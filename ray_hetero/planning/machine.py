@@ -109,7 +109,7 @@ def hub_config(model: str) -> Path:
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise UnknownModelError(
             f"{model}: there is no such folder, and the hub does not give its config.json: "
             f"{reason}. Give a folder with a config.json."

@@ -13,7 +13,7 @@ from placement.model.shape import ModelShape
 from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.plan import Plan
 from placement.plan.split import price_drafts
-from placement.units import GIB
+from placement.units import GIB, MIB
 from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
@@ -75,7 +75,7 @@ def plan_model(
     sizes = (pipeline_parallel_size, tensor_parallel_size)
 
     def freely(shape: ModelShape) -> LayerPlan | None:
-        experts = config.experts if config.experts.ranks == "auto" else ExpertsConfig()
+        experts = config.experts if config.experts.ranks == "auto" else ExpertsConfig(ranks=0)
         free = config.model_copy(update={"layout": "auto", "layers": "auto", "experts": experts})
         smaller = replace(facts, shape=shape)
         choice = choose_layout(free, machine.nodes, smaller, measure=machine.measure, **how)
@@ -144,9 +144,13 @@ def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Ite
         yield f"No sizes and no layout were asked for: {choice}."
     one = facts.shape.kv_bytes_per_token() * facts.max_model_len
     yield (
-        f"A sequence of {facts.max_model_len} tokens (--max-model-len) takes {one / GIB:.2f} GiB "
+        f"A sequence of {facts.max_model_len} tokens (--max-model-len) takes {_size(one)} "
         "of KV cache, all ranks together."
     )
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def _devices(machine: Machine, found: LayerPlan) -> Iterator[RankDevice]:

@@ -33,7 +33,7 @@ LOOK_AT = {
 
 def catch() -> None:
     """In a process that runs a command of vLLM: when it ends for a reason, print that last."""
-    if VARIABLE in os.environ or not _is_command():
+    if VARIABLE in os.environ or not is_command():
         return
     descriptor, name = tempfile.mkstemp(prefix="ray_hetero-", suffix=".reason")
     os.close(descriptor)
@@ -80,7 +80,7 @@ def discard() -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
     """Whether this is `vllm …` or `python -m vllm.entrypoints.…`, as containers start it."""
     module = getattr(sys.modules["__main__"].__spec__, "name", "")
     return Path(sys.argv[0]).name == "vllm" or module.startswith("vllm.entrypoints.")

@@ -77,15 +77,16 @@ def _host_and_port(text: str) -> tuple[str, int] | None:
 
 def _nobody(address: str, reason: str) -> str:
     return (
-        f"no Ray cluster answers at {address!r} (RAY_ADDRESS): {reason}. To start one, type: "
-        "ray start --head $(ray-hetero ray-args). An engine without RAY_ADDRESS starts its own."
+        f"no Ray cluster answers at {address!r} (RAY_ADDRESS): {reason.rstrip('.')}. To start one, "
+        "type: ray start --head $(ray-hetero ray-args). An engine without RAY_ADDRESS starts its "
+        "own."
     )
 
 
 def _refused(address: str, reason: str) -> str:
     """Ray says the same whether nobody answers or the token is wrong; here the port was open."""
     if _host_and_port(address) is None and _host_and_port(reason) is None:
-        return _nobody(address, reason)
+        return _nobody(address, "none runs on this host" if address == "auto" else reason)
     mode = os.environ.get(MODE)
     if mode == "token":
         return (

@@ -11,13 +11,14 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from typing import Any
 
 import torch
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
-STEP = 2 * HUGE
+STEP = 4 * HUGE
 """Bytes that are made huge pages at once, ahead of what is written."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COLLAPSE = 25
@@ -28,10 +29,10 @@ _NO_RESERVE = 0x4000
 
 
 class SharedPages:
-    """Such memory in this process, mapped for as long as the process lives.
+    """Such memory in this process, mapped for as long as any tensor of it is there.
 
     Args:
-        descriptor: of the memory.
+        descriptor: of the memory; not needed any more once it is mapped.
         nbytes: of it.
 
     Raises:
@@ -42,9 +43,10 @@ class SharedPages:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor = descriptor
         self.address = _mapped(descriptor, nbytes)
-        self.memory = torch.frombuffer(
-            (ctypes.c_uint8 * nbytes).from_address(self.address), dtype=torch.uint8
-        )
+        content = (ctypes.c_uint8 * nbytes).from_address(self.address)
+        # Not when the process ends: a thread or a GPU may still read then.
+        weakref.finalize(content, _libc().munmap, self.address, nbytes).atexit = False
+        self.memory = torch.frombuffer(content, dtype=torch.uint8)
         """uint8, [bytes]."""
         self.prepared_bytes = 0
         """Bytes that `prepare` has taken."""
@@ -54,15 +56,21 @@ class SharedPages:
 
     @classmethod
     def made(cls, nbytes: int, name: str) -> SharedPages:
-        """New memory, of which nothing is taken from the system yet.
+        """New memory, of which nothing is taken from the system yet, open as long as this is there.
 
         Raises:
             OSError: the system gives none.
 
         """
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.truncate(descriptor, nbytes)
-        return cls(descriptor, nbytes)
+        try:
+            os.truncate(descriptor, nbytes)
+            pages = cls(descriptor, nbytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+        weakref.finalize(pages, os.close, descriptor).atexit = False
+        return pages
 
     @classmethod
     def received(cls, descriptor: int) -> SharedPages:
@@ -137,5 +145,6 @@ def _libc() -> Any:
     libc.mmap.argtypes = (
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
     )  # fmt: skip
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc

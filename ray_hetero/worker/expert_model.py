@@ -26,7 +26,7 @@ from ray_hetero.kernels import (
 )
 from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.expert_rates import CoreRates
-from ray_hetero.kernels.expert_room import Room, SharedRoom
+from ray_hetero.kernels.expert_room import Room, room_to_share
 from ray_hetero.log import logger
 from ray_hetero.runtime.shared_pages import SharedPages
 
@@ -70,7 +70,7 @@ def load_experts(
     own = None
     if kernel is not None:
         own = ExpertLayers(
-            config.cpu, kernel, SharedRoom if config.experts.prefill_on_gpu else Room
+            config.cpu, kernel, room_to_share if config.experts.prefill_on_gpu else Room
         )
         # Linear layers are made too, without memory, and each asks for a kernel of its format.
         quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=True)

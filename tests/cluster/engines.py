@@ -12,8 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ class Child:
 
     process: subprocess.Popen[bytes]
     log_path: Path
+    seconds: dict[str, float] = field(default_factory=dict)
+    """How long after its start something was seen, such as its end."""
+    _began: float = field(default_factory=time.monotonic)
+
+    def saw(self, what: str) -> None:
+        """Note the time of something."""
+        self.seconds[what] = time.monotonic() - self._began
 
     @property
     def log(self) -> str:
@@ -94,7 +102,9 @@ class Child:
     def wait(self, limit_s: float) -> int:
         """Its exit status; fails the test when it does not end in time."""
         try:
-            return self.process.wait(limit_s)
+            status = self.process.wait(limit_s)
+            self.saw("ended")
+            return status
         except subprocess.TimeoutExpired:
             raise AssertionError(
                 f"still running after {limit_s:g} s; the end of its output:\n{self.tail()}"

@@ -95,7 +95,7 @@ def test_a_failed_start_leaves_nothing_and_the_next_engine_starts(
             (engine(model("llama", "bf16"), 2), [batch(prompts())]),
         ],
     )
-    assert "Engine core initialization failed" in failed[0]["error"]
+    assert "Engine core initialization failed" in failed[0]["error"]  # codespell:ignore
     assert failed[0]["left"] == []
     assert tokens(answered[0]) == stock("llama-bf16")
     log = (logs / "failed" / "log").read_text()

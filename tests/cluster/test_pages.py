@@ -133,8 +133,11 @@ class Terminal:
         }
 
     def write_transcript(self, file: Path) -> None:
-        """Write down what was typed, each with all that it has shown."""
-        parts = [f"$ {text.rstrip()}\n{child.log.rstrip()}\n" for text, child in self.typed]
+        """Write down what was typed, each with its seconds and all that it has shown."""
+        parts = []
+        for text, child in self.typed:
+            times = ", ".join(f"{what} after {s:.1f} s" for what, s in child.seconds.items())
+            parts.append(f"$ {text.rstrip()}\n# {times or 'was ended'}\n{child.log.rstrip()}\n")
         file.write_text("\n".join(parts), encoding="utf-8")
 
 
@@ -159,6 +162,7 @@ def wait_until_ready(child: Child) -> None:
         lambda: READY in child.log or child.process.poll() is not None, START_SECONDS, 0.5
     ), child.tail()
     assert READY in child.log, child.tail()
+    child.saw("ready")
     assert [step for step in STEPS if f"/6] {step}" not in child.log] == []
     cells = pages.PLACEMENT.text.splitlines()[1].split("┃")
     assert re.search("┃".join(rf" *{cell.strip()} *" for cell in cells), child.log)
@@ -248,7 +252,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         user.type(make)
         use_packages_of_tests(clone / ".venv")
         shown = user.type(rest, INSTALL_SECONDS)
-        assert " 0 fail" in shown.splitlines()[-1]
+        assert ", 0 fail\n" in shown
     return clone
 
 

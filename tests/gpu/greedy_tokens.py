@@ -77,8 +77,9 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
     if run["linked"]:
         cpu |= {"linear_kernel": "streaming", "compact_weights": True}
         experts |= {"prefill_on_gpu": True, "prefill_on_gpu_tokens": 64}
-        # Steps of up to 512 tokens are in CUDA graphs.
-        common["max_num_batched_tokens"] = 1024
+        if run["compiled"]:
+            # Steps in CUDA graphs are the sockets': chunks of prompts are not to be in them.
+            common["compilation_config"] = {"max_cudagraph_capture_size": 32}
     gpu = {"in_mixed_groups": "graphs"} if run["compiled"] else {}
     return common | {
         "distributed_executor_backend": "ray_hetero",

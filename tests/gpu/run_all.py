@@ -64,7 +64,7 @@ class Result:
 
 PARTS = (
     Part("layouts", "test_layouts.py", 370),
-    Part("drafts", "test_drafts.py", 260),
+    Part("drafts", "test_gpu_drafts.py", 260),
     Part("experts", "test_gpu_experts.py", 240),
     Part("whole_layers", "test_prefill_layers.py", 150),
     Part("server", "test_gpu_server.py", 240),

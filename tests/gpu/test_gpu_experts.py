@@ -40,7 +40,8 @@ def test_tokens_are_those_of_the_gpu_alone(
         assert "expanded by torch's operators" not in log
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Stock vLLM's choice with drafts is another one.
+@pytest.mark.parametrize("case", [case for case in CASES if not case.drafts], ids=str)
 def test_the_gpu_runs_as_in_stock_vllm(case: Case, answers: dict[Case, Answer]) -> None:
     for name in ("is_v2_runner", "is_async"):
         assert answers[case][name] == answers[case.reference][name]

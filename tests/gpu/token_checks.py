@@ -22,9 +22,11 @@ LOGPROB_TOLERANCE = {"float32": 0.02, "bfloat16": 0.2}
 in float32: its attention kernel multiplies in TF32, and stock vLLM on the GPU differs from this
 backend with a GPU alone, same kernels and another model runner, by up to 1e-3.  In bfloat16 up to
 0.154 was seen, with two ranks a stage."""
-ROUTED_TOLERANCE = 0.3
+ROUTED_TOLERANCE = {"float32": 0.3, "bfloat16": 0.8}
 """The same for a mixture of experts, where a rounding may send a token to another expert; up to
-0.17 was seen."""
+0.17 was seen in float32, where attention multiplies in TF32, and 0.69 in bfloat16."""
+LEAST_SAME = 0.5
+"""Share of prompts of a mixture that are answered with the reference's tokens to the end."""
 INT8_TOLERANCE = 0.5
 """The same where activations are rounded to eight bits; in a tensor-parallel group every rank
 rounds its share of them with a scale of its own."""
@@ -92,7 +94,8 @@ class Case:
         """How far a logprob may be from the reference's."""
         if self.model.endswith("-int8"):
             return INT8_TOLERANCE
-        return ROUTED_TOLERANCE if self.model == "mixtral" else LOGPROB_TOLERANCE[self.dtype]
+        found = ROUTED_TOLERANCE if self.model == "mixtral" else LOGPROB_TOLERANCE
+        return found[self.dtype]
 
 
 def answers_of(cases: Sequence[Case], report: str, limit_s: float) -> Any:
@@ -245,4 +248,5 @@ def check(case: Case, answers: dict[Case, Answer]) -> None:
     assert len({tuple(tokens[-4:]) for tokens in reference["tokens"]}) > 8
     differences, gaps = compare(reference, answer)
     assert max(gaps, default=0.0) < case.tolerance, f"no near-ties: {gaps}"
+    assert len(gaps) <= (1 - LEAST_SAME) * len(answer["tokens"])
     assert max(differences) < case.tolerance

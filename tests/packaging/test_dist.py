@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from dataclasses import dataclass
@@ -18,12 +20,19 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
 NATIVE = "placement/_native."
 BANDWIDTH = "import placement._native"
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
+INSTALL_SECONDS = 1500.0
+"""Longest wait for an extra: vLLM for CUDA comes with gigabytes of libraries."""
+SIZE_BOUND = 1.25
+"""How far the wheel's size may be from that on the installation page, as a factor."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,9 @@ class Environment:
 
     directory: Path
 
-    def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, check: bool = True, limit_s: float = 300
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment in a folder where nothing of the project lies."""
         program = self.directory / "bin" / command[0]
         found = subprocess.run(
@@ -41,7 +52,7 @@ class Environment:
             env=clean_environment(),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=limit_s,
         )
         assert not check or found.returncode == 0, found.stdout + found.stderr
         return found
@@ -159,6 +170,42 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert any(name.startswith(NATIVE) for name in held)
     assert "License-Expression: Apache-2.0" in metadata
     assert "# ray_hetero" in metadata
+
+
+def test_sdist_and_wheel_are_fit_for_an_index(sdist: Path, wheel: Path) -> None:
+    said = build("twine", "check", "--strict", str(sdist), str(wheel))
+    assert said.count("PASSED") == 2
+
+
+def test_the_wheel_is_as_large_as_the_page_says(wheel: Path) -> None:
+    page = (ROOT / "docs/installation.md").read_text(encoding="utf-8")
+    (stated,) = re.findall(r"wheel has ([\d.]+) MB", page)
+    megabytes = wheel.stat().st_size / 1e6
+    assert float(stated) / SIZE_BOUND < megabytes < float(stated) * SIZE_BOUND
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_each_extra_installs_in_a_clean_environment(
+    extra: str, wheel: Path, tmp_path: Path
+) -> None:
+    environment = Environment(tmp_path / "env")
+    venv.create(environment.directory, with_pip=True)
+    try:
+        environment.run("pip", "install", "--quiet", f"{wheel}[{extra}]", limit_s=INSTALL_SECONDS)
+        assert "No broken requirements found" in environment.run("pip", "check").stdout
+        assert environment.run("ray-hetero", "--version").stdout.startswith("ray-hetero ")
+        if extra == "cpu":
+            # As the installation page has it; builds for CUDA keep vLLM from being imported.
+            environment.run("python", str(ROOT / "tools/fix_torchvision.py"))
+            missing = environment.run("pip", "check", check=False).stdout.splitlines()
+            assert all("requires torch" in line for line in missing)
+            assert all(line.endswith("which is not installed.") for line in missing)
+            said = environment.run("ray-hetero", "doctor").stdout
+            assert ", 0 fail\n" in said
+            environment.run("ray-hetero", "demo-model", "model")
+    finally:
+        # The largest has some ten gigabytes.
+        shutil.rmtree(environment.directory)
 
 
 def test_a_clean_environment_has_all_it_requires(installed: Environment) -> None:

@@ -59,11 +59,11 @@ MIXTRAL = config_of(
     "mixtral", 32, 4096, 14336, (32, 8), 32000, num_local_experts=8, num_experts_per_tok=2,
     max_position_embeddings=8192, architectures=["MixtralForCausalLM"],
 )  # fmt: skip
-AUTO = HeteroConfig.model_validate({"experts": {"ranks": "auto"}})
+NONE = HeteroConfig.model_validate({"experts": {"ranks": 0}})
 
 
-@pytest.mark.parametrize(("config", "ranks"), [(AUTO, 2), (HeteroConfig(), 0)])
-def test_expert_ranks_are_written_out_where_they_are_asked_for(
+@pytest.mark.parametrize(("config", "ranks"), [(HeteroConfig(), 2), (NONE, 0)])
+def test_expert_ranks_are_written_out_unless_there_are_to_be_none(
     config: HeteroConfig,
     ranks: int,
     arguments: EngineArgs,
@@ -86,7 +86,7 @@ def test_auto_is_no_expert_rank_where_these_are_refused(
 ) -> None:
     for name, value in asked.items():
         setattr(arguments, name, value)
-    assert settle_experts(arguments, AUTO).experts.ranks == ranks
+    assert settle_experts(arguments, HeteroConfig()).experts.ranks == ranks
     given = HeteroConfig.model_validate({"experts": {"ranks": 1}})
     assert settle_experts(arguments, given) is given
 

@@ -41,6 +41,8 @@ def test_help_lists_every_command() -> None:
     assert {"topology", "plan", "doctor", "install-cpu-kernels", "ray-args", "demo-model"} <= set(
         listed
     )
+    # A line that is too long ends in dots.
+    assert "..." not in run("--help").output.partition("Commands:")[2]
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:
@@ -141,12 +143,18 @@ def test_doctor_shows_what_to_type_and_fails(monkeypatch: pytest.MonkeyPatch) ->
         "fail  torch  2.11.0",
         "             → pip install 'torch==2.13.0'",
         "1 ok, 0 warn, 1 fail",
+        "next: type what stands behind → at each fail, then ray-hetero doctor again",
     ]
 
 
 def test_doctor_passes_with_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_checks(monkeypatch, Check("swap", "warn", "1.0 GiB of 8.0 GiB used", "swapoff -a"))
-    assert run("doctor").exit_code == 0
+    passed = run("doctor")
+    assert passed.exit_code == 0
+    *_, counts, last = passed.output.splitlines()
+    assert counts == "0 ok, 1 warn, 0 fail"
+    assert last.startswith("next: nothing keeps an engine from starting, but read each warn; ")
+    assert "vllm serve MODEL --distributed-executor-backend ray_hetero" in last
     assert json.loads(run("doctor", "--json").output) == [
         {
             "name": "swap",

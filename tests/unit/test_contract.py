@@ -47,6 +47,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models import registry as model_registry
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core import kv_cache_utils
@@ -287,6 +288,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/kv_cache", kv_cache_utils, "get_kv_cache_config_from_groups"),
     ("compat/kv_cache", kv_cache_utils, "_pool_bytes_per_block"),
     ("compat/model_config", ModelConfig, "get_layers_start_end_indices"),
+    ("compat/model_inspection", model_registry, "_run_in_subprocess"),
     ("compat/model_config", distributed_utils, "get_pp_indices"),
     ("compat/parallel_state", parallel_state, "initialize_model_parallel"),
     ("compat/parallel_state", parallel_state, "init_model_parallel_group"),

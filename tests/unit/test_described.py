@@ -49,9 +49,12 @@ def test_nodes_in_the_form_that_seats_are_assigned_on() -> None:
     [
         (None, "file: "),
         ({"nodes": []}, "nodes: "),
+        ({}, r"nodes: missing$"),
+        ({"nodes": [{}, {}]}, "different names, twice: server"),
         ({"nodes": [{"name": "a"}], "link": {}}, "link: unknown key"),
         ({"nodes": [{"name": "a", "gpu": {}}]}, "nodes.0.gpu: unknown key"),
         ({"nodes": [{"name": "a", "gpus": {"part": "H900"}}]}, "'H900' is unknown; known: H100"),
+        ({"nodes": [{"gpus": {"part": "H900"}}]}, "gpus: part 'H900' .* bf16_tflop_s$"),
         ({"nodes": [{"name": "a", "gpus": {"memory_gib": 3}}]}, "read_gb_s and bf16_tflop_s are"),
         ({"nodes": [{"name": "a", "gpus": SOCKET}]}, "'Xeon 8480\\+' is a cpu, it is given as a"),
         ({"nodes": [{"name": "a", "sockets": SOCKET | {"count": 0}}]}, "nodes.0.sockets.count"),

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -65,6 +66,19 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert target.exists(), f"{link}: no such file"
         assert ROOT in target.resolve().parents, f"{link} leads out of the repository"
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+OUTSIDE = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", OUTSIDE, ids=name_of)
+def test_every_link_to_elsewhere_has_the_form_of_one(page: Path) -> None:
+    found = re.findall(r"\]\(([a-z]+:[^)]*)\)", prose(page))
+    for link in found:
+        parts = urlsplit(link)
+        assert parts.scheme == "https", link
+        assert re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", parts.netloc), link
+        assert not re.search(r"\s|[.,;]$", link), link
 
 
 def pages_of(nav: list[dict[str, Any]]) -> Iterator[str]:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from placement.errors import LayoutError
 from placement.host.gpus import visible_gpus
+from placement.host.sockets import sockets_of
+from placement.host.sysfs import read_host
 from ray_hetero.config import HeteroConfig
-from ray_hetero.launch.early_layout import known_gpus, resolve_auto_layout
+from ray_hetero.launch.early_layout import (
+    known_gpus,
+    refuse_missing_sockets,
+    resolve_auto_layout,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +56,17 @@ def test_ray_offers_the_visible_gpus(visible: str | None, count: int) -> None:
 @pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_OVERRIDE_RESOURCES"])
 def test_what_ray_will_have_is_not_guessed(name: str) -> None:
     assert known_gpus({name: "x"}) is None
+
+
+def test_more_ranks_than_sockets_are_refused_with_what_to_type() -> None:
+    sockets = len(sockets_of(read_host(gpus=False)))
+    refuse_missing_sockets(HeteroConfig(), 1, sockets)
+    refuse_missing_sockets(HeteroConfig(cpu={"ranks_per_socket": 2}), 2, sockets)
+    with pytest.raises(LayoutError, match=r'"ranks_per_socket": 2'):
+        refuse_missing_sockets(HeteroConfig(), sockets + 1, 1)
+
+
+def test_a_layout_with_a_gpu_is_refused_where_there_is_none() -> None:
+    refuse_missing_sockets(HeteroConfig(layout=[["cpu"]]), 1, 1)
+    with pytest.raises(LayoutError, match="1 GPUs"):
+        refuse_missing_sockets(HeteroConfig(layout=[["cpu"], ["gpu"]]), 2, 1)

@@ -37,6 +37,7 @@ from ray_hetero.distributed.expert_memory import RemoteLayer  # noqa: E402
 from ray_hetero.distributed.expert_offers import Offer  # noqa: E402
 from ray_hetero.errors import AgreementError, StartupError, UnsupportedError  # noqa: E402
 from ray_hetero.kernels import gpu_experts  # noqa: E402
+from ray_hetero.kernels.expert_expansion import sizes_of  # noqa: E402
 from ray_hetero.kernels.expert_pieces import runs_of  # noqa: E402
 from ray_hetero.kernels.expert_rates import CoreRates  # noqa: E402
 from ray_hetero.kernels.gpu_experts import GpuExperts  # noqa: E402
@@ -58,7 +59,7 @@ def computed(gpu: GpuExperts, given: Any, layer: int = 0) -> torch.Tensor:
 
 def made(layers: Sequence[Sequence[LinkedSlice] | None], pieces: int) -> GpuExperts:
     """With room for pieces of so many experts."""
-    sizes = gpu_experts.sizes_of([one for one in layers if one is not None])
+    sizes = sizes_of([one for one in layers if one is not None])
     found = GpuExperts(CPU, layers, CHOSEN, (sizes.beside + pieces * sizes.each) / GIB)
     assert found.experts <= pieces
     return found

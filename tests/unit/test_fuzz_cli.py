@@ -182,7 +182,7 @@ def planned(folder: Path, *arguments: str) -> dict[str, Any] | None:
     )
     event("refused" if answer.status else "planned")
     if answer.status:
-        assert answer.error.startswith(("error: ", "Usage: "))
+        assert answer.error.startswith(("ray-hetero: ", "Usage: "))
         assert not answer.output
         return None
     plan: dict[str, Any] = json.loads(answer.output)

@@ -194,7 +194,9 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     answer = command("nobody/no-such-model")
     assert answer.exit_code == 1
-    assert answer.stderr.startswith("error: nobody/no-such-model: there is no such folder, and")
+    assert answer.stderr.startswith(
+        "ray-hetero: nobody/no-such-model: there is no such folder, and"
+    )
     assert answer.stderr.count("\n") == 1
 
 
@@ -231,3 +233,21 @@ def test_defaults_are_those_of_a_server_on_the_drivers_devices() -> None:
     assert facts.in_world(2).max_num_batched_tokens == 4096
     given = facts_of_checkpoint(MODELS["8B"], LLAMA_8B, sockets, max_num_seqs=7)
     assert (given.in_world(2).max_num_seqs, given.in_world(2).in_world(2).max_num_seqs) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nothing-here", "nothing-here: there is no such file; expected a checkpoint's folder"),
+        (".", ".: in this folder there is no config.json; expected a checkpoint's folder"),
+        ("machine.yaml", "got YAML; a description of machines is for --topology"),
+    ],
+)
+def test_a_model_that_is_none_is_refused_with_what_one_is(
+    model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = command(model)
+    assert answer.exit_code == 1
+    assert message in answer.stderr
+    assert answer.stderr.count("\n") == 1

@@ -190,6 +190,7 @@ def test_the_command_prints_a_table(model: Path) -> None:
         (("--objective", "beauty"), "expected latency or throughput, got 'beauty'"),
         (("--layout", "[[gpu]]", "--max-model-len", "4096"), "GiB too many"),
         (("--layout", "gpu"), "expected stages like [[cpu, cpu], [gpu]]"),
+        (("--topology", "/nowhere.yaml"), "/nowhere.yaml: the file cannot be read: No such file"),
         (("--layout", "[[tpu]]"), "'cpu' or 'gpu'"),
         (("--layout", "[[cpu, cpu, cpu]]"), "asks for 3 CPU sockets, but 2 are free"),
         (("-pp", "7"), "7 pipeline stages"),
@@ -201,7 +202,7 @@ def test_the_command_says_what_is_wrong(
 ) -> None:
     result = run(model, *TOPOLOGY, *arguments)
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith("ray-hetero: ")
     assert message in result.stderr
     assert "Traceback" not in result.output
 

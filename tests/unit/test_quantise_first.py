@@ -81,14 +81,14 @@ def test_nothing_is_said_where_there_is_nothing_to_gain() -> None:
     assert quantised_forms({**LARGE, "model_type": "unknown"}) == ()
 
 
-def test_expert_ranks_are_looked_at_where_they_were_asked_for() -> None:
+def test_expert_ranks_are_looked_at_unless_there_are_to_be_none() -> None:
     mixture = config_of(
         "qwen3_moe", 94, 4096, 12288, (64, 4), 151936, max_position_embeddings=8192,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536, head_dim=128,
     )  # fmt: skip
-    said = remark(planned(mixture, ONE_GPU, experts=ExpertsConfig(ranks="auto")))
+    said = remark(planned(mixture, ONE_GPU))
     assert "on GPUs and sockets ([gpu] and 2 for experts)" in said
-    assert "for experts" not in remark(planned(mixture, ONE_GPU))
+    assert "for experts" not in remark(planned(mixture, ONE_GPU, experts=ExpertsConfig(ranks=0)))
 
 
 def test_layers_of_ones_own_are_compared_with_what_would_be_chosen() -> None:

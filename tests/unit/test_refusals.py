@@ -129,7 +129,7 @@ def test_what_expert_ranks_cannot_do_is_refused_beside_them_only(name: str, tmp_
     ("keys", "said"),
     [
         ({"experts": {"ranks": 2}}, 'Write a layout of GPUs, for example "layout": [["gpu"]]'),
-        ({"experts": {"layers": 2}}, "there are none; give experts.ranks too"),
+        ({"experts": {"ranks": 0, "layers": 2}}, "there are none; give experts.ranks too"),
     ],
 )
 def test_expert_ranks_stand_beside_gpus(keys: Any, said: str, tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""What `make demo` shows while the server starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai")
+vllm = pytest.importorskip("vllm")
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import serve_and_chat  # noqa: E402
+
+from ray_hetero.observability.progress import STEPS  # noqa: E402
+
+WRITTEN = {
+    "entrypoints/serve/utils/api_utils.py": "non-default args: ",
+    "config/model.py": "Using max model len ",
+    "v1/engine/core.py": "Initializing a V1 ",  # codespell:ignore
+}
+"""Where vLLM has the words by which a phase is known."""
+
+ENGINE = "(EngineCore pid=2) INFO 11-23 15:04:36 "
+LOG = [
+    "(APIServer pid=1) INFO 11-23 15:04:03 [api_utils.py:286] non-default args: {'model': 'llama'}",
+    "(APIServer pid=1) INFO 11-23 15:04:04 [model.py:2152] Using max model len 2048",
+    f"{ENGINE}[core.py:133] {WRITTEN['v1/engine/core.py']}LLM engine",
+    f"{ENGINE}[progress.py:49] [1/6] discover: 7.1 s: 1 nodes, 2 sockets",
+    f"{ENGINE}[progress.py:49] [2/6] plan: 0.0 s: [cpu] → [cpu]",
+    f"{ENGINE}[progress.py:49] [3/6] reserve: 0.0 s",
+    "(rank 0 cpu vm pid=3) INFO 11-23 15:04:50 [model.py:2152] Using max model len 2048",
+    f"{ENGINE}[progress.py:49] [4/6] spawn: 19.1 s",
+    f"{ENGINE}[progress.py:49] [5/6] connect: 3.3 s",
+    f"{ENGINE}[progress.py:49] [6/6] warm up: 0.1 s: finish",
+    f"{ENGINE}[core.py:402] init engine took 1.2 s",
+]
+
+
+def test_each_phase_begins_once_and_each_step_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    display = serve_and_chat.StartDisplay()
+    for line in LOG:
+        display.saw(f"{line}\n")
+    shown = capsys.readouterr().out.splitlines()
+    before = ["loading vLLM", "reading the model's configuration"]
+    before += ["loading vLLM in the engine's process"]
+    assert [line.split(":")[0].strip() for line in shown[:3]] == before
+    assert [line.split(":")[0].strip() for line in shown[3:]] == [
+        f"[{number}/6] {step}" for number, step in enumerate(STEPS, 1)
+    ]
+
+
+def test_what_it_is_busy_with_is_told_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(serve_and_chat.time, "monotonic", lambda: now[0])
+    display = serve_and_chat.StartDisplay()
+    for _ in range(25):
+        now[0] += 1
+        display.tick()
+    display.end()
+    display.tick()
+    assert capsys.readouterr().out.splitlines() == [
+        "  … loading vLLM: 10 s",
+        "  … loading vLLM: 20 s",
+    ]
+
+
+@pytest.mark.parametrize("path", WRITTEN)
+def test_vllm_still_writes_what_a_phase_is_known_by(path: str) -> None:
+    written = WRITTEN[path]
+    assert written in (Path(vllm.__file__).parent / path).read_text(encoding="utf-8")
+    assert any(begin.search(written) for begin, _ in serve_and_chat.PHASES[1:])
