@@ -14,12 +14,12 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat import remote_experts
-from ray_hetero.distributed import expert_link, expert_offers
+from ray_hetero.distributed import expert_offers, expert_prompts
 from ray_hetero.distributed.expert_channel import ExpertChannel, HostSignals
-from ray_hetero.distributed.expert_link import ExpertLink
 from ray_hetero.distributed.expert_meeting import ExpertMeeting
 from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer
 from ray_hetero.distributed.expert_offers import Offer
+from ray_hetero.distributed.expert_prompts import ExpertLink
 from ray_hetero.log import logger
 from ray_hetero.world import RankSpec
 
@@ -193,7 +193,7 @@ class RemoteExperts:
         device = (
             torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
         )
-        link = expert_link.made(
+        link = expert_prompts.made(
             self._config.experts, device, self._layers, offers, dtype=self._dtype,
             tokens=self._tokens,
         )  # fmt: skip

@@ -64,8 +64,8 @@ def plan_world(
     except LayoutError as error:
         raise LayoutError(f"{error}{_held(nodes)}") from None
     is_near = config.cpu.sockets == "auto"
-    expert_ranks = config.experts.ranks
-    assert expert_ranks != "auto", "their number is chosen before they are seated"
+    # How many auto is, `plan_layers` tells: by itself a world has none.
+    expert_ranks = 0 if config.experts.ranks == "auto" else config.experts.ranks
     seats = assign(layout, nodes, turn, expert_ranks, near_gpus=is_near)
     ranks = layout.world_size
     return World(layout, seats[:ranks], tuple(layers), experts=seats[ranks:])

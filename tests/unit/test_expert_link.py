@@ -32,7 +32,7 @@ from native_module import native  # noqa: E402
 
 from placement.units import GIB  # noqa: E402
 from ray_hetero.config import ExpertsConfig  # noqa: E402
-from ray_hetero.distributed import expert_link, expert_offers  # noqa: E402
+from ray_hetero.distributed import expert_offers, expert_prompts  # noqa: E402
 from ray_hetero.distributed.expert_memory import RemoteLayer  # noqa: E402
 from ray_hetero.distributed.expert_offers import Offer  # noqa: E402
 from ray_hetero.errors import AgreementError, StartupError, UnsupportedError  # noqa: E402
@@ -229,8 +229,8 @@ def test_weights_of_a_rank_that_has_died_can_still_be_read() -> None:
 ASKED = RemoteLayer("a", HIDDEN, CHOSEN)
 
 
-def linked(offers: Sequence[Offer], **config: Any) -> expert_link.ExpertLink | None:
-    return expert_link.made(
+def linked(offers: Sequence[Offer], **config: Any) -> expert_prompts.ExpertLink | None:
+    return expert_prompts.made(
         ExpertsConfig(ranks=1, **config), CPU, [ASKED], offers, dtype=torch.bfloat16, tokens=64
     )
 
