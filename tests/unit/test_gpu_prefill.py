@@ -166,7 +166,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
     layer.weight = torch.nn.Parameter(weights()[0], requires_grad=False)
     layer.bias = None
     yield layer
-    if kernel := streaming_linear.choose("auto" if native is None else "streaming"):
+    if kernel := streaming_linear.at_hand():
         kernel.prompts = None
 
 
