@@ -76,5 +76,5 @@ lock: env ## Write requirements.lock from what is installed
 	$(BIN)/python tools/write_lock.py
 
 clean: ## Remove everything that the other commands made
-	rm -rf $(VENV) .demo build dist site *.egg-info placement/*.so ray_hetero/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo build dist site *.egg-info placement/*.so ray_hetero/*.so tests/native/emulated/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,12 +15,19 @@ WITHOUT = {
     "placement._native": "measuring memory bandwidth",
     "ray_hetero._streaming_linear": "linear layers at the bandwidth of the socket",
     "ray_hetero._expert_handover": "expert ranks beside GPU stages",
+    "tests.native.emulated._emulated_levels": "tests of kernels for other processors",
 }
 """What is missing without each module."""
 
 
 class OptionalBuild(build_ext):
     """A native module that cannot be built costs one line, not the installation."""
+
+    def finalize_options(self) -> None:
+        """Leave out what only tests need, unless the modules come to lie in the source tree."""
+        super().finalize_options()
+        if not (self.inplace or self.editable_mode):
+            self.extensions = [one for one in self.extensions if not is_for_tests(one)]
 
     def build_extension(self, extension: Extension) -> None:
         """Build, or say why not and what is missing without it."""
@@ -36,7 +43,39 @@ class OptionalBuild(build_ext):
 
 
 LEVELS = os.environ.get("RAY_HETERO_LEVELS", "*").split(",")
-"""Levels of instruction sets to compile, like avx2,portable; for shorter builds while working."""
+"""Levels of instruction sets to compile, like avx2,portable,emulated; for shorter builds while
+working."""
+
+
+def is_for_tests(extension: Extension) -> bool:
+    """Whether a module is no part of the package."""
+    return extension.name.startswith("tests.")
+
+
+def emulated_levels() -> list[Extension]:
+    """The module of levels whose instructions are emulated; none if its level is not asked for."""
+    folder = "tests/native/emulated"
+    if not {"*", "emulated"} & set(LEVELS):
+        # One that was built before would meet kernels that have changed.
+        for old in glob(f"{folder}/*.so"):
+            os.remove(old)
+        return []
+    return [
+        Pybind11Extension(
+            "tests.native.emulated._emulated_levels",
+            sorted(glob(f"{folder}/*.cpp")),
+            depends=sorted(glob(f"{folder}/*.h") + glob("csrc/kernels/**/*.h", recursive=True)),
+            include_dirs=["csrc/kernels", "tests/native"],
+            cxx_std=17,
+            # What instructions round by themselves must not be contracted.  GCC 12 takes scales for
+            # not initialised that each case of their type sets.
+            extra_compile_args=["-O1", "-ftree-vectorize", "-ffp-contract=off", "-Wall", "-Wextra",
+                                "-Wno-psabi", "-Wno-maybe-uninitialized", "-fopenmp"],
+            extra_link_args=["-fopenmp"],
+            optional=True,
+        )
+    ]  # fmt: skip
+
 
 # Each level is a file of its own, and a core compiles each.
 ParallelCompile().install()
@@ -74,6 +113,7 @@ setup(
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
             optional=True,
         ),
+        *emulated_levels(),
     ],
     cmdclass={"build_ext": OptionalBuild},
 )

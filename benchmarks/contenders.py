@@ -269,6 +269,30 @@ def cpu_only(sockets: int) -> list[Contender]:
     ]
 
 
+def cpu_formats(cpus: Sequence[int]) -> list[Contender]:
+    """One CPU rank on a host without a GPU, beside vLLM's own, with weights in each format.
+
+    Args:
+        cpus: logical CPUs that both compute on.
+
+    """
+    here = ",".join(map(str, cpus))
+    config = {"cpu": {"reserved_cores": 0, "kv_cache_gib": 1}}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": here, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    found = []
+    for stored in (None, *QUANTISED):
+        pair = (
+            hetero("ray_hetero", ["cpu"], config=config, engine={}, reads="socket"),
+            stock_engine("vllm", {}, "socket", "--backend", "mp", environment=environment),
+        )
+        more = ("--stored", stored) if stored else ()
+        found += [
+            replace(one, name=f"{one.name} {stored or 'bf16'}", command=(*one.command, *more))
+            for one in pair
+        ]
+    return found
+
+
 def mp(name: str, sizes: Mapping[str, int], reads: str, shares: int) -> Contender:
     """vLLM's own CPU ranks, in groups of these sizes, so many of them a socket."""
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2"}

@@ -21,17 +21,16 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")
 import torch
 from experts import Repeated, Shape, experts_of
+from gpu_timing import copied, milliseconds, without_copies
 
+from placement.units import GIB
 from ray_hetero import _streaming_linear as native
-from ray_hetero.kernels.expert_pieces import ExpertReader, Piece
 from ray_hetero.kernels.expert_rates import random_tokens
 from ray_hetero.kernels.expert_room import SharedRoom
 from ray_hetero.kernels.experts import RoutedExperts
@@ -39,31 +38,6 @@ from ray_hetero.kernels.gpu_experts import GpuExperts
 from ray_hetero.kernels.linked_experts import received, shared
 from ray_hetero.weight_formats import FORMATS
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand
-
-GIB = 2**30
-
-
-def without_copies(reader: ExpertReader) -> Callable[[Piece], None]:
-    """In the place of the reader's `_fetch`: nothing is copied."""
-
-    def fetch(piece: Piece) -> None:
-        slot = next(reader._slots)
-        slot.piece = piece
-        reader._ahead.append(slot)
-
-    return fetch
-
-
-def milliseconds(work: Callable[[], Any], repeats: int) -> float:
-    """Median of so many."""
-    times = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
-    return round(statistics.median(times[2:]), 2)
 
 
 def main() -> None:
@@ -108,14 +82,11 @@ def measure(options: argparse.Namespace, kind: str) -> None:
         "take_s": round(time.perf_counter() - start, 1),
     }  # fmt: skip
     print("ABOUT " + json.dumps(about), flush=True)
-    reader = gpu._reader
-    fetch, turn = reader._fetch, itertools.count()
+    # Private names: what only a benchmark leaves out.
+    reader, turn = gpu._reader, itertools.count()
 
     def copy() -> None:
-        for piece in gpu._layers[next(turn) % len(layers)].pieces:
-            reader._ahead.clear()
-            fetch(piece)
-        reader._ahead.clear()
+        copied(reader, gpu._layers[next(turn) % len(layers)].pieces)
 
     link = milliseconds(copy, options.repeats)
     for tokens in map(int, options.tokens.split(",")):
@@ -129,12 +100,8 @@ def measure(options: argparse.Namespace, kind: str) -> None:
                 gpu.sums(x, weights, ids, layer)
 
         found: dict[str, float] = {"link_ms": link}
-        # Private names: what only a benchmark leaves out.
-        reader._fetch = without_copies(reader)  # type: ignore[method-assign]
-        reader._ahead.clear()
-        found["gpu_ms"] = round(milliseconds(run, options.repeats) / len(layers), 2)
-        reader._fetch = fetch  # type: ignore[method-assign]
-        reader._ahead.clear()
+        with without_copies(reader):
+            found["gpu_ms"] = round(milliseconds(run, options.repeats) / len(layers), 2)
         found["layer_ms"] = round(milliseconds(run, options.repeats) / len(layers), 2)
         found["floor_ms"] = max(link, found["gpu_ms"])
         if options.cores:

@@ -20,6 +20,7 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 from shapes import SHAPES, layer_bytes
 
+from ray_hetero.config import CpuConfig
 from ray_hetero.kernels import streaming_linear
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention, QkvInput
 from ray_hetero.kernels.post_attention import PostAttentionBlock
@@ -80,7 +81,7 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    kernel = streaming_linear.choose("streaming")
+    kernel = streaming_linear.choose(CpuConfig(linear_kernel="streaming"))
     assert kernel is not None
     shape = SHAPES[options.shape]
     layers = [made(shape, kernel) for _ in range(options.layers)]

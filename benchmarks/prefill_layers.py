@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_timing import copied, milliseconds, without_copies
 from shapes import SHAPES
 
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
@@ -58,20 +57,6 @@ class RandomCompact:
         return np.arange(count, dtype=np.int64) * (weights // max(1, count)), np.zeros(
             count, dtype=np.uint16
         )
-
-
-class NoCopies(GpuPrefill):
-    """The same without copies of weights."""
-
-    copies = True
-
-    def _fetch(self, piece: Any) -> None:
-        if self.copies:
-            super()._fetch(piece)
-            return
-        slot = next(self._slots)
-        slot.piece = piece
-        self._ahead.append(slot)
 
 
 def linear(outputs: int, inputs: int, *, is_compact: bool, gpu: GpuPrefill) -> Any:
@@ -142,25 +127,10 @@ class Write:
         flat[slots, :, :size], flat[slots, :, size:] = keys, values
 
 
-def milliseconds(work: Callable[[], Any], repeats: int) -> float:
-    """Median of so many."""
-    times = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
-    return round(statistics.median(times[2:]), 2)
-
-
-def link_only(gpu: NoCopies) -> None:
+def link_only(gpu: GpuPrefill) -> None:
     """Copy all weights once."""
-    pieces = [piece for found in gpu._pieces.values() for piece in found]
-    for piece in pieces:
-        gpu._ahead.clear()
-        gpu._fetch(piece)
-    gpu._ahead.clear()
+    # Private names: what only a benchmark leaves out.
+    copied(gpu._reader, (piece for found in gpu._pieces.values() for piece in found))
 
 
 def main() -> None:
@@ -176,7 +146,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens = sorted(map(int, options.tokens.split(",")))
     options.most, options.cached = tokens[-1], sorted(map(int, options.cached.split(",")))
-    gpu = NoCopies(torch.device("cuda:0"), options.most)
+    gpu = GpuPrefill(torch.device("cuda:0"), options.most)
     layers, shape = made_layers(options, gpu)
     start = time.perf_counter()
     taken = gpu.take()
@@ -204,7 +174,7 @@ def main() -> None:
 
 
 def measure(
-    options: argparse.Namespace, on_gpu: GpuLayers, gpu: NoCopies,
+    options: argparse.Namespace, on_gpu: GpuLayers, gpu: GpuPrefill,
     caches: tuple[torch.Tensor, ...], count: int, cached: int, link: float,
 ) -> None:  # fmt: skip
     """Measure one step and print it."""
@@ -218,11 +188,8 @@ def measure(
     def step() -> None:
         on_gpu(slots, hidden, None, rows, places, lambda: None)
 
-    gpu.copies = False
-    gpu._ahead.clear()
-    alone = milliseconds(step, options.repeats)
-    gpu.copies = True
-    gpu._ahead.clear()
+    with without_copies(gpu._reader):
+        alone = milliseconds(step, options.repeats)
     both = milliseconds(step, options.repeats)
     peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     result = {

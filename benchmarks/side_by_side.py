@@ -9,7 +9,8 @@
     python benchmarks/side_by_side.py --case formats --out results-formats  # FP8 and four bits
     python benchmarks/side_by_side.py --shape 30b-a3b-16 --outside 8 --out results-experts
 
-On a host without a GPU, two CPU ranks beside vLLM's own `mp`.  `--list` names the contenders,
+On a host without a GPU, two CPU ranks beside vLLM's own `mp`, and in the case `formats` one rank
+beside vLLM's own.  `--list` names the contenders,
 `--contenders` chooses some.  Results are written after each contender, into what `--out` already
 holds, so that a run may be done in parts.  With `--in-turns` all contenders start side by side and
 measure in turns, once each a round, so that all see the same minutes of the host.  Contenders that
@@ -31,6 +32,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,19 @@ OUTPUT_TOKENS = {"budget": 256, "drafts": 128}
 IN_FLIGHT = "32x128"
 BATCHES = (1, 8, 32, 128)
 PROMPTS = (128, 1024, 8192)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all contenders of a run have in common."""
+
+    options: argparse.Namespace
+    split: Split
+    points: str
+    ranks: list[tuple[int, ...]]
+    """Logical CPUs of each CPU rank, whose bandwidth is measured between contenders."""
+    found: dict[str, Any]
+    """What has been measured; written after each contender."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -105,98 +120,77 @@ def main() -> None:
     if reserved is None:
         # As the engine keeps them on its own node.
         reserved = 2 if gpu is not None and (os.cpu_count() or 1) >= 8 else 0
-    ranks = floor.compute_cpus(reserved, 1 if gpu is not None else 2)
+    is_one = gpu is not None or options.case == "formats"
+    ranks = floor.compute_cpus(reserved, 1 if is_one else 2)
+    run = Run(options, split, points, ranks, found)
     if options.in_turns:
-        taking_turns(wanted, split, points, ranks, options, found)
+        taking_turns(wanted, run)
     else:
-        one_after_the_other(wanted, split, points, ranks, options, found)
+        one_after_the_other(wanted, run)
     if not options.arrival:
         print(table(found, width=130), end="")
 
 
-def one_after_the_other(
-    wanted: list[Contender],
-    split: Split,
-    points: str,
-    ranks: list[tuple[int, ...]],
-    options: argparse.Namespace,
-    found: dict[str, Any],
-) -> None:
+def one_after_the_other(wanted: list[Contender], run: Run) -> None:
     """Start, measure and end each contender before the next; written down after each."""
+    outcomes = run.found["contenders"]
     for contender in wanted:
-        before = floor.socket_bandwidths(ranks)
-        outcome = run(contender, split, points, options)
-        outcome["bandwidths"] = [before, floor.socket_bandwidths(ranks)]
-        earlier = found["contenders"].get(contender.name)
-        found["contenders"][contender.name] = merged(earlier, outcome) if earlier else outcome
-        write(options.out, found)
+        before = floor.socket_bandwidths(run.ranks)
+        outcome = measured(contender, run)
+        outcome["bandwidths"] = [before, floor.socket_bandwidths(run.ranks)]
+        earlier = outcomes.get(contender.name)
+        outcomes[contender.name] = merged(earlier, outcome) if earlier else outcome
+        write(run.options.out, run.found)
         print(contender.name, outcome["status"], outcome["points"] or outcome["arrivals"],
               flush=True)  # fmt: skip
 
 
-def taking_turns(
-    wanted: list[Contender],
-    split: Split,
-    points: str,
-    ranks: list[tuple[int, ...]],
-    options: argparse.Namespace,
-    found: dict[str, Any],
-) -> None:
+def taking_turns(wanted: list[Contender], run: Run) -> None:
     """Start all contenders side by side and have each measure once a round.
 
     Written down after each turn.  A contender that does not start, or fails in a turn, has the
     points of the rounds before and the end of its output.
     """
-    outcomes = found["contenders"]
+    outcomes = run.found["contenders"]
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(wanted)) as pool:
-            starts = [
-                (one, pool.submit(started, one, split, points, options, stack)) for one in wanted
-            ]
+            starts = [(one, pool.submit(started, one, run, stack)) for one in wanted]
         turns = {}
         for contender, start in starts:
-            outcomes[contender.name] = outcome_of(contender, split, points, options)
+            outcomes[contender.name] = outcome_of(contender, run)
             try:
                 turns[contender.name] = start.result()
             except contender_process.NoTurnError as error:
                 outcomes[contender.name] |= {"status": "not started", "end_of_output": str(error)}
         rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in turns}
-        for _ in range(options.repeats):
+        for _ in range(run.options.repeats):
             for name in list(turns):
                 # Ranks of the engine before look for messages without a pause for a second.
                 time.sleep(1.5)
-                outcomes[name]["bandwidths"].append(floor.socket_bandwidths(ranks))
+                outcomes[name]["bandwidths"].append(floor.socket_bandwidths(run.ranks))
                 try:
                     said = turns[name].next()
                 except contender_process.NoTurnError as error:
                     outcomes[name] |= {"status": "failed", "end_of_output": str(error)}
                     del turns[name]
-                    write(options.out, found)
+                    write(run.options.out, run.found)
                     continue
                 rounds[name].append(said.answers("RESULT "))
                 outcomes[name]["arrivals"] += said.answers("ARRIVAL ")
                 outcomes[name]["points"] = [together(of) for of in zip(*rounds[name], strict=True)]
-                write(options.out, found)
+                write(run.options.out, run.found)
                 print(name, said.seconds, rounds[name][-1] or outcomes[name]["arrivals"][-1],
                       flush=True)  # fmt: skip
 
 
-def started(
-    contender: Contender,
-    split: Split,
-    points: str,
-    options: argparse.Namespace,
-    stack: ExitStack,
-) -> contender_process.Turns:
+def started(contender: Contender, run: Run, stack: ExitStack) -> contender_process.Turns:
     """The contender, ready to measure; the stack ends it."""
     claims = Path(tempfile.gettempdir()) / f"ray_hetero-turns-{os.getpid()}-{id(contender)}"
     # Engines that take turns share their socket; claims are there to prevent that.
     environment = {**contender.environment, "RAY_HETERO_CLAIM_DIR": str(claims)}
-    command = [*command_of(contender, split, points, options), "--turns"]
+    command, log = [*command_of(contender, run), "--turns"], log_of(contender, run)
     return stack.enter_context(
-        contender_process.in_turns(
-            command, environment, log_of(contender, options), options.timeout
-        )
+        contender_process.in_turns(command, environment, log, run.options.timeout)
     )
 
 
@@ -235,6 +229,8 @@ def all_contenders(
     if gpu is None:
         if options.case == "drafts":
             return contenders.drafting(split, sockets=floor.sockets())
+        if options.case == "formats":
+            return contenders.cpu_formats(floor.compute_cpus(0, 1)[0])
         return contenders.cpu_only(floor.sockets())
     # In the budget case one step holds the prompts of all eight requests, and a second buffer for
     # prefetching does not fit beside half of the layers.
@@ -332,14 +328,11 @@ def write(out: Path, found: dict[str, Any]) -> None:
     out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def run(
-    contender: Contender, split: Split, points: str, options: argparse.Namespace
-) -> dict[str, Any]:
+def measured(contender: Contender, run: Run) -> dict[str, Any]:
     """One contender in a process of its own, from its start to its end."""
-    command = command_of(contender, split, points, options)
-    log = log_of(contender, options)
-    outcome = contender_process.run(command, contender.environment, log, options.timeout)
-    return outcome_of(contender, split, points, options) | {
+    command, log = command_of(contender, run), log_of(contender, run)
+    outcome = contender_process.run(command, contender.environment, log, run.options.timeout)
+    return outcome_of(contender, run) | {
         "status": outcome.status,
         "seconds": outcome.seconds,
         "points": outcome.answers("RESULT "),
@@ -349,11 +342,9 @@ def run(
     }
 
 
-def outcome_of(
-    contender: Contender, split: Split, points: str, options: argparse.Namespace
-) -> dict[str, Any]:
+def outcome_of(contender: Contender, run: Run) -> dict[str, Any]:
     """What is known of a contender before it has measured anything."""
-    command = command_of(contender, split, points, options)
+    command = command_of(contender, run)
     return {
         "status": 0,
         "seconds": None,
@@ -367,18 +358,17 @@ def outcome_of(
     }
 
 
-def log_of(contender: Contender, options: argparse.Namespace) -> Path:
+def log_of(contender: Contender, run: Run) -> Path:
     """The file for what a contender says."""
-    return Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
+    return Path(f"{run.options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
 
 
-def command_of(
-    contender: Contender, split: Split, points: str, options: argparse.Namespace
-) -> list[str]:
+def command_of(contender: Contender, run: Run) -> list[str]:
     """A contender's command with the shape and what is measured."""
-    command = [*contender.command, "--shape", split.shape]
+    options = run.options
+    command = [*contender.command, "--shape", run.split.shape]
     repeats = 1 if options.in_turns else options.repeats
-    command += ["--points", contender.points or points, "--repeats", str(repeats)]
+    command += ["--points", contender.points or run.points, "--repeats", str(repeats)]
     command += ["--point-seconds", str(options.point_seconds)]
     tokens = options.output_tokens or OUTPUT_TOKENS.get(options.case, 32)
     command += ["--output-tokens", str(tokens)]

@@ -91,7 +91,8 @@ class CpuConfig(_Section):
     linear_kernel: Literal["auto", "streaming", "vllm"] = "auto"
     """What computes linear layers, quantised ones too, and unquantised experts in bfloat16: kernels
     that read the weights at the socket's bandwidth, or vLLM's own; auto takes the former where
-    there is AMX, and where vLLM has none for a quantised layer."""
+    there is AMX, where there is AVX2 without AVX-512, and where vLLM has none for a quantised
+    layer."""
     fuse_layers: bool = True
     """Whether the layers of a stage are one operator, where linear layers stream and the model is
     one it is known for."""
@@ -111,6 +112,19 @@ class CpuConfig(_Section):
     the share."""
     env: Environment = {}
     """Added to the environment of CPU ranks."""
+
+    def streams(self, level: str | None) -> bool:
+        """Whether linear layers stream their weights on a processor.
+
+        Args:
+            level: the best of its sets of instructions: amx, avx512_bf16, avx512, avx2; None is
+                none of them, or not known.
+
+        """
+        if self.linear_kernel != "auto":
+            return self.linear_kernel == "streaming"
+        # vLLM has kernels for bf16 from AVX-512 on; for AVX2 it calls PyTorch's product.
+        return level in ("amx", "avx2")
 
     def weight_format(self, *, has_amx: bool) -> str:
         """Name of the format (weight_formats/) that linear layers that stream are to hold."""

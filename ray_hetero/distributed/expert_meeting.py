@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ray_hetero.distributed.expert_memory import Geometry, HandoverMemory, RemoteLayer
+from ray_hetero.distributed.unix_sockets import user_of
 from ray_hetero.errors import StartupError
 
 NOTE = b"\0"
@@ -28,8 +28,6 @@ MOST_BYTES = 1 << 20
 """Of one message between the two."""
 LIMIT = "startup.load_timeout_s"
 """Name of the setting that limits these waits."""
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user and group, as SO_PEERCRED answers."""
 
 
 def address_of(meeting: str, stage: int) -> bytes:
@@ -126,7 +124,7 @@ class ExpertMeeting:
             with naming(" and ".join(missing), limit_s):
                 self._listener.settimeout(max(0.01, deadline - time.monotonic()))
                 connection = self._listener.accept()[0]
-                if _user_of(connection) != os.getuid():
+                if user_of(connection) != os.getuid():
                     connection.close()
                     continue
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -211,9 +209,3 @@ def is_ready(reached: Reached) -> None:
 
 def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _user_of(connection: socket.socket) -> int:
-    answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(answer)[1]
-    return user

@@ -3,15 +3,13 @@
 It holds the words of csrc/handover/words.h, and behind them a layer's tokens, the experts chosen
 for each, the weights of these, and each expert rank's results.
 
-The memory has no name that could stay behind, and is sealed: nobody can make it smaller under the
-others' feet.  See memfd_create(2) and fcntl(2).
+The memory has no name that could stay behind, and nobody can make it smaller under the others'
+feet (runtime/sealed_memory.py).
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from placement.host import native as host_memory
 from placement.plan.cost import HANDOVER_TOKENS
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.log import logger
+from ray_hetero.runtime import sealed_memory
 
 try:
     _native: ModuleType | None = importlib.import_module("ray_hetero._expert_handover")
@@ -32,7 +31,6 @@ except ImportError:
     _native = None
 
 PAGE = 4096
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MOST_TOKENS = HANDOVER_TOKENS
 """Of one handover; a step of more tokens is handed over in pieces.  So many are enough for the
 experts' products, and the memory stays small."""
@@ -124,13 +122,13 @@ class HandoverMemory:
 
     def __init__(self, descriptor: int, geometry: Geometry) -> None:
         found = os.fstat(descriptor).st_size
-        if found != geometry.nbytes or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        if not sealed_memory.has_size(descriptor, geometry.nbytes):
             raise RuntimeError(
                 f"the shared memory of expert ranks has {found} bytes, expected {geometry.nbytes}, "
                 "sealed; do all ranks run the same release?"
             )
         self.geometry = geometry
-        self.memory = torch.frombuffer(mmap.mmap(descriptor, found), dtype=torch.uint8)
+        self.memory = sealed_memory.mapped(descriptor, found)
         """uint8, [bytes of the geometry]."""
 
     @staticmethod
@@ -141,10 +139,7 @@ class HandoverMemory:
             OSError: the system gives none.
 
         """
-        descriptor = os.memfd_create("ray_hetero-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.truncate(descriptor, geometry.nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        return descriptor
+        return sealed_memory.made("ray_hetero-experts", geometry.nbytes)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

@@ -18,12 +18,13 @@ from contextlib import ExitStack
 from placement.errors import NativeError
 from placement.host import native
 from placement.host.sysfs import machine_id
-from ray_hetero.distributed import shared_memory
+from ray_hetero.distributed import unix_sockets
 from ray_hetero.distributed.link import Terms, WaitUntilRead
 from ray_hetero.distributed.messages import Message, OnItsWay, There
 from ray_hetero.distributed.neighbour import Neighbour
-from ray_hetero.distributed.shared_memory import NOTE
+from ray_hetero.distributed.unix_sockets import NOTE
 from ray_hetero.log import logger
+from ray_hetero.runtime import sealed_memory
 from ray_hetero.runtime.locked_pages import lock_pages
 
 
@@ -47,7 +48,7 @@ class SharedMemoryLink:
         machine, _, name = address.partition(b"\0")
         if not machine or machine != machine_id().encode():
             return None
-        connection = Connection(shared_memory.unix_socket(terms.timeout_s), neighbour.rank)
+        connection = Connection(unix_sockets.unix_socket(terms.timeout_s), neighbour.rank)
         try:
             connection.socket.connect(b"\0" + name)
         except OSError:
@@ -120,13 +121,13 @@ class SharedMessages:
     def __init__(self, descriptor: int, terms: Terms) -> None:
         each, number = terms.packing.message_bytes(terms.capacity), _number(terms)
         expected = _total_bytes(terms)
-        if not shared_memory.is_sealed(descriptor, expected):
+        if not sealed_memory.has_size(descriptor, expected):
             found = os.fstat(descriptor).st_size
             raise RuntimeError(
                 f"the shared memory of a stage boundary has {found} bytes, expected {expected} "
                 f"({number} messages of {each} bytes), sealed; do all ranks run the same release?"
             )
-        self.memory = shared_memory.mapped(descriptor, expected)
+        self.memory = sealed_memory.mapped(descriptor, expected)
         """uint8, [bytes of all messages]."""
         self.messages = [Message(terms.packing, part) for part in self.memory.split(each)]
 
@@ -168,12 +169,12 @@ class SharedMemoryOffer:
         self._terms = terms
         self._rank = rank
         with ExitStack() as stack:
-            self._descriptor = shared_memory.made("ray_hetero-messages", _total_bytes(terms))
+            self._descriptor = sealed_memory.made("ray_hetero-messages", _total_bytes(terms))
             stack.callback(os.close, self._descriptor)
             self._shared = SharedMessages(self._descriptor, terms)
-            self._listener = shared_memory.unix_socket(terms.timeout_s)
+            self._listener = unix_sockets.unix_socket(terms.timeout_s)
             stack.enter_context(self._listener)
-            self._name = shared_memory.bind_abstract(self._listener)
+            self._name = unix_sockets.bind_abstract(self._listener)
             self._open = stack.pop_all()
 
     @property
@@ -190,7 +191,7 @@ class SharedMemoryOffer:
         """
         connection = Connection(self._listener, self._rank)
         try:
-            end = shared_memory.accepted(self._listener)
+            end = unix_sockets.accepted(self._listener)
             end.settimeout(self._terms.timeout_s)
             socket.send_fds(end, [NOTE], [self._descriptor])
             connection = Connection(end, self._rank)

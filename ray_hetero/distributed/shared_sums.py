@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from placement.host.sysfs import machine_id
-from ray_hetero.distributed import shared_memory
+from ray_hetero.distributed import unix_sockets
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms
 from ray_hetero.log import logger
+from ray_hetero.runtime import sealed_memory
 
 _MEMBER = struct.Struct("i")
 """What a rank that connects says: its place in the group."""
@@ -104,11 +105,11 @@ def _begin(own: int, members: int, size: int, gather: Gather, limit_s: float) ->
     """Make the memory and hand it to all others."""
     with ExitStack() as stack, ExitStack() as kept:
         try:
-            descriptor = shared_memory.made("ray_hetero-sums", size)
+            descriptor = sealed_memory.made("ray_hetero-sums", size)
             stack.callback(os.close, descriptor)
-            listener = stack.enter_context(shared_memory.unix_socket(limit_s))
-            address = machine_id().encode(), shared_memory.bind_abstract(listener, members)
-            memory = shared_memory.mapped(descriptor, size)
+            listener = stack.enter_context(unix_sockets.unix_socket(limit_s))
+            address = machine_id().encode(), unix_sockets.bind_abstract(listener, members)
+            memory = sealed_memory.mapped(descriptor, size)
         except OSError as error:
             logger.warning("no memory can be shared: %s", error)
             gather(None)
@@ -118,10 +119,10 @@ def _begin(own: int, members: int, size: int, gather: Gather, limit_s: float) ->
             return None
         connections: list[socket.socket | None] = [None] * members
         for _ in range(members - 1):
-            end = kept.enter_context(shared_memory.accepted(listener))
+            end = kept.enter_context(unix_sockets.accepted(listener))
             end.settimeout(limit_s)
             (member,) = _MEMBER.unpack(end.recv(_MEMBER.size))
-            socket.send_fds(end, [shared_memory.NOTE], [descriptor])
+            socket.send_fds(end, [unix_sockets.NOTE], [descriptor])
             connections[member] = end
         kept.pop_all()
         return memory, connections
@@ -133,20 +134,20 @@ def _join(own: int, members: int, size: int, gather: Gather, limit_s: float) -> 
         address = gather(None)[0]
         if address is None:
             return None
-        connection = kept.enter_context(shared_memory.unix_socket(limit_s))
+        connection = kept.enter_context(unix_sockets.unix_socket(limit_s))
         if not all(gather(_is_connected(connection, *address))):
             return None
         connection.send(_MEMBER.pack(own))
-        _, descriptors, _, _ = socket.recv_fds(connection, len(shared_memory.NOTE), 1)
+        _, descriptors, _, _ = socket.recv_fds(connection, len(unix_sockets.NOTE), 1)
         if not descriptors:
             raise RuntimeError("the first rank of this tensor-parallel group has ended")
         stack.callback(os.close, descriptors[0])
-        if not shared_memory.is_sealed(descriptors[0], size):
+        if not sealed_memory.has_size(descriptors[0], size):
             raise RuntimeError(
                 f"the memory for the sums of a tensor-parallel group has not {size} bytes, sealed; "
                 "do all ranks run the same release?"
             )
-        memory = shared_memory.mapped(descriptors[0], size)
+        memory = sealed_memory.mapped(descriptors[0], size)
         kept.pop_all()
         return memory, [connection, *[None] * (members - 1)]
 

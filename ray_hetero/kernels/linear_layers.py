@@ -60,7 +60,7 @@ class LinearLayers:
         self._bytes = self._bytes_before = 0
         self._is_loaded = False
         self._experts: ExpertLayers | None = None
-        self._kernel = streaming_linear.choose(config.linear_kernel)
+        self._kernel = streaming_linear.choose(config)
         self._streams = self._kernel is not None
         if config.prefill_on_gpu is True:
             self._check_borrowing(gpu)
@@ -91,7 +91,8 @@ class LinearLayers:
         if not self._streams:
             raise UnsupportedError(
                 "cpu.prefill_on_gpu is true, but linear layers are vLLM's own here: this processor "
-                "has no AMX, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
+                "has AVX-512 without AMX, or cpu.linear_kernel says so. Type: "
+                "cpu.linear_kernel: streaming"
             )
 
     def _packed(self, layer: torch.nn.Module) -> torch.Tensor:

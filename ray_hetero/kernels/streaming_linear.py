@@ -13,12 +13,13 @@ import functools
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat.custom_ops import vllm_ops
+from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.rank_sums import RankSums
@@ -28,8 +29,6 @@ try:
     _native: ModuleType | None = importlib.import_module("ray_hetero._streaming_linear")
 except ImportError:
     _native = None
-
-Choice = Literal["auto", "streaming", "vllm"]
 
 MULTIPLE = 32
 """Of inputs and outputs, as the packed layout has them."""
@@ -157,24 +156,20 @@ def _registered() -> StreamingLinear:
     return kernel
 
 
-def choose(choice: Choice) -> StreamingLinear | None:
+def choose(config: CpuConfig) -> StreamingLinear | None:
     """What this process's linear layers are to stream with; None for vLLM's kernels.
-
-    `auto` streams where there is AMX, the processors it was measured on.
 
     Raises:
         UnsupportedError: streaming was asked for and cannot be had here.
 
     """
-    if choice == "vllm":
-        return None
     missing = _missing()
-    if choice == "streaming" and missing:
+    if missing and config.linear_kernel == "streaming":
         raise UnsupportedError(
             f"cpu.linear_kernel is 'streaming', but {missing}. "
             "Leave the setting out for vLLM's kernels."
         )
-    if missing or (choice == "auto" and not _has_amx()):
+    if _native is None or not config.streams(_native.levels()[-1].name):
         return None
     return _registered()
 
@@ -188,10 +183,6 @@ def _missing() -> str:
     if _native is None:
         return "ray-hetero was installed without a C++ compiler (see `ray-hetero doctor`)"
     return ""
-
-
-def _has_amx() -> bool:
-    return _native is not None and any(level.name == "amx" for level in _native.levels())
 
 
 def suits(weight: torch.Tensor) -> bool:

@@ -7,11 +7,12 @@ piece the last time is on its way over the link while the piece is computed with
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -49,9 +50,19 @@ def cut(weight: HostWeight, device: torch.device) -> Iterator[Piece]:
         yield Piece(weight.data[begin:end], begin, end, inputs, expansion)
 
 
+class Following(Protocol):
+    """What a GPU reads at once, and what it reads next."""
+
+    after: Any
+    """Another one, or None."""
+
+
+Read = TypeVar("Read", bound=Following)
+
+
 @dataclass(eq=False)
-class _Slot:
-    """Memory on the GPU for one piece."""
+class Slot(Generic[Read]):
+    """Memory on the GPU for one piece as it is stored."""
 
     memory: torch.Tensor
     """Bytes."""
@@ -59,10 +70,64 @@ class _Slot:
     """Event: the piece has come."""
     free: Any
     """Event: nothing reads it any more."""
-    piece: Piece | None = None
+    piece: Read | None = None
 
 
-class PieceReader:
+class LinkReader(ABC, Generic[Read]):
+    """Reads pieces over the link on a stream of its own, each ahead of its use.
+
+    Args:
+        device: the GPU; for tests the CPU.
+        module: that makes its streams and events.
+        slots: pieces on the GPU.
+        nbytes: of a slot.
+
+    """
+
+    def __init__(self, device: torch.device, module: Any, slots: int, nbytes: int) -> None:
+        self._copying = module.Stream()
+        self._count = slots
+        made: list[Slot[Read]] = [
+            Slot(torch.empty(nbytes, dtype=torch.uint8, device=device), module.Event(),
+                 module.Event())
+            for _ in range(slots)
+        ]  # fmt: skip
+        self._slots = itertools.cycle(made)
+        self._ahead: deque[Slot[Read]] = deque()
+
+    @abstractmethod
+    def copies(self, piece: Read) -> Iterator[tuple[torch.Tensor, int]]:
+        """What of a piece is to be copied, as bytes, and to where in a slot."""
+
+    def forget(self) -> None:
+        """What was ordered ahead does not come."""
+        self._ahead.clear()
+
+    def fetch(self, piece: Read) -> None:
+        """Order a piece."""
+        slot = next(self._slots)
+        with current(self._copying):
+            self._copying.wait_event(slot.free)
+            for rows, at in self.copies(piece):
+                slot.memory[at : at + rows.numel()].copy_(rows, non_blocking=True)
+            slot.ready.record(self._copying)
+        slot.piece = piece
+        self._ahead.append(slot)
+
+    def read_ahead(self, last: Read) -> None:
+        """Order what comes after the last piece that was ordered, as far as there are slots.
+
+        Args:
+            last: that piece, where all have come.
+
+        """
+        following = (self._ahead[-1].piece or last) if self._ahead else last
+        while len(self._ahead) < self._count and following.after is not None:
+            following = following.after
+            self.fetch(following)
+
+
+class PieceReader(LinkReader[Piece]):
     """Reads pieces over the link and expands them, on a stream of its own beside the products.
 
     Args:
@@ -74,19 +139,15 @@ class PieceReader:
     """
 
     def __init__(self, device: torch.device, module: Any, computing: Any, inputs: int) -> None:
-        self._computing, self._copying = computing, module.Stream()
-        elements = piece_bytes(inputs) // BF16_BYTES
-
-        def memory() -> torch.Tensor:
-            return torch.empty(elements, dtype=torch.bfloat16, device=device)
-
-        slots = [
-            _Slot(memory().view(torch.uint8), module.Event(), module.Event()) for _ in range(SLOTS)
-        ]
-        self._slots = itertools.cycle(slots)
-        self._expanded = memory()
-        self._ahead: deque[_Slot] = deque()
+        nbytes = piece_bytes(inputs)
+        super().__init__(device, module, SLOTS, nbytes)
+        self._computing = computing
+        self._expanded = torch.empty(nbytes // BF16_BYTES, dtype=torch.bfloat16, device=device)
         self._last: Piece | None = None
+
+    def copies(self, piece: Piece) -> Iterator[tuple[torch.Tensor, int]]:
+        """All of it."""
+        yield piece.weight.view(torch.uint8).view(-1), 0
 
     def expanded(self, piece: Piece) -> torch.Tensor:
         """The piece on the GPU, [outputs, inputs], bf16, in memory that the next one overwrites.
@@ -102,34 +163,17 @@ class PieceReader:
         weight = self._expanded[: rows * inputs]
         piece.expansion(slot.memory[: piece.weight.nbytes], weight)
         slot.free.record(self._computing)
-        self._read_ahead()
+        self.read_ahead(piece)
         return weight.view(rows, inputs)
 
-    def _slot_of(self, piece: Piece) -> _Slot:
+    def _slot_of(self, piece: Piece) -> Slot[Piece]:
         # Pieces that were expected and did not come are passed over.
         while self._ahead:
             slot = self._ahead.popleft()
             if slot.piece is piece:
                 return slot
-        self._fetch(piece)
+        self.fetch(piece)
         return self._ahead.popleft()
-
-    def _read_ahead(self) -> None:
-        """Order what came after this piece the last time, as far as there are slots."""
-        last = self._ahead[-1].piece if self._ahead else self._last
-        while len(self._ahead) < SLOTS and last is not None and last.after is not None:
-            last = last.after
-            self._fetch(last)
-
-    def _fetch(self, piece: Piece) -> None:
-        slot = next(self._slots)
-        with current(self._copying):
-            self._copying.wait_event(slot.free)
-            sent = piece.weight.view(torch.uint8).view(-1)
-            slot.memory[: sent.numel()].copy_(sent, non_blocking=True)
-            slot.ready.record(self._copying)
-        slot.piece = piece
-        self._ahead.append(slot)
 
 
 def current(stream: Any) -> AbstractContextManager[object]:

@@ -28,6 +28,8 @@ _FLOPS_PER_CORE = (
     ("amx_bf16", 2048e9), ("avx512_bf16", 154e9), ("avx512f", 128e9), ("avx2", 64e9),
 )  # fmt: skip
 _SLOWEST_CORE = 32e9
+_LEVELS = (("amx_bf16", "amx"), ("avx512f", "avx512"), ("avx2", "avx2"))
+"""What the kernels for the best set of instructions of a processor are called."""
 _REACHABLE = 0.4
 """Share of these that matrix products reach, as for the table's sockets."""
 
@@ -254,9 +256,8 @@ def _has_amx(host: Host) -> bool:
 
 def _streams(config: CpuConfig, host: Host) -> bool:
     """Whether linear layers stream their weights, as far as planning can tell."""
-    return config.linear_kernel == "streaming" or (
-        config.linear_kernel == "auto" and _has_amx(host)
-    )
+    sets = host.instruction_sets
+    return config.streams(next((name for flag, name in _LEVELS if flag in sets), None))
 
 
 def borrowers(config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host) -> int:

@@ -1,14 +1,13 @@
 """Memory of the host that other processes map too, in huge pages where the system gives them.
 
-It has no name that could stay behind, and is sealed: nobody can make it smaller under the others'
-feet.  See memfd_create(2), fcntl(2), and MADV_COLLAPSE in madvise(2), which makes huge pages of
-shared memory whatever /sys/kernel/mm/transparent_hugepage/shmem_enabled says.
+It has no name that could stay behind, and nobody can make it smaller under the others' feet
+(sealed_memory.py).  See MADV_COLLAPSE in madvise(2), which makes huge pages of shared memory
+whatever /sys/kernel/mm/transparent_hugepage/shmem_enabled says.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import weakref
@@ -16,11 +15,12 @@ from typing import Any
 
 import torch
 
+from ray_hetero.runtime import sealed_memory
+
 HUGE = 2 << 20
 """Bytes of a huge page."""
 STEP = 4 * HUGE
 """Bytes that are made huge pages at once, ahead of what is written."""
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COLLAPSE = 25
 """MADV_COLLAPSE, which Python's mmap has no name for."""
 _NONE, _FIXED = 0, 0x10
@@ -62,9 +62,8 @@ class SharedPages:
             OSError: the system gives none.
 
         """
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = sealed_memory.opened(name, nbytes)
         try:
-            os.truncate(descriptor, nbytes)
             pages = cls(descriptor, nbytes)
         except OSError:
             os.close(descriptor)
@@ -81,7 +80,7 @@ class SharedPages:
             OSError: it cannot be mapped.
 
         """
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        if not sealed_memory.is_sealed(descriptor):
             raise RuntimeError("shared memory is not sealed; do all ranks run the same release?")
         return cls(descriptor, os.fstat(descriptor).st_size)
 
@@ -116,7 +115,7 @@ class SharedPages:
         while view:
             written = os.pwrite(self.descriptor, view, end)
             view, end = view[written:], end + written
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+        sealed_memory.seal(self.descriptor)
 
 
 def _mapped(descriptor: int, nbytes: int) -> int:

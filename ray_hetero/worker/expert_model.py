@@ -63,7 +63,7 @@ def load_experts(
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    kernel = streaming_linear.choose(config.cpu.linear_kernel)
+    kernel = streaming_linear.choose(config.cpu)
     if config.cpu.linear_kernel == "auto" and vllm_config.model_config.quantization:
         # As for linear layers: vLLM's own kernels of most formats need AMX.
         kernel = kernel or streaming_linear.at_hand()

@@ -115,12 +115,17 @@ class Scene:
     def leftovers(self) -> list[str]:
         """Everything that is there now and was not there before, in words."""
         found = [f"process {pid}: {words}" for pid, words in self.processes().items()]
-        new = segments() - self.before - _held_by_others(self.marker)
-        if _others_track_semaphores(self.marker):
-            new = {name for name in new if not name.startswith(SEMAPHORES)}
-        found += [f"/dev/shm/{name}" for name in sorted(new)]
+        found += [f"/dev/shm/{name}" for name in sorted(self._new_segments())]
         found += [str(path) for path in self.temporary.glob("ray_hetero-*")]
         return found + [f"claim {holder}" for holder in self._holders()]
+
+    def _new_segments(self) -> frozenset[str]:
+        """Names in /dev/shm that the test has left there, as far as can be told."""
+        new = segments() - self.before - _held_by_others(self.marker)
+        # A semaphore is mapped under another name than it has in the end.
+        if _others_track_semaphores(self.marker):
+            return frozenset(name for name in new if not name.startswith(SEMAPHORES))
+        return new
 
     def _holders(self) -> list[str]:
         from placement.cluster.claims import held
@@ -138,7 +143,7 @@ class Scene:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not self.processes(), GONE_SECONDS)
-        for name in segments() - self.before - _held_by_others(self.marker):
+        for name in self._new_segments():
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 

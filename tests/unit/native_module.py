@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,32 @@ native: Any = streaming_linear._native
 needs_native = pytest.mark.skipif(native is None, reason="needs the native module")
 LEVELS: list[str] = [] if native is None else [level.name for level in native.levels()]
 """Sets of instructions that this processor has, by name; some are there for tests on any."""
+EMULATED_FOLDER = Path(__file__).parents[1] / "native/emulated"
+
+
+def emulated_levels() -> dict[str, Any]:
+    """Levels whose instructions are emulated, by name; none where their module is not built."""
+    built = sorted(EMULATED_FOLDER.glob("_emulated_levels*.so"))
+    if native is None or not built:
+        return {}
+    spec = importlib.util.spec_from_file_location("_emulated_levels", built[0])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {level.name: level for level in module.levels()}
+
+
+EMULATED = emulated_levels()
+TESTED = [*LEVELS, *(name for name in EMULATED if name.removeprefix("emulated_") not in LEVELS)]
+"""Levels that tests run, by name: those of this processor, and others emulated."""
+
+
+def level_of(name: str) -> Any:
+    """The level of a name, which may be emulated."""
+    return EMULATED[name] if name in EMULATED else native.level(name)
+
+
 LEVEL_SOURCES = Path(__file__).parents[2] / "csrc/kernels/levels"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

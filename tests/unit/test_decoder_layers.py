@@ -28,7 +28,7 @@ from decoder_parts import (  # noqa: E402
     linears,
     model,
 )
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sequence import IntermediateTensors  # noqa: E402
@@ -161,7 +161,7 @@ def test_an_attention_computes_what_vllms_does(
 @needs_native
 @pytest.mark.parametrize(
     ("tokens", "level"), [*((tokens, LEVELS[-1]) for tokens in (1, 40) if LEVELS),
-                          *((3, level) for level in LEVELS)],
+                          *((3, level) for level in TESTED)],
 )  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_what_they_were_one_by_one(
@@ -175,7 +175,7 @@ def test_layers_are_what_they_were_one_by_one(
     layers = layers_of(decoder)
     for number, layer in enumerate(layers):
         contexts[f"layers.{number}"] = "metadata", attends(layer), "cache", "slots"
-    kernel = StreamingLinear(native, native.level(level))
+    kernel = StreamingLinear(native, level_of(level))
     given = linears(decoder)
     (calls,) = {layer.calls for layer in known_layers(decoder, given, kernel)}
     positions = torch.arange(tokens)

@@ -99,10 +99,10 @@ def test_experts_that_no_token_has_chosen_are_not_read(monkeypatch: pytest.Monke
     torch.manual_seed(2)
     gpu = made([Layer("packed", 1).slices], 2)
     read: list[int] = []
-    fetch = gpu._reader._fetch
+    fetch = gpu._reader.fetch
     monkeypatch.setattr(
         gpu._reader,
-        "_fetch",
+        "fetch",
         lambda piece: (read.extend(n for run in piece.runs for n in range(*run)), fetch(piece)),
     )
     x, weights, ids = routed(2)

@@ -13,8 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import LEVELS as NAMES  # noqa: E402
-from native_module import native  # noqa: E402
+from native_module import EMULATED, LEVELS, TESTED, level_of, native  # noqa: E402
 from vllm import _custom_ops as vllm_ops  # noqa: E402
 from vllm.model_executor.layers.activation import SwigluOAIAndMul  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
@@ -38,9 +37,8 @@ if native is None:
     pytest.skip("needs the native module", allow_module_level=True)
 
 current_platform.import_kernels()
-LEVELS = {name: native.level(name) for name in NAMES}
-BEST = NAMES[-1]
-SLOW = {"portable", "software_tiles"}
+BEST = LEVELS[-1]
+SLOW = {"portable", "software_tiles", *EMULATED}
 CLAMPED = Activation(alpha=1.702, beta=1.0, limit=0.75)
 
 
@@ -71,7 +69,7 @@ class Given:
 
     def made(self, level: str, kind: str = "packed") -> RoutedExperts:
         return RoutedExperts(
-            self.w13, self.w2, self.w13_bias, self.w2_bias, native=native, level=LEVELS[level],
+            self.w13, self.w2, self.w13_bias, self.w2_bias, native=native, level=level_of(level),
             kind=FORMATS[kind], activation=self.activation, is_interleaved=self.is_interleaved,
         )  # fmt: skip
 
@@ -116,7 +114,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
     ("experts", "hidden", "inner", "chosen"),
@@ -135,7 +133,7 @@ def test_experts_are_those_of_a_float_reference(
         assert_close(made(x, weights, ids), given.expected(x, weights, ids))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 20, 70])
 def test_biases_and_a_limit_are_kept(tokens: int, kind: str, level: str) -> None:
@@ -150,7 +148,7 @@ def test_biases_and_a_limit_are_kept(tokens: int, kind: str, level: str) -> None
         assert_close(found, given.expected(x, weights, ids))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("tokens", [2, 33, 300])
 def test_all_tokens_may_choose_one_expert_and_some_may_be_elsewhere(
     tokens: int, level: str
@@ -168,7 +166,7 @@ def test_all_tokens_may_choose_one_expert_and_some_may_be_elsewhere(
     assert_close(made(x, weights, some), given.expected(x, weights, some))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_result_depends_neither_on_threads_nor_on_chance(
     kind: str, level: str, threads: None

@@ -92,13 +92,13 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     plain = weights()
     gpu, packed = borrowed(plain)
     fetched: list[tuple[int, int]] = []
-    fetch = PieceReader._fetch
+    fetch = PieceReader.fetch
 
     def fetch_and_count(self: PieceReader, piece: Piece) -> None:
         fetched.append((piece.weight.data_ptr(), piece.begin))
         fetch(self, piece)
 
-    monkeypatch.setattr(PieceReader, "_fetch", fetch_and_count)
+    monkeypatch.setattr(PieceReader, "fetch", fetch_and_count)
     pieces = sum(len(found) for found in gpu._pieces.values())
     assert pieces > 2 * SLOTS
 
@@ -166,7 +166,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
     layer.weight = torch.nn.Parameter(weights()[0], requires_grad=False)
     layer.bias = None
     yield layer
-    if kernel := streaming_linear.choose("auto" if native is None else "streaming"):
+    if kernel := streaming_linear.at_hand():
         kernel.prompts = None
 
 

@@ -13,6 +13,7 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from ray_hetero.compat import model_inspection
+from ray_hetero.compat.patching import STOCK
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM for CPUs")
 
@@ -22,8 +23,9 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An architecture that no cache knows, in a registry whose process cannot be started."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", [str(tmp_path / "nothing")])
-    # Put back in the end.
-    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
+    # vLLM's own, whatever an earlier test in this process has put there; put back in the end.
+    found = registry._run_in_subprocess
+    monkeypatch.setattr(registry, "_run_in_subprocess", getattr(found, STOCK, found))
     return registry.ModelRegistry.models["LlamaForCausalLM"]
 
 

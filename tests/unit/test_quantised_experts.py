@@ -10,8 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import LEVELS as NAMES  # noqa: E402
-from native_module import native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native  # noqa: E402
 from test_experts import Given, assert_close, routed  # noqa: E402
 from test_scaled_weights import exact  # noqa: E402
 
@@ -115,19 +114,22 @@ def plain(given: StoredExperts, **how: Any) -> Given:
     return Given(w13, w2, **how)
 
 
-@pytest.mark.parametrize("inner", [32, 96])
+# The best level, and those that are emulated.
+@pytest.mark.parametrize(
+    ("inner", "level"), [(32, LEVELS[-1]), *((96, level) for level in TESTED[len(LEVELS) - 1 :])]
+)
 @pytest.mark.parametrize(
     "name",
     ["fp8-tensor", "fp8-channel", "fp8-block", "mxfp4", "int4", "int4-zeros", "gptq", "awq"],
 )
-def test_results_are_those_of_the_weights(name: str, inner: int) -> None:
+def test_results_are_those_of_the_weights(name: str, inner: int, level: str) -> None:
     torch.manual_seed(inner)
     given = stored(name, inner)
     for is_interleaved, activation in ((False, SILU), (True, SWIGLU_OAI)):
         w13_bias, w2_bias = torch.randn(EXPERTS, 2 * inner), torch.randn(EXPERTS, HIDDEN)
         made = RoutedExperts.of_weights(
             held(given, native, is_interleaved=is_interleaved), EXPERTS, w13_bias, w2_bias,
-            native=native, level=native.level(NAMES[-1]), activation=activation,
+            native=native, level=level_of(level), activation=activation,
             is_interleaved=is_interleaved,
         )  # fmt: skip
         expected = plain(
@@ -146,7 +148,7 @@ def test_an_inner_size_that_does_not_fill_blocks_is_filled_up() -> None:
     given = stored("fp8-block", inner)
     made = RoutedExperts.of_weights(
         held(given, native, is_interleaved=False), EXPERTS,
-        native=native, level=native.level(NAMES[-1]),
+        native=native, level=native.level(LEVELS[-1]),
     )  # fmt: skip
     x = torch.randn(3, HIDDEN).bfloat16()
     ids, weights = routed(3, EXPERTS, 2), torch.rand(3, 2)
@@ -158,7 +160,7 @@ def test_experts_take_the_bytes_of_their_codes() -> None:
     inner = 96
     made = RoutedExperts.of_weights(
         held(stored("mxfp4", inner), native, is_interleaved=False), EXPERTS,
-        native=native, level=native.level(NAMES[-1]),
+        native=native, level=native.level(LEVELS[-1]),
     )  # fmt: skip
     weights = EXPERTS * 3 * inner * HIDDEN
     # Half a byte a weight, and an exponent for each 32.

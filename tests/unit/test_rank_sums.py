@@ -26,11 +26,11 @@ pytest.importorskip("vllm")
 import decoder_parts  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from decoder_parts import HEAD, attends, known_layers, linears, model  # noqa: E402
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
-from ray_hetero.distributed import shared_memory, shared_sums  # noqa: E402
+from ray_hetero.distributed import shared_sums, unix_sockets  # noqa: E402
 from ray_hetero.kernels import decode_step, layer_fusion  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layer_parts import (  # noqa: E402
@@ -42,6 +42,7 @@ from ray_hetero.kernels.layer_parts import (  # noqa: E402
 from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms, meeting  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.runtime import sealed_memory  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.weight_formats.base import pack  # noqa: E402
 
@@ -89,7 +90,7 @@ class Rank:
 def ranks(count: int, *, limit_s: float, doing: list[str]) -> Iterator[list[Rank]]:
     """Ranks of a group, each connected to the first one."""
     size = native.RankSums.bytes(count, 1 << 17)
-    memory = shared_memory.made("sums", size)
+    memory = sealed_memory.made("sums", size)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count - 1)]
     firsts = [-1, *(first.fileno() for first, _ in pairs)]
     others = [[second.fileno()] + [-1] * (count - 1) for _, second in pairs]
@@ -239,7 +240,7 @@ def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[PostAttenti
     return [made(0, 1), *(made(own, count) for own in range(count))]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, level: str) -> None:
@@ -247,7 +248,7 @@ def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, l
     sums = shared(count, native.FEW_TOKENS * HIDDEN)
 
     def block(parts: PostAttention, sums: RankSums | None) -> PostAttentionBlock:
-        kernel = StreamingLinear(native, native.level(level))
+        kernel = StreamingLinear(native, level_of(level))
         kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
         return PostAttentionBlock(parts, kernel)
 
@@ -299,7 +300,7 @@ class Whole(Requests):
         return made
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     count: int, level: str, monkeypatch: pytest.MonkeyPatch
@@ -315,7 +316,7 @@ def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     expected = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
     calls, kept, written = [], [], []
     for own, sums in enumerate(shared(count, native.FEW_TOKENS * decoder_parts.HIDDEN)):
-        kernel = StreamingLinear(native, native.level(level))
+        kernel = StreamingLinear(native, level_of(level))
         kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
         rank = whole.part(own)
         layers = DecoderLayers(known_layers(rank, linears(rank), kernel), kernel)
@@ -458,14 +459,16 @@ def test_ranks_that_differ_share_nothing(
     assert joined(monkeypatch, [other, TERMS]) == [None, None]
 
 
-@pytest.mark.parametrize("name", ["made", "bind_abstract"])
+@pytest.mark.parametrize(
+    ("module", "name"), [(sealed_memory, "made"), (unix_sockets, "bind_abstract")]
+)
 def test_where_the_system_gives_no_memory_nothing_is_shared(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: Any) -> Any:
         raise OSError("no more")
 
-    monkeypatch.setattr(shared_memory, name, refuse)
+    monkeypatch.setattr(module, name, refuse)
     before = set(os.listdir("/proc/self/fd"))
     assert joined(monkeypatch, [TERMS, TERMS]) == [None, None]
     assert set(os.listdir("/proc/self/fd")) == before

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.weight_formats import SCALED_FORMATS, ScaledWeight  # noqa: E402
@@ -81,8 +81,8 @@ def check(kind: type[ScaledWeight], codes: Codes) -> None:
     expected = kind.expanded(codes)
     weight = kind.stored(codes, native)
     assert weight.shape == codes.shape
-    for level in LEVELS:
-        found = weight.packed(native, native.level(level))
+    for level in TESTED:
+        found = weight.packed(native, level_of(level))
         assert torch.equal(bits(found), bits(pack(expected))), level
     on_gpu = torch.empty(expected.numel(), dtype=torch.bfloat16)
     expansion = weight.expansion(0, codes.shape[0], torch.device("cpu"))
@@ -142,14 +142,14 @@ def check_products(kind: type[ScaledWeight], codes: Codes, level: str) -> None:
     weight = kind.stored(codes, native)
     bias = torch.randn(outputs)
     # Tiles whose inputs are of several groups have expanded weights for more than a few tokens.
-    few = 4 if native.level(level).has_tiles and codes.group % BLOCK else FEW
+    few = 4 if level_of(level).has_tiles and codes.group % BLOCK else FEW
     for tokens in (1, 2, 3, 4, 9, 17, 32, 33, 70):
         plain = exact(kind, codes) if tokens <= few else kind.expanded(codes).double()
         x = torch.randn(tokens, inputs).bfloat16()
         y = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)
         native.linear(
             x=x.data_ptr(), stride=x.stride(0), w=weight.data.data_ptr(), encoding=weight.encoding,
-            bias=bias.data_ptr(), y=y.data_ptr(), m=tokens, level=native.level(level),
+            bias=bias.data_ptr(), y=y.data_ptr(), m=tokens, level=level_of(level),
         )  # fmt: skip
         expected = x.double() @ plain.T + bias
         # Sums of products in float32, of which some are large, then one rounding to bf16.
@@ -157,7 +157,7 @@ def check_products(kind: type[ScaledWeight], codes: Codes, level: str) -> None:
         assert ((y.double() - expected).abs() <= room + 2**-8 * expected.abs() + 1e-30).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_products_are_those_of_the_weight(
     kind: type[ScaledWeight], options: dict[str, Any], level: str
@@ -165,7 +165,7 @@ def test_products_are_those_of_the_weight(
     check_products(kind, made(kind, 96, 1184, 64, **options), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("group", [12, 16, 32, 48, 160, 2176])
 @pytest.mark.parametrize(("kind", "has_zeros"), [(Int4Weight, True), (Fp4Weight, False)])
 def test_products_have_groups_of_any_size(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_hetero.distributed import shared_memory
+from ray_hetero.distributed import unix_sockets
 from ray_hetero.distributed.link import Terms
 from ray_hetero.distributed.messages import Message, Packing
 from ray_hetero.distributed.neighbour import Neighbour
@@ -160,7 +160,7 @@ def test_an_offer_that_is_withdrawn_leaves_nothing() -> None:
 
 def test_processes_of_other_users_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([os.getuid() + 1, os.getuid()])
-    monkeypatch.setattr(shared_memory, "user_of", lambda connection: next(users))
+    monkeypatch.setattr(unix_sockets, "user_of", lambda connection: next(users))
     offer = offered(timeout_s=10)
     stranger, mate = (reached(offer.address, 10) for _ in range(2))
     senders: list[SharedMemorySender] = []

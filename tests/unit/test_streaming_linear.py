@@ -12,11 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.compat import cpu_linear  # noqa: E402
+from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import streaming_linear  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, HostWeight, PackedWeight  # noqa: E402
@@ -50,13 +51,13 @@ def compute(
     native.linear(
         x=x.data_ptr(), stride=x.stride(0), w=weight.data.data_ptr(), encoding=weight.encoding,
         bias=0 if bias is None else bias.data_ptr(), y=y.data_ptr(), m=tokens,
-        level=native.level(level),
+        level=level_of(level),
     )  # fmt: skip
     return y
 
 
 @needs_native
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (96, 1376), (512, 256), (544, 2080)])
@@ -81,7 +82,7 @@ def test_it_computes_what_torch_computes(
 
 
 @needs_native
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_the_result_depends_neither_on_threads_nor_on_chance(is_compact: bool, level: str) -> None:
     torch.manual_seed(1)
@@ -99,7 +100,7 @@ def test_the_result_depends_neither_on_threads_nor_on_chance(is_compact: bool, l
 
 
 @needs_native
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("tokens", [256, 257, 1024, 1025, 2100])
 def test_prompts_are_computed_in_slabs_and_pieces(
@@ -166,7 +167,7 @@ def test_levels_are_known_by_name() -> None:
 @needs_native
 def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    assert streaming_linear.choose("streaming") is not None
+    assert streaming_linear.choose(CpuConfig(linear_kernel="streaming")) is not None
     cpu_linear.use_linear(torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, packed_of)
     weight, _ = packed(64, 128, is_compact=False)
     layer = torch.nn.Module()
@@ -184,7 +185,7 @@ def test_vllms_layers_use_it_and_hold_their_weights_once(monkeypatch: pytest.Mon
 
 @needs_native
 def test_it_stays_one_operator_in_a_compiled_graph() -> None:
-    assert streaming_linear.choose("streaming") is not None
+    assert streaming_linear.choose(CpuConfig(linear_kernel="streaming")) is not None
     weight_packed = packed(64, 128, is_compact=False)[1].data
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -217,6 +218,25 @@ def test_other_layers_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_streaming_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming_linear, "_native", None)
     with pytest.raises(UnsupportedError, match="C\\+\\+ compiler"):
-        streaming_linear.choose("streaming")
-    assert streaming_linear.choose("auto") is None
-    assert streaming_linear.choose("vllm") is None
+        streaming_linear.choose(CpuConfig(linear_kernel="streaming"))
+    assert streaming_linear.choose(CpuConfig()) is None
+    assert streaming_linear.choose(CpuConfig(linear_kernel="vllm")) is None
+
+
+@needs_native
+def test_the_default_follows_the_processors_best_instructions() -> None:
+    by_default = CpuConfig()
+    levels = ("amx", "avx512_bf16", "avx512", "avx2", "portable", None)
+    assert [by_default.streams(level) for level in levels] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    for choice, streams in (("streaming", True), ("vllm", False)):
+        assert {CpuConfig(linear_kernel=choice).streams(level) for level in levels} == {streams}
+    assert native is not None
+    best = native.levels()[-1].name
+    assert (streaming_linear.choose(by_default) is not None) == by_default.streams(best)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import LEVELS, native, needs_native  # noqa: E402
+from native_module import TESTED, level_of, native, needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.weight_formats import FORMATS, CompactWeight, HostWeight  # noqa: E402
@@ -33,7 +33,7 @@ def compact(packed: torch.Tensor) -> CompactWeight:
 
 
 def expanded(weight: HostWeight, level: str) -> torch.Tensor:
-    return bits(weight.packed(native, native.level(level)))
+    return bits(weight.packed(native, level_of(level)))
 
 
 def rare(weight: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 @pytest.mark.parametrize("made", WEIGHTS.values(), ids=WEIGHTS)
 def test_expanded_they_are_what_they_were(made: object, level: str) -> None:
     assert callable(made)
@@ -75,7 +75,7 @@ def test_each_format_holds_usual_weights_in_the_bytes_that_planning_counts(name:
     assert (weight.name, weight.shape) == (name, (N, K))
     assert weight.data.nbytes == plain.nbytes * weight.read_share
     assert len(weight.data) == N
-    for level in LEVELS:
+    for level in TESTED:
         assert torch.equal(expanded(weight, level), bits(pack(plain)))
     # All blocks but the first, as a GPU expands them.
     rows = weight.data[32:].reshape(-1).view(torch.uint8)
@@ -84,7 +84,7 @@ def test_each_format_holds_usual_weights_in_the_bytes_that_planning_counts(name:
     assert torch.equal(bits(found.view(N - 32, K)), bits(plain[32:]))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TESTED)
 def test_every_bf16_there_is(level: str) -> None:
     torch.manual_seed(5)
     packed = pack(torch.randn(96, 2048).mul_(0.02).bfloat16())

@@ -1,0 +1,73 @@
+"""Memory without a name that several processes of a host map, of a size that nobody can change.
+
+See memfd_create(2), and fcntl(2) for its seals.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import torch
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""What cannot be done any more to the memory: changing its size, or its seals."""
+
+
+def opened(name: str, size: int) -> int:
+    """Make memory that can still grow, filled with zeros.
+
+    Args:
+        name: for those who look at the maps of a process.
+        size: bytes.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        OSError: the system gives none.
+
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def seal(descriptor: int) -> None:
+    """Keep the memory's size for good."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+
+
+def made(name: str, size: int) -> int:
+    """Make memory of a size that nobody can change; arguments and errors as of `opened`."""
+    descriptor = opened(name, size)
+    seal(descriptor)
+    return descriptor
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Whether memory has its size for good."""
+    return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+
+
+def has_size(descriptor: int, size: int) -> bool:
+    """Whether memory has a size, and for good."""
+    return os.fstat(descriptor).st_size == size and is_sealed(descriptor)
+
+
+def mapped(descriptor: int, size: int) -> torch.Tensor:
+    """Map memory, whose descriptor is not needed any more then.
+
+    Returns:
+        uint8, [size].
+
+    Raises:
+        OSError: it cannot be mapped.
+
+    """
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
