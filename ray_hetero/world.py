@@ -120,6 +120,12 @@ class World:
         """Whether any rank of a node is a GPU."""
         return any(seat.kind == "gpu" and seat.node_id == node_id for seat in self.seats)
 
+    def has_socket_group(self, seat: Seat) -> bool:
+        """Whether a seat's stage is several CPU ranks of one node."""
+        stage = [other for other in self.seats if other.stage == seat.stage]
+        places = {(other.kind, other.node_id) for other in stage}
+        return len(stage) > 1 and places == {("cpu", seat.node_id)}
+
     @property
     def has_gpu(self) -> bool:
         """Whether any rank is a GPU."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from placement.host.tree import Tree
 
 PAGE_KIB = 4
+_DELETED = "\\040(deleted)"
+"""Behind the name of memory that has none in a file system."""
 
 
 def pages_per_node(
@@ -39,10 +41,17 @@ def pages_per_node(
     return {node: count for node, count in counts.items() if count}
 
 
-def anonymous_pages(*, root: Path = Path("/"), pid: str = "self") -> dict[int, int]:
+def anonymous_pages(
+    also: str | None = None, *, root: Path = Path("/"), pid: str = "self"
+) -> dict[int, int]:
     """Resident anonymous pages of a process by node, in pages of 4 KiB.
 
     Mapped files and shared memory are left out.
+
+    Args:
+        also: how names of shared memory end that is counted too.
+        root: of the files that are read.
+        pid: of the process.
 
     Raises:
         TopologyError: the file is not there or not readable.
@@ -51,7 +60,8 @@ def anonymous_pages(*, root: Path = Path("/"), pid: str = "self") -> dict[int, i
     counts: Counter[int] = Counter()
     for line in Tree(root).text(f"proc/{pid}/numa_maps").splitlines():
         _, _, rest = line.partition(" ")
-        if " file=" not in rest:
+        name = re.search(r" file=(\S+)", rest)
+        if name is None or (also and name[1].removesuffix(_DELETED).endswith(also)):
             counts.update(_placed(rest))
     return dict(counts)
 

@@ -24,6 +24,10 @@ HANDOVER_TOKENS = 1024
 """Most tokens that are handed over to expert ranks at once; a step of more is handed over in
 pieces, and each of them reads the experts again."""
 
+CODES_EXPANDED = 18e9
+"""Weights a second that a GPU makes bf16 of codes and scales, ahead of a product; half of an 8B
+model in FP8 and in 4 bits on an H200 (docs/gpu-host/2026-11-23-expert-ranks.md)."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -111,6 +115,8 @@ class Pass:
     """Tokens that a query looks at."""
     outputs: int
     """Tokens that the output matrix is multiplied with."""
+    cached: int = 0
+    """Tokens of each sequence that passes before have computed."""
 
     @property
     def is_prompt(self) -> bool:
@@ -132,21 +138,73 @@ def decode_pass(batch: int, context: int, drafts: int = 0) -> Pass:
     return Pass(tokens, batch, context, tokens)
 
 
-def prefill_pass(tokens: int) -> Pass:
-    """One prompt in one pass; a token of it looks at half of them on average."""
-    return Pass(tokens, 1, max(1, tokens // 2), 1)
+def prefill_pass(tokens: int, cached: int = 0) -> Pass:
+    """One prompt in one pass; a token of it looks at half of them on average.
+
+    Args:
+        tokens: of the pass.
+        cached: of the prompt, computed in passes before, which all of them look at.
+
+    """
+    return Pass(tokens, 1, cached + max(1, tokens // 2), 1, cached)
+
+
+def prefill_passes(tokens: int, chunk: int) -> tuple[tuple[int, Pass], ...]:
+    """One prompt in passes of at most `chunk` tokens: how often each kind of pass.
+
+    All whole chunks are priced as their mean.
+    """
+    number, rest = divmod(tokens, chunk)
+    whole = (number, prefill_pass(chunk, (number - 1) * chunk // 2)) if number else None
+    last = (1, prefill_pass(rest, number * chunk)) if rest else None
+    return tuple(one for one in (whole, last) if one is not None)
 
 
 def layer_step(
     shape: ModelShape, layer: Layer, stage: StageDevices, run: Pass, links: Links
 ) -> Step:
-    """Time of one layer on a stage: its slowest rank, the all-reduces, and remote experts."""
+    """Time of one layer on a stage: its slowest rank, the all-reduces, and remote experts; or that
+    of the GPU that computes it for the stage.
+    """
+    if (gpu := computing_gpu(stage, run)) is not None:
+        return _layer_over_link(shape, layer, stage, gpu, run)
     slowest = max(
         (_layer_on_rank(shape, layer, rank.figures, stage.size, run) for rank in stage.ranks),
         key=lambda step: step.total,
     )
     remote = _remote_experts(shape, layer, stage, run, links) if layer.remote else Step()
     return slowest + remote + Step(reduce=_reduce(shape, stage, run, links))
+
+
+def computing_gpu(stage: StageDevices, run: Pass) -> DeviceFigures | None:
+    """The GPU that computes a pass for a stage of CPU ranks, if one does."""
+    lent = stage.prompt_gpu
+    is_lent = lent is not None and run.is_prompt and run.tokens >= lent.from_tokens
+    return lent.figures if lent is not None and is_lent else None
+
+
+def _layer_over_link(
+    shape: ModelShape, layer: Layer, stage: StageDevices, gpu: DeviceFigures, run: Pass
+) -> Step:
+    """Time of one layer that a GPU computes for all CPU ranks of a stage.
+
+    Their weights, and keys and values of earlier passes, cross its link while it computes; new ones
+    go the other way at the same time.  Weights are written in 16 bits and read again, which takes
+    longer where they are codes with scales.
+    """
+    assert gpu.host_link is not None
+    stored = _read(shape, layer.tensors, 1, run, stage.ranks[0].figures)
+    multiplied = sum(tensor.rank_weights(1) for tensor in layer.tensors)
+    coded = sum(t.rank_weights(1) for t in layer.tensors if not t.is_16_bit_matrix)
+    flops, kv = 2 * run.tokens * multiplied, 0.0
+    if layer.kv is not None:
+        cached = run.sequences * layer.kv.seen(run.cached) if run.cached else 0
+        kv = cached * layer.kv.rank_bytes(1) / gpu.host_link
+        flops += run.pairs(layer.kv) * layer.kv.flops_per_pair
+    weights = stored / gpu.host_link
+    moved = stored + 2 * shape.dtype_bytes * multiplied
+    computing = flops / gpu.compute + moved / gpu.read_bandwidth + coded / CODES_EXPANDED
+    return Step(_pico(weights), _pico(kv), _pico(max(0.0, computing - weights - kv)))
 
 
 def _remote_experts(
@@ -233,9 +291,17 @@ def _reduce(shape: ModelShape, stage: StageDevices, run: Pass, links: Links) -> 
     return REDUCTIONS_PER_LAYER * _pico(link.latency_s + moved / link.bandwidth)
 
 
-def fixed_step(stage: StageDevices) -> Step:
-    """What a step costs on a stage beside its layers, output and exchange: its slowest rank."""
-    return Step(fixed=max(_pico(rank.figures.step_latency_s) for rank in stage.ranks))
+def fixed_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
+    """What a step costs on a stage beside its layers, output and exchange.
+
+    That is its slowest rank, and the way of a prompt's tokens to the GPU that computes it and back.
+    """
+    step = Step(fixed=max(_pico(rank.figures.step_latency_s) for rank in stage.ranks))
+    if (gpu := computing_gpu(stage, run)) is None:
+        return step
+    assert gpu.host_link is not None
+    payload = run.tokens * shape.hidden_size * shape.dtype_bytes * TENSORS_PER_BOUNDARY
+    return step + Step(send=_pico(2 * payload / gpu.host_link))
 
 
 def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:

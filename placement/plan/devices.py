@@ -96,6 +96,15 @@ class RankDevice:
 
 
 @dataclass(frozen=True)
+class PromptGpu:
+    """A GPU that computes prompts of CPU ranks in whole layers, with weights over its link."""
+
+    figures: DeviceFigures
+    from_tokens: int
+    """Tokens of a pass from which it does."""
+
+
+@dataclass(frozen=True)
 class StageDevices:
     """The tensor-parallel ranks of one pipeline stage, in their order."""
 
@@ -105,6 +114,8 @@ class StageDevices:
     expert_buffer_bytes: int = 0
     """Memory of each of its GPUs for experts that they read over their links in prompts; 0 where
     expert ranks compute all."""
+    prompt_gpu: PromptGpu | None = None
+    """Of a stage of CPU ranks, what computes prompts for them; None where they do."""
 
     @property
     def kinds(self) -> frozenset[Kind]:

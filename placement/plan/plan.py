@@ -118,6 +118,7 @@ def _stage_dict(split: Split, index: int) -> dict[str, Any]:
         "decode_s": stage.decode.seconds,
         "decode_parts_s": stage.decode.parts(),
         "prefill_s": stage.prefill.seconds,
+        "prefill_parts_s": stage.prefill.parts(),
         "ranks": [
             {
                 "rank": rank.rank,

@@ -104,7 +104,10 @@ class Planner:
                     first_layer=first,
                     layers=count,
                     decode=self._time(row, place, first, count, self._decode),
-                    prefill=self._time(row, place, first, count, self._prefill),
+                    prefill=cost.total_step(
+                        self._time(row, place, first, count, run) * times
+                        for times, run in self._prefill
+                    ),
                     ranks=tuple(
                         RankPlan(
                             sum(before.size for before in row[:place]) + i,
@@ -146,8 +149,8 @@ class Planner:
         return cost.decode_pass(self.work.batch, self.work.context, drafts)
 
     @property
-    def _prefill(self) -> cost.Pass:
-        return cost.prefill_pass(self.work.context)
+    def _prefill(self) -> tuple[tuple[int, cost.Pass], ...]:
+        return cost.prefill_passes(self.work.context, self.work.max_batched_tokens)
 
     @cached_property
     def _layer_times(self) -> dict[StageDevices, tuple[int, ...]]:
@@ -199,7 +202,7 @@ class Planner:
         self, row: Sequence[StageDevices], place: int, run: cost.Pass | None = None
     ) -> Step:
         run = run or self._decode
-        fixed = cost.fixed_step(row[place])
+        fixed = cost.fixed_step(self.shape, row[place], run)
         if place == len(row) - 1:
             if self.drafter is not None and run == self._decode:
                 fixed += self.drafter.step(self.shape, row[place], self.work, self.links)

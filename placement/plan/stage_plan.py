@@ -61,7 +61,7 @@ class StagePlan:
     layers: int
     decode: Step
     prefill: Step
-    """A prompt of the priced context in one pass."""
+    """A prompt of the priced context, in passes of at most `max_batched_tokens`."""
     ranks: tuple[RankPlan, ...]
 
 

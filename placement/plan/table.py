@@ -8,7 +8,7 @@ from rich.text import Text
 
 from placement.plan.picture import shown_parts
 from placement.plan.plan import Plan
-from placement.plan.stage_plan import ExpertPlan, RankPlan, StagePlan
+from placement.plan.stage_plan import ExpertPlan, RankPlan, Split, StagePlan
 from placement.units import GIB
 
 COLUMNS = ("rank", "stage", "device", "layers", "weights", "KV", "other", "room", "step", "parts")
@@ -52,6 +52,14 @@ def _row(number: int, stage: StagePlan, rank: RankPlan, *, first: bool) -> tuple
     )
 
 
+def _on_gpu(split: Split) -> str:
+    """What is said of the passes that a GPU computes for CPU ranks."""
+    lent = [one.devices.prompt_gpu for one in split.stages if one.devices.prompt_gpu is not None]
+    if not lent:
+        return ""
+    return f", with CPU stages' passes of {lent[0].from_tokens} tokens and more computed by a GPU"
+
+
 def _expert_row(one: ExpertPlan) -> tuple[str, ...]:
     device = one.device
     return (
@@ -83,7 +91,7 @@ def summary(plan: Plan) -> tuple[str, ...]:
     partition = ",".join(map(str, split.layers))
     return (
         step,
-        f"prompt of {work.context} tokens: {1e3 * split.prefill_s:.0f} ms",
+        f"prompt of {work.context} tokens: {1e3 * split.prefill_s:.0f} ms{_on_gpu(split)}",
         f"KV cache: {split.kv_tokens:,} tokens, room for "
         f"{split.kv_tokens / work.max_model_len:,.1f} sequences of {work.max_model_len:,}",
         f"layers of each stage: {partition} (the same as VLLM_PP_LAYER_PARTITION={partition})",

@@ -1,4 +1,4 @@
-"""vLLM's KV cache planning: the memory of a rank whose stage has another size than the others."""
+"""vLLM's KV cache: of a rank whose stage has another size than the others, and where it lies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.patching import original
+from ray_hetero.compat.patching import replace as replace_with
+from ray_hetero.log import logger
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -75,3 +78,41 @@ def config_of_rank(
     for name in KEPT:
         setattr(made, name, original(config, name))
     return made
+
+
+def place_in(memory: Callable[[int], torch.Tensor]) -> None:
+    """Have a CPU rank's KV cache in memory that another rank of its group can map.
+
+    Replaces: `gpu_model_runner.allocate_kv_cache`.
+    Why: allocate_kv_cache takes private memory, and the first rank of a group has a GPU compute
+    prompts whose keys and values it writes into the caches of all ranks.
+    Can go when: what allocates the KV cache can be given.
+
+    Args:
+        memory: makes memory of at least so many bytes, uint8, zeroed; an OSError leaves the cache
+            to vLLM.
+
+    """
+    import torch
+    from vllm.v1.worker import gpu_model_runner
+
+    def make(allocate: Any) -> Any:
+        def allocate_kv_cache(config: Any, device: Any, *given: Any, **more: Any) -> Any:
+            # Without memory, they say how layers lie in it.
+            layers = allocate(config, torch.device("meta"), *given, **more)
+            size = max((one.untyped_storage().nbytes() for one in layers.values()), default=0)
+            try:
+                storage = memory(size).untyped_storage()
+            except OSError as error:
+                logger.warning("the KV cache cannot be shared with other ranks: %s", error)
+                return allocate(config, device, *given, **more)
+            return {
+                name: torch.empty(0, dtype=one.dtype).set_(
+                    storage, one.storage_offset(), one.shape, one.stride()
+                )
+                for name, one in layers.items()
+            }
+
+        return allocate_kv_cache
+
+    replace_with(gpu_model_runner, "allocate_kv_cache", make)

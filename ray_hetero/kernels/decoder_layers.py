@@ -5,8 +5,9 @@ to do, and most of what it costs is to call it: Python and instructions that the
 out of the caches since the layer before.  Here all layers of a stage that follow one another are
 one operator.  A decode step is one native call (decode_step.py); the prompts of a step of many
 tokens are computed by a GPU, where one is borrowed, while the cores decode the rest of the step
-(gpu_layers.py); any other step calls what is left of each layer: vLLM's kernels of the attention,
-and all that lies between two attentions (post_attention.py).
+(gpu_layers.py; for the ranks of a group group_layers.py); any other step calls what is left of each
+layer: vLLM's kernels of the attention, and all that lies between two attentions
+(post_attention.py).
 
 The attentions' own modules stay what they are, and vLLM finds them where it has registered them.
 """
@@ -25,6 +26,7 @@ from ray_hetero.kernels import decode_step, gpu_layers, layer_tokens
 from ray_hetero.kernels.attention import Attention
 from ray_hetero.kernels.decode_step import DecodeStep
 from ray_hetero.kernels.gpu_layers import AttentionMemory, Caches, GpuLayers
+from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import PostAttention, QkvInput
 from ray_hetero.kernels.post_attention import PostAttentionBlock, add_and_norm, norm
 from ray_hetero.kernels.step_rows import StepRows, one_prompt, step_rows
@@ -62,12 +64,13 @@ class DecoderLayers:
         layers: at least one.
         kernel: what computes linear layers.
         memory: for attention on the GPU that computes prompts, if it computes whole layers.
+        group: what computes prompts for all ranks of this one's group.
 
     """
 
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear,
-        memory: AttentionMemory | None = None,
+        memory: AttentionMemory | None = None, group: GroupLayers | None = None,
     ) -> None:  # fmt: skip
         self._kernel = kernel
         self._input = layers[0].input
@@ -81,10 +84,12 @@ class DecoderLayers:
             if all(attention.scores is not None for attention, _ in self._layers)
             else None
         )
-        self._on_gpu: GpuLayers | None = None
+        self._on_gpu: GpuLayers | GroupLayers | None = group
+        self._least = 0 if group is None else group.from_tokens
         if memory is not None:
             assert kernel.prompts is not None
             self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
+            self._least = kernel.prompts.from_tokens
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -110,10 +115,9 @@ class DecoderLayers:
             except torch.OutOfMemoryError as error:
                 logger.warning(
                     "the GPU that computes this rank's prompts has run out of memory (%s): from "
-                    "now on it computes their linear layers only, and prompts of thousands of "
-                    "tokens take several times as long. Lower gpu.memory_utilization or "
-                    "--max-num-batched-tokens.",
+                    "now on %s. Lower gpu.memory_utilization or --max-num-batched-tokens.",
                     str(error).splitlines()[0],
+                    self._on_gpu.instead,
                 )
                 self._on_gpu = None
         if step is None:
@@ -122,16 +126,15 @@ class DecoderLayers:
         return step
 
     def _with_gpu(
-        self, on_gpu: GpuLayers, positions: torch.Tensor, hidden: torch.Tensor,
+        self, on_gpu: GpuLayers | GroupLayers, positions: torch.Tensor, hidden: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
         """Prompts on the GPU and decoding requests on the cores; None if the step is another."""
-        assert self._kernel.prompts is not None
-        tokens, least = len(positions), self._kernel.prompts.from_tokens
+        tokens, least = len(positions), self._least
         if tokens < least or not on_gpu.suits(tokens):
             return None
         contexts = [get_attention_context(attention.name) for attention, _ in self._layers]
-        caches: Caches | None = None
+        own: tuple[Any, Any] | None = None
         if contexts[0][0] is None:
             # A dummy run, for which vLLM attends to nothing; the GPU makes ready what it needs.
             rows = one_prompt(tokens)
@@ -139,10 +142,13 @@ class DecoderLayers:
             return None
         else:
             rows = found
-            _, modules, kept, slots = zip(*contexts, strict=True)
-            caches = Caches(modules, kept, slots[0][:tokens][rows.rows])
-        if all(cache.numel() for _, _, cache, _ in contexts):
-            on_gpu.memory.uploads.lock([cache for _, _, cache, _ in contexts])
+            slots = contexts[0][3][:tokens][rows.rows]
+            own = tuple(module for _, module, _, _ in contexts), slots
+        kept = tuple(cache for _, _, cache, _ in contexts)
+        if all(cache.numel() for cache in kept) and not on_gpu.reaches(kept):
+            self._on_gpu = None
+            return None
+        caches = None if own is None else Caches(own[0], kept, own[1], on_gpu.others)
         decoded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def decode() -> None:

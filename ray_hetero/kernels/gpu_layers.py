@@ -70,6 +70,13 @@ class Caches:
     caches: tuple[torch.Tensor, ...]
     slots: torch.Tensor
     """[tokens that the GPU computes], int64."""
+    others: tuple[tuple[torch.Tensor, ...], ...] = ()
+    """Of each other rank of the group whose prompts are computed here, those of all layers."""
+
+    @property
+    def by_layer(self) -> list[tuple[torch.Tensor, ...]]:
+        """Those of all ranks, by layer."""
+        return list(zip(self.caches, *self.others, strict=True))
 
     @property
     def isa(self) -> str:
@@ -135,17 +142,36 @@ class GpuLayers:
         layers: at least one, each with a known scale and the memory's shape of attention.
         gpu: has their weights.
         memory: for attention.
+        into: page-locked memory for both results, [2, most tokens · N], bf16; None for new memory
+            each time.
 
     """
 
-    def __init__(self, layers: Sequence[Layer], gpu: GpuPrefill, memory: AttentionMemory) -> None:
+    instead = (
+        "it computes their linear layers only, and prompts of thousands of tokens take several "
+        "times as long"
+    )
+    """What happens from then on where the GPU has run out of memory."""
+    others: tuple[tuple[torch.Tensor, ...], ...] = ()
+    """As `Caches.others`."""
+
+    def __init__(
+        self, layers: Sequence[Layer], gpu: GpuPrefill, memory: AttentionMemory,
+        into: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._layers = layers
         self._gpu = gpu
         self._memory = memory
+        self._into = into
 
     def suits(self, tokens: int) -> bool:
         """Whether there is room for so many tokens."""
         return tokens <= self._gpu.tokens
+
+    def reaches(self, caches: Sequence[torch.Tensor]) -> bool:
+        """Make ready to copy from layers' caches; whether they can be had."""
+        self._memory.uploads.lock(caches)
+        return True
 
     def __call__(
         self,
@@ -188,10 +214,13 @@ class GpuLayers:
         returns, written = self._memory.returns, 0
         while (returned := returns.take()) is not None:
             assert caches is not None
-            module, cache = caches.modules[written], caches.caches[written]
-            module.impl.do_kv_cache_update(
-                module, returned.keys, returned.values, cache, caches.slots
-            )
+            module, first = caches.modules[written], 0
+            for cache in caches.by_layer[written]:
+                heads = slice(first, first + cache.shape[1])
+                module.impl.do_kv_cache_update(
+                    module, returned.keys[:, heads], returned.values[:, heads], cache, caches.slots
+                )
+                first = heads.stop
             returns.give_back(returned)
             written += 1
 
@@ -210,6 +239,11 @@ class GpuLayers:
         """For attention."""
         return self._memory
 
+    @property
+    def into(self) -> torch.Tensor | None:
+        """Memory for results."""
+        return self._into
+
 
 class _Step:
     """One step's work on the GPU, ordered from a thread of its own."""
@@ -220,6 +254,7 @@ class _Step:
         self._layers = layers.layers
         self._gpu = layers.gpu
         self._memory = layers.memory
+        self._into = layers.into
         self._rows = rows
         self._positions = positions
         self._caches = caches
@@ -242,7 +277,7 @@ class _Step:
                 attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
                 y = gpu.behind(layer.parts, attended, total)
             assert y is not None
-            x, total = gpu.received(y, total)
+            x, total = gpu.received(y, total, into=self._into)
         return x, total
 
     def _begin_uploads(self) -> list[Span]:
@@ -253,7 +288,7 @@ class _Step:
             self._rows.requests, self._caches.slots, block, uploads.most_blocks(block),
             self._gpu.device,
         )  # fmt: skip
-        uploads.begin(self._caches.caches, spans)
+        uploads.begin(self._caches.by_layer, spans)
         return spans
 
     def _attend(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:

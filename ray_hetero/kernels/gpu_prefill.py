@@ -11,7 +11,7 @@ holds a few pieces of them and the tokens of one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import gpu_rows
-from ray_hetero.kernels.weight_pieces import Piece, PieceReader, current, cut
+from ray_hetero.kernels.weight_pieces import PieceReader, Placed, WholeWeight, current, cut
 from ray_hetero.planning.prefill_memory import gpu_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
 from ray_hetero.weight_formats.base import HostWeight
@@ -66,14 +66,18 @@ class GpuPrefill:
         self._device = device
         self._uses_triton = choose_expand(device) is expand_with_triton
         self._tokens = tokens
-        self._weights: dict[int, HostWeight] = {}
-        self._pieces: dict[int, list[Piece]] = {}
+        self._weights: dict[int, WholeWeight] = {}
+        self._pieces: dict[int, list[Placed]] = {}
         self._constants: dict[int, _Constant] = {}
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
         if weight.data.nbytes >= LEAST_BYTES:
-            self._weights[weight.data.data_ptr()] = weight
+            self.add_whole(WholeWeight.of_one(weight))
+
+    def add_whole(self, weight: WholeWeight) -> None:
+        """Have a weight computed here whose parts begin with pages of their own."""
+        self._weights[weight.data.data_ptr()] = weight
 
     def take(self) -> Taken:
         """Lock the weights' pages and take memory of the GPU.
@@ -86,11 +90,12 @@ class GpuPrefill:
         if not weights:
             return Taken(0, 0)
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
+        of_parts = max(part.source.shape[1] for weight in weights for part in weight.parts)
         needed = gpu_bytes(outputs, inputs, self._tokens)
         needed += sum(weight.gpu_bytes for weight in weights)
         try:
             self._lock_pages()
-            self._allocate(outputs, inputs)
+            self._allocate(outputs, inputs, of_parts)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
@@ -100,7 +105,7 @@ class GpuPrefill:
                 "cpu.prefill_on_gpu to false."
             ) from None
         self._pieces = {at: list(cut(weight, self._device)) for at, weight in self._weights.items()}
-        return Taken(sum(weight.data.nbytes for weight in weights), needed)
+        return Taken(sum(weight.nbytes for weight in weights), needed)
 
     def _lock_pages(self) -> None:
         if self._device.type != "cuda":
@@ -108,9 +113,10 @@ class GpuPrefill:
         # Streams, events and locked memory belong to the current one.
         torch.cuda.set_device(self._device)
         for weight in self._weights.values():
-            lock_pages(weight.data)
+            for part in weight.parts:
+                lock_pages(part.source.data)
 
-    def _allocate(self, outputs: int, inputs: int) -> None:
+    def _allocate(self, outputs: int, inputs: int, inputs_of_parts: int) -> None:
         device = self._device
         # vLLM's CPU worker puts things that do nothing into their places in torch.cuda.
         module: Any = torch.cuda.streams if device.type == "cuda" else torch.cpu
@@ -121,7 +127,7 @@ class GpuPrefill:
         def memory(elements: int) -> torch.Tensor:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
-        self._reader = PieceReader(device, module, self._computing, inputs)
+        self._reader = PieceReader(device, module, self._computing, inputs_of_parts)
         self._x, self._y = memory(self._tokens * inputs), memory(self._tokens * outputs)
         self._x_host = self.host_memory(self._tokens * inputs)
         # A residual is the input of some layer.
@@ -262,9 +268,20 @@ class GpuPrefill:
     def _sent(self, x: torch.Tensor, host: torch.Tensor, gpu: torch.Tensor) -> torch.Tensor:
         return _like(gpu, x).copy_(_like(host, x).copy_(x), non_blocking=True)
 
-    def received(self, *results: torch.Tensor) -> list[torch.Tensor]:
-        """Results in host memory; waits for all that was computed before."""
-        received = [self.host_memory(*result.shape) for result in results]
+    def received(
+        self, *results: torch.Tensor, into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Results in host memory; waits for all that was computed before.
+
+        Args:
+            results: on the GPU, bf16.
+            into: memory with room for each, page-locked; None for new memory.
+
+        """
+        if into is None:
+            received = [self.host_memory(*result.shape) for result in results]
+        else:
+            received = [_like(one, result) for one, result in zip(into, results, strict=True)]
         for host, result in zip(received, results, strict=True):
             host.copy_(result, non_blocking=True)
         self._done.record(self._computing)
@@ -278,17 +295,21 @@ class GpuPrefill:
     def _multiply(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        tokens, outputs = x.shape[0], packed.shape[0]
+        at = packed.data_ptr()
+        tokens, outputs = x.shape[0], self._weights[at].shape[0]
         y = self._y[: tokens * outputs].view(tokens, outputs)
         # It was bf16 before vLLM widened it.
         added = None if bias is None else self.constant(bias)
-        for piece in self._pieces[packed.data_ptr()]:
-            weight = self._reader.expanded(piece).t()
-            part = y[:, piece.begin : piece.end]
-            if added is None:
-                torch.mm(x, weight, out=part)
+        for placed in self._pieces[at]:
+            weight = self._reader.expanded(placed.piece).t()
+            part, own = y[:, placed.outputs], x[:, placed.inputs]
+            if placed.is_added:
+                # Rounded once a part, as where ranks on GPUs add theirs up.
+                part.addmm_(own, weight)
+            elif added is None:
+                torch.mm(own, weight, out=part)
             else:
-                torch.addmm(added[piece.begin : piece.end], x, weight, out=part)
+                torch.addmm(added[placed.outputs], own, weight, out=part)
         return y
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -334,6 +355,12 @@ class GpuPrefill:
         for rows in chunks(tokens):
             x[rows] = parts.activated(y[rows])
         return x
+
+
+def give_back(device: torch.device) -> None:
+    """Let other processes have the GPU's memory that nothing in this one uses any more."""
+    if device.type == "cuda":
+        torch.cuda.memory.empty_cache()
 
 
 def chunks(tokens: int) -> Iterator[slice]:

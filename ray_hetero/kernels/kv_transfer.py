@@ -8,6 +8,7 @@ prefix that others have computed) go up block by block as they lie in the cache,
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -251,7 +252,7 @@ class KvUploads:
         )
         self._unpacked = memory()
         self._locked: set[int] = set()
-        self._wanted: Iterator[tuple[torch.Tensor, Span]] = iter(())
+        self._wanted: Iterator[tuple[Sequence[torch.Tensor], Span]] = iter(())
         self._ahead: deque[tuple[_Slot, torch.Tensor]] = deque()
 
     def most_blocks(self, block: int) -> int:
@@ -288,8 +289,14 @@ class KvUploads:
                     str(error).splitlines()[0],
                 )
 
-    def begin(self, caches: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
-        """Begin a step: the spans of the first layer, of the second one, and so on."""
+    def begin(self, caches: Sequence[Sequence[torch.Tensor]], spans: Sequence[Span]) -> None:
+        """Begin a step: the spans of the first layer, of the second one, and so on.
+
+        Args:
+            caches: of each layer, one for each rank that has some of the heads, alike in shape.
+            spans: of a layer.
+
+        """
         self._wanted = itertools.product(caches, spans)
         self._ahead.clear()
         for _ in range(KV_SLOTS):
@@ -299,15 +306,17 @@ class KvUploads:
         wanted = next(self._wanted, None)
         if wanted is None:
             return
-        cache, span = wanted
+        caches, span = wanted
         slot = next(self._slots)
-        blocks = slot.memory[: span.blocks * cache[0].numel()].view(-1, *cache.shape[1:])
+        shape = (len(caches), span.blocks, *caches[0].shape[1:])
+        blocks = slot.memory[: math.prod(shape)].view(shape)
         with current(self._stream):
             self._stream.wait_event(slot.free)
-            at = 0
-            for first, count in span.runs:
-                blocks[at : at + count].copy_(cache[first : first + count], non_blocking=True)
-                at += count
+            for own, cache in zip(blocks, caches, strict=True):
+                at = 0
+                for first, count in span.runs:
+                    own[at : at + count].copy_(cache[first : first + count], non_blocking=True)
+                    at += count
             slot.ready.record(self._stream)
         self._ahead.append((slot, blocks))
 
@@ -322,9 +331,11 @@ class KvUploads:
         """
         slot, blocks = self._ahead.popleft()
         self._gpu.computing.wait_event(slot.ready)
-        count, heads, block, both = blocks.shape
-        unpacked = self._unpacked[: blocks.numel()].view(2, count * block, heads, both // 2)
-        unpack_blocks(blocks, isa, unpacked)
+        ranks, count, heads, block, both = blocks.shape
+        shape = (2, count * block, ranks * heads, both // 2)
+        unpacked = self._unpacked[: blocks.numel()].view(shape)
+        for own, into in zip(blocks, unpacked.split(heads, dim=2), strict=True):
+            unpack_blocks(own, isa, into)
         slot.free.record(self._gpu.computing)
         self._fetch()
         keys, values = unpacked

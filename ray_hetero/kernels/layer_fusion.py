@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
 from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -52,6 +53,33 @@ Memories = dict[AttentionShape, AttentionMemory | None]
 """What was made of each shape; None where there was no room."""
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Layers that follow one another and become one operator."""
+
+    decoder: Any
+    """vLLM's model that calls them."""
+    attribute: str
+    """Where it has its layers."""
+    begin: int
+    """Place of the first one there."""
+    layers: list[Layer]
+
+
+@dataclass(frozen=True, eq=False)
+class Fusible:
+    """What can be fused of a model."""
+
+    runs: list[Run]
+    left: Counter[str]
+    """Layers that cannot, by why."""
+
+    @classmethod
+    def none(cls) -> Fusible:
+        """Of a model that nothing was looked for in."""
+        return cls([], Counter())
+
+
 def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
     """Fuse what can be fused of a model whose weights are loaded, and log what cannot.
 
@@ -64,8 +92,12 @@ def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
         How many layers were fused.
 
     """
-    count = 0
-    memories: Memories = {}
+    return install(find(model, linears, kernel), kernel)
+
+
+def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible:
+    """What can be fused of a model; arguments as of `fuse`."""
+    runs: list[Run] = []
     left: Counter[str] = Counter()
     for decoder in model.modules():
         name = _layers_attribute(decoder)
@@ -79,19 +111,42 @@ def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
             for layer, why in zip(own, found, strict=True)
             if isinstance(why, str)
         )
-        for first, some in _following(found):
-            memory = _memory(some, kernel, memories)
-            run = register(DecoderLayers(some, kernel, memory))
-            begin = decoder.start_layer + first
-            for number, one in enumerate(replacements(some, run), begin):
-                layers[number] = one
-            count += len(some)
-    for why, layers_left in left.items():
+        runs += [
+            Run(decoder, name, decoder.start_layer + first, some)
+            for first, some in _following(found)
+        ]
+    return Fusible(runs, left)
+
+
+def install(
+    found: Fusible, kernel: StreamingLinear, group: Sequence[GroupLayers] | None = None
+) -> int:
+    """Put operators into the places of layers, and log what is left.
+
+    Args:
+        found: of a model.
+        kernel: what computes its linear layers.
+        group: by run, what computes prompts for all ranks of this one's group, if something does.
+
+    Returns:
+        How many layers were fused.
+
+    """
+    memories: Memories = {}
+    for place, run in enumerate(found.runs):
+        if group is None:
+            made = DecoderLayers(run.layers, kernel, _memory(run.layers, kernel, memories))
+        else:
+            made = DecoderLayers(run.layers, kernel, group=group[place])
+        layers = getattr(run.decoder, run.attribute)
+        for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
+            layers[number] = one
+    for why, layers_left in found.left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
             layers_left, why,
         )  # fmt: skip
-    return count
+    return sum(len(run.layers) for run in found.runs)
 
 
 def _layers_attribute(decoder: Any) -> str | None:
@@ -220,7 +275,7 @@ def _memory(
     if many is None or shape is None or not _has_weights(layers, many.gpu):
         return None
     if kernel.sums is not None:
-        return None  # it would have to wait for the other ranks twice a layer
+        return None  # it would have to wait for the other ranks twice a layer, see group_layers.py
     if shape in made:
         return made[shape]
     try:

@@ -7,7 +7,7 @@ socket, many by a GPU of the node where the rank may borrow one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -20,15 +20,19 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import quantised_linear, streaming_linear
 from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
-from ray_hetero.kernels.layer_fusion import fuse
+from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer
+from ray_hetero.kernels.layer_fusion import Fusible, find, install
 from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms
+from ray_hetero.kernels.shared_weights import SharedWeights
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.weight_formats import FORMATS, HostWeight, PackedWeight, ScaledWeight
 from ray_hetero.weight_formats.base import pack
 from ray_hetero.weight_formats.scaled import Codes
 
+Join = Callable[[PromptOffer | None], Sequence[GroupLayers] | None]
+"""See distributed/shared_prompts.py."""
 RELOAD = (
     "a CPU rank cannot load weights anew: its layers compute with packed copies of those that they "
     "had at first (linear layers stream). Start a new engine, or set cpu.linear_kernel to vllm."
@@ -44,6 +48,8 @@ class LinearLayers:
         gpu: the one that could be borrowed, if any.
         tokens: most tokens of a step.
         spare: logical CPUs of this rank that compute nothing.
+        is_shared: whether weights go into memory that other ranks of this one's tensor-parallel
+            group can map, for one GPU to compute the prompts of all.
 
     Raises:
         UnsupportedError: what was asked for cannot be had here.
@@ -51,14 +57,19 @@ class LinearLayers:
     """
 
     def __init__(
-        self, config: CpuConfig, gpu: torch.device | None, tokens: int, spare: Sequence[int] = ()
-    ) -> None:
+        self, config: CpuConfig, gpu: torch.device | None, tokens: int,
+        spare: Sequence[int] = (), *, is_shared: bool = False,
+    ) -> None:  # fmt: skip
         self._config = config
+        self._device, self._tokens = gpu, tokens
+        self._shared: SharedWeights | None = None
         self._spare = tuple(spare)
         self._gpu: GpuPrefill | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
         self._is_loaded = False
+        self.has_group_prompts = False
+        """Whether one GPU computes the prompts of all ranks of this one's group."""
         self._experts: ExpertLayers | None = None
         self._kernel = streaming_linear.choose(config)
         self._streams = self._kernel is not None
@@ -73,6 +84,8 @@ class LinearLayers:
         self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
             self._gpu = GpuPrefill(gpu, tokens)
+            if is_shared and config.fuse_layers:
+                self._shared = SharedWeights()
         quantised_linear.use_holder(self._stored)
         quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=self._streams)
         if self._streams:
@@ -106,8 +119,7 @@ class LinearLayers:
         weight = kind.made(packed, native) or PackedWeight.made(packed, native)
         self._bytes += weight.data.nbytes
         self._bytes_before += packed.nbytes
-        self._add(layer, weight)
-        return weight.data
+        return self._added(layer, weight).data
 
     def _stored(
         self, layer: torch.nn.Module, kind: type[ScaledWeight], codes: Codes
@@ -121,17 +133,25 @@ class LinearLayers:
         except UnsupportedError as error:
             name = getattr(layer, "prefix", type(layer).__name__)
             raise UnsupportedError(f"{name}: {error}") from None
-        self._add(layer, weight)
-        return weight.data
+        return self._added(layer, weight).data
 
-    def _add(self, layer: torch.nn.Module, weight: HostWeight) -> None:
+    def _added(self, layer: torch.nn.Module, weight: HostWeight) -> HostWeight:
+        """Know a layer's weight, which may be moved."""
         assert self._kernel is not None
+        is_output = isinstance(layer, VocabParallelEmbedding)
+        if self._shared is not None and not is_output:
+            try:
+                weight = self._shared.moved(weight)
+            except OSError as error:
+                logger.warning("no weights can be shared with other ranks: %s", error)
+                self._shared = None
         self._kernel.add(weight)
         bias = getattr(layer, "bias", None)
         self._linears[layer] = Linear(weight, None if bias is None else bias.data)
         # An output matrix multiplies one token a request, and its products would be the largest.
-        if self._gpu is not None and not isinstance(layer, VocabParallelEmbedding):
+        if self._gpu is not None and not is_output:
             self._gpu.add(weight)
+        return weight
 
     def sum_terms(self, hidden: int) -> SumTerms | None:
         """What this rank can add up with the others of its group, now that all weights are there.
@@ -154,12 +174,15 @@ class LinearLayers:
         """The module of the kernels; None where vLLM's own compute all layers."""
         return None if self._kernel is None else self._kernel.native
 
-    def loaded(self, model: torch.nn.Module, sums: RankSums | None = None) -> str:
+    def loaded(
+        self, model: torch.nn.Module, sums: RankSums | None = None, join: Join | None = None
+    ) -> str:
         """Fuse layers and take the GPU, now that all weights are there.
 
         Args:
             model: vLLM's.
             sums: with the other ranks of the tensor-parallel group, if it has some.
+            join: has one GPU compute the prompts of all these ranks; all of them call it.
 
         Returns:
             What the model's code depends on besides its configuration.
@@ -185,11 +208,21 @@ class LinearLayers:
                 self._bytes / GIB,
                 self._bytes_before / GIB,
             )
-        self._take_gpu(self._kernel)
         self._kernel.sums = sums
-        fused = 0
+        found, fused = Fusible.none(), 0
         if self._config.fuse_layers:
-            fused = fuse(model, self._linears, self._kernel)
+            found = find(model, self._linears, self._kernel)
+        group = None if sums is None or join is None else join(self._offer(found))
+        self.has_group_prompts = group is not None
+        if group is None:
+            if self._shared is not None:
+                logger.info(
+                    "each rank of this tensor-parallel group has linear layers of prompts computed "
+                    "by a GPU by itself, and their attention by its cores (cpu.prefill_on_gpu)"
+                )
+            self._take_gpu(self._kernel)
+        if self._config.fuse_layers:
+            fused = install(found, self._kernel, group)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
         self._is_loaded = True
@@ -198,6 +231,15 @@ class LinearLayers:
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         experts = self._experts.loaded(model) if self._experts is not None else "vllm's experts"
         return f"streaming, {fused} decoder_layers, {held}, {experts}"
+
+    def _offer(self, found: Fusible) -> PromptOffer | None:
+        """What this rank brings for one GPU to compute the prompts of its group."""
+        if self._shared is None or self._device is None or found.left or not found.runs:
+            return None
+        return PromptOffer(
+            [run.layers for run in found.runs], self._shared, self._device, self._tokens,
+            self._config.prefill_on_gpu_tokens, self._spare,
+        )  # fmt: skip
 
     def _take_gpu(self, kernel: StreamingLinear) -> None:
         if self._gpu is None:

@@ -18,7 +18,7 @@ from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.expert_room import in_lines
 from ray_hetero.kernels.experts import SILU, SWIGLU_OAI, RoutedExperts
 from ray_hetero.runtime.shared_pages import SharedPages
-from ray_hetero.weight_formats.stacks import Stack, stacks_of
+from ray_hetero.weight_formats.stacks import Stack, metadata, stacks_of, tables_in
 
 ACTIVATIONS = {SILU: "silu", SWIGLU_OAI: "swigluoai"}
 """Values of vLLM's MoEActivation."""
@@ -120,12 +120,12 @@ def received(descriptor: int, data_bytes: int) -> LinkedSlice:
     pages = SharedPages.received(descriptor)
     content = os.pread(descriptor, len(pages.memory) - data_bytes, data_bytes)
     tensors = load(content)
-    told = json.loads(_metadata(content)["layer"])
+    told = json.loads(metadata(content)["layer"])
     halves = [
         Half(
             pages.memory[start : start + used],
             tuple(
-                Stack.of(one, _tables(tensors, f"{half}.{number}."))
+                Stack.of(one, tables_in(tensors, f"{half}.{number}."))
                 for number, one in enumerate(stacks)
             ),
         )
@@ -135,21 +135,6 @@ def received(descriptor: int, data_bytes: int) -> LinkedSlice:
     ]
     biases = [tensors.get(name) for name in BIASES]
     return LinkedSlice((halves[0], halves[1]), (biases[0], biases[1]), told["activation"])
-
-
-def _metadata(content: bytes) -> dict[str, str]:
-    """The free text in the header of safetensors, which is JSON behind its length."""
-    length = int.from_bytes(content[:8], "little")
-    found: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-    return found
-
-
-def _tables(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix(prefix): table
-        for name, table in tensors.items()
-        if name.startswith(prefix)
-    }
 
 
 def check(slices: Sequence[LinkedSlice]) -> None:

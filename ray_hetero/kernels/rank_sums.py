@@ -63,7 +63,11 @@ class RankSums:
         limit_s: float,
         connections: Sequence[socket.socket | None],
     ) -> None:
-        self._kept = memory, tuple(connections)
+        self._memory = memory
+        self.connections = tuple(connections)
+        self.ranks = tuple(ranks)
+        self.own = own
+        self.limit_s = limit_s
         self.size = len(ranks)
         self.is_first = own == 0
         """Whether this rank is the one that biases are added by."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,7 +17,105 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, piece_bytes
-from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight
+from ray_hetero.weight_formats.base import BLOCK, Expansion
+
+
+class Source(Protocol):
+    """A weight that a GPU reads: of this process, or of one that shares it."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """[N, …], contiguous, in host memory; see `HostWeight.data`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K."""
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of a GPU that its expansions take all together."""
+
+    def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
+        """How a GPU expands outputs `begin` to `end`, multiples of 32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a weight whose rest other ranks hold."""
+
+    source: Source
+    outputs: tuple[tuple[int, int, int], ...]
+    """Its outputs in runs: first, last, and where the first is among those of the whole."""
+    inputs: int = 0
+    """Where its first input is among those of the whole."""
+    is_added: bool = False
+    """Whether its products are added to those of parts before."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeWeight:
+    """A weight in parts that one or more ranks hold."""
+
+    parts: tuple[Part, ...]
+    shape: tuple[int, int]
+    """N, K of the whole."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """That of the first part, which it is known by."""
+        return self.parts[0].source.data
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts in host memory."""
+        return sum(part.source.data.nbytes for part in self.parts)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of a GPU that its expansions take all together."""
+        return sum(part.source.gpu_bytes for part in self.parts)
+
+    @classmethod
+    def of_one(cls, weight: Source) -> WholeWeight:
+        """A weight that is in one part."""
+        return cls.by_columns([weight], [weight.shape[0]])
+
+    @classmethod
+    def by_columns(cls, ranks: Sequence[Source], sizes: Sequence[int]) -> WholeWeight:
+        """What ranks hold some outputs of each (column parallel).
+
+        Args:
+            ranks: their weights, alike in shape.
+            sizes: outputs of a rank that belong together, one after the other: those of queries, of
+                keys and of values; multiples of 32.  In the whole, all ranks' of one kind are
+                neighbours.
+
+        """
+        outputs, inputs = ranks[0].shape
+        assert sum(sizes) == outputs, (sizes, outputs)
+        assert not any(size % BLOCK for size in sizes), sizes
+        begins = list(itertools.accumulate(sizes, initial=0))
+        parts = [
+            Part(
+                weight,
+                tuple(
+                    (begin, begin + size, len(ranks) * begin + own * size)
+                    for begin, size in zip(begins, sizes, strict=False)
+                ),
+            )
+            for own, weight in enumerate(ranks)
+        ]
+        return cls(tuple(parts), (len(ranks) * outputs, inputs))
+
+    @classmethod
+    def by_rows(cls, ranks: Sequence[Source]) -> WholeWeight:
+        """What ranks hold some inputs of each (row parallel), alike in shape."""
+        outputs, inputs = ranks[0].shape
+        parts = [
+            Part(weight, ((0, outputs, 0),), own * inputs, is_added=own > 0)
+            for own, weight in enumerate(ranks)
+        ]
+        return cls(tuple(parts), (outputs, len(ranks) * inputs))
 
 
 @dataclass(eq=False)
@@ -34,20 +132,37 @@ class Piece:
     """The one that was computed with next the last time."""
 
 
-def cut(weight: HostWeight, device: torch.device) -> Iterator[Piece]:
-    """The pieces of a weight, in the order of its outputs.
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A piece of a whole weight."""
+
+    piece: Piece
+    outputs: slice
+    """Among those of the whole."""
+    inputs: slice
+    is_added: bool
+    """Whether its products are added to those of pieces before."""
+
+
+def cut(whole: WholeWeight, device: torch.device) -> Iterator[Placed]:
+    """The pieces of a weight, part by part in the order of its outputs.
 
     Args:
-        weight: in host memory.
+        whole: in host memory.
         device: what expands it.
 
     """
-    outputs, inputs = weight.shape
-    step = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
-    for begin in range(0, outputs, step):
-        end = min(begin + step, outputs)
-        expansion = weight.expansion(begin, end, device)
-        yield Piece(weight.data[begin:end], begin, end, inputs, expansion)
+    for part in whole.parts:
+        weight, inputs = part.source, part.source.shape[1]
+        step = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
+        columns = slice(part.inputs, part.inputs + inputs)
+        for first, last, place in part.outputs:
+            for begin in range(first, last, step):
+                end = min(begin + step, last)
+                expansion = weight.expansion(begin, end, device)
+                piece = Piece(weight.data[begin:end], begin, end, inputs, expansion)
+                rows = slice(place + begin - first, place + end - first)
+                yield Placed(piece, rows, columns, part.is_added)
 
 
 class Following(Protocol):

@@ -26,9 +26,13 @@ from ray_hetero.planning.expert_ranks import (
     with_expert_buffer,
     with_expert_ranks,
 )
-from ray_hetero.planning.fused_architectures import FUSED_MODEL_TYPES
 from ray_hetero.planning.planned_layers import LayerPlan
-from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
+from ray_hetero.planning.prompt_gpus import (
+    borrowed_bytes,
+    can_fuse,
+    has_whole_layers,
+    with_prompt_gpus,
+)
 from ray_hetero.planning.rank_devices import (
     Described,
     UnknownDeviceError,
@@ -269,6 +273,7 @@ def _stages(
     has_sockets = world.has_cpu or bool(world.experts)
     known = config.cpu.bandwidth_gb_s is not None or not has_sockets
     bandwidth = {} if known else measure(world.members, threads)
+    is_whole = has_whole_layers(config, facts, world)
     devices = rank_devices(
         config,
         world.seats,
@@ -276,10 +281,11 @@ def _stages(
         threads=threads,
         bandwidth=bandwidth,
         gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
-        borrowed_bytes=_borrowed_bytes(facts, world),
+        borrowed_bytes=borrowed_bytes(facts, world, is_whole=is_whole),
+        borrows_by_stage=is_whole,
         is_eager=facts.is_eager,
         is_bf16=facts.is_bf16,
-        can_fuse=_can_fuse(facts),
+        can_fuse=can_fuse(facts),
         described=described,
     )
     experts = expert_devices(
@@ -291,9 +297,8 @@ def _stages(
         is_bf16=facts.is_bf16,
         described=described,
     )
-    stages = tuple(
-        replace(stage, experts=experts) for stage in stages_of(devices, world.layout.sizes)
-    )
+    stages = with_prompt_gpus(stages_of(devices, world.layout.sizes), config, facts, world, nodes)
+    stages = tuple(replace(stage, experts=experts) for stage in stages)
     assert facts.shape is not None
     if not (experts and can_read_experts(config, world.experts, nodes, is_bf16=facts.is_bf16)):
         return stages
@@ -301,30 +306,6 @@ def _stages(
     return tuple(
         with_expert_buffer(stage, config.experts, facts.shape, tokens, links) for stage in stages
     )
-
-
-def _can_fuse(facts: EngineFacts) -> bool:
-    assert facts.shape is not None
-    tensors = [tensor for layer in facts.shape.layers for tensor in layer.tensors]
-    # Matrices in 16 bits, or in fewer as a quantised checkpoint has them, several to an element.
-    return facts.shape.model_type in FUSED_MODEL_TYPES and all(
-        tensor.dtype_bytes <= 2 or tensor.values > 1 for tensor in tensors if tensor.values
-    )
-
-
-def _borrowed_bytes(facts: EngineFacts, world: World) -> int:
-    """Memory of a GPU that a CPU rank takes which has it compute prompts."""
-    shape = facts.shape
-    assert shape is not None
-    hidden, tokens = shape.hidden_size, facts.max_num_batched_tokens
-    # Gate and up are one matrix, of which a rank has its tensor-parallel share.
-    sizes = [len(stage) for stage in world.layout.stages if "cpu" in stage]
-    size = min(sizes, default=1)
-    wide = shape.intermediate_size // size
-    linears = gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), tokens)
-    if size > 1 or not _can_fuse(facts):
-        return linears
-    return linears + attention_bytes(shape.num_heads, shape.num_kv_heads, shape.head_dim, tokens)
 
 
 def _moved(world: World, split: Split) -> list[Seat]:

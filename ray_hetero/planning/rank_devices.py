@@ -18,8 +18,7 @@ from ray_hetero.weight_formats import FORMATS
 ASSUMED_HOST_LINK = 25 * GB
 """Bytes per second between a GPU and its host where the part is not in the table: PCIe 4 x16."""
 ASSUMED_FLOP_PER_BYTE = 150
-"""bf16 FLOP a GPU does in the time it reads a byte, where the part is not in the table; the parts
-there have 150 to 420 of their peaks.  Decoding needs a few per byte."""
+"""bf16 FLOP of a GPU for a byte that it reads, where the part is not in the table (150 to 420)."""
 SYSTEM_SHARE = 0.05
 """Of a socket's memory, left to the system: Ray's memory monitor kills above 95 %."""
 # bf16 FLOP per second and core at 2 GHz: AMX 1024 a cycle; two 512-bit units with bf16 dot
@@ -50,8 +49,7 @@ LATENCIES: dict[tuple[Kind, bool], Latency] = {
 }
 """Compiled and eager; from decode steps of 8B- and 1B-shaped stages of 1 to 31 layers on an H200
 and 14 cores beside it (docs/gpu-host/2026-11-22-h200.md), what is left when weights are read at the
-measured bandwidth.  With little memory traffic a CPU layer costs less: most of this is Python whose
-code and data the weights have driven from the caches."""
+measured bandwidth.  A CPU layer costs less where weights do not drive Python from the caches."""
 FUSED = Latency(0.45e-3, 1.5e-3)
 """Of a CPU rank whose layers are one operator, compiled or not; from decode steps of half an 8B
 shape on 14 cores beside an H100 (docs/gpu-host/2026-11-22-h100-decode-step.md)."""
@@ -76,6 +74,7 @@ def rank_devices(
     bandwidth: Mapping[int, float],
     gpu_share: float,
     borrowed_bytes: int = 0,
+    borrows_by_stage: bool = False,
     is_eager: bool = False,
     is_bf16: bool = False,
     can_fuse: bool = False,
@@ -91,6 +90,7 @@ def rank_devices(
         bandwidth: measured bytes per second by CPU rank.
         gpu_share: share of a GPU's memory that the engine takes.
         borrowed_bytes: of it, what each CPU rank takes that borrows a GPU.
+        borrows_by_stage: whether one CPU rank of a stage borrows a GPU for all of them.
         is_eager: whether nothing is compiled or captured.
         is_bf16: whether what is not quantised is computed in bfloat16.
         can_fuse: whether layers of this model can be one operator.
@@ -111,7 +111,8 @@ def rank_devices(
             seat,
             hosts[seat.node_id],
             gpu_share,
-            borrowed_bytes * borrowers(config.cpu, seat, seats, hosts[seat.node_id]),
+            borrowed_bytes
+            * borrowers(config.cpu, seat, seats, hosts[seat.node_id], by_stage=borrows_by_stage),
             said[seat.rank],
         )
         if seat.socket is None
@@ -260,12 +261,15 @@ def _streams(config: CpuConfig, host: Host) -> bool:
     return config.streams(next((name for flag, name in _LEVELS if flag in sets), None))
 
 
-def borrowers(config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host) -> int:
+def borrowers(
+    config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host, *, by_stage: bool
+) -> int:
     """Most CPU ranks that borrow one GPU rank's device, as far as planning can tell."""
     if not (config.prefill_on_gpu and _streams(config, host)):
         return 0
-    here = [other.kind for other in seats if other.node_id == seat.node_id]
-    return -(-here.count("cpu") // here.count("gpu"))
+    here = [other for other in seats if other.node_id == seat.node_id]
+    cpus = {other.stage if by_stage else other.rank for other in here if other.kind == "cpu"}
+    return -(-len(cpus) // sum(other.kind == "gpu" for other in here))
 
 
 def _gpu(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-_locked: list[torch.Tensor] = []
-"""Kept: other memory at an address that CUDA has locked could not be locked."""
+_locked: dict[tuple[int, int], torch.Tensor] = {}
+"""By address and bytes.  Kept: other memory at an address that CUDA has locked could not be
+locked."""
 
 
 def lock_pages(memory: torch.Tensor) -> None:
-    """Lock memory for as long as the process lives; it belongs to the current GPU.
+    """Lock memory for as long as the process lives, once; it belongs to the current GPU.
 
     See cudaHostRegister.
 
@@ -20,6 +21,9 @@ def lock_pages(memory: torch.Tensor) -> None:
         RuntimeError: the system refuses; what CUDA says.
 
     """
+    where = memory.data_ptr(), memory.nbytes
+    if where in _locked:
+        return
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     torch.cuda.check_error(int(status))
-    _locked.append(memory)
+    _locked[where] = memory

@@ -105,6 +105,27 @@ class HostWeight(ABC):
 
     @classmethod
     @abstractmethod
+    def part_expansion(
+        cls,
+        shape: tuple[int, int],
+        facts: Mapping[str, Any],
+        tables: Mapping[str, torch.Tensor],
+        outputs: tuple[int, int],
+        device: torch.device,
+    ) -> Expansion:
+        """How a GPU expands some outputs of one weight [N, K] with such facts and tables.
+
+        Args:
+            shape: N, K.
+            facts: of the weight.
+            tables: of a stack of this weight alone.
+            outputs: first and last, multiples of 32.
+            device: what expands them.
+
+        """
+
+    @classmethod
+    @abstractmethod
     def stack_expansion(
         cls,
         shape: tuple[int, int],

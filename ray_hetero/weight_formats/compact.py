@@ -103,6 +103,33 @@ class CompactWeight(HostWeight):
         }
 
     @classmethod
+    def part_expansion(
+        cls,
+        shape: tuple[int, int],
+        facts: Mapping[str, Any],
+        tables: Mapping[str, torch.Tensor],
+        outputs: tuple[int, int],
+        device: torch.device,
+    ) -> Expansion:
+        """As of a weight at hand, from its codebook and lists."""
+        from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes
+
+        inputs = shape[1]
+        begin, end = (output * inputs for output in outputs)
+        places, packed = tables["places"], tables["packed"]
+        outliers = (places >= begin) & (places < end)
+        first, last = (output // BLOCK for output in outputs)
+        blocks = ((packed >= first) & (packed < last)).nonzero().flatten().tolist()
+        return _Expansion(
+            inputs,
+            choose_expand(device),
+            upper_bytes(tables["books"][0].tolist()).to(device),
+            (places[outliers] - begin).to(device),
+            tables["values"][outliers].to(device),
+            tuple((int(packed[at]) - first, tables["rows"][at].to(device)) for at in blocks),
+        )
+
+    @classmethod
     def stack_expansion(
         cls,
         shape: tuple[int, int],

@@ -30,6 +30,18 @@ class PackedWeight(HostWeight):
         return _Expansion(self.shape[1])
 
     @classmethod
+    def part_expansion(
+        cls,
+        shape: tuple[int, int],
+        facts: Mapping[str, Any],
+        tables: Mapping[str, torch.Tensor],
+        outputs: tuple[int, int],
+        device: torch.device,
+    ) -> Expansion:
+        """As any outputs."""
+        return _Expansion(shape[1])
+
+    @classmethod
     def stack_expansion(
         cls,
         shape: tuple[int, int],

@@ -225,6 +225,18 @@ class ScaledWeight(HostWeight):
         return {**vars(self.layout), "scales": name_of(self.layout.scales)}
 
     @classmethod
+    def part_expansion(
+        cls,
+        shape: tuple[int, int],
+        facts: Mapping[str, Any],
+        tables: Mapping[str, torch.Tensor],
+        outputs: tuple[int, int],
+        device: torch.device,
+    ) -> Expansion:
+        """As any outputs."""
+        return _Expansion(cls, shape[1], _layout_of(facts))
+
+    @classmethod
     def stack_expansion(
         cls,
         shape: tuple[int, int],
@@ -233,10 +245,7 @@ class ScaledWeight(HostWeight):
         device: torch.device,
     ) -> StackExpansion:
         """As one weight of all their outputs."""
-        import torch
-
-        layout = Layout(**{**facts, "scales": getattr(torch, facts["scales"])})
-        return AsOneWeight(_Expansion(cls, shape[1], layout))
+        return AsOneWeight(_Expansion(cls, shape[1], _layout_of(facts)))
 
     def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
         """Codes are looked up and multiplied, some blocks at a time."""
@@ -269,6 +278,13 @@ class _Expansion:
         if layout.has_zeros:
             zeros = _of_groups(data[:, end : end + groups * BLOCK], groups)
         return Codes(codes, scales, layout.group, zeros, layout.factor)
+
+
+def _layout_of(facts: Mapping[str, Any]) -> Layout:
+    """What `ScaledWeight.facts` says."""
+    import torch
+
+    return Layout(**{**facts, "scales": getattr(torch, facts["scales"])})
 
 
 def _of_groups(blocks: torch.Tensor, groups: int) -> torch.Tensor:

@@ -7,12 +7,13 @@ tensors and a little JSON.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray_hetero.weight_formats import FORMATS, SCALED_FORMATS
-from ray_hetero.weight_formats.base import HostWeight, StackExpansion
+from ray_hetero.weight_formats.base import Expansion, HostWeight, StackExpansion
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,12 @@ class Stack:
         kind: type[HostWeight] = {**FORMATS, **SCALED_FORMATS}[self.format]
         return kind.stack_expansion(self.shape, self.facts, self.tables, device)
 
+    def part_expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
+        """How a GPU expands outputs `begin` to `end`, multiples of 32, of a stack of one weight."""
+        assert self.count == 1, self.count
+        kind: type[HostWeight] = {**FORMATS, **SCALED_FORMATS}[self.format]
+        return kind.part_expansion(self.shape, self.facts, self.tables, (begin, end), device)
+
     def described(self) -> dict[str, Any]:
         """All but the tables, as JSON has it."""
         names = ("format", "shape", "first", "count", "nbytes", "facts")
@@ -72,3 +79,19 @@ def stacks_of(weights: Sequence[HostWeight]) -> Iterator[Stack]:
         some = [weights[number] for number in members]
         tables = type(some[0]).tables(some)
         yield Stack(name, shape, members[0], len(some), nbytes, facts, tables)
+
+
+def metadata(content: bytes) -> dict[str, str]:
+    """The free text in the header of safetensors, which is JSON behind its length."""
+    length = int.from_bytes(content[:8], "little")
+    found: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    return found
+
+
+def tables_in(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with a prefix, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): table
+        for name, table in tensors.items()
+        if name.startswith(prefix)
+    }

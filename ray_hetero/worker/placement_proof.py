@@ -10,6 +10,7 @@ from typing import Any
 from placement.errors import NativeError, TopologyError
 from placement.host import native, numa_maps
 from ray_hetero.errors import RankError
+from ray_hetero.runtime.shared_pages import own_name
 
 MIB_PER_PAGE = numa_maps.PAGE_KIB / 1024
 
@@ -57,7 +58,8 @@ def prove(tensors: Iterable[Any], own_nodes: Sequence[int], cpus: Sequence[int])
     """Look at this process.
 
     The kernel's account of the whole process comes first: vLLM's CPU kernels keep packed copies
-    of the weights that no tensor points to.
+    of the weights that no tensor points to.  Memory that this process shares with others counts,
+    what they share with it does not.
 
     Args:
         tensors: weights and KV caches, counted where that account cannot be read.
@@ -66,7 +68,7 @@ def prove(tensors: Iterable[Any], own_nodes: Sequence[int], cpus: Sequence[int])
 
     """
     try:
-        pages, what = numa_maps.anonymous_pages(), "of its memory"
+        pages, what = numa_maps.anonymous_pages(own_name()), "of its memory"
     except TopologyError:
         pages, what = _tensor_pages(tensors)
     alone = {allowed[0] for allowed in native.thread_cpus().values() if len(allowed) == 1}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -27,6 +28,7 @@ from placement.units import GIB
 from ray_hetero.compat import (
     cpu_linear,
     cpu_worker,
+    kv_cache,
     layer_partition,
     message_queues,
     model_config,
@@ -36,6 +38,7 @@ from ray_hetero.compat import (
 from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
 from ray_hetero.distributed.remote_experts import RemoteExperts
+from ray_hetero.distributed.shared_prompts import joined
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.linear_layers import LinearLayers
@@ -46,6 +49,7 @@ from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
+from ray_hetero.runtime.shared_pages import kept_memory
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
 from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.worker.speculation import Speculation, models_of
@@ -199,6 +203,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._lender(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
                 self._rank.spare,
+                is_shared=world.has_socket_group(seat),
             )
             is_last = seat.stage == len(world.layout.stages) - 1
             is_tied = any(
@@ -232,7 +237,10 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             self._remote_experts.connect()
         if linear_layers is not None:
             sums = self._sums(linear_layers)
-            layers = linear_layers.loaded(self.worker.model_runner.get_model(), sums)
+            join = None if sums is None else partial(joined, get_tp_group().cpu_group, sums)
+            layers = linear_layers.loaded(self.worker.model_runner.get_model(), sums, join)
+            if linear_layers.has_group_prompts and seat.tensor_rank:
+                kv_cache.place_in(kept_memory)
             # Compiled code is kept by what the configuration says.
             self._vllm_config.additional_config |= {"ray_hetero_layers": layers}
         if world.layout.is_mixed(seat.stage):

@@ -23,12 +23,14 @@ from placement.cluster.claims import held
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
+FLOAT32 = ("--dtype", "float32")
+
 
 def test_engines_of_one_server_share_the_machine_and_nothing_on_it(
     scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
-    options = [*backend(1, cpu={"ranks_per_socket": 2}), "--data-parallel-size", "2"]
-    server = serve(scene, logs / "server", model("llama", "bf16"), *options)
+    options = [*FLOAT32, *backend(1, cpu={"ranks_per_socket": 2}), "--data-parallel-size", "2"]
+    server = serve(scene, logs / "server", model("llama", "f32"), *options)
     wait_until_healthy(server)
     claims = held(scene.claims)
     assert len(claims) == len({claim.owner for claim in claims}) == 2
@@ -40,7 +42,7 @@ def test_engines_of_one_server_share_the_machine_and_nothing_on_it(
                 extra_headers={"X-data-parallel-rank": number},
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )  # fmt: skip
-            assert [choice.token_ids for choice in answer.choices] == stock("llama-bf16")
+            assert [choice.token_ids for choice in answer.choices] == stock("llama-f32")
     found = re.findall(
         r'^vllm:request_success_total\{engine="(\d)",.*\} (.*)$', server.get("/metrics").text, re.M
     )
@@ -55,8 +57,8 @@ def test_engines_that_know_nothing_of_each_other_do_not_race(
     scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
     # Each starts a Ray of its own; both plan with the same half of the socket first.
-    options = backend(1, cpu={"ranks_per_socket": 2})
-    servers = [serve(scene, logs / name, model("llama", "bf16"), *options) for name in "ab"]
+    options = [*FLOAT32, *backend(1, cpu={"ranks_per_socket": 2})]
+    servers = [serve(scene, logs / name, model("llama", "f32"), *options) for name in "ab"]
     for server in servers:
         wait_until_healthy(server)
     claims = held(scene.claims)
@@ -68,7 +70,7 @@ def test_engines_that_know_nothing_of_each_other_do_not_race(
                 model=NAME, prompt=prompts(), temperature=0, max_tokens=24,
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )  # fmt: skip
-        assert [choice.token_ids for choice in answer.choices] == stock("llama-bf16")
+        assert [choice.token_ids for choice in answer.choices] == stock("llama-f32")
         server.child.signal(signal.SIGTERM)
     for server in servers:
         server.child.wait(STOP_SECONDS)

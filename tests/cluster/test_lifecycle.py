@@ -72,9 +72,9 @@ def test_a_script_that_ends_looks_normal(
     scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
     # The script neither shuts its engine down nor drops it.
-    left = {**engine(model("llama", "bf16"), 2), "left": True}
+    left = {**engine(model("llama", "f32"), 2, dtype="float32"), "left": True}
     (answered,) = run_engines(scene, logs / "ends", [(left, [batch(prompts())])])
-    assert tokens(answered[0]) == stock("llama-bf16")
+    assert tokens(answered[0]) == stock("llama-f32")
     assert noise((logs / "ends" / "log").read_text()) == []
     scene.assert_clean()
 
@@ -84,7 +84,7 @@ def test_a_failed_start_leaves_nothing_and_the_next_engine_starts(
     scene: Scene, logs: Path, model: Model, stock: Stock, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
-    shutil.copytree(model("llama", "bf16"), broken)
+    shutil.copytree(model("llama", "f32"), broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     failed, answered = run_engines(
@@ -92,12 +92,12 @@ def test_a_failed_start_leaves_nothing_and_the_next_engine_starts(
         logs / "failed",
         [
             ({**engine(broken, 2), "fails": True}, []),
-            (engine(model("llama", "bf16"), 2), [batch(prompts())]),
+            (engine(model("llama", "f32"), 2, dtype="float32"), [batch(prompts())]),
         ],
     )
     assert "Engine core initialization failed" in failed[0]["error"]  # codespell:ignore
     assert failed[0]["left"] == []
-    assert tokens(answered[0]) == stock("llama-bf16")
+    assert tokens(answered[0]) == stock("llama-f32")
     log = (logs / "failed" / "log").read_text()
     said = (
         r"ray_hetero cannot start: joining groups and loading weights: rank [01] \(cpu.*Safetensor"
@@ -144,7 +144,8 @@ def test_a_running_cluster_stays_and_serves_an_asynchronous_engine_by_its_dotted
     scene: Scene, other: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
     request, answer = logs / "async.request.json", logs / "async.answer.json"
-    arguments = engine(model("llama", "bf16"), 2, distributed_executor_backend=EXECUTOR)
+    own = {"dtype": "float32", "distributed_executor_backend": EXECUTOR}
+    arguments = engine(model("llama", "f32"), 2, **own)
     request.write_text(json.dumps({"engine": arguments, "batch": batch(prompts())}))
     with cluster(other, logs / "cluster") as address:
         child = start(
@@ -154,7 +155,7 @@ def test_a_running_cluster_stays_and_serves_an_asynchronous_engine_by_its_dotted
             {"RAY_ADDRESS": address},
         )
         assert child.wait(START_SECONDS) == 0, child.tail()
-        assert json.loads(answer.read_text()) == stock("llama-bf16")
+        assert json.loads(answer.read_text()) == stock("llama-f32")
         scene.assert_clean()
         assert look(other, address) == {"free": 2, "all": 2, "groups": [], "answer": 42}
     other.assert_clean()

@@ -72,7 +72,7 @@ def test_what_ray_cannot_give_is_told_with_the_nodes(scene: Scene) -> None:
 def test_an_engine_inside_a_group_uses_its_bundles_and_leaves_it(
     scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
-    checkpoint = model("llama", "bf16")
+    checkpoint = model("llama", "f32")
     request, answer = logs / "request.json", logs / "answer.json"
     request.write_text(
         json.dumps(
@@ -81,8 +81,8 @@ def test_an_engine_inside_a_group_uses_its_bundles_and_leaves_it(
                     "num_cpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False
                 },
                 "bundles": [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}],
-                "wrong": [engine(checkpoint, 4)],
-                "engine": engine(checkpoint, 2),
+                "wrong": [engine(checkpoint, 4, dtype="float32")],
+                "engine": engine(checkpoint, 2, dtype="float32"),
                 "batch": batch(prompts()),
             }
         )
@@ -95,6 +95,6 @@ def test_an_engine_inside_a_group_uses_its_bundles_and_leaves_it(
     assert "4 pipeline stages" in error
     assert "inside a placement group and uses only its bundles" in error
     assert "0: {CPU: 1, GPU: 0}, 1: {CPU: 1, GPU: 0}, 2: {CPU: 1, GPU: 0}" in error
-    assert found["tokens"] == stock("llama-bf16")
+    assert found["tokens"] == stock("llama-f32")
     assert found["groups"] == found["after"] == {"trial": "CREATED"}
     scene.assert_clean()

@@ -1,8 +1,9 @@
 """Greedy tokens over several CPU ranks are those of stock vLLM in one process.
 
-Pipelines compute the same numbers in the same order, so bf16 must agree exactly.  Tensor
-parallelism adds partial sums up in another order, so it is compared in float32.  This project's own
-kernels round bf16 in other places; there tokens may differ where two are equally likely.
+With vLLM's kernels pipelines compute the same numbers in the same order, so bf16 must agree
+exactly.  Tensor parallelism adds partial sums up in another order, so it is compared in float32.
+This project's own kernels round bf16 in other places; there tokens may differ where two are equally
+likely.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def _run(scene: Scene, directory: Path, model: Model, cases: list[tuple[str, int
             tensor,
             dtype="float32" if dtype == "f32" else "bfloat16",
             enforce_eager=not compiled,
+            **hetero(cpu={"ranks_per_socket": pipeline * tensor, "linear_kernel": "vllm"}),
         )
         runs.append((arguments, [batch(prompts())]))
     # Faster; the engines of the other modules have a process of their own.

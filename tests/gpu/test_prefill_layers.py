@@ -12,8 +12,9 @@ import torch
 from gpu_host import IS_PRETENDED, needs_gpus
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-pytest.register_assert_rewrite("paged_steps")
+pytest.register_assert_rewrite("group_steps", "paged_steps")
 
+from group_steps import GroupSteps  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
@@ -124,3 +125,22 @@ def test_requests_decode_beside_prompts(is_compact: bool, monkeypatch: pytest.Mo
     steps.check((one, 0, 58), (other, 0, 88))
     steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
     steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
+
+
+@needs_native
+@pytest.mark.parametrize("is_compact", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_layers_of_which_ranks_of_a_group_have_parts(
+    count: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
+    steps = GroupSteps(
+        monkeypatch, count, device=GPU, is_compact=is_compact, isa=isa, layers=3, has_bias=True
+    )
+    assert None not in steps.join()
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
+    steps.check((one, 0, 58), (other, 0, 88))
+    steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
+    steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
+    again = steps.request(120, after=prompt, shared=3)
+    steps.check((again, 96, 120))

@@ -65,6 +65,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, SamplerOutput
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -287,6 +288,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_processes", engine_utils, "wait_for_engine_startup"),
     ("compat/kv_cache", kv_cache_utils, "get_kv_cache_config_from_groups"),
     ("compat/kv_cache", kv_cache_utils, "_pool_bytes_per_block"),
+    ("compat/kv_cache", gpu_model_runner, "allocate_kv_cache"),
     ("compat/model_config", ModelConfig, "get_layers_start_end_indices"),
     ("compat/model_inspection", model_registry, "_run_in_subprocess"),
     ("compat/model_config", distributed_utils, "get_pp_indices"),

@@ -309,9 +309,10 @@ def test_prompts_read_experts_over_the_link_where_that_is_faster() -> None:
     assert linked.split is not None
     # A decode step is what it was.
     assert linked.split.step_s == cores.split.step_s
-    assert linked.split.prefill_s < cores.split.prefill_s / 2
+    assert linked.split.prefill_s < 0.85 * cores.split.prefill_s
     (stage,) = linked.split.stages
-    # Sixteen layers' experts, in 12 bits.
+    # Sixteen layers' experts, in 12 bits, once for each chunk of the prompt.
+    assert (linked.split.work.context, linked.split.work.max_batched_tokens) == (4096, 2048)
     figures = stage.devices.ranks[0].figures
     stored = sum(
         tensor.nbytes for layer in SHAPES[name].layers[-16:] for tensor in layer.tensors
@@ -319,7 +320,7 @@ def test_prompts_read_experts_over_the_link_where_that_is_faster() -> None:
     )  # fmt: skip
     assert figures.host_link is not None
     assert stage.prefill.experts / PICO == pytest.approx(
-        0.75 * stored / figures.host_link, rel=0.01
+        2 * 0.75 * stored / figures.host_link, rel=0.01
     )
     assert stage.prefill.handover == 0
     # What is kept on the GPU is no room for the KV cache.
@@ -352,7 +353,7 @@ def test_short_prompts_and_processors_without_kernels_leave_experts_to_the_socke
         step = layer_step(shape, layer, devices, prefill_pass(tokens), Links())
         assert (step.handover == 0) == is_linked
     # Sockets that are faster in every step take nothing from the GPU.
-    for socket in ({**FEW_CORES, "instruction_sets": ["avx2"]}, XEON):
+    for socket in ({**FEW_CORES, "instruction_sets": ["avx2", "avx512f"]}, XEON):
         there = machine(H100, socket=socket)
         found = planned("Qwen3 30B-A3B", {"ranks": 2, "layers": 16}, there)
         assert found.split is not None

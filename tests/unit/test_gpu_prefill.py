@@ -116,7 +116,9 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     assert counts[-1] == pieces
     first = len(gpu._pieces[packed[0].data_ptr()])
     assert counts[0] == first
-    assert [slot.piece for slot in gpu._reader._ahead] == gpu._pieces[packed[0].data_ptr()][:SLOTS]
+    assert [slot.piece for slot in gpu._reader._ahead] == [
+        placed.piece for placed in gpu._pieces[packed[0].data_ptr()][:SLOTS]
+    ]
 
 
 def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
@@ -150,7 +152,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
     gpu, _ = borrowed([])
     gpu.add(PackedWeight.made(pack(weights()[0]), native))
 
-    def no_memory(self: GpuPrefill, outputs: int, inputs: int) -> None:
+    def no_memory(self: GpuPrefill, *sizes: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     monkeypatch.setattr(GpuPrefill, "_allocate", no_memory)
@@ -202,7 +204,7 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
 def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_memory(self: GpuPrefill, outputs: int, inputs: int) -> None:
+    def no_memory(self: GpuPrefill, *sizes: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(GpuPrefill, "_allocate", no_memory)

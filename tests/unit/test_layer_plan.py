@@ -52,6 +52,7 @@ def plan(
     facts: EngineFacts = FACTS,
     *,
     pipeline: int = 2,
+    tensor: int = 1,
     partition: str | None = None,
     measure: Any = unknown,
 ) -> LayerPlan:
@@ -60,7 +61,7 @@ def plan(
         server() if nodes is None else nodes,
         facts,
         pipeline_parallel_size=pipeline,
-        tensor_parallel_size=1,
+        tensor_parallel_size=tensor,
         partition=partition,
         measure=measure,
     )
@@ -160,6 +161,23 @@ def test_what_cpu_ranks_borrow_of_a_gpu_is_left_free_on_it(sockets: int, ranks: 
     share = gpu_bytes(28672, 14336, 2048) + attention_bytes(32, 8, 128, 2048)
     assert usable() - usable(linear_kernel="streaming") == ranks * share
     assert usable(linear_kernel="streaming", prefill_on_gpu=False) == usable()
+
+
+def test_a_group_of_cpu_ranks_borrows_a_gpu_once() -> None:
+    def usable(layout: list[list[str]], **cpu: Any) -> int:
+        config = HeteroConfig(layout=layout, cpu=CpuConfig(**cpu))
+        found = plan(config, server(1, 2), facts=SMALL, pipeline=2, tensor=2)
+        assert found.split is not None
+        (gpu,) = (rank.device for rank in found.split.ranks if rank.device.kind == "gpu")
+        return gpu.usable_bytes
+
+    group = [["cpu", "cpu"], ["gpu"]]
+    whole = gpu_bytes(28672, 14336, 2048) + attention_bytes(32, 8, 128, 2048)
+    assert usable(group) - usable(group, linear_kernel="streaming") == whole
+    # Each of them has its part of the linear layers computed.
+    parts = 2 * gpu_bytes(14336, 7168, 2048)
+    unfused = {"linear_kernel": "streaming", "fuse_layers": False}
+    assert usable(group) - usable(group, **unfused) == parts
 
 
 def test_a_given_layout_keeps_its_order_and_auto_takes_the_cheaper() -> None:

@@ -36,6 +36,9 @@ MACHINES: dict[str, list[dict[str, Any]]] = {
     "two gpus, two amx sockets": [
         {"name": "a", "gpus": {"part": "H200", "count": 2}, "sockets": {**XEON, **AMX, "count": 2}}
     ],
+    "one gpu, two amx sockets": [
+        {"name": "a", "gpus": {"part": "H100 SXM"}, "sockets": {**XEON, **AMX, "count": 2}}
+    ],
     "two sockets": [{"name": "a", "sockets": {**XEON, "count": 2}}],
     "two nodes": [
         {"name": "a", "gpus": {"part": "L40S"}, "sockets": {**XEON, "count": 1}},
@@ -93,7 +96,25 @@ def test_the_command_and_the_engine_answer_the_same(
     assert tuple(found["layer_partition"]) == engine.world.layers
     assert found["kv_tokens"] == engine.kv_tokens
     assert found["decode_step_s"] == engine.split.step_s
+    assert found["prefill_s"] == engine.split.prefill_s
     assert found["max_model_len"] == MODELS[model]["max_position_embeddings"]
+
+
+def test_the_command_prices_prompts_that_a_gpu_computes_for_two_sockets(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["70B"]))
+    topology = tmp_path / "cluster.yaml"
+    topology.write_text(json.dumps({"nodes": MACHINES["one gpu, two amx sockets"]}))
+    asked = (tmp_path, "--topology", topology, "--context", 8192)
+    found = json.loads(command(*asked, "--json").stdout)
+    assert [len(stage["ranks"]) for stage in found["stages"]] == [2, 1]
+    # Chunks of 8,192 tokens at most; of a layer's weights three quarters, over 51.2 GB/s.
+    layers = found["stages"][0]["layers"]
+    crossing = 0.75 * layers * 1_711_308_800 / 51.2e9
+    computing = found["stages"][0]["prefill_parts_s"]
+    assert computing["weights"] == pytest.approx(crossing, rel=0.01)
+    assert found["prefill_s"] < 6
+    text = command(*asked).stdout
+    assert "with CPU stages' passes of 96 tokens and more computed by a GPU" in text
 
 
 def facts_for(shape: Any, length: int = 4096) -> EngineFacts:

@@ -11,10 +11,18 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+)
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from placement.host import native
-from ray_hetero.compat import cpu_linear, cpu_worker, model_runner
+from ray_hetero.compat import cpu_linear, cpu_worker, kv_cache, model_runner
 from ray_hetero.compat import parallel_state as our_parallel_state
 
 
@@ -73,3 +81,38 @@ def test_the_platforms_own_backend_is_told_twice(monkeypatch: pytest.MonkeyPatch
     own = type(current_platform).dist_backend
     assert [our_parallel_state.use_gloo_world() for _ in range(2)] == [own, own]
     assert current_platform.dist_backend == "gloo"
+
+
+def test_a_kv_cache_lies_in_memory_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = gpu_model_runner.allocate_kv_cache
+    monkeypatch.setattr(gpu_model_runner, "allocate_kv_cache", stock)
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    page, blocks, names = spec.page_size_bytes, 3, ["first", "second"]
+    tensor = KVCacheTensor(2 * blocks * page, names, layer_stride=blocks * page, block_stride=page)
+    config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
+    arguments = config, torch.device("cpu"), KVCacheLayout.LBHNC, [32]
+    expected = stock(*arguments)
+    given: list[torch.Tensor] = []
+
+    def memory(nbytes: int) -> torch.Tensor:
+        given.append(torch.zeros(nbytes + 64, dtype=torch.uint8))
+        return given[-1]
+
+    for _ in range(2):
+        kv_cache.place_in(memory)
+    found = gpu_model_runner.allocate_kv_cache(*arguments)
+    assert [len(one) for one in given] == [2 * blocks * page + 64]
+    for name, theirs in expected.items():
+        ours = found[name]
+        assert ours.untyped_storage().data_ptr() == given[0].data_ptr()
+        assert (ours.dtype, ours.shape, ours.stride(), ours.storage_offset()) == (
+            theirs.dtype, theirs.shape, theirs.stride(), theirs.storage_offset(),
+        )  # fmt: skip
+
+    def nothing(nbytes: int) -> torch.Tensor:
+        raise OSError("no more")
+
+    kv_cache.place_in(nothing)
+    left = gpu_model_runner.allocate_kv_cache(*arguments)
+    assert left["second"].shape == expected["second"].shape
+    assert len(given) == 1

@@ -63,6 +63,8 @@ NUMA_MAPS = """\
 7f0200000000 bind:0 huge anon=2 dirty=2 N0=2 kernelpagesize_kB=2048
 7f0300000000 default heap anon=5 dirty=5 N1=5 kernelpagesize_kB=4
 7f0400000000 default file=/dev/shm/psm_1 dirty=9 N1=9 kernelpagesize_kB=4
+7f0480000000 default file=/memfd:ray_hetero-kv.7\\040(deleted) dirty=3 N0=3 kernelpagesize_kB=4
+7f0490000000 default file=/memfd:ray_hetero-kv.17 dirty=8 N1=8 kernelpagesize_kB=4
 7f0500000000 default stack
 """
 
@@ -71,11 +73,13 @@ def test_anonymous_pages_leave_files_and_shared_memory_out(tmp_path: Path) -> No
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/numa_maps").write_text(NUMA_MAPS)
     assert numa_maps.anonymous_pages(root=tmp_path) == {0: 200 + 2 * 512, 1: 100 + 5}
+    # What this process shares with others counts, what they share with it does not.
+    assert numa_maps.anonymous_pages(".7", root=tmp_path)[0] == 200 + 2 * 512 + 3
     with pytest.raises(TopologyError, match="numa_maps: expected a file"):
         numa_maps.anonymous_pages(root=tmp_path / "elsewhere")
 
 
-def no_account(**_: object) -> dict[int, int]:
+def no_account(*_: object, **__: object) -> dict[int, int]:
     raise TopologyError("no numa_maps")
 
 

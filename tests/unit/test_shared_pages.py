@@ -11,7 +11,14 @@ torch = pytest.importorskip("torch")
 
 from ray_hetero.kernels.expert_room import Room, SharedRoom, room_to_share  # noqa: E402
 from ray_hetero.runtime import shared_pages  # noqa: E402
-from ray_hetero.runtime.shared_pages import HUGE, STEP, SharedPages  # noqa: E402
+from ray_hetero.runtime.shared_pages import (  # noqa: E402
+    HUGE,
+    LONG_STEP,
+    STEP,
+    SharedPages,
+    kept_at,
+    kept_memory,
+)
 from ray_hetero.weight_formats import PackedWeight  # noqa: E402
 
 
@@ -34,6 +41,20 @@ def test_what_one_writes_the_other_reads_wherever_it_is_mapped() -> None:
     for nbytes in (0, 4 * STEP):
         with pytest.raises(PermissionError):
             os.truncate(left.descriptor, nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [0, 3 * STEP + 5, LONG_STEP + 1])
+def test_memory_that_is_kept_is_all_there_zeroed_and_found_by_its_address(nbytes: int) -> None:
+    memory = kept_memory(nbytes)
+    assert nbytes <= len(memory) < nbytes + STEP + 1
+    assert not memory.any()
+    pages = kept_at(memory.data_ptr())
+    assert pages is not None
+    assert os.fstat(pages.descriptor).st_blocks * 512 == len(memory)
+    found = SharedPages.received(pages.descriptor)
+    memory[-1] = 7
+    assert found.memory[-1] == 7
+    assert kept_at(found.address) is None
 
 
 def test_memory_that_can_become_smaller_is_refused() -> None:

@@ -1,0 +1,178 @@
+"""How the CPU ranks of a group come to have their prompts computed by the first one's GPU.
+
+All ranks that share memory for their sums (shared_sums.py) call `joined` once their layers are
+known.  Where all suit and say the same, each of them hands descriptors of its weights' memory to
+the first, which maps them, takes the GPU, and hands out memory for results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from placement.units import GIB
+from ray_hetero.distributed.unix_sockets import NOTE
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.gpu_prefill import give_back
+from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer, PromptTerms, WholeLayers
+from ray_hetero.kernels.prompt_group import MOST_BYTES, RESULTS, PromptGroup
+from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.kernels.shared_weights import LinkedLinear, linked, read_whole
+from ray_hetero.log import logger
+from ray_hetero.runtime import sealed_memory
+from ray_hetero.runtime.shared_pages import SharedPages
+
+Gather = Callable[[Any], list[Any]]
+"""Tells all ranks of the group something, and gives what each of them has told."""
+
+
+def joined(
+    group: dist.ProcessGroup, sums: RankSums, offer: PromptOffer | None
+) -> list[GroupLayers] | None:
+    """Have one GPU compute the prompts of a group; all its ranks have to call this.
+
+    Args:
+        group: of processes on CPUs.
+        sums: with the other ranks.
+        offer: of this rank; None where it cannot.
+
+    Returns:
+        What computes each run of layers; None where some rank cannot, or the GPU.
+
+    Raises:
+        RuntimeError: another rank has ended, or is late.
+
+    """
+
+    def gather(told: Any) -> list[Any]:
+        heard: list[Any] = [None] * sums.size
+        dist.all_gather_object(heard, told, group=group)
+        return heard
+
+    terms = None if offer is None else offer.terms()
+    heard = gather(terms)
+    if offer is None or terms is None or any(other != terms for other in heard):
+        return None
+    try:
+        made = _begin(sums, offer, terms, gather) if sums.is_first else _join(sums, offer, gather)
+    except OSError as error:
+        raise RuntimeError(
+            f"one of the ranks {list(sums.ranks)}, of one tensor-parallel group, has ended or was "
+            f"not there in {sums.limit_s:g} s (exchange.timeout_s), or memory cannot be shared: "
+            f"{error}"
+        ) from None
+    if made is None:
+        return None
+    results, layers = made
+    prompts = PromptGroup(sums, results.view(torch.bfloat16).view(RESULTS, -1))
+    runs = [None] * len(offer.runs) if layers is None else layers.runs
+    return [
+        GroupLayers(prompts, run, tokens=terms.tokens, from_tokens=terms.from_tokens)
+        for run in runs
+    ]
+
+
+Made = tuple[torch.Tensor, WholeLayers | None]
+"""Memory for results, and what is on the GPU of the first rank."""
+
+
+def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gather) -> Made | None:
+    """Take the others' weights and the GPU."""
+    others = [_weights(connection, sums.limit_s) for connection in sums.connections[1:]]
+    with ExitStack() as stack:
+        descriptor = sealed_memory.made("ray_hetero-prompts", terms.results_bytes)
+        stack.callback(os.close, descriptor)
+        results = sealed_memory.mapped(descriptor, terms.results_bytes)
+        problem, layers = "", None
+        try:
+            layers = WholeLayers.taking(
+                offer, others, results.view(torch.bfloat16).view(RESULTS, -1)
+            )
+        except UnsupportedError as error:
+            problem = str(error)
+            logger.warning(
+                "no GPU computes whole layers of prompts for all of the ranks %s: %s",
+                list(sums.ranks),
+                problem,
+            )
+        if layers is None:
+            give_back(offer.device)
+        gather(problem)
+        if layers is None:
+            return None
+        for connection in sums.connections[1:]:
+            assert connection is not None
+            socket.send_fds(connection, [NOTE], [descriptor])
+    logger.info(
+        "prompts are computed by the GPU in whole layers, their attention too, for all of the "
+        "ranks %s: steps of %d tokens and more; %.1f GiB of weights can be read over its link, "
+        "%.1f GiB of its memory are taken (cpu.prefill_on_gpu)",
+        list(sums.ranks),
+        terms.from_tokens,
+        layers.taken.weight_bytes / GIB,
+        layers.taken.gpu_bytes / GIB,
+    )
+    return results, layers
+
+
+def _join(sums: RankSums, offer: PromptOffer, gather: Gather) -> Made | None:
+    """Hand this rank's weights to the first one, and take memory for results."""
+    connection = sums.connections[0]
+    assert connection is not None
+    connection.settimeout(sums.limit_s)
+    content = offer.weights.described(offer.linears)
+    description = os.memfd_create("ray_hetero-weights", os.MFD_CLOEXEC)
+    with os.fdopen(description, "wb") as file:
+        file.write(content)
+        file.flush()
+        pages = offer.weights.pages
+        said = json.dumps({"pages": len(pages)}).encode()
+        socket.send_fds(connection, [said], [description])
+    for one in pages:
+        one.seal()
+        socket.send_fds(connection, [NOTE], [one.descriptor])
+    if gather(None)[0]:
+        return None  # the first rank has said why
+    descriptor = _descriptor(connection)[1]
+    try:
+        return sealed_memory.mapped(descriptor, os.fstat(descriptor).st_size), None
+    finally:
+        os.close(descriptor)
+
+
+def _weights(connection: socket.socket | None, limit_s: float) -> list[LinkedLinear]:
+    """Linear layers of another rank."""
+    assert connection is not None
+    connection.settimeout(limit_s)
+    said, descriptor = _descriptor(connection)
+    try:
+        content = read_whole(descriptor)
+    finally:
+        os.close(descriptor)
+    return linked(content, _pages(connection, int(json.loads(said)["pages"])))
+
+
+def _pages(connection: socket.socket, count: int) -> Sequence[SharedPages]:
+    found = []
+    for _ in range(count):
+        _, descriptor = _descriptor(connection)
+        try:
+            found.append(SharedPages.received(descriptor))
+        finally:
+            os.close(descriptor)
+    return found
+
+
+def _descriptor(connection: socket.socket) -> tuple[bytes, int]:
+    """A message with the descriptor that comes with it."""
+    message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+    if not descriptors:
+        raise ConnectionResetError("the other end is closed")
+    return message, descriptors[0]

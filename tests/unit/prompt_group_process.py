@@ -1,0 +1,109 @@
+"""A rank of a group whose prompts the first one's pretended GPU computes, in a process of its own.
+
+    python prompt_group_process.py '{"own": 0, "count": 2, "store": "/tmp/…", "limit_s": 5}'
+
+Prints a line of JSON for each step that it has computed and found right, one whenever the GPU has
+begun with an attention of the step that follows, and at the end the error of another rank's loss.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from decoder_parts import HIDDEN, attends
+from group_steps import GroupSteps
+from native_module import native
+from paged_steps import CLOSE, Conversation
+from vllm.platforms import current_platform
+
+from ray_hetero.distributed import shared_prompts, shared_sums
+from ray_hetero.kernels import gpu_layers
+from ray_hetero.kernels.decoder_layers import DecoderLayers
+from ray_hetero.kernels.rank_sums import SumTerms
+
+BREAK_S = 3.0
+"""How long the GPU takes for an attention in the steps in which a rank is lost."""
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+class Rank:
+    """This process's rank, of a group of which every process makes all parts alike."""
+
+    def __init__(self, own: int, count: int, store: str, limit_s: float) -> None:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=own, world_size=count
+        )  # fmt: skip
+        self.steps = GroupSteps(pytest.MonkeyPatch(), count)
+        shared_prompts.dist = dist
+        self.rank = self.steps.ranks[own]
+        kernel, group = self.rank.kernel, dist.group.WORLD
+        terms = SumTerms(
+            kernel.level.name, kernel.few_tokens, native.FEW_TOKENS * HIDDEN, len(self.rank.known)
+        )
+        sums = shared_sums.joined(group, range(count), native, terms, limit_s)
+        assert sums is not None
+        kernel.sums = sums
+        groups = shared_prompts.joined(group, sums, self.rank.offer)
+        assert groups is not None
+        self.rank.made = DecoderLayers(self.rank.known, kernel, group=groups[0])
+
+    def step(self, *parts: tuple[Conversation, int, int]) -> None:
+        """Compute a step, and compare it with the whole sequences."""
+        steps = self.steps
+        positions, hidden = steps.begin(parts)
+        for number, cache in enumerate(self.rank.caches):
+            metadata, _, _, slots = steps.contexts[attends(steps.layers[number]).layer_name]
+            attention = attends(self.rank.layers[number])
+            steps.contexts[attention.layer_name] = metadata, attention, cache, slots
+        y, total = self.rank.made(positions, hidden, None)
+        expected = torch.cat([steps.expected(request)[begin:end] for request, begin, end in parts])
+        apart = (y.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert float(apart.max()) < CLOSE, float(apart.max())
+        tell(step=len(positions))
+
+
+def take_time() -> None:
+    """Let attentions say that they begin, and take long."""
+    attend = gpu_layers.attend
+
+    def attend_slowly(*given: Any, **more: Any) -> Any:
+        tell(attending=True)
+        time.sleep(BREAK_S)
+        return attend(*given, **more)
+
+    gpu_layers.attend = attend_slowly
+
+
+def main() -> None:
+    current_platform.import_kernels()
+    given = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    rank = Rank(**given)
+    one, other, prompt = (rank.steps.request(tokens) for tokens in (60, 92, 150))
+    rank.step((one, 0, 57), (other, 0, 88))
+    rank.step((one, 57, 58), (other, 88, 89))
+    # What decoding has written is read by the GPU, and the other way round.
+    rank.step((one, 58, 59), (prompt, 0, 70), (other, 89, 90))
+    rank.step((prompt, 70, 149), (one, 59, 60), (other, 90, 91))
+    rank.step((prompt, 149, 150), (other, 91, 92))
+    tell(named=[line for line in Path("/proc/self/maps").read_text().split() if "/shm/" in line])
+    take_time()
+    try:
+        while True:
+            rank.step((rank.steps.request(40), 0, 40))
+    except dist.DistError as error:
+        tell(error=str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""One GPU computes whole layers for the ranks of a group, each of which has a part of them.
+
+The GPU is the CPU here, the ranks are threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from decoder_parts import HIDDEN  # noqa: E402
+from group_steps import GroupSteps  # noqa: E402
+from native_module import native, needs_native  # noqa: E402
+from test_scaled_weights import made  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_tokens  # noqa: E402
+from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.gpu_layers import GpuLayers  # noqa: E402
+from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
+from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
+from ray_hetero.kernels.shared_weights import SharedWeights, linked  # noqa: E402
+from ray_hetero.kernels.weight_pieces import WholeWeight, cut  # noqa: E402
+from ray_hetero.planning import prefill_memory  # noqa: E402
+from ray_hetero.weight_formats import (  # noqa: E402
+    SCALED_FORMATS,
+    CompactWeight,
+    PackedWeight,
+    ScaledWeight,
+)
+from ray_hetero.weight_formats.base import pack  # noqa: E402
+
+current_platform.import_kernels()
+pytestmark = [needs_native, pytest.mark.timeout(300)]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
+    # Two blocks of 32 tokens and two heads of keys.
+    monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
+    monkeypatch.setattr(gpu_prefill, "CHUNK_TOKENS", 24)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each step that the GPU has computed."""
+    found: list[int] = []
+    call = GpuLayers.__call__
+
+    def call_and_note(self: GpuLayers, *given: Any) -> Any:
+        found.append(given[3].tokens)
+        return call(self, *given)
+
+    monkeypatch.setattr(GpuLayers, "__call__", call_and_note)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("llama", {}),
+        ("llama", {"has_bias": True, "is_compact": True}),
+        ("qwen3", {"is_compact": True}),
+        ("gemma3", {}),
+        # Fewer heads of keys than ranks.
+        ("llama", {"kv_heads": 1, "has_bias": True}),
+    ],
+)
+def test_prompts_alone_together_and_in_chunks(
+    family: str, given: Any, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+) -> None:
+    steps = GroupSteps(monkeypatch, family=family, **given)
+    steps.join()
+    one, other, third = (steps.request(tokens) for tokens in (170, 33, 40))
+    steps.check((one, 0, 70))
+    steps.check((other, 0, 33), (third, 0, 9))
+    steps.check((third, 9, 40), (one, 70, 170))
+    assert on_gpu == [70, 42, 131]
+
+
+@pytest.mark.parametrize(("count", "isa"), [(3, "vec"), (2, "amx")])
+def test_requests_decode_beside_prompts(
+    count: int, isa: str, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+) -> None:
+    monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * count * 2 * 64 * 2)
+    steps = GroupSteps(monkeypatch, count, isa=isa)
+    steps.join()
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
+    steps.check((one, 0, 57), (other, 0, 88))
+    # Each rank decodes with keys and values that the first one has written.
+    steps.check((one, 57, 58), (other, 88, 89))
+    steps.check((one, 58, 59), (prompt, 0, 70), (other, 89, 90))
+    layer_tokens.take()
+    steps.check((prompt, 70, 150), (one, 59, 60), (other, 90, 92))
+    assert on_gpu == [145, 70, 80]
+    layers = count * len(steps.caches)
+    assert layer_tokens.take() == LayerTokens(native=3 * layers, on_gpu=80 * layers)
+
+
+def test_a_prefix_that_another_request_has_computed(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+) -> None:
+    steps = GroupSteps(monkeypatch)
+    steps.join()
+    first = steps.request(100)
+    steps.check((first, 0, 100))
+    second = steps.request(120, after=first, shared=3)
+    steps.check((second, 96, 120))
+    # One that is computed in the same step, beside a request that decodes.
+    third, fourth = steps.request(70), steps.request(90)
+    fifth = steps.request(100, after=fourth, shared=2)
+    steps.check((third, 0, 69))
+    steps.check((fourth, 0, 90), (third, 69, 70), (fifth, 64, 100))
+    assert on_gpu == [100, 24, 69, 126]
+
+
+def test_a_residual_is_added_first_and_a_dummy_run_leaves_no_keys(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+) -> None:
+    steps = GroupSteps(monkeypatch)
+    steps.join()
+    request = steps.request(40)
+    residual = torch.randn(40, HIDDEN).bfloat16()
+    for y, total in steps.step((request, 0, 40), is_dummy=True):
+        assert bool((y + total).isfinite().all())
+    assert all(bool(cache.isnan().all()) for rank in steps.ranks for cache in rank.caches)
+    found = steps.step((request, 0, 40), residual=residual)
+    request.inputs = request.inputs + residual
+    for y, total in found:
+        torch.testing.assert_close(
+            y.float() + total.float(), steps.expected(request), rtol=2**-5, atol=2**-3
+        )
+    assert on_gpu == [40, 40]
+
+
+def test_a_gpu_that_runs_out_of_memory_ends_it_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = GroupSteps(monkeypatch)
+    steps.join()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(gpu_layers, "attend", fail)
+    monkeypatch.setattr(DecoderLayers, "_layer_by_layer", lambda self, *given: given[1:])
+    request = steps.request(80)
+    for _ in range(2):
+        for hidden, residual in steps.step((request, 0, 40)):
+            assert len(hidden) == 40
+            assert residual is None
+    assert on_gpu == [40]
+    assert all(rank.made._on_gpu is None for rank in steps.ranks)
+    assert caplog.text.count("from now on the cores of its group's ranks compute them") == 2
+
+
+def test_a_failure_of_the_first_rank_is_the_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = GroupSteps(monkeypatch)
+    steps.join()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu_layers, "attend", fail)
+    first, other = steps.step((steps.request(40), 0, 40))
+    assert str(first).startswith("CUDA error: an illegal")
+    assert str(other) == (
+        "rank 4, of the same tensor-parallel group, has failed: CUDA error: an illegal memory "
+        "access was encountered"
+    )
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_has_ended_is_named(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = GroupSteps(monkeypatch)
+    steps.join()
+    steps.check((steps.request(40), 0, 40))
+    steps.end(lost)
+    found = steps.step((steps.request(40), 0, 40))
+    assert str(found[1 - lost]) == f"rank {4 + lost}, of the same tensor-parallel group, has ended"
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_does_not_come_is_named_within_the_limit(
+    missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = GroupSteps(monkeypatch, limit_s=1.5)
+    steps.join()
+    request = steps.request(40)
+    steps.check((request, 0, 40))
+    steps.ranks[missing].made = lambda *given: None
+    found = steps.step((request, 0, 40))
+    assert str(found[1 - missing]) == (
+        f"rank {4 + missing}, of the same tensor-parallel group, was not there in 1.5 s "
+        "(exchange.timeout_s)"
+    )
+
+
+def test_ranks_that_come_to_different_steps_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = GroupSteps(monkeypatch, limit_s=5)
+    steps.join()
+    group = steps.ranks[1].made._on_gpu._group
+    begin = group.begin
+    monkeypatch.setattr(group, "begin", lambda step: begin((step[0] - 1, *step[1:])))
+    found = steps.step((steps.request(40), 0, 40))
+    assert str(found[0]) == "rank 5, of the same tensor-parallel group, computes another step"
+
+
+def test_caches_that_cannot_be_mapped_leave_prompts_to_the_cores_of_all(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+) -> None:
+    steps = GroupSteps(monkeypatch, is_shared=False)
+    steps.join()
+    monkeypatch.setattr(DecoderLayers, "_layer_by_layer", lambda self, *given: given[1:])
+    for _ in range(2):
+        found = steps.step((steps.request(40), 0, 40))
+        assert not [one for one in found if isinstance(one, Exception)]
+    assert on_gpu == []
+
+
+def test_ranks_that_do_not_suit_do_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = GroupSteps(monkeypatch)
+    steps.ranks[1].offer = None
+    assert steps.join() == [None, None]
+
+
+def test_a_gpu_without_memory_is_no_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = GroupSteps(monkeypatch)
+
+    def no_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+    monkeypatch.setattr(gpu_layers, "KvReturns", no_memory)
+    assert steps.join() == [None, None]
+    assert caplog.text.count("no GPU computes whole layers of prompts for all of the ranks") == 1
+    assert "allocate 2.00 GiB. Prompts" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [PackedWeight, CompactWeight, *SCALED_FORMATS.values()])
+def test_weights_of_another_process_are_read_in_pieces(kind: Any) -> None:
+    torch.manual_seed(0)
+    matrices = [torch.randn(192, 64).bfloat16() for _ in range(2)]
+    # In a compact weight, outliers and a block that stays packed.
+    matrices[1][70, 3] = matrices[1][5, 60] = 2.0**100
+    matrices[1][128:160] *= 2.0 ** torch.randint(-90, 90, (32, 64))
+    shared, bias = SharedWeights(), torch.randn(192)
+    weights = []
+    for number, matrix in enumerate(matrices):
+        if issubclass(kind, ScaledWeight):
+            codes = made(kind, 192, 64, 32, has_zeros=number > 0 and kind.has_zeros)
+            matrix.copy_(kind.expanded(codes))
+            weights.append(kind.stored(codes, native))
+        else:
+            weights.append(kind.made(pack(matrix), native))
+    if kind is CompactWeight:
+        assert weights[1].encoding.packed_blocks == [4]
+    linears = [Linear(shared.moved(weight), bias) for weight in weights]
+    assert shared.holds(linears)
+    found = linked(shared.described(linears), shared.pages)
+    for one, own, matrix in zip(found, weights, matrices, strict=True):
+        assert torch.equal(one.bias, bias)
+        assert one.weight.data.data_ptr() % 4096 == 0
+        assert one.weight.gpu_bytes >= own.gpu_bytes
+        whole = WholeWeight.by_columns([one.weight], [128, 32, 32])
+        rebuilt = torch.zeros_like(matrix)
+        for placed in cut(whole, CPU):
+            piece = placed.piece
+            into = torch.empty((piece.end - piece.begin) * 64, dtype=torch.bfloat16)
+            piece.expansion(piece.weight.view(torch.uint8).view(-1), into)
+            rebuilt[placed.outputs] = into.view(-1, 64)
+        assert torch.equal(rebuilt, matrix)
+
+
+def test_places_of_parts_in_the_whole() -> None:
+    ranks = [PackedWeight.made(torch.zeros(96, 64).bfloat16(), native) for _ in range(2)]
+    columns = WholeWeight.by_columns(ranks, [32, 64])
+    assert columns.shape == (192, 64)
+    assert [part.outputs for part in columns.parts] == [
+        ((0, 32, 0), (32, 96, 64)), ((0, 32, 32), (32, 96, 128)),
+    ]  # fmt: skip
+    rows = WholeWeight.by_rows(ranks)
+    assert rows.shape == (96, 128)
+    assert [(part.inputs, part.is_added) for part in rows.parts] == [(0, False), (64, True)]
