@@ -8,7 +8,8 @@
 // sum too, times the sum of the group's inputs.
 //
 // With tiles, a group's sums leave the tile registers; up to kDirectTokens tokens, and where groups
-// are no whole tiles, dot products of vectors are cheaper.
+// are no whole tiles, dot products of vectors are cheaper.  The sums of such short groups cost more
+// than scaled weights once there are many tokens.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
@@ -233,9 +234,9 @@ constexpr CodeKernels code_kernels(std::integer_sequence<int, kLess...>) {
   }
 }
 
-// Whether that many tokens are multiplied with codes as they are; else with scaled ones in tiles.
+// Whether that many tokens are multiplied with codes as they are; else with scaled ones.
 inline bool is_for_codes(std::int64_t m, const Stretch& stretch) {
-  return !kHasTiles || m <= kGroup || Groups(stretch).are_tiles();
+  return m <= kTokensOfShortGroups || Groups(stretch).are_tiles();
 }
 
 // Sums [m][kBlock] of up to 32 tokens.

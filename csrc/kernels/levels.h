@@ -6,8 +6,7 @@
 //
 // One level's results depend neither on the number of threads nor on chance.  Those of two levels
 // differ by the order and the rounding of sums in float32: for a sum of K products w · x by at most
-// 2 · K · 2^-24 · Σ |w · x|, and by what this changes in later rounding.  With weights of codes, levels
-// with tiles round scaled ones to bf16 where others do not: codes.h, is_for_codes().
+// 2 · K · 2^-24 · Σ |w · x|, and by what this changes in later rounding.
 
 #pragma once
 

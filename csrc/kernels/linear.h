@@ -27,6 +27,33 @@ RAY_HETERO_INLINE void store_token(const Task& task, std::int64_t token, std::in
   }
 }
 
+// ---- rows in bf16 -------------------------------------------------------------------------------
+
+// Sums [M][kBlock] of M tokens plus what some rows in bf16 add to them.
+template <int M>
+void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
+              std::int64_t rows, bool is_first, float* to) {
+  Sums<M> sums;
+  if (is_first) {
+    sums.clear();
+  } else {
+    sums.load(to, kBlock);
+  }
+  for (std::int64_t row = 0; row < rows; ++row, x += 2, w += kRow) {
+    add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
+  }
+  sums.store(to, kBlock);
+}
+
+using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
+                         bool, float*);
+template <int... kLess>
+constexpr std::array<AddRows, kGroup> add_rows_of(std::integer_sequence<int, kLess...>) {
+  return {add_rows<kLess + 1>...};
+}
+constexpr std::array<AddRows, kGroup> kAddRows =
+    add_rows_of(std::make_integer_sequence<int, kGroup>());
+
 // ---- rows of a format ---------------------------------------------------------------------------
 
 // Sums [M][kBlock] of M tokens, whose pairs for these rows begin at x.
@@ -83,11 +110,30 @@ void sum_tiles(const std::uint16_t* x, std::int64_t step, const Stretch& stretch
   store_sums<kTwo>(sums);
 }
 
+// Sums [m][kBlock] of tokens, of rows that are expanded for all of them.
+template <typename Rows>
+void sum_expanded(const TokenTiles& x, std::int64_t m, const Stretch& stretch, float* sums) {
+  std::uint16_t* room = scratch_bf16(kExpandedRows * kRow, kExpanded);
+  Rows rows(stretch);
+  for (std::int64_t row = 0; row < stretch.rows; row += kExpandedRows) {
+    const std::int64_t count = std::min(kExpandedRows, stretch.rows - row);
+    for (std::int64_t at = 0; at < count; at += 2) {
+      prefetch_lines(rows.at(), Rows::kPairBytes);
+      expand_rows(rows, 2, room + at * kRow);
+    }
+    for (std::int64_t token = 0; token < m; token += kGroup) {
+      kAddRows[std::min<std::int64_t>(kGroup, m - token) - 1](
+          x.at(row) + token * x.token, x.token, room, count, row == 0, sums + token * kBlock);
+    }
+  }
+}
+
 // What a format's rows are computed with.
 struct RowKernels {
   using SumRows = void (*)(const std::uint16_t*, std::int64_t, const Stretch&, float*);
   SumRows sum[kGroup];   // for one token and more; where there are neither tiles nor codes
   SumRows sum_tiles[2];  // for one tile of tokens and two; where there are tiles
+  CodeKernels::SumOfTokens sum_expanded;  // of scaled codes; where there are no tiles
   const std::uint16_t* (*expanded)(const Stretch&, std::uint16_t*);
   bool has_codes;
   CodeKernels codes;  // if it has
@@ -95,12 +141,14 @@ struct RowKernels {
 
 template <typename Rows, int... kLess>
 constexpr RowKernels row_kernels(std::integer_sequence<int, kLess...> less) {
-  RowKernels kernels{{}, {}, expanded<Rows>, Rows::kHasCodes, {}};
+  RowKernels kernels{{}, {}, nullptr, expanded<Rows>, Rows::kHasCodes, {}};
   if constexpr (Rows::kHasCodes) kernels.codes = code_kernels<typename Rows::Codes>(less);
   if constexpr (kHasTiles) {
     kernels.sum_tiles[0] = sum_tiles<false, Rows>;
     kernels.sum_tiles[1] = sum_tiles<true, Rows>;
-  } else if constexpr (!Rows::kHasCodes) {
+  } else if constexpr (Rows::kHasCodes) {
+    kernels.sum_expanded = sum_expanded<Rows>;
+  } else {
     const typename RowKernels::SumRows sum[] = {sum_rows<kLess + 1, Rows>...};
     for (int i = 0; i < kGroup; ++i) kernels.sum[i] = sum[i];
   }
@@ -129,6 +177,8 @@ inline void sum_few(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
     sum_codes(kernels.codes, x, m, stretch, sums);
   } else if constexpr (kHasTiles) {
     kernels.sum_tiles[m > kTile](x.data, x.tile, stretch, sums);
+  } else if (kernels.has_codes) {
+    kernels.sum_expanded(x, m, stretch, sums);
   } else {
     for (std::int64_t token = 0; token < m; token += kGroup) {
       const auto group = std::min<std::int64_t>(kGroup, m - token);
@@ -203,33 +253,6 @@ inline void pack_tokens(const Task& task, std::int64_t begin, std::int64_t end,
     }
   }
 }
-
-// ---- rows in bf16 -------------------------------------------------------------------------------
-
-// Sums [M][kBlock] of M tokens plus what some rows in bf16 add to them.
-template <int M>
-void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
-              std::int64_t rows, bool is_first, float* to) {
-  Sums<M> sums;
-  if (is_first) {
-    sums.clear();
-  } else {
-    sums.load(to, kBlock);
-  }
-  for (std::int64_t row = 0; row < rows; ++row, x += 2, w += kRow) {
-    add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
-  }
-  sums.store(to, kBlock);
-}
-
-using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
-                         bool, float*);
-template <int... kLess>
-constexpr std::array<AddRows, kGroup> add_rows_of(std::integer_sequence<int, kLess...>) {
-  return {add_rows<kLess + 1>...};
-}
-constexpr std::array<AddRows, kGroup> kAddRows =
-    add_rows_of(std::make_integer_sequence<int, kGroup>());
 
 // Sums [tokens][kBlock] of tokens from `begin` on plus what some rows in bf16 add to them.
 inline void add_tokens(const Task& task, std::int64_t begin, std::int64_t tokens,

@@ -30,7 +30,7 @@ constexpr std::uint16_t kInt4Values[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc08
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-using Int4Rows = ScaledRows<CodeRows<ReadNibbles<kInt4Values>, kRow>>;
+using Int4Rows = ScaledRows<CodeRows<ReadNibbles<kInt4Values>, kRow>, true>;
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL
 

@@ -44,7 +44,7 @@ struct ReadInt8 {
   }
 };
 
-using Int8Rows = ScaledRows<CodeRows<ReadInt8, 2 * kRow>>;
+using Int8Rows = ScaledRows<CodeRows<ReadInt8, 2 * kRow>, true>;
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL
 

@@ -198,8 +198,8 @@ class CodeRows {
   const Read read_{};
 };
 
-// The same rows scaled and rounded to bf16.
-template <typename Of>
+// The same rows scaled and rounded to bf16; kMayHaveZeros is whether the format has zero points.
+template <typename Of, bool kMayHaveZeros = false>
 class ScaledRows {
  public:
   using Codes = Of;
@@ -228,6 +228,9 @@ class ScaledRows {
 
  private:
   static RAY_HETERO_INLINE Pairs scaled(Pairs codes, Floats scale, Floats zero) {
+    if constexpr (!kMayHaveZeros) {
+      return rounded_pairs(times(firsts(codes), scale), times(seconds(codes), scale));
+    }
     return rounded_pairs(times(minus(firsts(codes), zero), scale),
                          times(minus(seconds(codes), zero), scale));
   }
