@@ -133,13 +133,7 @@ class ExpertChannel:
         self._signals.begin_step(tokens)
 
     def hand_over(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        layer: int,
-        *,
-        is_first: bool = True,
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
     ) -> None:
         """Ask all expert ranks for a layer of these tokens.
 
@@ -148,14 +142,11 @@ class ExpertChannel:
             weights: [M, chosen].
             ids: [M, chosen].
             layer: its number.
-            is_first: whether these are the step's first tokens; steps of several pieces have no
-                rows but those of tokens.
 
         """
         tokens, views = x.shape[0], self._views[layer]
         self._signals.write(x, views.x[:tokens])
-        write_ids = self._signals.write_ids if is_first else self._signals.write
-        write_ids(ids, views.ids[:tokens])
+        self._signals.write_ids(ids, views.ids[:tokens])
         self._signals.write(weights, views.weights[:tokens])
         self._signals.post(layer, tokens)
 

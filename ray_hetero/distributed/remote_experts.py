@@ -35,10 +35,9 @@ def _hand_over(
 ) -> torch.Tensor:
     (channel,) = _channels
     most = channel.capacity
-    for link in _links_of(x, layer):
+    if link := _link_of(x, layer):
         link.begin(ids, layer)
-        return x.new_empty(0)
-    if x.shape[0]:
+    elif x.shape[0]:
         channel.hand_over(x[:most], weights[:most], ids[:most], layer)
     return x.new_empty(0)
 
@@ -50,7 +49,7 @@ def _take(
     tokens, most = x.shape[0], channel.capacity
     if not tokens:
         return torch.empty_like(x)
-    for link in _links_of(x, layer):
+    if link := _link_of(x, layer):
         channel.check()
         return link.sums(x, weights, ids, layer)
     first = channel.take(min(tokens, most), layer)
@@ -60,14 +59,14 @@ def _take(
     sums[:most] = first
     for begin in range(most, tokens, most):
         piece = slice(begin, min(begin + most, tokens))
-        channel.hand_over(x[piece], weights[piece], ids[piece], layer, is_first=False)
+        channel.hand_over(x[piece], weights[piece], ids[piece], layer)
         sums[piece] = channel.take(piece.stop - begin, layer)
     return sums
 
 
-def _links_of(x: torch.Tensor, layer: int) -> list[ExpertLink]:
+def _link_of(x: torch.Tensor, layer: int) -> ExpertLink | None:
     """The link that computes a layer of these tokens, if one does."""
-    return [link for link in _links if link.takes(x.shape[0], layer)]
+    return next((link for link in _links if link.takes(x.shape[0], layer)), None)
 
 
 def _nothing_yet(

@@ -32,7 +32,6 @@ from ray_hetero.kernels.kv_transfer import KvReturns, KvUploads, Span, spans_of
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.weight_pieces import current
 from ray_hetero.planning.prefill_memory import attention_bytes
-from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.attention import Attention
@@ -116,7 +115,6 @@ class AttentionMemory:
                 "of thousands of tokens take several times as long. Lower gpu.memory_utilization "
                 "or --max-num-batched-tokens."
             ) from None
-        self.uses_triton = choose_expand(gpu.device) is expand_with_triton
         self._ordering = ThreadPoolExecutor(
             1, thread_name_prefix="GpuLayers", initializer=_begin_thread, initargs=(gpu, cores)
         )
@@ -326,7 +324,7 @@ class _Step:
             for rows in chunks(len(heads)):
                 part[rows] = self._gpu.norm(part[rows], norm)
         cos, sin = self._angles(attention.cos_sin)
-        rotate(heads, cos, sin, uses_triton=self._memory.uses_triton)
+        rotate(heads, cos, sin, uses_triton=self._gpu.uses_triton)
 
     def _angles(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[tokens, 1, rotated / 2] of this step, float32; layers have them in common."""

@@ -64,7 +64,8 @@ class GpuPrefill:
 
     def __init__(self, device: torch.device, tokens: int) -> None:
         self._device = device
-        self._uses_triton = choose_expand(device) is expand_with_triton
+        self.uses_triton = choose_expand(device) is expand_with_triton
+        """Whether kernels of Triton compute what has one, instead of several operators."""
         self._tokens = tokens
         self._weights: dict[int, WholeWeight] = {}
         self._pieces: dict[int, list[Placed]] = {}
@@ -329,7 +330,7 @@ class GpuPrefill:
 
         """
         x = _like(self._x, total)
-        if self._uses_triton and gpu_rows.has_norm(norm, total.shape[1]):
+        if self.uses_triton and gpu_rows.has_norm(norm, total.shape[1]):
             gpu_rows.add_and_norm(y, total, norm, self.constant(norm.weight), x)
             return x
         for rows in chunks(len(total)):
@@ -349,7 +350,7 @@ class GpuPrefill:
         tokens = y.shape[0]
         inputs = y.shape[1] // 2 if parts.is_gated else y.shape[1]
         x = self._x[: tokens * inputs].view(tokens, inputs)
-        if self._uses_triton and gpu_rows.has_activation(parts):
+        if self.uses_triton and gpu_rows.has_activation(parts):
             gpu_rows.activate(y, x)
             return x
         for rows in chunks(tokens):

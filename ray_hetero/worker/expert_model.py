@@ -153,10 +153,7 @@ def core_rates(layers: Mapping[str, HeldLayer], tokens: int) -> CoreRates | None
     most = min(tokens, MOST_TOKENS)
     experts = layer.experts
 
-    def compute(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return experts(x, weights, ids)
-
     return expert_rates.measured(
-        compute, hidden=layer.hidden, experts=experts.count, chosen=layer.chosen,
+        experts, hidden=layer.hidden, experts=experts.count, chosen=layer.chosen,
         tokens=sorted({max(1, most // 4), most}),
     )  # fmt: skip
