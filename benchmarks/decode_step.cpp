@@ -4,10 +4,12 @@
 //     g++ -O3 -fopenmp -std=c++17 -Icsrc -o decode_step benchmarks/decode_step.cpp csrc/kernels/levels/*.cpp
 //     taskset -c 2-15 ./decode_step LAYERS REQUESTSxCONTEXT…
 //     taskset -c 2-15 ./decode_step LAYERS/RANKS REQUESTSxCONTEXT…
+//     WEIGHTS=fp8 taskset -c 2-15 ./decode_step …
 //
-// Times whole steps with compact weights, their linear layers alone, and plain reads of the same
-// bytes, in turns; medians.  GB/s are of weights and of keys and values really read.  One thread is
-// bound to each CPU that the program may use.
+// Times whole steps with compact weights, or those that WEIGHTS names, their linear layers alone, and
+// plain reads of the same bytes, in turns; medians.  WEIGHTS is fp8 (blocks of 128 × 128), fp8-channel,
+// int4, int4-zeros (groups of 128), int8 (per channel), mxfp4 or nvfp4.  GB/s are of weights and of
+// keys and values really read.  One thread is bound to each CPU that the program may use.
 //
 // With RANKS as many processes share these CPUs, each with its part of every layer, and add up in
 // memory that they share; the first one's times are printed.  Before come sums of 1 × 4096 and of
@@ -23,6 +25,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
+#include <string>
 
 namespace {
 
@@ -42,7 +45,36 @@ void fill(Bf16* values, long count) {
   }
 }
 
+// Any bytes are codes but those of NaN; bytes of 0x38 are small scales of each type.
+Weight made_of_codes(const std::string& kind, long n, long k) {
+  const Scaled* encoding = nullptr;  // kept until the end
+  if (kind == "fp8") encoding = new Fp8(n, k, 128, ScaleType::kOneFloat);
+  if (kind == "fp8-channel") encoding = new Fp8(n, k, k, ScaleType::kFloat);
+  if (kind == "int4") encoding = new Int4(n, k, 128, ScaleType::kBf16, false);
+  if (kind == "int4-zeros") encoding = new Int4(n, k, 128, ScaleType::kBf16, true);
+  if (kind == "int8") encoding = new Int8(n, k, k, ScaleType::kFloat, false);
+  if (kind == "mxfp4") encoding = new Fp4(n, k, 32, ScaleType::kE8m0, 1);
+  if (kind == "nvfp4") encoding = new Fp4(n, k, 16, ScaleType::kE4m3, 1);
+  if (encoding == nullptr) {
+    std::printf("WEIGHTS: expected one of those that the source names, got %s\n", kind.c_str());
+    std::exit(2);
+  }
+  const long bytes = encoding->blocks() * encoding->block_bytes();
+  const long row_bytes = encoding->pairs() / 2 * encoding->block(nullptr, 0).pair_bytes;
+  auto* data = allocate<std::uint8_t>(static_cast<std::size_t>(bytes));
+#pragma omp parallel for
+  for (long i = 0; i < bytes; ++i) {
+    const auto hash = static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15u >> 40;
+    // Magnitudes of a normal distribution: few codes are denormal ones.
+    const auto code = static_cast<std::uint8_t>((hash & 0x80) | (0x30 + (hash & 0x3f)));
+    data[i] = i % encoding->block_bytes() < row_bytes ? code : std::uint8_t{0x38};
+  }
+  return {data, encoding};
+}
+
 Weight made(long n, long k) {
+  const char* kind = std::getenv("WEIGHTS");
+  if (kind != nullptr && std::string(kind) != "compact") return made_of_codes(kind, n, k);
   auto* packed = allocate<Bf16>(static_cast<std::size_t>(n * k));
   fill(packed, n * k);
   auto* rows = allocate<std::uint8_t>(static_cast<std::size_t>(n * k * 3 / 2));
@@ -138,7 +170,7 @@ void time_steps(int layers, const Part& part, int count, char** words) {
     model.layers.push_back({rotation, scores, post_attention});
   }
   double weight_bytes = 0;
-  for (const Weight& weight : weights) weight_bytes += 1.5 * double(weight.n()) * double(weight.k());
+  for (const Weight& weight : weights) weight_bytes += double(bytes_of(weight));
   if (part.prints()) {
     std::printf("%d × %d threads, %s, %d layers, %d × %.2f GB\n", part.ranks,
                 omp_get_max_threads(), level.name, layers, part.ranks, weight_bytes / 1e9);

@@ -41,6 +41,14 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+// Bytes of a weight in memory, with its scales.
+inline std::int64_t bytes_of(const ray_hetero::Weight& weight) {
+  if (const auto* scaled = dynamic_cast<const ray_hetero::Scaled*>(weight.encoding)) {
+    return scaled->blocks() * scaled->block_bytes();
+  }
+  return weight.blocks() * weight.pairs() / 2 * weight.encoding->block(weight.data, 0).pair_bytes;
+}
+
 // Seconds of plain reads of all weights.
 inline double read_once(const std::vector<ray_hetero::Weight>& weights) {
   const double start = now();
@@ -48,8 +56,7 @@ inline double read_once(const std::vector<ray_hetero::Weight>& weights) {
 #pragma omp parallel reduction(^ : sum)
   for (const ray_hetero::Weight& weight : weights) {
     const auto* words = reinterpret_cast<const std::uint64_t*>(weight.data);
-    const std::int64_t bytes = weight.blocks() * weight.pairs() / 2 *
-                               weight.encoding->block(weight.data, 0).pair_bytes;
+    const std::int64_t bytes = bytes_of(weight);
 #pragma omp for nowait
     for (std::int64_t i = 0; i < bytes / 8; ++i) sum ^= words[i];
   }

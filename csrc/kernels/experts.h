@@ -16,7 +16,7 @@
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Tokens whose products are summed from a weight's rows as these lie in memory.
-constexpr std::int64_t kDirectTokens = kHasTiles ? kFewTokens : kGroup;
+constexpr std::int64_t kDirectExpertTokens = kHasTiles ? kFewTokens : kGroup;
 
 // ---- tokens of experts ---------------------------------------------------------------------------
 
@@ -90,6 +90,7 @@ class ExpertProduct {
     const std::int64_t many = wide_ * std::min(routing_.most(), kPieceTokens);
     scratch(std::max(few, many) * kBlock, kOwnSums);
     scratch_bf16(kPieceRows * kRow, kExpanded);
+    reserve_few(std::min(routing_.most(), kFewTokens));
   }
 
   // One thread's share of the work; all of the team's threads have to come.
@@ -155,20 +156,14 @@ class ExpertProduct {
     const Weight& w = weight(number);
     set_tiles_up(x.count, set_up);
     const Stretch stretch = w.stretch(block, row, rows);
-    const RowKernels& kernels = kernels_of(stretch);
-    if (x.count > (kernels.is_costly ? 1 : kDirectTokens)) {
+    if (x.count > kDirectExpertTokens && !kernels_of(stretch).has_codes) {
       for (std::int64_t at = row; at < row + rows; at += kPieceRows) {
         add_piece(w, block, at, std::min(kPieceRows, row + rows - at), at == row, x, 0, x.count,
                   set_up, sums);
       }
       return;
     }
-    if constexpr (kHasTiles) {
-      const std::int64_t step = x.count * 2 * kTile;
-      kernels.sum_tiles[x.count > kTile](x.data + row / kTile * step, step, stretch, sums);
-    } else {
-      kernels.sum[x.count - 1](x.data + 2 * row, x.k, stretch, sums);
-    }
+    sum_few(x.places(0).tiles(x.data, row), x.count, stretch, sums);
   }
 
   // Neighbouring blocks of many tokens, some of these after the other: a piece of the tokens stays

@@ -17,6 +17,7 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 //
 #include "formats/all.h"
 //
+#include "codes.h"
 #include "linear.h"
 #include "adapters.h"
 #include "experts.h"

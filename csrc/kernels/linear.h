@@ -27,6 +27,33 @@ RAY_HETERO_INLINE void store_token(const Task& task, std::int64_t token, std::in
   }
 }
 
+// ---- rows in bf16 -------------------------------------------------------------------------------
+
+// Sums [M][kBlock] of M tokens plus what some rows in bf16 add to them.
+template <int M>
+void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
+              std::int64_t rows, bool is_first, float* to) {
+  Sums<M> sums;
+  if (is_first) {
+    sums.clear();
+  } else {
+    sums.load(to, kBlock);
+  }
+  for (std::int64_t row = 0; row < rows; ++row, x += 2, w += kRow) {
+    add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
+  }
+  sums.store(to, kBlock);
+}
+
+using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
+                         bool, float*);
+template <int... kLess>
+constexpr std::array<AddRows, kGroup> add_rows_of(std::integer_sequence<int, kLess...>) {
+  return {add_rows<kLess + 1>...};
+}
+constexpr std::array<AddRows, kGroup> kAddRows =
+    add_rows_of(std::make_integer_sequence<int, kGroup>());
+
 // ---- rows of a format ---------------------------------------------------------------------------
 
 // Sums [M][kBlock] of M tokens, whose pairs for these rows begin at x.
@@ -44,17 +71,6 @@ void sum_rows(const std::uint16_t* x, std::int64_t stride, const Stretch& stretc
   sums.store(to, kBlock);
 }
 
-template <typename Rows>
-RAY_HETERO_INLINE void expand_rows(Rows& rows, std::int64_t count, std::uint16_t* to) {
-  for (std::int64_t row = 0; row < count; row += 2, to += 2 * kRow) {
-    const TwoRows two = rows.next();
-    for (int one = 0; one < 2; ++one) {
-      store_pairs(to + one * kRow, two.left[one]);
-      store_pairs(to + one * kRow + kBlock, two.right[one]);
-    }
-  }
-}
-
 // Rows in bf16; those that are not lie in `room` then.
 template <typename Rows>
 const std::uint16_t* expanded(const Stretch& stretch, std::uint16_t* room) {
@@ -65,17 +81,6 @@ const std::uint16_t* expanded(const Stretch& stretch, std::uint16_t* room) {
     expand_rows(rows, stretch.rows, room);
     return room;
   }
-}
-
-// The same where nobody else has asked for the rows.
-template <typename Rows>
-const std::uint16_t* expanded_ahead(const Stretch& stretch, std::uint16_t* room) {
-  Rows rows(stretch);
-  for (std::int64_t row = 0; row < stretch.rows; row += 2) {
-    prefetch_lines(rows.at(), Rows::kPairBytes);
-    expand_rows(rows, 2, room + row * kRow);
-  }
-  return room;
 }
 
 // Sums of up to 32 tokens, whose tiles for these rows begin at x, `step` elements apart.
@@ -105,24 +110,49 @@ void sum_tiles(const std::uint16_t* x, std::int64_t step, const Stretch& stretch
   store_sums<kTwo>(sums);
 }
 
+// Sums [m][kBlock] of tokens, of rows that are expanded for all of them.
+template <typename Rows>
+void sum_expanded(const TokenTiles& x, std::int64_t m, const Stretch& stretch, float* sums) {
+  std::uint16_t* room = scratch_bf16(kExpandedRows * kRow, kExpanded);
+  Rows rows(stretch);
+  for (std::int64_t row = 0; row < stretch.rows; row += kExpandedRows) {
+    const std::int64_t count = std::min(kExpandedRows, stretch.rows - row);
+    for (std::int64_t at = 0; at < count; at += 2) {
+      prefetch_lines(rows.at(), Rows::kPairBytes);
+      expand_rows(rows, 2, room + at * kRow);
+    }
+    for (std::int64_t token = 0; token < m; token += kGroup) {
+      kAddRows[std::min<std::int64_t>(kGroup, m - token) - 1](
+          x.at(row) + token * x.token, x.token, room, count, row == 0, sums + token * kBlock);
+    }
+  }
+}
+
 // What a format's rows are computed with.
 struct RowKernels {
   using SumRows = void (*)(const std::uint16_t*, std::int64_t, const Stretch&, float*);
-  SumRows sum[kGroup];   // for one token and more; where there are no tiles
+  SumRows sum[kGroup];   // for one token and more; where there are neither tiles nor codes
   SumRows sum_tiles[2];  // for one tile of tokens and two; where there are tiles
+  CodeKernels::SumOfTokens sum_expanded;  // of scaled codes; where there are no tiles
   const std::uint16_t* (*expanded)(const Stretch&, std::uint16_t*);
-  bool is_costly;  // to expand, so that it is done once for all tokens but a single one
+  bool has_codes;
+  CodeKernels codes;  // if it has
 };
 
 template <typename Rows, int... kLess>
-constexpr RowKernels row_kernels(std::integer_sequence<int, kLess...>) {
+constexpr RowKernels row_kernels(std::integer_sequence<int, kLess...> less) {
+  RowKernels kernels{{}, {}, nullptr, expanded<Rows>, Rows::kHasCodes, {}};
+  if constexpr (Rows::kHasCodes) kernels.codes = code_kernels<typename Rows::Codes>(less);
   if constexpr (kHasTiles) {
-    return {{}, {sum_tiles<false, Rows>, sum_tiles<true, Rows>}, expanded<Rows>, false};
-  } else if constexpr (Rows::kIsCostly) {
-    return {{sum_rows<1, Rows>}, {}, expanded_ahead<Rows>, true};
+    kernels.sum_tiles[0] = sum_tiles<false, Rows>;
+    kernels.sum_tiles[1] = sum_tiles<true, Rows>;
+  } else if constexpr (Rows::kHasCodes) {
+    kernels.sum_expanded = sum_expanded<Rows>;
   } else {
-    return {{sum_rows<kLess + 1, Rows>...}, {}, expanded<Rows>, false};
+    const typename RowKernels::SumRows sum[] = {sum_rows<kLess + 1, Rows>...};
+    for (int i = 0; i < kGroup; ++i) kernels.sum[i] = sum[i];
   }
+  return kernels;
 }
 
 #define RAY_HETERO_FORMAT(name) row_kernels<name##Rows>(std::make_integer_sequence<int, kGroup>()),
@@ -131,6 +161,30 @@ constexpr RowKernels kRowKernels[] = {RAY_HETERO_FORMATS(RAY_HETERO_FORMAT)};
 
 inline const RowKernels& kernels_of(const Stretch& stretch) {
   return kRowKernels[static_cast<int>(stretch.format)];
+}
+
+// A thread's own memory for such sums.
+inline void reserve_few(std::int64_t m) {
+  constexpr std::int64_t kRows = kHasTiles ? std::max(kRing, kCodesRing) * kTile : kExpandedRows;
+  scratch_bf16(kRows * kRow, kExpanded);
+  if constexpr (kHasTiles) scratch(2 * m * kBlock, kGroupSums);
+}
+
+// Sums [m][kBlock] of up to 32 tokens, whose tiles are set up where there are any.
+inline void sum_few(const TokenTiles& x, std::int64_t m, const Stretch& stretch, float* sums) {
+  const RowKernels& kernels = kernels_of(stretch);
+  if (kernels.has_codes && is_for_codes(m, stretch)) {
+    sum_codes(kernels.codes, x, m, stretch, sums);
+  } else if constexpr (kHasTiles) {
+    kernels.sum_tiles[m > kTile](x.data, x.tile, stretch, sums);
+  } else if (kernels.has_codes) {
+    kernels.sum_expanded(x, m, stretch, sums);
+  } else {
+    for (std::int64_t token = 0; token < m; token += kGroup) {
+      const auto group = std::min<std::int64_t>(kGroup, m - token);
+      kernels.sum[group - 1](x.data + token * x.token, x.token, stretch, sums + token * kBlock);
+    }
+  }
 }
 
 // What outliers of one output add to the sums [tokens][kBlock] of tokens from `begin` on.
@@ -200,33 +254,6 @@ inline void pack_tokens(const Task& task, std::int64_t begin, std::int64_t end,
   }
 }
 
-// ---- rows in bf16 -------------------------------------------------------------------------------
-
-// Sums [M][kBlock] of M tokens plus what some rows in bf16 add to them.
-template <int M>
-void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
-              std::int64_t rows, bool is_first, float* to) {
-  Sums<M> sums;
-  if (is_first) {
-    sums.clear();
-  } else {
-    sums.load(to, kBlock);
-  }
-  for (std::int64_t row = 0; row < rows; ++row, x += 2, w += kRow) {
-    add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
-  }
-  sums.store(to, kBlock);
-}
-
-using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
-                         bool, float*);
-template <int... kLess>
-constexpr std::array<AddRows, kGroup> add_rows_of(std::integer_sequence<int, kLess...>) {
-  return {add_rows<kLess + 1>...};
-}
-constexpr std::array<AddRows, kGroup> kAddRows =
-    add_rows_of(std::make_integer_sequence<int, kGroup>());
-
 // Sums [tokens][kBlock] of tokens from `begin` on plus what some rows in bf16 add to them.
 inline void add_tokens(const Task& task, std::int64_t begin, std::int64_t tokens,
                        std::int64_t row, std::int64_t rows, const std::uint16_t* w, bool is_first,
@@ -277,10 +304,8 @@ class FewTokens {
     scratch(2 * task.m * kBlock, kOwnSums);
     if constexpr (kHasTiles) {
       if (!task.x_is_tiles) scratch_bf16(task.m * task.w.k(), kOwnTokens);
-      scratch_bf16(kRing * kTile * kRow, kExpanded);
-    } else {
-      scratch_bf16(kExpandedRows * kRow, kExpanded);
     }
+    reserve_few(task.m);
   }
 
   // The first weights of this thread's share.
@@ -343,24 +368,8 @@ class FewTokens {
     const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
     const Stretch stretch =
         task_.w.stretch(block, row, std::min(rows_, task_.w.pairs() - row));
-    const RowKernels& kernels = kernels_of(stretch);
-    if constexpr (kHasTiles) {
-      const std::int64_t step = task_.m * 2 * kTile;
-      kernels.sum_tiles[task_.m > kTile](packed + row / kTile * step, step, stretch, sums);
-    } else if (kernels.is_costly && task_.m > 1) {
-      for (std::int64_t at = 0; at < stretch.rows; at += kExpandedRows) {
-        const std::int64_t rows = std::min(kExpandedRows, stretch.rows - at);
-        std::uint16_t* room = scratch_bf16(kExpandedRows * kRow, kExpanded);
-        const std::uint16_t* w = kernels.expanded(task_.w.stretch(block, row + at, rows), room);
-        add_tokens(task_, 0, task_.m, row + at, rows, w, at == 0, sums);
-      }
-    } else {
-      for (std::int64_t token = 0; token < task_.m; token += kGroup) {
-        const auto group = std::min<std::int64_t>(kGroup, task_.m - token);
-        kernels.sum[group - 1](task_.x + token * task_.stride + 2 * row, task_.stride, stretch,
-                               sums + token * kBlock);
-      }
-    }
+    const Places places{task_.m, kHasTiles ? task_.w.k() : task_.stride, kHasTiles};
+    sum_few(places.tiles(kHasTiles ? packed : task_.x, row), task_.m, stretch, sums);
   }
 
   void add(float* sums, const float* more) const {

@@ -8,6 +8,16 @@
 
 namespace ray_hetero {
 
+// Bf16 of some tokens from some row on, which begins a tile: 16 pairs of a token are neighbours.
+struct TokenTiles {
+  const std::uint16_t* data;
+  std::int64_t token, tile;  // elements from a token to the next, and from a tile to the next
+
+  const std::uint16_t* at(std::int64_t row) const {
+    return data + row / kTile * tile + row % kTile * 2;
+  }
+};
+
 // Where bf16 of tokens are: row by row [m][stride], or as tiles [stride / 32][m][32], which AMX
 // loads as they lie.
 struct Places {
@@ -19,6 +29,12 @@ struct Places {
   std::int64_t at(std::int64_t token, std::int64_t i) const {
     if (!are_tiles) return token * stride + i;
     return (i / (2 * kTile) * m + token) * 2 * kTile + i % (2 * kTile);
+  }
+  // From a row on, of bf16 that begin at x.
+  TokenTiles tiles(const std::uint16_t* x, std::int64_t row) const {
+    const std::uint16_t* data = x + at(0, 2 * row);
+    if (are_tiles) return {data, 2 * kTile, m * 2 * kTile};
+    return {data, stride, 2 * kTile};
   }
 };
 

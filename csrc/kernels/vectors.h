@@ -23,6 +23,13 @@ constexpr int kLanes = 16;  // floats of a vector
 
 constexpr float kLargeCodes = 8388608.0f;  // 2^23: from here on floats are integers
 
+// What an E4M3 whose exponent is 0, by its last four bits, has too little as a bf16 · 2^-8 that is
+// read as 2^-15 · (1 + m / 8): 2^-14 · m / 8 is meant.
+constexpr std::uint16_t kE4m3Missing[16] = {
+    0x0000 - 0x3800 + 0x10000, 0x3700 - 0x3810 + 0x10000, 0x3780 - 0x3820 + 0x10000,
+    0x37c0 - 0x3830 + 0x10000, 0x3800 - 0x3840 + 0x10000, 0x3820 - 0x3850 + 0x10000,
+    0x3840 - 0x3860 + 0x10000, 0x3860 - 0x3870 + 0x10000};
+
 constexpr float kLog2E = 1.44269504f;  // e^x = 2^(x · log2 e)
 
 // Of 2^f, |f| ≤ 1/2, by powers of f; good to 2e-7.

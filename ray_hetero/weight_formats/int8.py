@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ray_hetero.weight_formats.scaled import (
     LANES,
-    QUARTERS,
     Codes,
     ScaledWeight,
     elements,
@@ -48,12 +47,12 @@ class Int8Weight(ScaledWeight):
         """See csrc/kernels/formats/int8.h."""
         rows = elements(codes)
         blocks, pairs, _ = rows.shape
-        return rows.view(blocks, pairs, QUARTERS, LANES).transpose(2, 3).reshape(blocks, -1)
+        return rows.view(blocks, pairs, 2, LANES, 2).transpose(2, 3).reshape(blocks, -1)
 
     @classmethod
     def codes(cls, rows: torch.Tensor, inputs: int) -> torch.Tensor:
         """See csrc/kernels/formats/int8.h."""
-        lanes = rows.reshape(len(rows), inputs // 2, LANES, QUARTERS).transpose(2, 3)
+        lanes = rows.reshape(len(rows), inputs // 2, LANES, 2, 2).transpose(2, 3)
         return from_elements(lanes.reshape(len(rows), inputs // 2, -1))
 
     @classmethod

@@ -23,8 +23,8 @@ GROUP_MULTIPLE = 4
 """Of a group's inputs: what kernels expand at once."""
 LARGEST_SCALE = 2.0**100
 """Of any scale: far above what checkpoints hold, and below what overflows on the way."""
-QUARTERS, LANES = 4, 16
-"""A row's 64 elements, two inputs of 32 outputs, are 4 registers of 16 lanes."""
+LANES = 16
+"""Of 32 bits in a register: a row's 64 elements, two inputs of 32 outputs, are two in bf16."""
 NATIVE_SCALES = {
     "float32": "float32", "bfloat16": "bfloat16", "float8_e8m0fnu": "e8m0",
     "float8_e4m3fn": "e4m3",
@@ -40,8 +40,9 @@ class Codes:
 
     W[n, k] is the value of codes[n, k], less that of the zero point, times the scale of group
     k // group: widened to float32, multiplied there and rounded to the nearest bf16, the even one
-    of two.  That is how vLLM's kernels for CPUs expand weights before they multiply.  What is below
-    2^-126 may count as 0, as it does in their products.
+    of two.  That is how vLLM's kernels for CPUs expand weights before they multiply.  For up to 32
+    tokens the weight is multiplied before it is rounded (csrc/kernels/codes.h).  What is below
+    2^-126 may count as 0, as it does in products of bf16.
     """
 
     codes: torch.Tensor
@@ -310,10 +311,10 @@ def from_elements(rows: torch.Tensor) -> torch.Tensor:
 
 
 def nibble_rows(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits as rows: a lane of 32 bits has the quarters of two rows."""
+    """Codes of four bits as rows: a word of 16 bits has the halves of two rows."""
     four = elements(codes)
     blocks, pairs, _ = four.shape
-    both = four.view(blocks, pairs // 2, 2 * QUARTERS, LANES).transpose(2, 3)
+    both = four.view(blocks, pairs // 2, 4, BLOCK).transpose(2, 3)
     nibbles = both.reshape(blocks, -1, 2)
     return nibbles[..., 0] | nibbles[..., 1] << 4
 
@@ -324,5 +325,5 @@ def from_nibble_rows(rows: torch.Tensor, inputs: int) -> torch.Tensor:
 
     blocks = len(rows)
     nibbles = torch.stack((rows & 15, rows >> 4), dim=-1)
-    both = nibbles.view(blocks, inputs // 4, LANES, 2 * QUARTERS).transpose(2, 3)
+    both = nibbles.view(blocks, inputs // 4, BLOCK, 4).transpose(2, 3)
     return from_elements(both.reshape(blocks, inputs // 2, 2 * BLOCK))

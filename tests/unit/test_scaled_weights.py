@@ -15,7 +15,7 @@ from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.weight_formats import SCALED_FORMATS, ScaledWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
+from ray_hetero.weight_formats.base import BLOCK, pack  # noqa: E402
 from ray_hetero.weight_formats.fp4 import Fp4Weight  # noqa: E402
 from ray_hetero.weight_formats.fp8 import NAN, Fp8Weight  # noqa: E402
 from ray_hetero.weight_formats.int4 import Int4Weight  # noqa: E402
@@ -126,25 +126,52 @@ def test_a_part_of_the_outputs_is_expanded_by_itself(kind: type[ScaledWeight]) -
     assert torch.equal(bits(part.view(64, 96)), bits(expected[32:96]))
 
 
-@pytest.mark.parametrize("level", TESTED)
-@pytest.mark.parametrize(("kind", "options"), CASES)
-def test_products_are_those_of_the_expanded_weight(
-    kind: type[ScaledWeight], options: dict[str, Any], level: str
-) -> None:
-    codes = made(kind, 96, 1184, 64, **options)
-    weight, plain = kind.stored(codes, native), kind.expanded(codes).float()
-    bias = torch.randn(96)
+def exact(kind: type[ScaledWeight], codes: Codes) -> torch.Tensor:
+    """The weight before it is rounded to bf16, as few tokens are multiplied with it."""
+    values = kind.values(codes.codes).double()
+    zeros = kind.zero() if codes.zeros is None else codes.for_each_weight(codes.zeros)
+    return (values - zeros) * codes.for_each_weight(codes.scales)
+
+
+FEW = 32
+"""Tokens up to which codes are multiplied as they are; a matrix product's are expanded first."""
+
+
+def check_products(kind: type[ScaledWeight], codes: Codes, level: str) -> None:
+    outputs, inputs = codes.shape
+    weight = kind.stored(codes, native)
+    bias = torch.randn(outputs)
+    # With short groups, more than a few tokens have expanded weights too.
+    few = 8 if codes.group % BLOCK else FEW
     for tokens in (1, 2, 3, 4, 9, 17, 32, 33, 70):
-        x = torch.randn(tokens, 1184).bfloat16()
-        y = torch.full((tokens, 96), torch.nan, dtype=torch.bfloat16)
+        plain = exact(kind, codes) if tokens <= few else kind.expanded(codes).double()
+        x = torch.randn(tokens, inputs).bfloat16()
+        y = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)
         native.linear(
             x=x.data_ptr(), stride=x.stride(0), w=weight.data.data_ptr(), encoding=weight.encoding,
             bias=bias.data_ptr(), y=y.data_ptr(), m=tokens, level=level_of(level),
         )  # fmt: skip
-        expected = x.float() @ plain.T + bias
-        # Sums of 1184 products in float32, of which some are large, then one rounding to bf16.
-        room = 2 * 1184 * 2**-24 * (x.float().abs() @ plain.abs().T)
-        assert ((y.float() - expected).abs() <= room + 2**-8 * expected.abs() + 1e-30).all()
+        expected = x.double() @ plain.T + bias
+        # Sums of products in float32, of which some are large, then one rounding to bf16.
+        room = 2 * inputs * 2**-24 * (x.double().abs() @ plain.abs().T)
+        assert ((y.double() - expected).abs() <= room + 2**-8 * expected.abs() + 1e-30).all()
+
+
+@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_products_are_those_of_the_weight(
+    kind: type[ScaledWeight], options: dict[str, Any], level: str
+) -> None:
+    check_products(kind, made(kind, 96, 1184, 64, **options), level)
+
+
+@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("group", [12, 16, 32, 48, 160, 2176])
+@pytest.mark.parametrize(("kind", "has_zeros"), [(Int4Weight, True), (Fp4Weight, False)])
+def test_products_have_groups_of_any_size(
+    kind: type[ScaledWeight], group: int, level: str, *, has_zeros: bool
+) -> None:
+    check_products(kind, made(kind, 32, 2176, group, has_zeros=has_zeros), level)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

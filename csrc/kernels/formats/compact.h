@@ -182,7 +182,7 @@ namespace ray_hetero::RAY_HETERO_LEVEL {
 class CompactRows {
  public:
   static constexpr std::int64_t kPairBytes = kCompactPair;
-  static constexpr bool kIsExpanded = false, kIsCostly = false;
+  static constexpr bool kIsExpanded = false, kHasCodes = false;
 
   RAY_HETERO_INLINE explicit CompactRows(const Stretch& stretch)
       : at_(stretch.data),

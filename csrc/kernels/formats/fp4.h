@@ -9,15 +9,15 @@
 
 namespace ray_hetero {
 
-constexpr float kFp4Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                                  -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+// 0, 0.5, 1, 1.5, 2, 3, 4 and 6 in bf16, then with the sign.
+constexpr std::uint16_t kFp4Values[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+                                          0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0,
+                                          0xc000, 0xc040, 0xc080, 0xc0c0};
 
 class Fp4 : public Scaled {
  public:
-  static constexpr float kZero = 0, kFactor = 1;
-
   Fp4(std::int64_t n, std::int64_t k, std::int64_t group, ScaleType type, float factor)
-      : Scaled(Format::kFp4, n, k, kRow, group, type, false, factor) {}
+      : Scaled(Format::kFp4, n, k, kRow, group, type, false, 0, 1, factor) {}
 };
 
 }  // namespace ray_hetero
@@ -28,20 +28,7 @@ class Fp4 : public Scaled {
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-// Reads rows of a block, two at a time.
-class Fp4Rows : public NibbleRows<Fp4Rows, Fp4> {
- public:
-  RAY_HETERO_INLINE explicit Fp4Rows(const Stretch& stretch)
-      : NibbleRows(stretch), values_(load_floats(kFp4Values)) {}
-
-  template <int kShift, int kQuarter>
-  RAY_HETERO_INLINE Floats value(Pairs codes) const {
-    return scaled<kQuarter>(looked_up_floats<kShift>(values_, codes));
-  }
-
- private:
-  const Floats values_;
-};
+using Fp4Rows = ScaledRows<CodeRows<ReadNibbles<kFp4Values>, kRow>>;
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL
 

@@ -1,8 +1,8 @@
 // Integers of four bits in groups, as compressed-tensors (W4A16), GPTQ and AWQ have them.
 //
-// A code is 0 to 15, its zero point 8 unless there are zero points.  Two rows are 64 bytes: a lane of
-// 32 bits holds, from its lowest bits on, elements lane, 16 + lane, 32 + lane and 48 + lane of the
-// first row, then those of the second.
+// A code is 0 to 15, its zero point 8 unless there are zero points.  Two rows are 64 bytes: a word of
+// 16 bits holds, from its lowest bits on, elements word and 32 + word of the first row, then those
+// of the second.
 
 #ifndef RAY_HETERO_FORMATS_INT4_H
 #define RAY_HETERO_FORMATS_INT4_H
@@ -13,11 +13,14 @@ namespace ray_hetero {
 
 class Int4 : public Scaled {
  public:
-  static constexpr float kZero = 8, kFactor = 1;
-
   Int4(std::int64_t n, std::int64_t k, std::int64_t group, ScaleType type, bool has_zeros)
-      : Scaled(Format::kInt4, n, k, kRow, group, type, has_zeros) {}
+      : Scaled(Format::kInt4, n, k, kRow, group, type, has_zeros, 8, 1) {}
 };
+
+// -8 to 7 in bf16, by code.
+constexpr std::uint16_t kInt4Values[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+                                           0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040,
+                                           0x4080, 0x40a0, 0x40c0, 0x40e0};
 
 }  // namespace ray_hetero
 
@@ -27,16 +30,7 @@ class Int4 : public Scaled {
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-// Reads rows of a block, two at a time.
-class Int4Rows : public NibbleRows<Int4Rows, Int4> {
- public:
-  RAY_HETERO_INLINE explicit Int4Rows(const Stretch& stretch) : NibbleRows(stretch) {}
-
-  template <int kShift, int kQuarter>
-  RAY_HETERO_INLINE Floats value(Pairs codes) const {
-    return scaled_code<kQuarter>(large_codes<kShift, 4>(codes));
-  }
-};
+using Int4Rows = ScaledRows<CodeRows<ReadNibbles<kInt4Values>, kRow>, true>;
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL
 

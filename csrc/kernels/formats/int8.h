@@ -1,7 +1,7 @@
 // Integers of eight bits: a code is 0 to 255, its zero point 128 unless there are zero points.
 //
-// A row is 64 bytes: a lane of 32 bits holds, from its lowest byte on, elements lane, 16 + lane,
-// 32 + lane and 48 + lane.
+// A row is 64 bytes: a lane of 32 bits holds, from its lowest byte on, the pair of elements of output
+// `lane`, then that of output 16 + lane.
 
 #ifndef RAY_HETERO_FORMATS_INT8_H
 #define RAY_HETERO_FORMATS_INT8_H
@@ -12,10 +12,8 @@ namespace ray_hetero {
 
 class Int8 : public Scaled {
  public:
-  static constexpr float kZero = 128, kFactor = 1;
-
   Int8(std::int64_t n, std::int64_t k, std::int64_t group, ScaleType type, bool has_zeros)
-      : Scaled(Format::kInt8, n, k, 2 * kRow, group, type, has_zeros) {}
+      : Scaled(Format::kInt8, n, k, 2 * kRow, group, type, has_zeros, 128, 1) {}
 };
 
 }  // namespace ray_hetero
@@ -26,28 +24,27 @@ class Int8 : public Scaled {
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-// Reads rows of a block, two at a time.
-class Int8Rows : public ScaledRows<Int8, 2 * kRow> {
- public:
-  RAY_HETERO_INLINE explicit Int8Rows(const Stretch& stretch) : ScaledRows(stretch) {}
-
-  RAY_HETERO_INLINE TwoRows next() {
-    const std::uint8_t* at = advance();
+// Reads two rows of codes.
+struct ReadInt8 {
+  RAY_HETERO_INLINE TwoRows operator()(const std::uint8_t* at) const {
     TwoRows rows;
     for (int row = 0; row < 2; ++row) {
       const Pairs codes = load_pairs(at + row * kRow);
-      rows.left[row] = rounded_pairs(value<0>(codes), value<1>(codes));
-      rows.right[row] = rounded_pairs(value<2>(codes), value<3>(codes));
+      rows.left[row] = exact_pairs(value<0>(codes), value<8>(codes));
+      rows.right[row] = exact_pairs(value<16>(codes), value<24>(codes));
     }
     return rows;
   }
 
  private:
-  template <int kQuarter>
-  RAY_HETERO_INLINE Floats value(Pairs codes) const {
-    return scaled_code<kQuarter>(large_codes<8 * kQuarter, 8>(codes));
+  // -128 to 127, which bf16 has.
+  template <int kShift>
+  static RAY_HETERO_INLINE Floats value(Pairs codes) {
+    return minus(large_codes<kShift, 8>(codes), spread(kLargeCodes + 128));
   }
 };
+
+using Int8Rows = ScaledRows<CodeRows<ReadInt8, 2 * kRow>, true>;
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL
 

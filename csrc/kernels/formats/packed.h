@@ -31,7 +31,7 @@ namespace ray_hetero::RAY_HETERO_LEVEL {
 class PackedRows {
  public:
   static constexpr std::int64_t kPairBytes = 2 * kRowBytes;
-  static constexpr bool kIsExpanded = true, kIsCostly = false;
+  static constexpr bool kIsExpanded = true, kHasCodes = false;
 
   RAY_HETERO_INLINE explicit PackedRows(const Stretch& stretch) : at_(stretch.data) {}
 

@@ -1,9 +1,10 @@
 // What formats have in common whose weights are short codes with scales.
 //
 // A weight is code · scale or (code - zero) · scale: the code's value widened to float32, multiplied
-// in float32, rounded to the nearest bf16.  Neighbouring k of an output, a group, share a scale and
-// a zero point.  A block's rows come first, then its scales, group after group, then the zero points,
-// a byte each; whatever lies on a GPU or on its way there is whole blocks.
+// in float32, rounded to the nearest bf16.  GPUs and products of many tokens have it so; those of few
+// tokens are of the codes, and their sums are scaled (codes.h).  Neighbouring k of an output, a group,
+// share a scale and a zero point.  A block's rows come first, then its scales, group after group, then
+// the zero points, a byte each; whatever lies on a GPU or on its way there is whole blocks.
 
 #ifndef RAY_HETERO_FORMATS_SCALED_H
 #define RAY_HETERO_FORMATS_SCALED_H
@@ -37,10 +38,12 @@ class Scaled : public Encoding {
  public:
   static constexpr std::int64_t kStep = 4;  // k that are expanded together; groups are multiples
 
+  // Kernels have codes as bf16: the value less `zero`, divided by `unit`.
   Scaled(Format format, std::int64_t n, std::int64_t k, std::int64_t pair_bytes,
-         std::int64_t group, ScaleType type, bool has_zeros, float factor = 1)
+         std::int64_t group, ScaleType type, bool has_zeros, float zero, float unit,
+         float factor = 1)
       : Encoding(n, k), format_(format), pair_bytes_(pair_bytes), group_(group), type_(type),
-        has_zeros_(has_zeros), factor_(factor) {}
+        has_zeros_(has_zeros), zero_(zero), unit_(unit), factor_(factor) {}
 
   BlockRows block(const std::uint8_t* data, std::int64_t block) const override {
     return {format_, pair_bytes_, data + block * block_bytes()};
@@ -55,6 +58,8 @@ class Scaled : public Encoding {
   std::int64_t groups() const { return (k() + group_ - 1) / group_; }
   ScaleType type() const { return type_; }
   bool has_zeros() const { return has_zeros_; }
+  float zero() const { return zero_; }
+  float unit() const { return unit_; }
   float factor() const { return factor_; }
   // Of a block's first zero point behind its first scale.
   std::int64_t zeros_offset() const { return groups() * scale_bytes(type_); }
@@ -64,7 +69,7 @@ class Scaled : public Encoding {
   std::int64_t pair_bytes_, group_;
   ScaleType type_;
   bool has_zeros_;
-  float factor_;
+  float zero_, unit_, factor_;
 };
 
 }  // namespace ray_hetero
@@ -75,154 +80,181 @@ class Scaled : public Encoding {
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-// What belongs to elements of a row: a quarter of a block's outputs, each in two lanes.
-struct Quarters {
-  Floats of[4];
+// The scales of a group, for each of a block's outputs, and what their codes have too much.
+struct GroupScales {
+  Floats left, right;            // times the unit of codes
+  Floats zero_left, zero_right;  // in units of codes; 0 where no zero points are stored
 
-  RAY_HETERO_INLINE void set(Floats left, Floats right) {
-    of[0] = doubled_first(left);
-    of[1] = doubled_second(left);
-    of[2] = doubled_first(right);
-    of[3] = doubled_second(right);
-  }
-  RAY_HETERO_INLINE void set(Floats all) {
-    for (Floats& quarter : of) quarter = all;
-  }
-};
-
-// The scales of the k that come next.
-//
-// The format's kFactor is multiplied with each; its kZero is the zero point where none is stored.
-template <typename Of>
-class Scales {
- public:
-  Quarters scales, zeros;  // zeros as large_codes() has them
-
-  RAY_HETERO_INLINE explicit Scales(const Stretch& stretch)
-      : encoding_(static_cast<const Scaled&>(stretch.encoding)), tail_(stretch.tail()),
-        group_(2 * stretch.first / encoding_.group()),
-        left_(encoding_.group() - 2 * stretch.first % encoding_.group()) {
-    zeros.set(spread(kLargeCodes + Of::kZero));
-    load();
-  }
-
-  // Before the next kStep k.
-  RAY_HETERO_INLINE void advance() {
-    if (left_ == 0) {
-      ++group_;
-      left_ = encoding_.group();
-      load();
-    }
-    left_ -= Scaled::kStep;
-  }
-
- private:
-  RAY_HETERO_INLINE void load() {
-    const std::uint8_t* at = tail_ + group_ * scale_bytes(encoding_.type());
-    switch (encoding_.type()) {
+  // Once a group: in its callers its many cases would only push out registers.
+  __attribute__((noinline)) void load(const Scaled& encoding, const std::uint8_t* tail,
+                                      std::int64_t group) {
+    const std::uint8_t* at = tail + group * scale_bytes(encoding.type());
+    switch (encoding.type()) {
       case ScaleType::kFloat: {
         const auto* floats = reinterpret_cast<const float*>(at);
-        scales.set(scaled(load_floats(floats)), scaled(load_floats(floats + kLanes)));
+        left = load_floats(floats);
+        right = load_floats(floats + kLanes);
         break;
       }
       case ScaleType::kOneFloat: {
         float one;
         std::memcpy(&one, at, sizeof(one));
-        scales.set(scaled(spread(one)));
+        left = right = spread(one);
         break;
       }
       case ScaleType::kBf16: {
         const auto* short_ones = reinterpret_cast<const std::uint16_t*>(at);
-        scales.set(scaled(load_bf16(short_ones)), scaled(load_bf16(short_ones + kLanes)));
+        left = load_bf16(short_ones);
+        right = load_bf16(short_ones + kLanes);
         break;
       }
       case ScaleType::kE8m0:
-        scales.set(scaled(load_exponents(at)), scaled(load_exponents(at + kLanes)));
+        left = load_exponents(at);
+        right = load_exponents(at + kLanes);
         break;
       case ScaleType::kE4m3: {
-        const Floats factor = spread(encoding_.factor());
-        scales.set(times(load_e4m3(at), factor), times(load_e4m3(at + kLanes), factor));
+        const Floats factor = spread(encoding.factor());
+        left = times(load_e4m3(at), factor);
+        right = times(load_e4m3(at + kLanes), factor);
         break;
       }
     }
-    if (encoding_.has_zeros()) {
-      const std::uint8_t* zero = tail_ + encoding_.zeros_offset() + group_ * kBlock;
-      zeros.set(load_large_codes(zero), load_large_codes(zero + kLanes));
+    const Floats unit = spread(encoding.unit());
+    left = times(left, unit);
+    right = times(right, unit);
+    zero_left = zero_right = zeros();
+    if (encoding.has_zeros()) {
+      const std::uint8_t* zero = tail + encoding.zeros_offset() + group * kBlock;
+      const Floats own = spread(kLargeCodes + encoding.zero());
+      zero_left = minus(load_large_codes(zero), own);
+      zero_right = minus(load_large_codes(zero + kLanes), own);
     }
   }
-
-  static RAY_HETERO_INLINE Floats scaled(Floats scale) {
-    if constexpr (Of::kFactor == 1.0f) return scale;
-    return times(scale, spread(Of::kFactor));
-  }
-
-  const Scaled& encoding_;
-  const std::uint8_t* tail_;
-  std::int64_t group_, left_;
 };
 
-// What readers of a format's rows have in common: where the next two are, and what scales them.
-template <typename Of, std::int64_t kBytes>
-class ScaledRows {
+// Where the groups of a stretch's rows are.
+class Groups {
+ public:
+  explicit Groups(const Stretch& stretch)
+      : encoding_(static_cast<const Scaled&>(stretch.encoding)), tail_(stretch.tail()),
+        first_(stretch.first), rows_(encoding_.group() / 2) {}
+
+  const Scaled& encoding() const { return encoding_; }
+  // Of a row of the stretch.
+  std::int64_t at(std::int64_t row) const { return (first_ + row) / rows_; }
+  // The stretch's first row behind a group.
+  std::int64_t end(std::int64_t group) const { return (group + 1) * rows_ - first_; }
+  // Have the scales and zero points of some of the first rows come, and those of as many behind them
+  // or of the next block: they lie apart from the rows, where nothing else asks for them in time.
+  void prefetch(std::int64_t rows) const {
+    const std::int64_t group = at(0), count = at(rows - 1) - group + 1;
+    const bool is_last = 2 * (first_ + rows) >= encoding_.k();
+    const auto fetch = [&](std::int64_t offset, std::int64_t bytes) {
+      const std::uint8_t* own = tail_ + offset + group * bytes;
+      const std::uint8_t* next =
+          is_last ? tail_ + offset + encoding_.block_bytes() : own + count * bytes;
+      for (std::int64_t line = 0; line < count * bytes; line += kLineBytes) {
+        prefetch_l1(own + line);
+        prefetch_l2(next + line);
+      }
+    };
+    fetch(0, scale_bytes(encoding_.type()));
+    if (encoding_.has_zeros()) fetch(encoding_.zeros_offset(), kBlock);
+  }
+  // Whether tiles have rows of one group only.
+  bool are_tiles() const { return rows_ % kTile == 0; }
+  GroupScales scales(std::int64_t group) const {
+    GroupScales found;
+    found.load(encoding_, tail_, group);
+    return found;
+  }
+
+ private:
+  const Scaled& encoding_;
+  const std::uint8_t* tail_;
+  const std::int64_t first_, rows_;  // of the stretch, and of a group
+};
+
+// Reads rows of a format's codes, two at a time: not scaled, exact in bf16.
+//
+// Read(stretch)(at) gives the two that lie at `at`, kBytes of them.
+template <typename Read, std::int64_t kBytes>
+class CodeRows {
  public:
   static constexpr std::int64_t kPairBytes = kBytes;
-  static constexpr bool kIsExpanded = false, kIsCostly = true;
 
-  RAY_HETERO_INLINE explicit ScaledRows(const Stretch& stretch)
-      : at_(stretch.data), scales_(stretch) {}
+  RAY_HETERO_INLINE explicit CodeRows(const Stretch& stretch) : at_(stretch.data) {}
 
   RAY_HETERO_INLINE const std::uint8_t* at() const { return at_; }
 
- protected:
-  // The next two rows, whose scales are there from now on.
-  RAY_HETERO_INLINE const std::uint8_t* advance() {
-    scales_.advance();
+  RAY_HETERO_INLINE TwoRows next() {
     const std::uint8_t* rows = at_;
     at_ += kPairBytes;
-    return rows;
-  }
-  template <int kQuarter>
-  RAY_HETERO_INLINE Floats scaled(Floats value) const {
-    return times(value, scales_.scales.of[kQuarter]);
-  }
-  // Of a code as large_codes() has it.
-  template <int kQuarter>
-  RAY_HETERO_INLINE Floats scaled_code(Floats code) const {
-    return scaled<kQuarter>(minus(code, scales_.zeros.of[kQuarter]));
+    return read_(rows);
   }
 
  private:
   const std::uint8_t* at_;
-  Scales<Of> scales_;
+  const Read read_{};
 };
 
-// Reads rows of codes of four bits, which lie as int4.h says.
-//
-// Own, which is derived of it, has value<kShift, kQuarter>(codes): the weights of a quarter whose
-// codes are kShift bits up in their lanes.
-template <typename Own, typename Of>
-class NibbleRows : public ScaledRows<Of, kRow> {
+// The same rows scaled and rounded to bf16; kMayHaveZeros is whether the format has zero points.
+template <typename Of, bool kMayHaveZeros = false>
+class ScaledRows {
  public:
-  RAY_HETERO_INLINE explicit NibbleRows(const Stretch& stretch) : ScaledRows<Of, kRow>(stretch) {}
+  using Codes = Of;
+  static constexpr std::int64_t kPairBytes = Of::kPairBytes;
+  static constexpr bool kIsExpanded = false, kHasCodes = true;
+
+  RAY_HETERO_INLINE explicit ScaledRows(const Stretch& stretch)
+      : codes_(stretch), groups_(stretch), group_(groups_.at(0)), left_(groups_.end(group_)),
+        scales_(groups_.scales(group_)) {}
+
+  RAY_HETERO_INLINE const std::uint8_t* at() const { return codes_.at(); }
 
   RAY_HETERO_INLINE TwoRows next() {
-    const Pairs codes = load_pairs(this->advance());
-    TwoRows rows;
-    rows.left[0] = pairs<0, 0>(codes);
-    rows.right[0] = pairs<0, 2>(codes);
-    rows.left[1] = pairs<1, 0>(codes);
-    rows.right[1] = pairs<1, 2>(codes);
+    if (left_ == 0) {
+      left_ = groups_.encoding().group() / 2;
+      scales_ = groups_.scales(++group_);
+    }
+    left_ -= 2;
+    TwoRows rows = codes_.next();
+    for (int row = 0; row < 2; ++row) {
+      rows.left[row] = scaled(rows.left[row], scales_.left, scales_.zero_left);
+      rows.right[row] = scaled(rows.right[row], scales_.right, scales_.zero_right);
+    }
     return rows;
   }
 
  private:
-  template <int kWhich, int kQuarter>
-  RAY_HETERO_INLINE Pairs pairs(Pairs codes) const {
-    constexpr int kShift = 16 * kWhich + 4 * kQuarter;
-    const Own& own = static_cast<const Own&>(*this);
-    return rounded_pairs(own.template value<kShift, kQuarter>(codes),
-                         own.template value<kShift + 4, kQuarter + 1>(codes));
+  static RAY_HETERO_INLINE Pairs scaled(Pairs codes, Floats scale, Floats zero) {
+    if constexpr (!kMayHaveZeros) {
+      return rounded_pairs(times(firsts(codes), scale), times(seconds(codes), scale));
+    }
+    return rounded_pairs(times(minus(firsts(codes), zero), scale),
+                         times(minus(seconds(codes), zero), scale));
   }
+
+  Of codes_;
+  const Groups groups_;
+  std::int64_t group_, left_;  // rows of the group
+  GroupScales scales_;
+};
+
+// Reads two rows of codes of four bits, which lie as int4.h says, by a table of their values.
+template <const std::uint16_t* kValues>
+class ReadNibbles {
+ public:
+  RAY_HETERO_INLINE ReadNibbles() : values_(word_table(kValues)) {}
+
+  RAY_HETERO_INLINE TwoRows operator()(const std::uint8_t* at) const {
+    const Pairs words = load_pairs(at);
+    return {{looked_up_words<0>(values_, words), looked_up_words<8>(values_, words)},
+            {looked_up_words<4>(values_, words), looked_up_words<12>(values_, words)}};
+  }
+
+ private:
+  const WordTable values_;
 };
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -152,14 +152,14 @@ RAY_HETERO_INLINE __m256 seconds(__m256i pairs) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
 }
-RAY_HETERO_INLINE Floats load_firsts(const std::uint16_t* at) {
-  const Pairs pairs = load_pairs(at);
+RAY_HETERO_INLINE Floats firsts(Pairs pairs) {
   return each_half([&](int i) { return firsts(pairs.half[i]); });
 }
-RAY_HETERO_INLINE Floats load_seconds(const std::uint16_t* at) {
-  const Pairs pairs = load_pairs(at);
+RAY_HETERO_INLINE Floats seconds(Pairs pairs) {
   return each_half([&](int i) { return seconds(pairs.half[i]); });
 }
+RAY_HETERO_INLINE Floats load_firsts(const std::uint16_t* at) { return firsts(load_pairs(at)); }
+RAY_HETERO_INLINE Floats load_seconds(const std::uint16_t* at) { return seconds(load_pairs(at)); }
 RAY_HETERO_INLINE void store_in_turns(std::uint16_t* at, Floats firsts, Floats seconds) {
   Pairs pairs;
   for (int i = 0; i < 2; ++i) {
@@ -238,15 +238,32 @@ RAY_HETERO_INLINE Floats load_large_codes(const std::uint8_t* at) {
     return _mm256_castsi256_ps(_mm256_or_si256(widened_bytes(at + 8 * i), large));
   });
 }
+// Bytes of words that are looked up one by one.
+RAY_HETERO_INLINE __m256i table_bytes(const std::uint16_t* at, int shift) {
+  alignas(16) std::uint8_t bytes[16];
+  for (int i = 0; i < 16; ++i) bytes[i] = static_cast<std::uint8_t>(at[i] >> shift);
+  return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+}
+struct WordTable {
+  __m256i lower, upper;
+
+  // Numbers have upper bytes of 0, for which entry 0 is looked up: its lower byte has to be 0.
+  RAY_HETERO_INLINE __m256i at(__m256i numbers) const {
+    const __m256i upper_bytes = _mm256_slli_epi16(_mm256_shuffle_epi8(upper, numbers), 8);
+    return _mm256_or_si256(upper_bytes, _mm256_shuffle_epi8(lower, numbers));
+  }
+};
+RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
+  return {table_bytes(at, 0), table_bytes(at, 8)};
+}
 template <int kShift>
-RAY_HETERO_INLINE Floats looked_up_floats(Floats table, Pairs lanes) {
-  return each_half([&](int i) {
-    // Three bits choose in each half of the table; the fourth, as a sign, the half.
-    const __m256i number = _mm256_srli_epi32(lanes.half[i], kShift);
-    const __m256 lower = _mm256_permutevar8x32_ps(table.half[0], number);
-    const __m256 upper = _mm256_permutevar8x32_ps(table.half[1], number);
-    return _mm256_blendv_ps(lower, upper, _mm256_castsi256_ps(_mm256_slli_epi32(number, 28)));
-  });
+RAY_HETERO_INLINE Pairs looked_up_words(const WordTable& table, Pairs words) {
+  Pairs found;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i shifted = _mm256_srli_epi16(words.half[i], kShift);
+    found.half[i] = table.at(_mm256_and_si256(shifted, _mm256_set1_epi16(15)));
+  }
+  return found;
 }
 RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
   return each_half([&](int i) {
@@ -254,37 +271,55 @@ RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
     return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x400000)));
   });
 }
-RAY_HETERO_INLINE Floats doubled(__m256 eight) {
-  const __m256i first = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
-  const __m256i second = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);
-  return {{_mm256_permutevar8x32_ps(eight, first), _mm256_permutevar8x32_ps(eight, second)}};
+// As numbers whose exponents are 0 would be if they were not denormal.
+RAY_HETERO_INLINE __m256i e4m3_as_normal(__m256i upper) {
+  const __m256i number = _mm256_and_si256(_mm256_srai_epi16(upper, 4),
+                                          _mm256_set1_epi16(static_cast<short>(0x87f0)));
+  return _mm256_or_si256(number, _mm256_set1_epi16(0x3800));
 }
-RAY_HETERO_INLINE Floats doubled_first(Floats values) { return doubled(values.half[0]); }
-RAY_HETERO_INLINE Floats doubled_second(Floats values) { return doubled(values.half[1]); }
-// The sign stays where it is, the other bits move down by one.
-RAY_HETERO_INLINE __m256i as_halves(__m256i words) {
-  return _mm256_and_si256(_mm256_srai_epi16(words, 1),
-                          _mm256_set1_epi16(static_cast<short>(0xbf80)));
+// What these are.
+RAY_HETERO_INLINE __m256i e4m3_with_small(__m256i normal, __m256i upper) {
+  const __m256i exponent = _mm256_and_si256(upper, _mm256_set1_epi16(0x7800));
+  const __m256i is_small = _mm256_cmpeq_epi16(exponent, _mm256_setzero_si256());
+  const __m256i number = _mm256_and_si256(_mm256_srli_epi16(upper, 8), _mm256_set1_epi16(7));
+  const __m256i missing = word_table(kE4m3Missing).at(number);
+  return _mm256_add_epi16(normal, _mm256_and_si256(missing, is_small));
 }
-RAY_HETERO_INLINE Pairs even_bytes_as_halves(Pairs bytes) {
-  return {{as_halves(_mm256_slli_epi16(bytes.half[0], 8)),
-           as_halves(_mm256_slli_epi16(bytes.half[1], 8))}};
-}
-RAY_HETERO_INLINE Pairs odd_bytes_as_halves(Pairs bytes) {
-  return {{as_halves(bytes.half[0]), as_halves(bytes.half[1])}};
-}
-template <int kHalf>
-RAY_HETERO_INLINE Floats widened_halves(Pairs halves) {
-  const __m256i words = halves.half[kHalf];
-  return {{_mm256_cvtph_ps(_mm256_castsi256_si128(words)),
-           _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))}};
+RAY_HETERO_INLINE void e4m3_pairs(Pairs bytes, Pairs& even, Pairs& odd) {
+  __m256i upper[2];
+  for (int i = 0; i < 2; ++i) {
+    upper[i] = _mm256_slli_epi16(bytes.half[i], 8);
+    even.half[i] = e4m3_as_normal(upper[i]);
+    odd.half[i] = e4m3_as_normal(bytes.half[i]);
+  }
+  // One weight in thousands.
+  const __m256i exponents = _mm256_set1_epi8(0x78);
+  const __m256i least = _mm256_min_epu8(_mm256_and_si256(bytes.half[0], exponents),
+                                        _mm256_and_si256(bytes.half[1], exponents));
+  const __m256i is_small = _mm256_cmpeq_epi8(least, _mm256_setzero_si256());
+  if (__builtin_expect(_mm256_movemask_epi8(is_small) != 0, 0)) {
+    for (int i = 0; i < 2; ++i) {
+      even.half[i] = e4m3_with_small(even.half[i], upper[i]);
+      odd.half[i] = e4m3_with_small(odd.half[i], bytes.half[i]);
+    }
+  }
 }
 RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
   const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-  const __m256i halves = as_halves(_mm256_slli_epi16(words, 8));
+  // As float16 of 2^-8 times the value, denormal ones included.
+  const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(words, 8), 1),
+                                          _mm256_set1_epi16(static_cast<short>(0xbf80)));
   const __m256 more = _mm256_set1_ps(256);
   return {{_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), more),
            _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), more)}};
+}
+RAY_HETERO_INLINE Pairs exact_pairs(Floats first, Floats second) {
+  Pairs pairs;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i lower = _mm256_srli_epi32(_mm256_castps_si256(first.half[i]), 16);
+    pairs.half[i] = _mm256_or_si256(lower, _mm256_castps_si256(second.half[i]));
+  }
+  return pairs;
 }
 // Floats rounded to bf16, in the upper half of each lane with remains below; not of NaN.
 RAY_HETERO_INLINE __m256i rounded_number_bits(__m256 values) {
@@ -292,14 +327,13 @@ RAY_HETERO_INLINE __m256i rounded_number_bits(__m256 values) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
 }
-RAY_HETERO_INLINE __m256i rounded_words(Floats values) {
-  const __m256i packed =
-      _mm256_packus_epi32(_mm256_srli_epi32(rounded_number_bits(values.half[0]), 16),
-                          _mm256_srli_epi32(rounded_number_bits(values.half[1]), 16));
-  return _mm256_permute4x64_epi64(packed, 0xd8);
-}
 RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
-  return {{rounded_words(first), rounded_words(second)}};
+  Pairs pairs;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i lower = _mm256_srli_epi32(rounded_number_bits(first.half[i]), 16);
+    pairs.half[i] = _mm256_blend_epi16(lower, rounded_number_bits(second.half[i]), 0xaa);
+  }
+  return pairs;
 }
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -147,60 +147,64 @@ RAY_HETERO_INLINE Floats load_large_codes(const std::uint8_t* at) {
   const __m512i large = _mm512_castps_si512(_mm512_set1_ps(kLargeCodes));
   return _mm512_castsi512_ps(_mm512_or_si512(widened_bytes(at), large));
 }
-// Of a number only its last four bits count.
+using WordTable = __m512i;
+RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+// Of a number only its last five bits count, and the fifth chooses between equals.
 template <int kShift>
-RAY_HETERO_INLINE Floats looked_up_floats(Floats table, Pairs lanes) {
-  return _mm512_permutexvar_ps(_mm512_srli_epi32(lanes, kShift), table);
+RAY_HETERO_INLINE Pairs looked_up_words(WordTable table, Pairs words) {
+  return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, kShift), table);
 }
 RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
   const __m512i bits = _mm512_slli_epi32(widened_bytes(at), 23);
   return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x400000)));
 }
-RAY_HETERO_INLINE Floats doubled_first(Floats values) {
-  const __m512i lanes = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  return _mm512_permutexvar_ps(lanes, values);
+// As numbers whose exponents are 0 would be if they were not denormal; then what these are.
+RAY_HETERO_INLINE Pairs e4m3_words(Pairs upper, Pairs numbers) {
+  constexpr int kAndOr = 0xea;  // (first & second) | third
+  const __m512i normal = _mm512_ternarylogic_epi32(
+      _mm512_srai_epi16(upper, 4), _mm512_set1_epi16(static_cast<short>(0x87f0)),
+      _mm512_set1_epi16(0x3800), kAndOr);
+  const __mmask32 is_small = _mm512_testn_epi16_mask(upper, _mm512_set1_epi16(0x7800));
+  const __m512i missing = _mm512_castsi128_si512(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(kE4m3Missing)));
+  return _mm512_add_epi16(normal, _mm512_maskz_permutexvar_epi16(is_small, numbers, missing));
 }
-RAY_HETERO_INLINE Floats doubled_second(Floats values) {
-  const __m512i lanes =
-      _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
-  return _mm512_permutexvar_ps(lanes, values);
-}
-// The sign stays where it is, the other bits move down by one.
-RAY_HETERO_INLINE Pairs as_halves(Pairs words) {
-  return _mm512_and_si512(_mm512_srai_epi16(words, 1),
-                          _mm512_set1_epi16(static_cast<short>(0xbf80)));
-}
-RAY_HETERO_INLINE Pairs even_bytes_as_halves(Pairs bytes) {
-  return as_halves(_mm512_slli_epi16(bytes, 8));
-}
-RAY_HETERO_INLINE Pairs odd_bytes_as_halves(Pairs bytes) { return as_halves(bytes); }
-template <int kHalf>
-RAY_HETERO_INLINE Floats widened_halves(Pairs halves) {
-  return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, kHalf));
+RAY_HETERO_INLINE void e4m3_pairs(Pairs bytes, Pairs& even, Pairs& odd) {
+  even = e4m3_words(_mm512_slli_epi16(bytes, 8), bytes);
+  odd = e4m3_words(bytes, _mm512_srli_epi16(bytes, 8));
 }
 RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
-  const __m512i words = _mm512_cvtepu8_epi16(_mm256_castsi128_si256(
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
-  const __m512i halves = as_halves(_mm512_slli_epi16(words, 8));
-  return _mm512_mul_ps(widened_halves<0>(halves), _mm512_set1_ps(256));
+  const __m512i upper = _mm512_slli_epi32(widened_bytes(at), 24);
+  // As float16 of 2^-8 times the value, denormal ones included.
+  const __m512i halves = _mm512_and_si512(_mm512_srai_epi32(upper, 1),
+                                          _mm512_set1_epi32(static_cast<int>(0xbf800000)));
+  const __m512 values = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(halves, 16)));
+  return _mm512_mul_ps(values, _mm512_set1_ps(256));
+}
+RAY_HETERO_INLINE Pairs exact_pairs(Floats first, Floats second) {
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(first), 16),
+                         _mm512_castps_si512(second));
 }
 #if RAY_HETERO_HAS_BF16
 RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
-  return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  // The seconds lie behind all firsts: words 0, 16, 1, 17, ….
+  const __m512i in_turns = _mm512_setr_epi32(
+      0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007, 0x180008,
+      0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
+  return _mm512_permutexvar_epi16(in_turns, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 #else
-// Floats rounded to bf16, in the lower half of each lane; not of NaN.
+// Floats rounded to bf16, in the upper half of each lane with remains below; not of NaN.
 RAY_HETERO_INLINE __m512i rounded_number_bits(Floats values) {
   const __m512i bits = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-  const __m512i even = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-  return _mm512_srli_epi32(_mm512_add_epi32(bits, even), 16);
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
 }
 RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
-  // Packing takes quarters of both in turns.
-  const __m512i packed =
-      _mm512_packus_epi32(rounded_number_bits(first), rounded_number_bits(second));
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rounded_number_bits(first), 16),
+                                 rounded_number_bits(second));
 }
 #endif
 

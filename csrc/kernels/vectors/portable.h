@@ -136,6 +136,16 @@ RAY_HETERO_INLINE Floats load_seconds(const std::uint16_t* at) {
   for (int i = 0; i < kLanes; ++i) loaded.lane[i] = as_float(at[2 * i + 1]);
   return loaded;
 }
+RAY_HETERO_INLINE Floats firsts(Pairs pairs) {
+  std::uint16_t words[2 * kLanes];
+  store_pairs(words, pairs);
+  return load_firsts(words);
+}
+RAY_HETERO_INLINE Floats seconds(Pairs pairs) {
+  std::uint16_t words[2 * kLanes];
+  store_pairs(words, pairs);
+  return load_seconds(words);
+}
 // 16 pairs of bf16.
 RAY_HETERO_INLINE void store_in_turns(std::uint16_t* at, Floats firsts, Floats seconds) {
   for (int i = 0; i < kLanes; ++i) {
@@ -227,16 +237,22 @@ RAY_HETERO_INLINE Floats load_large_codes(const std::uint8_t* at) {
   for (int i = 0; i < kLanes; ++i) found.lane[i] = kLargeCodes + static_cast<float>(at[i]);
   return found;
 }
-// Of a table of 16 those whose numbers are the four bits of each lane from kShift on.
+// The lower byte of a table's first entry is 0.
+struct WordTable {
+  std::uint16_t word[16];
+};
+RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
+  WordTable table;
+  std::memcpy(table.word, at, sizeof(table.word));
+  return table;
+}
+// Of a table of 16 those whose numbers are the four bits of each word from kShift on.
 template <int kShift>
-RAY_HETERO_INLINE Floats looked_up_floats(Floats table, Pairs lanes) {
-  Floats found;
-  for (int i = 0; i < kLanes; ++i) {
-    std::uint32_t bits;
-    std::memcpy(&bits, lanes.byte + 4 * i, sizeof(bits));
-    found.lane[i] = table.lane[bits >> kShift & 15];
-  }
-  return found;
+RAY_HETERO_INLINE Pairs looked_up_words(const WordTable& table, Pairs words) {
+  std::uint16_t found[2 * kLanes];
+  store_pairs(found, words);
+  for (std::uint16_t& word : found) word = table.word[word >> kShift & 15];
+  return load_pairs(found);
 }
 // Powers of two by their exponents in 16 bytes, as float32 and E8M0 have them; 255 is none.
 RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
@@ -247,58 +263,34 @@ RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
   }
   return found;
 }
-// The first or the second half of the lanes, each twice.
-RAY_HETERO_INLINE Floats doubled(Floats values, int from) {
-  Floats both;
-  for (int i = 0; i < kLanes; ++i) both.lane[i] = values.lane[from + i / 2];
-  return both;
+// An E4M3 that is no NaN, as a bf16 of its value · 2^-8.
+RAY_HETERO_INLINE std::uint16_t e4m3_word(std::uint32_t code) {
+  const std::uint32_t as_normal = (code & 0x80) << 8 | (code & 0x7f) << 4 | 0x3800;
+  const std::uint32_t missing = (code & 0x78) == 0 ? kE4m3Missing[code & 7] : 0;
+  return static_cast<std::uint16_t>(as_normal + missing);
 }
-RAY_HETERO_INLINE Floats doubled_first(Floats values) { return doubled(values, 0); }
-RAY_HETERO_INLINE Floats doubled_second(Floats values) { return doubled(values, kLanes / 2); }
-// Of every two bytes the first or the second, an E4M3, as a float16 of its value · 2^-8.
-RAY_HETERO_INLINE Pairs bytes_as_halves(Pairs bytes, int which) {
-  Pairs halves;
-  for (int i = 0; i < 2 * kLanes; ++i) {
-    const std::uint32_t code = bytes.byte[2 * i + which];
-    const auto half = static_cast<std::uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
-    std::memcpy(halves.byte + 2 * i, &half, sizeof(half));
-  }
-  return halves;
+// Of every two bytes the first, and the second.
+RAY_HETERO_INLINE void e4m3_pairs(Pairs bytes, Pairs& even, Pairs& odd) {
+  std::uint16_t words[2][2 * kLanes];
+  for (int i = 0; i < 4 * kLanes; ++i) words[i % 2][i / 2] = e4m3_word(bytes.byte[i]);
+  even = load_pairs(words[0]);
+  odd = load_pairs(words[1]);
 }
-RAY_HETERO_INLINE Pairs even_bytes_as_halves(Pairs bytes) { return bytes_as_halves(bytes, 0); }
-RAY_HETERO_INLINE Pairs odd_bytes_as_halves(Pairs bytes) { return bytes_as_halves(bytes, 1); }
-// The first (0) or the second (1) 16 of 32 float16 that are finite.
-template <int kHalf>
-RAY_HETERO_INLINE Floats widened_halves(Pairs halves) {
+// The values of 16 E4M3 that are no NaN.
+RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
   Floats found;
-  for (int i = 0; i < kLanes; ++i) {
-    std::uint16_t half;
-    std::memcpy(&half, halves.byte + 2 * (kHalf * kLanes + i), sizeof(half));
-    const std::uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
-    const float magnitude =
-        exponent == 0 ? static_cast<float>(mantissa) * 0x1p-24f
-                      : static_cast<float>(1024 + mantissa) *
-                            (exponent < 25 ? 1.0f / static_cast<float>(1u << (25 - exponent))
-                                           : static_cast<float>(1u << (exponent - 25)));
-    found.lane[i] = half >> 15 ? -magnitude : magnitude;
-  }
+  for (int i = 0; i < kLanes; ++i) found.lane[i] = as_float(e4m3_word(at[i])) * 256;
   return found;
 }
-// 16 E4M3 that are no NaN.
-RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
-  Pairs bytes{};
-  for (int i = 0; i < kLanes; ++i) bytes.byte[2 * i] = at[i];
-  return times(widened_halves<0>(even_bytes_as_halves(bytes)), spread(256));
+// 16 pairs of bf16 from their firsts and seconds, which bf16 has.
+RAY_HETERO_INLINE Pairs exact_pairs(Floats first, Floats second) {
+  std::uint16_t words[2 * kLanes];
+  store_in_turns(words, first, second);
+  return load_pairs(words);
 }
-// 32 bf16 from as many floats, none of them NaN: the nearest, the even one of two.
+// The same of any that are no NaN: the nearest, the even one of two.
 RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
-  Pairs rounded;
-  for (int i = 0; i < kLanes; ++i) {
-    const std::uint16_t one = as_bf16(first.lane[i]), other = as_bf16(second.lane[i]);
-    std::memcpy(rounded.byte + 2 * i, &one, sizeof(one));
-    std::memcpy(rounded.byte + 2 * (kLanes + i), &other, sizeof(other));
-  }
-  return rounded;
+  return exact_pairs(first, second);
 }
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

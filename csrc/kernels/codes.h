@@ -1,0 +1,254 @@
+// Products of few tokens with weights that are codes with scales.
+//
+// Included once for each level, see levels.h.
+//
+// A code is exact in bf16, and its group's scale is the same for all tokens: so codes are multiplied
+// as they are, and a group's sum is scaled before it is added to the others.  A weight then costs
+// what its code takes to become a bf16, and no scale is rounded.  Zero points are subtracted from the
+// sum too, times the sum of the group's inputs.
+//
+// With tiles, a group's sums leave the tile registers; up to kDirectTokens tokens, and where groups
+// are no whole tiles, dot products of vectors are cheaper.  The sums of such short groups cost more
+// than scaled weights once there are many tokens.
+
+namespace ray_hetero::RAY_HETERO_LEVEL {
+
+// Sum of a token's inputs of some rows, the first of which are from `row` on.
+inline float sum_of_inputs(const TokenTiles& x, std::int64_t token, std::int64_t row,
+                           std::int64_t rows) {
+  alignas(4) static constexpr std::uint16_t kOnes[2] = {0x3f80, 0x3f80};
+  const Pairs ones = spread_pair(kOnes);
+  Floats sums = zeros();
+  float more = 0;
+  for (const std::int64_t end = row + rows; row < end;) {
+    const std::uint16_t* pairs = x.at(row) + token * x.token;
+    if (row % kTile == 0 && end - row >= kTile) {
+      sums = dot(sums, load_pairs(pairs), ones);
+      row += kTile;
+    } else {
+      more += as_float(pairs[0]) + as_float(pairs[1]);
+      ++row;
+    }
+  }
+  return sum_of(sums) + more;
+}
+
+// A group's sums of one token, of codes as kernels have them, scaled and added to others.
+RAY_HETERO_INLINE void add_scaled(const GroupScales& scales, bool has_zeros, float inputs,
+                                  Floats left, Floats right, float* to) {
+  if (has_zeros) {
+    left = minus(left, times(scales.zero_left, spread(inputs)));
+    right = minus(right, times(scales.zero_right, spread(inputs)));
+  }
+  store_floats(to, times_plus(left, scales.left, load_floats(to)));
+  store_floats(to + kLanes, times_plus(right, scales.right, load_floats(to + kLanes)));
+}
+
+RAY_HETERO_INLINE void clear(float* sums, std::int64_t tokens) {
+  for (std::int64_t at = 0; at < tokens * kBlock; at += kLanes) store_floats(sums + at, zeros());
+}
+
+// ---- without tiles ------------------------------------------------------------------------------
+
+// Rows of codes that are bf16 already.
+class ExpandedCodes {
+ public:
+  static constexpr std::int64_t kPairBytes = 0;  // they are in the cache
+
+  RAY_HETERO_INLINE explicit ExpandedCodes(const std::uint16_t* at) : at_(at) {}
+
+  RAY_HETERO_INLINE const std::uint8_t* at() const { return nullptr; }
+  RAY_HETERO_INLINE TwoRows next() {
+    const std::uint16_t* rows = at_;
+    at_ += 2 * kRow;
+    return {{load_pairs(rows), load_pairs(rows + kRow)},
+            {load_pairs(rows + kBlock), load_pairs(rows + kRow + kBlock)}};
+  }
+
+ private:
+  const std::uint16_t* at_;
+};
+
+// Add to sums [M][kBlock] what rows of a stretch from `first` on add, whose codes are read next.
+template <int M, typename Codes>
+RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, const Groups& groups,
+                                     std::int64_t first, std::int64_t rows, Codes& codes,
+                                     float* to) {
+  // Each chain of sums waits for itself; those of two or more tokens are enough.
+  constexpr int kChains = M == 1 ? 2 : 1;
+  const bool has_zeros = groups.encoding().has_zeros();
+  std::int64_t group = groups.at(first);
+  for (std::int64_t row = first; row < first + rows; ++group) {
+    const std::int64_t begin = row;
+    const std::int64_t end = std::min(groups.end(group), first + rows);
+    Sums<M> sums[kChains];
+    for (Sums<M>& chain : sums) chain.clear();
+    while (row < end) {
+      const std::uint16_t* pairs = x.at(row);
+      const std::int64_t last = std::min(end, (row / kTile + 1) * kTile);
+      for (; row < last; row += 2, pairs += 4) {
+        prefetch_lines(codes.at(), Codes::kPairBytes);
+        const TwoRows two = codes.next();
+        add_row<M>(pairs, x.token, two.left[0], two.right[0], sums[0]);
+        add_row<M>(pairs + 2, x.token, two.left[1], two.right[1], sums[kChains - 1]);
+      }
+    }
+    const GroupScales scales = groups.scales(group);
+    for (int token = 0; token < M; ++token) {
+      Floats left = sums[0].left[token], right = sums[0].right[token];
+      if constexpr (kChains > 1) {
+        left = plus(left, sums[1].left[token]);
+        right = plus(right, sums[1].right[token]);
+      }
+      const float inputs = has_zeros ? sum_of_inputs(x, token, begin, end - begin) : 0;
+      add_scaled(scales, has_zeros, inputs, left, right, to + token * kBlock);
+    }
+  }
+}
+
+// Sums [M][kBlock] of M tokens, from codes as they lie in memory.
+template <int M, typename Codes>
+void sum_code_rows(const TokenTiles& x, const Stretch& stretch, float* sums) {
+  clear(sums, M);
+  const Groups groups(stretch);
+  groups.prefetch(stretch.rows);
+  Codes codes(stretch);
+  add_code_rows<M>(x, groups, 0, stretch.rows, codes, sums);
+}
+
+// What some expanded rows of a stretch from `first` on add to sums [M][kBlock].
+template <int M>
+void add_expanded_codes(const TokenTiles& x, const Groups& groups, std::int64_t first,
+                        std::int64_t rows, const std::uint16_t* expanded, float* sums) {
+  ExpandedCodes codes(expanded);
+  add_code_rows<M>(x, groups, first, rows, codes, sums);
+}
+
+using AddExpandedCodes = void (*)(const TokenTiles&, const Groups&, std::int64_t, std::int64_t,
+                                  const std::uint16_t*, float*);
+template <int... kLess>
+constexpr std::array<AddExpandedCodes, kGroup> add_expanded_codes_of(
+    std::integer_sequence<int, kLess...>) {
+  return {add_expanded_codes<kLess + 1>...};
+}
+constexpr std::array<AddExpandedCodes, kGroup> kAddExpandedCodes =
+    add_expanded_codes_of(std::make_integer_sequence<int, kGroup>());
+
+template <typename Rows>
+RAY_HETERO_INLINE void expand_rows(Rows& rows, std::int64_t count, std::uint16_t* to) {
+  for (std::int64_t row = 0; row < count; row += 2, to += 2 * kRow) {
+    const TwoRows two = rows.next();
+    for (int one = 0; one < 2; ++one) {
+      store_pairs(to + one * kRow, two.left[one]);
+      store_pairs(to + one * kRow + kBlock, two.right[one]);
+    }
+  }
+}
+
+// Sums [m][kBlock] of tokens of which there are more than a pass over the codes takes.
+template <typename Codes>
+void sum_expanded_codes(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
+                        float* sums) {
+  clear(sums, m);
+  const Groups groups(stretch);
+  groups.prefetch(stretch.rows);
+  Codes codes(stretch);
+  std::uint16_t* room = scratch_bf16(kExpandedRows * kRow, kExpanded);
+  for (std::int64_t row = 0; row < stretch.rows; row += kExpandedRows) {
+    const std::int64_t rows = std::min(kExpandedRows, stretch.rows - row);
+    for (std::int64_t at = 0; at < rows; at += 2) {
+      prefetch_lines(codes.at(), Codes::kPairBytes);
+      expand_rows(codes, 2, room + at * kRow);
+    }
+    for (std::int64_t token = 0; token < m; token += kGroup) {
+      const TokenTiles some{x.data + token * x.token, x.token, x.tile};
+      kAddExpandedCodes[std::min<std::int64_t>(kGroup, m - token) - 1](
+          some, groups, row, rows, room, sums + token * kBlock);
+    }
+  }
+}
+
+// ---- with tiles ---------------------------------------------------------------------------------
+
+// Sums [m][kBlock] of up to 32 tokens; tiles have rows of one group only.
+template <bool kTwo, typename Codes>
+void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch, float* sums) {
+  clear(sums, m);
+  const Groups groups(stretch);
+  groups.prefetch(stretch.rows);
+  const bool has_zeros = groups.encoding().has_zeros();
+  float* group_sums = scratch(2 * m * kBlock, kGroupSums);
+  const auto add = [&](std::int64_t group, std::int64_t begin, std::int64_t end) {
+    const GroupScales scales = groups.scales(group);
+    const float* from = group_sums + group % 2 * m * kBlock;
+    for (std::int64_t token = 0; token < m; ++token, from += kBlock) {
+      const float inputs = has_zeros ? sum_of_inputs(x, token, begin, end - begin) : 0;
+      add_scaled(scales, has_zeros, inputs, load_floats(from), load_floats(from + kLanes),
+                 sums + token * kBlock);
+    }
+  };
+  std::uint16_t* ring = scratch_bf16(kCodesRing * kTile * kRow, kExpanded);
+  Codes codes(stretch);
+  const std::int64_t tiles = stretch.rows / kTile;
+  std::int64_t ahead = 0;  // tile that is expanded next
+  // A group's sums are still on their way to the cache when they have left the tiles: they are added
+  // when the next group is there.
+  std::int64_t before = -1, before_begin = 0, before_end = 0;
+  std::int64_t group = groups.at(0);
+  for (std::int64_t tile = 0; tile < tiles; ++group) {
+    const std::int64_t begin = tile * kTile;
+    const std::int64_t end = std::min(groups.end(group), stretch.rows);
+    clear_sums<kTwo>();
+    for (; tile * kTile < end; ++tile) {
+      for (; ahead < std::min(tiles, tile + kCodesAhead + 1); ++ahead) {
+        prefetch_lines(codes.at(), kTile / 2 * Codes::kPairBytes);
+        expand_rows(codes, kTile, ring + ahead % kCodesRing * kTile * kRow);
+      }
+      multiply<kTwo>(x.data + tile * x.tile, ring + tile % kCodesRing * kTile * kRow);
+    }
+    store_sums<kTwo>(group_sums + group % 2 * m * kBlock);
+    if (before >= 0) add(before, before_begin, before_end);
+    before = group, before_begin = begin, before_end = end;
+  }
+  add(before, before_begin, before_end);
+}
+
+// ---- by format ----------------------------------------------------------------------------------
+
+// How up to 32 tokens are multiplied with a format's codes.
+struct CodeKernels {
+  using Sum = void (*)(const TokenTiles&, const Stretch&, float*);
+  using SumOfTokens = void (*)(const TokenTiles&, std::int64_t, const Stretch&, float*);
+  Sum sum[kGroup];           // for one token and more
+  SumOfTokens sum_expanded;  // for more than these
+  SumOfTokens sum_tiles[2];  // for one tile of tokens and two; where there are tiles
+};
+
+template <typename Codes, int... kLess>
+constexpr CodeKernels code_kernels(std::integer_sequence<int, kLess...>) {
+  if constexpr (kHasTiles) {
+    return {{sum_code_rows<kLess + 1, Codes>...}, sum_expanded_codes<Codes>,
+            {sum_code_tiles<false, Codes>, sum_code_tiles<true, Codes>}};
+  } else {
+    return {{sum_code_rows<kLess + 1, Codes>...}, sum_expanded_codes<Codes>, {}};
+  }
+}
+
+// Whether that many tokens are multiplied with codes as they are; else with scaled ones.
+inline bool is_for_codes(std::int64_t m, const Stretch& stretch) {
+  return m <= kTokensOfShortGroups || Groups(stretch).are_tiles();
+}
+
+// Sums [m][kBlock] of up to 32 tokens.
+inline void sum_codes(const CodeKernels& kernels, const TokenTiles& x, std::int64_t m,
+                      const Stretch& stretch, float* sums) {
+  if (kHasTiles && m > kDirectTokens && Groups(stretch).are_tiles()) {
+    kernels.sum_tiles[m > kTile](x, m, stretch, sums);
+  } else if (m <= kGroup) {
+    kernels.sum[m - 1](x, stretch, sums);
+  } else {
+    kernels.sum_expanded(x, m, stretch, sums);
+  }
+}
+
+}  // namespace ray_hetero::RAY_HETERO_LEVEL
