@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Collection, Iterator
 
@@ -60,6 +62,16 @@ def _own_handler_kept() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
+def show_lines_at_once() -> None:
+    """Have this process's standard output written line by line, wherever it goes.
+
+    Ray prints the lines of ranks there and flushes none.  In a file or a pipe, as under systemd or
+    in a job, they would be seen minutes later, when they fill a block of Python's buffer.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 class RayConnection:
     """This process's connection to Ray; remembers whether it was made, or Ray started, here."""
 
@@ -75,6 +87,7 @@ class RayConnection:
         self.is_local = False
         if not self.is_own_connection:
             return
+        show_lines_at_once()
         address = address or os.environ.get("RAY_ADDRESS") or None
         with _own_handler_kept():
             if address is None:

@@ -86,26 +86,37 @@ def _qwen2_moe(shape: DemoShape, common: Common) -> Any:
     )
 
 
+def _latent(shape: DemoShape) -> Common:
+    """Multi-head latent attention, and experts in groups, beside shared ones."""
+    return _routed(shape) | {
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": shape.heads,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    }
+
+
 def _deepseek_v2(shape: DemoShape, common: Common) -> Any:
     from transformers import DeepseekV2Config
 
-    given = _routed(shape) | {"num_experts_per_tok": 3, "num_key_value_heads": shape.heads}
     return DeepseekV2Config(
-        **common,
-        **given,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        n_routed_experts=8,
-        n_shared_experts=2,
-        n_group=2,
-        topk_group=1,
-        topk_method="group_limited_greedy",
-        routed_scaling_factor=1.5,
-        first_k_dense_replace=1,
+        **common, **_latent(shape), q_lora_rank=None, topk_method="group_limited_greedy"
     )
+
+
+def _deepseek_v3(shape: DemoShape, common: Common) -> Any:
+    from transformers import DeepseekV3Config
+
+    # Queries have a latent too, and the router a bias for each expert.
+    return DeepseekV3Config(**common, **_latent(shape), q_lora_rank=64, topk_method="noaux_tc")
 
 
 def _glm4_moe(shape: DemoShape, common: Common) -> Any:
@@ -143,6 +154,7 @@ MAKERS: dict[str, Callable[[DemoShape, Common], Any]] = {
     "stablelm": _stablelm,
     "qwen2_moe": _qwen2_moe,
     "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
 }

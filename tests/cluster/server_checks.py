@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import openai
 import pytest
 from engines import NAME, STOP_SECONDS, Server, prompts
 from leftovers import wait_until
@@ -69,9 +70,14 @@ def stop(*servers: Server) -> set[int]:
 
 def complete(server: Server, **request: Any) -> Any:
     """A server's answer to a text completion, greedy unless said otherwise."""
-    greedy = {"model": NAME, "temperature": 0, "max_tokens": 24, "logprobs": 2}
     with server.client() as client:
-        return client.completions.create(**{**greedy, **request})
+        return ask(client, **request)
+
+
+def ask(client: openai.OpenAI, **request: Any) -> Any:
+    """The answer to a text completion of a client that there is, greedy unless said otherwise."""
+    greedy = {"model": NAME, "temperature": 0, "max_tokens": 24, "logprobs": 2}
+    return client.completions.create(**{**greedy, **request})
 
 
 def texts(answer: Any) -> list[str]:

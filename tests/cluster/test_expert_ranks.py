@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engines import (
+    IN_THIS_PROCESS,
     STOP_SECONDS,
     TOTALS,
     Json,
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 RAY: Json = {
     "num_cpus": 2, "num_gpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False
 }  # fmt: skip
-STARTS = 5
+STARTS = 10
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1"}
 ONE = [["gpu"]]
 LAYOUTS: dict[str, tuple[str, list[list[str]], Json, tuple[int, ...]]] = {
@@ -43,6 +44,7 @@ FAMILIES = {
     "qwen3_moe": 3,
     "glm4_moe": 3,
     "deepseek_v2": 3,
+    "deepseek_v3": 3,
     "qwen2_moe": 4,
     "gpt_oss": 4,
 }
@@ -60,13 +62,13 @@ def arguments(model: Path, layout: list[list[str]], experts: Json, **more: Any) 
 
 
 def compared(
-    scene: Scene, directory: Path, model: Path, runs: list[Json]
+    scene: Scene, directory: Path, model: Path, runs: list[Json], **extra: str
 ) -> tuple[list[Json], list[list[Json]], str]:
     """What stock vLLM answers, what these engines do, and all that was logged."""
     asked = [batch(prompts())]
     made = [engine(model, dtype="float32"), *runs]
     (expected,), *found = run_engines(
-        scene, directory, [(one, asked) for one in made], ray=RAY, extra=PRETENDED
+        scene, directory, [(one, asked) for one in made], ray=RAY, extra=PRETENDED | extra
     )
     return expected, [one for (one,) in found], (directory / "log").read_text()
 
@@ -95,10 +97,14 @@ def test_layouts_answer_what_stock_does(name: str, scene: Scene, logs: Path, mod
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, model: Model) -> None:
     path = model(name, "f32")
-    runs = [arguments(path, ONE, {"ranks": 2})]
-    expected, (ours,), log = compared(scene, logs / name, path, runs)
-    assert tokens(ours) == tokens(expected)
+    stages = engine(path, 2, dtype="float32")
+    runs = [arguments(path, ONE, {"ranks": 2}), stages]
+    expected, (beside_gpu, of_stages), log = compared(
+        scene, logs / name, path, runs, **IN_THIS_PROCESS
+    )
+    assert tokens(beside_gpu) == tokens(expected)
     assert f"experts of {FAMILIES[name]} layers are computed by" in log
+    assert tokens(of_stages) == tokens(expected)
 
 
 LINK_TOKENS = 64
@@ -149,6 +155,7 @@ def compared_until_near_ties(left: Json, right: Json) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_engines_start_and_end_one_after_the_other(scene: Scene, logs: Path, model: Model) -> None:
     runs = [
         (arguments(model("mixtral", "f32"), ONE, {"ranks": 2}), [batch(prompts(4))])

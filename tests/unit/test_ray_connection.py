@@ -1,8 +1,10 @@
-"""Who handles SIGTERM after this process has connected to Ray."""
+"""Who handles SIGTERM after this process has connected to Ray, and when lines are written."""
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,3 +36,19 @@ def test_a_handler_that_was_there_stays(before: Any, after: Any) -> None:
     with ray_connection._own_handler_kept():
         signal.signal(signal.SIGTERM, rays)
     assert signal.getsignal(signal.SIGTERM) is after
+
+
+def test_lines_are_in_a_file_as_soon_as_they_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+    print("cpu rank 0: 46 steps")
+    assert file.getvalue() == b""
+    ray_connection.show_lines_at_once()
+    print("cpu rank 0: 414 steps")
+    assert file.getvalue() == b"cpu rank 0: 46 steps\ncpu rank 0: 414 steps\n"
+
+
+def test_an_output_that_is_no_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a notebook's.
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    ray_connection.show_lines_at_once()
