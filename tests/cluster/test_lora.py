@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from engines import (
 )
 from leftovers import Scene
 from lora_adapters import write_adapter
-from test_tokens import NEARLY_EQUAL, gap_where_different
+from test_tokens import NEARLY_EQUAL, differences, gap_where_different
 
 from ray_hetero.cli.demo.model import DemoShape
 from ray_hetero.kernels import streaming_linear
@@ -48,9 +49,10 @@ DRAFTS = {
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = tmp_path_factory.mktemp("adapters")
+    # Larger ones drown what makes one token of the demo model much likelier than the others.
     return {
         number: str(
-            write_adapter(folder / f"adapter-{number}", SHAPE, rank=rank, seed=number, scale=0.1)
+            write_adapter(folder / f"adapter-{number}", SHAPE, rank=rank, seed=number, scale=0.05)
         )
         for number, rank in RANKS.items()
     }
@@ -111,6 +113,8 @@ def test_tokens_are_those_of_stock(
         gaps = [gap for gap in found if gap is not None]
         assert len(gaps) <= 2
         assert all(gap < NEARLY_EQUAL for gap in gaps)
+        for pair in zip(mine, theirs, strict=True):
+            assert statistics.fmean(differences(*pair)) < 0.1
     plain, mixed = tokens(ours[2]), tokens(ours[0])
     assert all((plain[at] == mixed[at]) == (at % 3 == 1) for at in range(len(plain)))
     assert all(_native(rank) for rank in totals)
@@ -118,5 +122,4 @@ def test_tokens_are_those_of_stock(
 
 def _native(rank: dict[str, Any]) -> bool:
     """Whether a rank has computed decode steps in native calls."""
-    print(rank)
     return bool(rank["native_layer_tokens"])
