@@ -16,8 +16,8 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 MXFP4_BIAS = 127
 
 
-def dequantised(quantised: Path, plain: Path) -> Path:
-    """Write the checkpoint in `quantised` to `plain`, its linear layers in bf16."""
+def dequantised(quantised: Path, plain: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write the checkpoint in `quantised` to `plain`, its linear layers in another type."""
     shutil.copytree(quantised, plain)
     config = json.loads((plain / "config.json").read_text())
     scheme = config.pop("quantization_config")
@@ -35,7 +35,7 @@ def dequantised(quantised: Path, plain: Path) -> Path:
         if parts.keys() == {"weight"}:
             state[f"{layer}.weight"] = parts["weight"]  # of a router
             continue
-        state[f"{layer}.weight"] = weight_of(parts, scheme).to(torch.bfloat16).contiguous()
+        state[f"{layer}.weight"] = weight_of(parts, scheme).to(dtype).contiguous()
     save_file(state, plain / "model.safetensors", metadata={"format": "pt"})
     return plain
 

@@ -219,10 +219,10 @@ class Decoder:
             at = address(self._keep(bias)) if family.norm == "layer" else 0
             return family.norm, address(self._keep(weight)), at, 1e-5, False
 
-        def linear(n: int, k: int) -> tuple[int, int, Any]:
+        def linear(n: int, k: int) -> tuple[int, int, Any, None]:
             weight = Weight(module, random, n, k, kind, has_packed_block=False)
             self._keep(weight)
-            return weight.native
+            return *weight.native, None  # no adapters
 
         def qkv() -> tuple[Any, Any]:
             return norm(HIDDEN), linear((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN)
