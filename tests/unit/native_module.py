@@ -35,6 +35,8 @@ def emulated_levels() -> dict[str, Any]:
 EMULATED = emulated_levels()
 TESTED = [*LEVELS, *(name for name in EMULATED if name.removeprefix("emulated_") not in LEVELS)]
 """Levels that tests run, by name: those of this processor, and others emulated."""
+BETWEEN_PRODUCTS = [name for name in TESTED if name != "emulated_avx512_bf16"]
+"""The same for what lies between products, which has one code with AVX512-BF16 and with AMX."""
 
 
 def level_of(name: str) -> Any:

@@ -22,7 +22,7 @@ from decoder_parts import (  # noqa: E402
     linears,
     model,
 )
-from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
+from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
@@ -212,7 +212,7 @@ def test_a_step_is_what_layers_are_one_by_one(
     expect_the_same(Requests(monkeypatch, lengths, block=block), isa=isa)
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 @pytest.mark.parametrize("lengths", [[33], [300, 1, 64, 512, *range(120, 136)]], ids=str)
 def test_so_it_is_at_each_level(
@@ -243,7 +243,7 @@ TOGETHER = [1284, 60, 1100]
 first one begins behind the first of its drafts."""
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (10, 1)])
 def test_drafts_of_a_long_request_read_it_together(
@@ -303,7 +303,7 @@ def test_layers_of_other_models(family: str, rotated: int, monkeypatch: pytest.M
     expect_the_same(requests, is_first=is_first, atol=2**-3)
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_attentions_in_front_of_experts(
     family: str, level: str, monkeypatch: pytest.MonkeyPatch
@@ -342,7 +342,7 @@ def test_attentions_with_windows_soft_caps_and_sinks(
     expect_the_same(Requests(monkeypatch, [300, 1, 2000, 64], impl=SCORES[scores]), isa=isa)
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("scores", SCORES)
 def test_so_they_are_at_each_level(
     scores: str, level: str, monkeypatch: pytest.MonkeyPatch
@@ -401,7 +401,7 @@ def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) 
         assert all(map(torch.equal, found[0], one))
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 @pytest.mark.parametrize("lengths", [[1, 31, 33], [96, 130, 17, 2]], ids=str)
 def test_what_others_have_left_in_a_block_does_not_matter(

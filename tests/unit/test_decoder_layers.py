@@ -28,7 +28,7 @@ from decoder_parts import (  # noqa: E402
     linears,
     model,
 )
-from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
+from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sequence import IntermediateTensors  # noqa: E402
@@ -161,7 +161,7 @@ def test_an_attention_computes_what_vllms_does(
 @needs_native
 @pytest.mark.parametrize(
     ("tokens", "level"), [*((tokens, LEVELS[-1]) for tokens in (1, 40) if LEVELS),
-                          *((3, level) for level in TESTED)],
+                          *((3, level) for level in BETWEEN_PRODUCTS)],
 )  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_what_they_were_one_by_one(

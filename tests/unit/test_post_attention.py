@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
+from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels import gpu_prefill  # noqa: E402
@@ -183,7 +183,7 @@ def test_it_computes_what_torch_computes(tokens: int, is_last: bool, is_compact:
     check(PostAttentionBlock(layer.parts, kernel()), layer, tokens)
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8, 16, 17, 32, 33])
 def test_at_each_level(tokens: int, is_compact: bool, level: str) -> None:
@@ -204,7 +204,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("tokens", [1, 5, 33])
@@ -214,7 +214,7 @@ def test_parts_of_other_models(tokens: int, variant: str, is_last: bool, level: 
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 def test_activations_of_all_numbers(level: str, activation: Activation) -> None:
     # The products change nothing: each activation is seen alone.
     size = 512

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import LEVELS, TESTED, level_of, native  # noqa: E402
+from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native  # noqa: E402
 from test_experts import Given, assert_close, routed  # noqa: E402
 from test_scaled_weights import exact  # noqa: E402
 
@@ -116,7 +116,8 @@ def plain(given: StoredExperts, **how: Any) -> Given:
 
 # The best level, and those that are emulated.
 @pytest.mark.parametrize(
-    ("inner", "level"), [(32, LEVELS[-1]), *((96, level) for level in TESTED[len(LEVELS) - 1 :])]
+    ("inner", "level"),
+    [(32, LEVELS[-1]), *((96, level) for level in BETWEEN_PRODUCTS[len(LEVELS) - 1 :])],
 )
 @pytest.mark.parametrize(
     "name",

@@ -26,7 +26,7 @@ pytest.importorskip("vllm")
 import decoder_parts  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from decoder_parts import HEAD, attends, known_layers, linears, model  # noqa: E402
-from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
+from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
@@ -240,7 +240,7 @@ def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[PostAttenti
     return [made(0, 1), *(made(own, count) for own in range(count))]
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, level: str) -> None:
@@ -300,7 +300,7 @@ class Whole(Requests):
         return made
 
 
-@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     count: int, level: str, monkeypatch: pytest.MonkeyPatch
