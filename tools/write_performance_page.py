@@ -49,6 +49,8 @@ BOUNDARY = "gpu-host/2026-11-22-shared-memory-boundary"
 CONTROL = {"one rank": "cpu-host/2026-11-22-control-plane",
            "two ranks": "cpu-host/2026-11-22-control-plane-two-ranks"}  # fmt: skip
 
+AVX2 = "cpu-host/2026-11-23-avx2-formats"
+
 LOADS = ((1, 128), (8, 128), (32, 128), (128, 96), (1, 1024), (8, 1024), (1, 8192))
 """Requests and the tokens of each one's prompt."""
 NONE = "–"
@@ -263,6 +265,24 @@ def boundary() -> str:
     )
 
 
+def without_avx512() -> str:
+    """One CPU rank with AVX2 beside stock vLLM, in bf16 and in fewer bits."""
+    rows = []
+    for batch in (1, 8):
+        ours, stock = (f"{name} bf16" for name in ("ray_hetero", "vllm"))
+        steps = [step_ms(AVX2, one, batch, 16, 8) for one in (ours, stock)]
+        firsts = [first_token_ms(AVX2, one, batch, 16, 8) for one in (ours, stock)]
+        fewer = [step_ms(AVX2, f"ray_hetero {one}", batch, 16, 8) for one in ("fp8", "w4a16")]
+        rows.append((load(batch, 16), *map(ms, steps), ratio(*reversed(steps)), *map(ms, firsts),
+                     ratio(*reversed(firsts)), *map(ms, fewer)))  # fmt: skip
+    heads = ("stock vLLM", "times as fast")
+    return table(
+        ("requests × prompt", "bf16: step, ms", *heads, "first token, ms", *heads,
+         "FP8: step, ms", "4 bits: step, ms"),
+        rows,
+    )  # fmt: skip
+
+
 def beside_mp() -> str:
     """What a step costs in which there is nothing to compute."""
     rows = []
@@ -366,6 +386,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "in flight": in_flight,
         "boundary": boundary,
         "beside mp": beside_mp,
+        "without AVX-512": without_avx512,
     },
     "docs/comparison.md": {"streaming": ways_of_streaming, "kernels": kernels_compared},
 }
