@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ray_hetero.distributed.expert_memory import Geometry, HandoverMemory, RemoteLayer
-from ray_hetero.distributed.unix_sockets import user_of
+from ray_hetero.distributed.unix_sockets import NOTE, user_of
 from ray_hetero.errors import StartupError
 
-NOTE = b"\0"
 POLL_SECONDS = 0.05
 """How often an expert rank looks whether somebody listens already, in seconds."""
 MOST_BYTES = 1 << 20

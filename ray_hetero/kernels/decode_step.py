@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
-from ray_hetero.kernels import adapters
+from ray_hetero.kernels.adapters import Adapters
 from ray_hetero.kernels.attention import SPAN, Attention
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layer_parts import QkvInput
@@ -50,6 +50,7 @@ class DecodeStep:
         first: how the first layer begins.
         layers: at least one, each with known scores.
         kernel: what computes linear layers.
+        adapters: of one of the linear layers; all of a step have the same slots.
 
     """
 
@@ -58,11 +59,11 @@ class DecodeStep:
         first: QkvInput,
         layers: Sequence[tuple[Attention, PostAttentionBlock]],
         kernel: StreamingLinear,
+        adapters: Adapters | None,
     ) -> None:
         self._kernel = kernel
         self._names = [attention.name for attention, _ in layers]
-        parts = [linear for _, block in layers for linear in block.parts.linears]
-        self._adapters = adapters.first_of([first.qkv, *parts])
+        self._adapters = adapters
         native = kernel.native
         self._layers = native.DecoderLayers(
             first=first.native,

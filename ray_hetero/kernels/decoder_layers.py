@@ -79,13 +79,13 @@ class DecoderLayers:
             (layer.attention, PostAttentionBlock(replace(layer.parts, next=begins), kernel))
             for layer, begins in zip(layers, following, strict=True)
         ]
+        parts = [linear for _, block in self._layers for linear in block.parts.linears]
+        self._adapters = adapters.first_of([self._input.qkv, *parts])
         self._decode_step = (
-            DecodeStep(self._input, self._layers, kernel)
+            DecodeStep(self._input, self._layers, kernel, self._adapters)
             if all(attention.scores is not None for attention, _ in self._layers)
             else None
         )
-        parts = [linear for _, block in self._layers for linear in block.parts.linears]
-        self._adapters = adapters.first_of([self._input.qkv, *parts])
         self._on_gpu: GpuLayers | GroupLayers | None = group
         self._least = 0 if group is None else group.from_tokens
         if memory is not None:

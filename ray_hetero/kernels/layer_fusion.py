@@ -228,8 +228,8 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
     assert input_norm is not None
     assert norm is not None
     found = [_linear(one, linears, kernel) for one in modules.linears]
-    if any(isinstance(one, str) for one in found):
-        return next(one for one in found if isinstance(one, str))
+    if left := [one for one in found if isinstance(one, str)]:
+        return left[0]
     qkv, output, *perceptron = (one for one in found if isinstance(one, Linear))
     is_first = kernel.sums is None or kernel.sums.is_first
     if not is_first:

@@ -46,7 +46,11 @@ def seal(descriptor: int) -> None:
 def made(name: str, size: int) -> int:
     """Make memory of a size that nobody can change; arguments and errors as of `opened`."""
     descriptor = opened(name, size)
-    seal(descriptor)
+    try:
+        seal(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

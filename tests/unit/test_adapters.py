@@ -26,7 +26,7 @@ from decoder_parts import (  # noqa: E402
 )
 from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
 from paged_steps import Conversation, Steps  # noqa: E402
-from test_decode_step import CLOSE, LAYERS, Requests, kernel_of  # noqa: E402
+from test_decode_step import CLOSE, Requests, kernel_of  # noqa: E402
 from test_rank_sums import Whole, shared, together  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.lora import layers as lora_layers  # noqa: E402
@@ -197,14 +197,12 @@ def test_ranks_of_a_group_add_their_parts(
 ) -> None:
     whole = Whole(monkeypatch, [300, 1, 64], count)
     wrapper, slots = punica(), [1, -1, 0]
+    ranks = [whole.part(own) for own in range(count)]
     adapt(whole.decoder, wrapper, slots=2, rank=8)
-    ranks = []
-    for own in range(count):
-        rank = part_of(whole, own)
+    for own, rank in enumerate(ranks):
         adapt(rank, wrapper, slots=2, rank=8)
         for module in adapted(rank):
             module.tp_rank, module.output_ids = own, (own,) * module.n_slices
-        ranks.append(rank)
     for slot in range(2):
         for decoder in (whole.decoder, *ranks):
             load(list(adapted(decoder)), slot, rank=8, seed=slot)
@@ -239,33 +237,6 @@ def test_ranks_of_a_group_add_their_parts(
     for y, total in together(calls):
         torch.testing.assert_close(y.float(), expected[0].float(), **CLOSE)
         torch.testing.assert_close(total.float(), expected[1].float(), **CLOSE)
-
-
-def part_of(whole: Whole, own: int) -> Any:
-    """The model of a rank, of layers that have no adapters yet."""
-    found = Requests.layers.fget(whole)  # type: ignore[attr-defined]
-    plain = model(LAYERS, heads=3, kv_heads=1)
-    for theirs, mine in zip(found, layers_of(plain), strict=True):
-        qkv = theirs.self_attn.qkv_proj.base_layer.matrix.split(
-            [3 * whole.count * HEAD, whole.count * HEAD, whole.count * HEAD]
-        )
-        gate_up = theirs.mlp.gate_up_proj.base_layer.matrix.chunk(2)
-        output, down = (
-            module.base_layer.matrix.chunk(whole.count, 1)[own]
-            for module in (theirs.self_attn.o_proj, theirs.mlp.down_proj)
-        )
-        slices = {
-            mine.self_attn.qkv_proj: torch.cat([one.chunk(whole.count)[own] for one in qkv]),
-            mine.self_attn.o_proj: output,
-            mine.mlp.gate_up_proj: torch.cat([one.chunk(whole.count)[own] for one in gate_up]),
-            mine.mlp.down_proj: down,
-        }
-        for product, matrix in slices.items():
-            product.matrix, product.tp_size = matrix.contiguous(), whole.count
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            getattr(mine, norm).weight.data.copy_(getattr(theirs, norm).weight.data)
-        attends(mine).impl = attends(theirs).impl
-    return plain
 
 
 @pytest.mark.parametrize("least", [8, 1 << 20], ids=["with a GPU for prompts", "without"])
