@@ -26,6 +26,7 @@ from ray_hetero.cli.serve_command import serve_command
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.planning import machine as machines
+from ray_hetero.planning.activation_dtype import dtype_of_config
 from ray_hetero.planning.drafters import drafter_of
 from ray_hetero.planning.engine_facts import (
     DEFAULT_GPU_SHARE,
@@ -149,8 +150,9 @@ def plan(
         settings = _settings(objective, layers, layout, experts)
         config = load_config({"ray_hetero": settings})
         path = machines.hub_config(model)
-        shape = shape_of(path, dtype, kv_cache_dtype)
         content = read_config(path)
+        computed = dtype_of_config(content, dtype)
+        shape = shape_of(path, computed, kv_cache_dtype)
         drafter, acceptance = _drafter(speculative, draft_model, shape)
         with _machine(topology, config, cluster=cluster) as machine:
             found = plan_model(
@@ -160,7 +162,7 @@ def plan(
                     content,
                     shape,
                     machine.nodes,
-                    dtype=dtype,
+                    dtype=computed,
                     max_model_len=max_model_len,
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens,
@@ -172,7 +174,7 @@ def plan(
                 tensor_parallel_size=tensor_parallel_size,
                 asked=_asked(batch, context, max_sequences),
                 acceptance=acceptance,
-                quantised=quantised_forms(content, dtype, kv_cache_dtype),
+                quantised=quantised_forms(content, computed, kv_cache_dtype),
             )
         refuse_model(content, shape, found.layers)
         if svg is not None:

@@ -12,7 +12,7 @@ from placement.cluster.assignment import Node, Turn
 from placement.cluster.external_group import describe_group
 from placement.cluster.ray_cluster import ExternalGroup
 from placement.errors import LayoutError
-from ray_hetero.compat import engine_args, layer_partition, shared_batches
+from ray_hetero.compat import engine_args, layer_partition, model_dtype, shared_batches
 from ray_hetero.log import logger
 from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.world_table import as_text, placement_table
@@ -101,6 +101,7 @@ class EnginePlanner:
         facts = facts_of(vllm_config)
         plan = self._layer_plan(nodes, facts)
         self._refuse(plan.world)
+        self._settle_dtype(plan.world)
         shared = self._shared_settings(plan.world)
         # The driver's own copy of the configuration answers questions about layers too.
         layer_partition.set_partition(plan.world.layers)
@@ -154,6 +155,28 @@ class EnginePlanner:
             refuse_drafting(Drafting(self._vllm_config, self._config, world.layout))
             if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
                 refuse_checkpoint(speculative.draft_model_config)
+
+    def _settle_dtype(self, world: World) -> None:
+        """Say in which dtype the model is computed and why, or give a world of GPUs vLLM's own.
+
+        Whether there are CPU ranks may be known only now.  Engines that run together keep what
+        they have begun with, so that all have the same.
+        """
+        model = self._vllm_config.model_config
+        stock = model_dtype.stock_dtype(model)
+        if stock is None:
+            return
+        has_cpus = world.has_cpu or bool(world.experts)
+        if not has_cpus and self._spec.engines == 1:
+            model_dtype.take_stock_dtype(model)
+            return
+        own = str(stock).removeprefix("torch.")
+        logger.info(
+            "dtype: bfloat16; the quantised checkpoint names %s, in which CPU ranks have none of "
+            "this project's kernels (--dtype %s keeps it)",
+            own,
+            own,
+        )
 
     def _shared_settings(self, world: World) -> SharedSettings:
         scheduler = self._vllm_config.scheduler_config

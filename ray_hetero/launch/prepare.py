@@ -19,6 +19,7 @@ from ray_hetero.compat import (
     engine_clients,
     engine_environment,
     engine_processes,
+    model_dtype,
     model_inspection,
 )
 from ray_hetero.config import HeteroConfig, load_config
@@ -30,6 +31,7 @@ from ray_hetero.launch.early_layout import (
     resolve_auto_layout,
 )
 from ray_hetero.observability import metrics
+from ray_hetero.planning.activation_dtype import dtype_with_cpus
 from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason
@@ -63,6 +65,8 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     gpus = known_gpus() if group is None else None
     config = load_config(engine_args.additional_config)
     config = settle_experts(engine_args, config)
+    # The stages are chosen by what CPU ranks would take.
+    model_dtype.choose_dtype(engine_args, dtype_with_cpus, has_cpus=True)
     take_sizes(engine_args, config)
     config = choose_stages(engine_args, config, group, engines)
     config = resolve_auto_layout(
@@ -71,6 +75,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         engine_args.tensor_parallel_size,
         gpus if gpus is None else gpus // engines,
     )
+    model_dtype.choose_dtype(engine_args, dtype_with_cpus, has_cpus=_has_cpus(config, gpus))
     is_stock = _is_surely_stock(config)
     refuse_unsupported(engine_args, config, is_stock=is_stock)
     is_alone = engines == 1 and not ray.is_initialized()
@@ -115,6 +120,17 @@ def _choose_runner(engine_args: EngineArgs, *, is_stock: bool) -> None:
     if not is_stock:
         engine_environment.put(RUNNER, "0")
         engine_args.async_scheduling = False
+
+
+def _has_cpus(config: HeteroConfig, gpus: int | None) -> bool | None:
+    """Whether a rank or an expert rank will be a CPU socket; None where that is not known yet."""
+    if config.layout == "auto":
+        # Known GPUs that sufficed would have been written out.
+        return None if gpus is None else True
+    if any("cpu" in stage for stage in config.layout):
+        return True
+    ranks = config.experts.ranks
+    return None if ranks == "auto" else ranks > 0
 
 
 def _is_surely_stock(config: HeteroConfig) -> bool:

@@ -13,6 +13,7 @@ from placement.model.reading import UnknownModelError, shape_of
 from placement.model.shape import ModelShape
 from placement.plan.drafts import Drafter
 from placement.units import GIB
+from ray_hetero.planning.activation_dtype import BFLOAT16, dtype_of_config
 from ray_hetero.planning.drafters import drafter_asked, drafter_in
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class EngineFacts:
     gpu_memory_utilization: float
     is_eager: bool = False
     is_bf16: bool = False
-    """Whether what is not quantised is computed in bfloat16."""
+    """Whether what is not quantised is computed in bfloat16 where there are CPU ranks."""
     per_rank: frozenset[str] = frozenset()
     """Of the most sequences and tokens, those that are for each rank of the world: vLLM's defaults
     on a driver without a GPU."""
@@ -122,7 +123,7 @@ def facts_of_checkpoint(
             )
             if defaults.are_per_rank and given is None
         ),
-        is_bf16=(own_dtype(config) if dtype == "auto" else dtype) == "bfloat16",
+        is_bf16=dtype_of_config(config, dtype) == BFLOAT16,
         drafter=drafter,
     )
 
@@ -174,15 +175,6 @@ def server_defaults(nodes: Sequence[Node]) -> ServerDefaults:
     if memory >= 70 * GIB and "a100" not in (gpus[0].name or "").lower():
         return ServerDefaults(1024, 8192)
     return ServerDefaults(256, 2048)
-
-
-def own_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype that a checkpoint's config.json names, without "torch."."""
-    text = config.get("text_config") or {}
-    named = (
-        one.get(key) for one in (config, text) for key in ("dtype", "torch_dtype") if one.get(key)
-    )
-    return str(next(named, "")).removeprefix("torch.")
 
 
 def own_length(config: Mapping[str, Any]) -> int | None:

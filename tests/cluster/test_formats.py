@@ -7,6 +7,7 @@ differ where two are equally likely.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from dequantised import dequantised
-from engines import IN_THIS_PROCESS, batch, engine, hetero, prompts, run_engines
+from engines import IN_THIS_PROCESS, TOTALS, batch, engine, hetero, prompts, run_engines, tokens
 from gpt_oss import write_gpt_oss
 from leftovers import Scene
 from test_tokens import NEARLY_EQUAL, gap_where_different
@@ -79,6 +80,28 @@ def test_tokens_are_those_of_stock(name: str, compared: Callable[..., str], tmp_
     log = compared(quantised, plain, in_stock=name in IN_STOCK)
     assert log.count(f"4 linear layers are computed from the checkpoint's own {HELD[name]}") == 2
     assert log.count("1 layers are computed as one operator") == 2
+
+
+def test_a_quantised_checkpoint_that_names_float16_takes_these_kernels(
+    scene: Scene, tmp_path: Path
+) -> None:
+    path = write_demo_model(tmp_path / "awq", stored="awq", shape=SHAPE)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    ours = hetero(cpu={"linear_kernel": "streaming"})
+    runs = [
+        (engine(path, **given, **ours), [batch(prompts()), TOTALS])
+        for given in ({}, {"dtype": "bfloat16"})
+    ]
+    (found, totals), (expected, _) = run_engines(
+        scene, tmp_path / "run", runs, extra=IN_THIS_PROCESS
+    )
+    log = (tmp_path / "run/log").read_text()
+    # Of the first engine only.
+    assert log.count("dtype: bfloat16; the quantised checkpoint names float16") == 1
+    assert "--dtype float16 keeps it" in log
+    assert all(rank["native_layer_tokens"] for rank in totals)
+    assert tokens(found) == tokens(expected)
 
 
 # Of GPTQ, vLLM does not load a dense perceptron before layers with experts; with zero points of

@@ -17,10 +17,10 @@ from placement.model.reading import shape_from_config
 from placement.plan.described import described
 from ray_hetero.cli.plan import plan as plan_command
 from ray_hetero.config import HeteroConfig
+from ray_hetero.planning.activation_dtype import own_dtype
 from ray_hetero.planning.engine_facts import (
     EngineFacts,
     facts_of_checkpoint,
-    own_dtype,
     own_length,
     server_defaults,
 )
