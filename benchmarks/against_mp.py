@@ -57,9 +57,11 @@ def run(
         # Stock vLLM takes one NUMA node for one rank unless it is told to pretend.
         environment |= {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command += ["--engine", json.dumps(engine)]
+    # Ray's workers import from the driver's folder before anything else.
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+        command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=timeout_s,
+        check=False,
+    )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{backend} failed ({done.returncode}):\n{done.stderr[-3000:]}")
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

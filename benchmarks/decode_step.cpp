@@ -181,7 +181,13 @@ void time_steps(int layers, const Part& part, int count, char** words) {
   fill(x, kFewTokens * kWide);
   for (int argument = 2; argument < count; ++argument) {
     char* end = nullptr;
-    const long m = std::strtol(words[argument], &end, 10), context = std::atol(end + 1);
+    const long m = std::strtol(words[argument], &end, 10);
+    const long context = *end == 'x' ? std::atol(end + 1) : 0;
+    if (m < 1 || m > kFewTokens || context < 1 || context > kPositions) {
+      std::printf("expected 1 to %ld requests and 1 to %ld tokens as REQUESTSxCONTEXT, got %s\n",
+                  long{kFewTokens}, kPositions, words[argument]);
+      std::exit(2);
+    }
     const long blocks = (context + kBlockTokens - 1) / kBlockTokens;
     const long block_elements = 2 * kBlockTokens * kSize;
     std::vector<std::int64_t> positions(m, context - 1), slots(m);

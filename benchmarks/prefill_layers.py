@@ -130,7 +130,7 @@ class Write:
 def link_only(gpu: GpuPrefill) -> None:
     """Copy all weights once."""
     # Private names: what only a benchmark leaves out.
-    copied(gpu._reader, (piece for found in gpu._pieces.values() for piece in found))
+    copied(gpu._reader, (placed.piece for found in gpu._pieces.values() for placed in found))
 
 
 def main() -> None:

@@ -97,6 +97,22 @@ def handover_us(name: str, mode: str, ranks: int, tokens: int) -> float:
     return float(found)
 
 
+def decode_step_ms(name: str, program: str, weights: str, requests: int) -> float:
+    """Milliseconds of a decode step by itself, in what benchmarks/decode_step.cpp has printed.
+
+    Args:
+        name: of the raw file, without ".txt".
+        program: that was run, as its heading names it.
+        weights: as WEIGHTS names them.
+        requests: at a context of 512 tokens.
+
+    """
+    text = (RESULTS / f"{name}.txt").read_text(encoding="utf-8")
+    section = text.split(f"== {program} {weights}\n")[1].split("\n==")[0]
+    (line,) = [line for line in section.splitlines() if line.startswith(f"{requests}x512 ")]
+    return float(line.split()[2])
+
+
 def kernel_ms(name: str, kernel: str, tokens: int) -> float:
     """Milliseconds of a layer of experts."""
     (found,) = (

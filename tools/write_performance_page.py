@@ -18,6 +18,7 @@ from raw_figures import (
     PREFETCH,
     TWO_RANKS,
     UVA,
+    decode_step_ms,
     first_token_ms,
     floor_ms,
     handover_us,
@@ -43,6 +44,7 @@ SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
 EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
 FORMATS = "gpu-host/2026-11-23-h200-14-cores-half"
 HANDOVER = "gpu-host/2026-11-23-expert-handover"
+CODES = "gpu-host/2026-11-23-h100-codes"
 EXPERT_KERNELS = "gpu-host/2026-11-23-experts-128"
 IN_FLIGHT = "gpu-host/2026-11-22-shared-memory-in-flight"
 BOUNDARY = "gpu-host/2026-11-22-shared-memory-boundary"
@@ -224,6 +226,31 @@ def formats() -> str:
     return table(("requests × prompt", "compact bf16, ms", *heads), rows)
 
 
+def codes() -> str:
+    """Decode steps by themselves, by how the weights are held."""
+    held = {
+        "12 bits, without loss": ("compact", {}),
+        "FP8 in blocks": ("fp8", {}),
+        "8-bit integers, a scale for each output": ("int8", {}),
+        "4-bit integers in groups of 128": ("int4", {}),
+        "the same with zero points": ("int4-zeros", {}),
+        "MXFP4": ("mxfp4", {}),
+        # Eight tokens are multiplied as that program did it.
+        "NVFP4": ("nvfp4", {8: "now_short"}),
+    }
+    plain = {requests: decode_step_ms(CODES, "now", "compact", requests) for requests in (1, 8)}
+    rows = []
+    for name, (kind, programs) in held.items():
+        cells = []
+        for requests in (1, 8):
+            step = decode_step_ms(CODES, programs.get(requests, "now"), kind, requests)
+            cells += [ms(step), ratio(step, plain[requests])]
+        rows.append((name, *cells))
+    return table(
+        ("weights", "1 request, ms", "beside 12 bits", "8 requests, ms", "beside 12 bits"), rows
+    )
+
+
 def expert_kernels() -> str:
     """One layer of experts, beside kt-kernel."""
     kernels = ("packed", "compact", "kt-kernel")
@@ -383,6 +410,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "expert kernels": expert_kernels,
         "two ranks": two_ranks,
         "formats": formats,
+        "codes": codes,
         "in flight": in_flight,
         "boundary": boundary,
         "beside mp": beside_mp,

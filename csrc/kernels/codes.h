@@ -7,9 +7,9 @@
 // what its code takes to become a bf16, and no scale is rounded.  Zero points are subtracted from the
 // sum too, times the sum of the group's inputs.
 //
-// With tiles, a group's sums leave the tile registers; up to kDirectTokens tokens, and where groups
-// are no whole tiles, dot products of vectors are cheaper.  The sums of such short groups cost more
-// than scaled weights once there are many tokens.
+// With tiles, a group's sums leave the tile registers; for one token, and where groups are no whole
+// tiles, dot products of vectors are cheaper.  The sums of such short groups cost more than scaled
+// weights once there are several tokens.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
@@ -31,6 +31,26 @@ inline float sum_of_inputs(const TokenTiles& x, std::int64_t token, std::int64_t
     }
   }
   return sum_of(sums) + more;
+}
+
+// The same of some rows of a group.
+inline float sum_of_inputs(const TokenTiles& x, const Groups& groups, std::int64_t group,
+                           std::int64_t token, std::int64_t begin, std::int64_t end) {
+  if (x.group_sums != nullptr && groups.is_whole(group, begin, end)) {
+    return x.group_sums[token * x.groups + group];
+  }
+  return sum_of_inputs(x, token, begin, end - begin);
+}
+
+// Sums of the inputs of m tokens [m][groups] that a weight's zero points are multiplied with: once
+// here instead of in each of its blocks.  Of the last group only if it is a whole one.
+inline void sum_groups(const Scaled& encoding, const TokenTiles& x, std::int64_t m, float* sums) {
+  const std::int64_t rows = encoding.group() / 2;
+  for (std::int64_t token = 0; token < m; ++token, sums += encoding.groups()) {
+    for (std::int64_t group = 0; (group + 1) * rows <= encoding.pairs(); ++group) {
+      sums[group] = sum_of_inputs(x, token, group * rows, rows);
+    }
+  }
 }
 
 // A group's sums of one token, of codes as kernels have them, scaled and added to others.
@@ -71,9 +91,10 @@ class ExpandedCodes {
 
 // Add to sums [M][kBlock] what rows of a stretch from `first` on add, whose codes are read next.
 template <int M, typename Codes>
-RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, const Groups& groups,
+RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, ScalesAhead& scales,
                                      std::int64_t first, std::int64_t rows, Codes& codes,
                                      float* to) {
+  const Groups& groups = scales.groups();
   // Each chain of sums waits for itself; those of two or more tokens are enough.
   constexpr int kChains = M == 1 ? 2 : 1;
   const bool has_zeros = groups.encoding().has_zeros();
@@ -81,6 +102,7 @@ RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, const Groups& groups,
   for (std::int64_t row = first; row < first + rows; ++group) {
     const std::int64_t begin = row;
     const std::int64_t end = std::min(groups.end(group), first + rows);
+    scales.prepare(group);
     Sums<M> sums[kChains];
     for (Sums<M>& chain : sums) chain.clear();
     while (row < end) {
@@ -93,15 +115,15 @@ RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, const Groups& groups,
         add_row<M>(pairs + 2, x.token, two.left[1], two.right[1], sums[kChains - 1]);
       }
     }
-    const GroupScales scales = groups.scales(group);
+    const GroupScales own = scales.at(group);
     for (int token = 0; token < M; ++token) {
       Floats left = sums[0].left[token], right = sums[0].right[token];
       if constexpr (kChains > 1) {
         left = plus(left, sums[1].left[token]);
         right = plus(right, sums[1].right[token]);
       }
-      const float inputs = has_zeros ? sum_of_inputs(x, token, begin, end - begin) : 0;
-      add_scaled(scales, has_zeros, inputs, left, right, to + token * kBlock);
+      const float inputs = has_zeros ? sum_of_inputs(x, groups, group, token, begin, end) : 0;
+      add_scaled(own, has_zeros, inputs, left, right, to + token * kBlock);
     }
   }
 }
@@ -112,19 +134,20 @@ void sum_code_rows(const TokenTiles& x, const Stretch& stretch, float* sums) {
   clear(sums, M);
   const Groups groups(stretch);
   groups.prefetch(stretch.rows);
+  ScalesAhead scales(groups, scratch(ScalesAhead::kFloats, kScales));
   Codes codes(stretch);
-  add_code_rows<M>(x, groups, 0, stretch.rows, codes, sums);
+  add_code_rows<M>(x, scales, 0, stretch.rows, codes, sums);
 }
 
 // What some expanded rows of a stretch from `first` on add to sums [M][kBlock].
 template <int M>
-void add_expanded_codes(const TokenTiles& x, const Groups& groups, std::int64_t first,
+void add_expanded_codes(const TokenTiles& x, ScalesAhead& scales, std::int64_t first,
                         std::int64_t rows, const std::uint16_t* expanded, float* sums) {
   ExpandedCodes codes(expanded);
-  add_code_rows<M>(x, groups, first, rows, codes, sums);
+  add_code_rows<M>(x, scales, first, rows, codes, sums);
 }
 
-using AddExpandedCodes = void (*)(const TokenTiles&, const Groups&, std::int64_t, std::int64_t,
+using AddExpandedCodes = void (*)(const TokenTiles&, ScalesAhead&, std::int64_t, std::int64_t,
                                   const std::uint16_t*, float*);
 template <int... kLess>
 constexpr std::array<AddExpandedCodes, kGroup> add_expanded_codes_of(
@@ -152,6 +175,7 @@ void sum_expanded_codes(const TokenTiles& x, std::int64_t m, const Stretch& stre
   clear(sums, m);
   const Groups groups(stretch);
   groups.prefetch(stretch.rows);
+  ScalesAhead scales(groups, scratch(ScalesAhead::kFloats, kScales));
   Codes codes(stretch);
   std::uint16_t* room = scratch_bf16(kExpandedRows * kRow, kExpanded);
   for (std::int64_t row = 0; row < stretch.rows; row += kExpandedRows) {
@@ -161,9 +185,8 @@ void sum_expanded_codes(const TokenTiles& x, std::int64_t m, const Stretch& stre
       expand_rows(codes, 2, room + at * kRow);
     }
     for (std::int64_t token = 0; token < m; token += kGroup) {
-      const TokenTiles some{x.data + token * x.token, x.token, x.tile};
       kAddExpandedCodes[std::min<std::int64_t>(kGroup, m - token) - 1](
-          some, groups, row, rows, room, sums + token * kBlock);
+          x.from(token), scales, row, rows, room, sums + token * kBlock);
     }
   }
 }
@@ -178,12 +201,14 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
   groups.prefetch(stretch.rows);
   const bool has_zeros = groups.encoding().has_zeros();
   float* group_sums = scratch(2 * m * kBlock, kGroupSums);
+  ScalesAhead scales(groups, scratch(ScalesAhead::kFloats, kScales));
   const auto add = [&](std::int64_t group, std::int64_t begin, std::int64_t end) {
-    const GroupScales scales = groups.scales(group);
+    scales.prepare(group);
+    const GroupScales own = scales.at(group);
     const float* from = group_sums + group % 2 * m * kBlock;
     for (std::int64_t token = 0; token < m; ++token, from += kBlock) {
-      const float inputs = has_zeros ? sum_of_inputs(x, token, begin, end - begin) : 0;
-      add_scaled(scales, has_zeros, inputs, load_floats(from), load_floats(from + kLanes),
+      const float inputs = has_zeros ? sum_of_inputs(x, groups, group, token, begin, end) : 0;
+      add_scaled(own, has_zeros, inputs, load_floats(from), load_floats(from + kLanes),
                  sums + token * kBlock);
     }
   };
@@ -236,7 +261,8 @@ constexpr CodeKernels code_kernels(std::integer_sequence<int, kLess...>) {
 
 // Whether that many tokens are multiplied with codes as they are; else with scaled ones.
 inline bool is_for_codes(std::int64_t m, const Stretch& stretch) {
-  return m <= kTokensOfShortGroups || Groups(stretch).are_tiles();
+  return m <= (kHasTiles ? kTokensBesideTiles : kTokensOfShortGroups) ||
+         Groups(stretch).are_tiles();
 }
 
 // Sums [m][kBlock] of up to 32 tokens.

@@ -168,6 +168,14 @@ inline void reserve_few(std::int64_t m) {
   constexpr std::int64_t kRows = kHasTiles ? std::max(kRing, kCodesRing) * kTile : kExpandedRows;
   scratch_bf16(kRows * kRow, kExpanded);
   if constexpr (kHasTiles) scratch(2 * m * kBlock, kGroupSums);
+  scratch(ScalesAhead::kFloats, kScales);
+}
+
+// The encoding of a weight whose groups have zero points, or nullptr.
+inline const Scaled* with_zeros(const Weight& w) {
+  const bool has_codes = kernels_of(w.stretch(0, 0, 2)).has_codes;
+  const auto* scaled = has_codes ? static_cast<const Scaled*>(w.encoding) : nullptr;
+  return scaled != nullptr && scaled->has_zeros() ? scaled : nullptr;
 }
 
 // Sums [m][kBlock] of up to 32 tokens, whose tiles are set up where there are any.
@@ -306,6 +314,7 @@ class FewTokens {
       if (!task.x_is_tiles) scratch_bf16(task.m * task.w.k(), kOwnTokens);
     }
     reserve_few(task.m);
+    if (const Scaled* scaled = with_zeros(task.w)) scratch(task.m * scaled->groups(), kInputSums);
   }
 
   // The first weights of this thread's share.
@@ -319,22 +328,42 @@ class FewTokens {
 
   // One thread's share of the work; all of the team's threads have to come.
   void work(int thread) {
-    const std::uint16_t* packed = nullptr;
+    Tokens tokens{task_.x, nullptr, 0};
     if constexpr (kHasTiles) {
-      packed = task_.x_is_tiles ? task_.x : own_tiles();
+      if (!task_.x_is_tiles) tokens.data = own_tiles();
       configure_tiles(task_.m);
+    }
+    if (const Scaled* scaled = with_zeros(task_.w)) {
+      float* sums = scratch(task_.m * scaled->groups(), kInputSums);
+      sum_groups(*scaled, tiles(tokens, 0), task_.m, sums);
+      tokens.group_sums = sums, tokens.groups = scaled->groups();
     }
     for (Units units; (units = queue_.next(thread, parts_)).count > 0;) {
       if (units.count == parts_) {
-        whole_block(units.first / parts_, packed);
+        whole_block(units.first / parts_, tokens);
       } else {
-        one_part(units.first, packed);
+        one_part(units.first, tokens);
       }
     }
     if constexpr (kHasTiles) release_tiles();
   }
 
  private:
+  // A step's tokens as a thread has them.
+  struct Tokens {
+    const std::uint16_t* data;  // as tiles for levels that have these
+    const float* group_sums;    // as TokenTiles has them
+    std::int64_t groups;
+  };
+
+  // From a row on.
+  TokenTiles tiles(const Tokens& tokens, std::int64_t row) const {
+    const Places places{task_.m, kHasTiles ? task_.w.k() : task_.stride, kHasTiles};
+    TokenTiles found = places.tiles(tokens.data, row);
+    found.group_sums = tokens.group_sums, found.groups = tokens.groups;
+    return found;
+  }
+
   // A copy for each thread: a shared one would have all of them wait until it is there.
   const std::uint16_t* own_tiles() const {
     std::uint16_t* tiles = scratch_bf16(task_.m * task_.w.k(), kOwnTokens);
@@ -343,33 +372,32 @@ class FewTokens {
   }
 
   // All parts of a block, whose sums stay with this thread.
-  void whole_block(std::int64_t block, const std::uint16_t* packed) {
+  void whole_block(std::int64_t block, const Tokens& tokens) {
     const std::int64_t floats = task_.m * kBlock;
     float* sums = scratch(2 * floats, kOwnSums);
     for (std::int64_t part = 0; part < parts_; ++part) {
       float* to = part == 0 ? sums : sums + floats;
-      sum(block * parts_ + part, packed, to);
+      sum(block * parts_ + part, tokens, to);
       if (part > 0) add(sums, to);
     }
     store(block, sums);
   }
 
   // One part; who computes the last of a block puts them together.
-  void one_part(std::int64_t unit, const std::uint16_t* packed) {
+  void one_part(std::int64_t unit, const Tokens& tokens) {
     const std::int64_t block = unit / parts_, floats = task_.m * kBlock;
-    sum(unit, packed, sums_ + unit * floats);
+    sum(unit, tokens, sums_ + unit * floats);
     if (missing_[block].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     float* sums = sums_ + block * parts_ * floats;
     for (std::int64_t part = 1; part < parts_; ++part) add(sums, sums + part * floats);
     store(block, sums);
   }
 
-  void sum(std::int64_t unit, const std::uint16_t* packed, float* sums) const {
+  void sum(std::int64_t unit, const Tokens& tokens, float* sums) const {
     const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
     const Stretch stretch =
         task_.w.stretch(block, row, std::min(rows_, task_.w.pairs() - row));
-    const Places places{task_.m, kHasTiles ? task_.w.k() : task_.stride, kHasTiles};
-    sum_few(places.tiles(kHasTiles ? packed : task_.x, row), task_.m, stretch, sums);
+    sum_few(tiles(tokens, row), task_.m, stretch, sums);
   }
 
   void add(float* sums, const float* more) const {

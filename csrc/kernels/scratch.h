@@ -37,10 +37,11 @@ class Scratch {
 // What a thread keeps: sums for all threads and its own, tokens packed for all and for itself, rows
 // that were compact; what is between the products of post_attention.h, parts of attention.h,
 // what is between the layers of decode_step.h, and between the products of adapters.h; tokens by
-// expert, what is between the products of experts.h, and their results; sums of groups of codes.h.
+// expert, what is between the products of experts.h, and their results; sums of groups of codes.h,
+// their scales, and sums of their inputs.
 enum Buffer {
   kSums, kOwnSums, kSharedTokens, kOwnTokens, kExpanded, kBetween, kPartial, kLayers, kShrunk,
-  kGathered, kActivated, kResults, kGroupSums, kBuffers
+  kGathered, kActivated, kResults, kGroupSums, kScales, kInputSums, kBuffers
 };
 
 inline float* scratch(std::size_t floats, Buffer which) {

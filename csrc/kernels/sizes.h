@@ -15,10 +15,12 @@ static_assert(kRing > kAhead);
 constexpr std::int64_t kCodesAhead = 6;     // the same of codes, which take fewer instructions: they
 constexpr std::int64_t kCodesRing = 8;      // have to leave the processor's queues before they are loaded
 static_assert(kCodesRing > kCodesAhead);
-constexpr std::int64_t kDirectTokens = 4;   // whose products with codes need no tiles
-// Up to which codes are multiplied as they are where their groups are no whole tiles.  NVFP4's, of 16
-// inputs, took 0.88 of the time of scaled weights for 8 tokens, 1.25 for 32, with AVX2.
+constexpr std::int64_t kDirectTokens = 1;   // whose products with codes need no tiles
+// Up to which codes are multiplied as they are where their groups are no whole tiles; then weights
+// are scaled.  NVFP4's, of 16 inputs: without tiles 0.88 of the time of scaled weights for 8 tokens,
+// 1.25 for 32 (AVX2); beside scaled weights in tiles 0.77 for 2 tokens, 1.7 for 8 (AMX).
 constexpr std::int64_t kTokensOfShortGroups = 8;
+constexpr std::int64_t kTokensBesideTiles = 3;
 constexpr std::int64_t kExpandedRows = 64;  // expanded for some tokens at once; half an L1 cache
 constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
 constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many

@@ -12,7 +12,16 @@ namespace ray_hetero {
 struct TokenTiles {
   const std::uint16_t* data;
   std::int64_t token, tile;  // elements from a token to the next, and from a tile to the next
+  // Sums of each token's inputs [tokens][groups], where a weight's groups have zero points and
+  // somebody has made them.
+  const float* group_sums = nullptr;
+  std::int64_t groups = 0;
 
+  // Those from a token on.
+  TokenTiles from(std::int64_t first) const {
+    const float* sums = group_sums == nullptr ? nullptr : group_sums + first * groups;
+    return {data + first * token, token, tile, sums, groups};
+  }
   const std::uint16_t* at(std::int64_t row) const {
     return data + row / kTile * tile + row % kTile * 2;
   }

@@ -142,8 +142,9 @@ def check_products(kind: type[ScaledWeight], codes: Codes, level: str) -> None:
     weight = kind.stored(codes, native)
     bias = torch.randn(outputs)
     # With short groups, more than a few tokens have expanded weights too.
-    few = 8 if codes.group % BLOCK else FEW
-    for tokens in (1, 2, 3, 4, 9, 17, 32, 33, 70):
+    of_short = 3 if level_of(level).has_tiles else 8
+    few = of_short if codes.group % BLOCK else FEW
+    for tokens in (1, 2, 3, 4, 6, 9, 17, 32, 33, 70):
         plain = exact(kind, codes) if tokens <= few else kind.expanded(codes).double()
         x = torch.randn(tokens, inputs).bfloat16()
         y = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)
@@ -172,6 +173,18 @@ def test_products_have_groups_of_any_size(
     kind: type[ScaledWeight], group: int, level: str, *, has_zeros: bool
 ) -> None:
     check_products(kind, made(kind, 32, 2176, group, has_zeros=has_zeros), level)
+
+
+def test_fp8_without_denormal_codes_and_with_one_in_any_place() -> None:
+    codes = made(Fp8Weight, 32, 128, 128)
+    is_denormal = (codes.codes & 0x78) == 0
+    codes.codes[is_denormal] |= 0x28
+    check(Fp8Weight, codes)
+    for place in range(0, codes.codes.numel(), 257):
+        before = int(codes.codes.view(-1)[place])
+        codes.codes.view(-1)[place] = (place & 0x80) | (place % 8)
+        check(Fp8Weight, codes)
+        codes.codes.view(-1)[place] = before
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

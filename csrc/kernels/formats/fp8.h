@@ -29,10 +29,9 @@ namespace ray_hetero::RAY_HETERO_LEVEL {
 // Reads two rows of codes.
 struct ReadFp8 {
   RAY_HETERO_INLINE TwoRows operator()(const std::uint8_t* at) const {
+    const Pairs codes[2] = {load_pairs(at), load_pairs(at + kRow)};
     TwoRows rows;
-    for (int row = 0; row < 2; ++row) {
-      e4m3_pairs(load_pairs(at + row * kRow), rows.left[row], rows.right[row]);
-    }
+    e4m3_pairs(codes, rows.left, rows.right);
     return rows;
   }
 };

@@ -85,49 +85,41 @@ struct GroupScales {
   Floats left, right;            // times the unit of codes
   Floats zero_left, zero_right;  // in units of codes; 0 where no zero points are stored
 
-  // Once a group: in its callers its many cases would only push out registers.
-  __attribute__((noinline)) void load(const Scaled& encoding, const std::uint8_t* tail,
-                                      std::int64_t group) {
-    const std::uint8_t* at = tail + group * scale_bytes(encoding.type());
-    switch (encoding.type()) {
-      case ScaleType::kFloat: {
-        const auto* floats = reinterpret_cast<const float*>(at);
-        left = load_floats(floats);
-        right = load_floats(floats + kLanes);
-        break;
-      }
-      case ScaleType::kOneFloat: {
-        float one;
-        std::memcpy(&one, at, sizeof(one));
-        left = right = spread(one);
-        break;
-      }
-      case ScaleType::kBf16: {
-        const auto* short_ones = reinterpret_cast<const std::uint16_t*>(at);
-        left = load_bf16(short_ones);
-        right = load_bf16(short_ones + kLanes);
-        break;
-      }
-      case ScaleType::kE8m0:
-        left = load_exponents(at);
-        right = load_exponents(at + kLanes);
-        break;
-      case ScaleType::kE4m3: {
-        const Floats factor = spread(encoding.factor());
-        left = times(load_e4m3(at), factor);
-        right = times(load_e4m3(at + kLanes), factor);
-        break;
-      }
-    }
+  // Those of a group, whose scales are of that type.
+  template <ScaleType kType>
+  RAY_HETERO_INLINE static GroupScales read(const Scaled& encoding, const std::uint8_t* tail,
+                                            std::int64_t group) {
+    GroupScales found = stored<kType>(encoding, tail + group * scale_bytes(kType));
     const Floats unit = spread(encoding.unit());
-    left = times(left, unit);
-    right = times(right, unit);
-    zero_left = zero_right = zeros();
+    found.left = times(found.left, unit);
+    found.right = times(found.right, unit);
     if (encoding.has_zeros()) {
       const std::uint8_t* zero = tail + encoding.zeros_offset() + group * kBlock;
       const Floats own = spread(kLargeCodes + encoding.zero());
-      zero_left = minus(load_large_codes(zero), own);
-      zero_right = minus(load_large_codes(zero + kLanes), own);
+      found.zero_left = minus(load_large_codes(zero), own);
+      found.zero_right = minus(load_large_codes(zero + kLanes), own);
+    }
+    return found;
+  }
+
+ private:
+  template <ScaleType kType>
+  RAY_HETERO_INLINE static GroupScales stored(const Scaled& encoding, const std::uint8_t* at) {
+    if constexpr (kType == ScaleType::kFloat) {
+      const auto* floats = reinterpret_cast<const float*>(at);
+      return {load_floats(floats), load_floats(floats + kLanes), zeros(), zeros()};
+    } else if constexpr (kType == ScaleType::kOneFloat) {
+      float one;
+      std::memcpy(&one, at, sizeof(one));
+      return {spread(one), spread(one), zeros(), zeros()};
+    } else if constexpr (kType == ScaleType::kBf16) {
+      const auto* short_ones = reinterpret_cast<const std::uint16_t*>(at);
+      return {load_bf16(short_ones), load_bf16(short_ones + kLanes), zeros(), zeros()};
+    } else if constexpr (kType == ScaleType::kE8m0) {
+      return {load_exponents(at), load_exponents(at + kLanes), zeros(), zeros()};
+    } else {
+      const Floats factor = spread(encoding.factor());
+      return {times(load_e4m3(at), factor), times(load_e4m3(at + kLanes), factor), zeros(), zeros()};
     }
   }
 };
@@ -137,9 +129,11 @@ class Groups {
  public:
   explicit Groups(const Stretch& stretch)
       : encoding_(static_cast<const Scaled&>(stretch.encoding)), tail_(stretch.tail()),
-        first_(stretch.first), rows_(encoding_.group() / 2) {}
+        first_(stretch.first), rows_(encoding_.group() / 2), last_(at(stretch.rows - 1) + 1) {}
 
   const Scaled& encoding() const { return encoding_; }
+  // Behind the stretch's last group.
+  std::int64_t last() const { return last_; }
   // Of a row of the stretch.
   std::int64_t at(std::int64_t row) const { return (first_ + row) / rows_; }
   // The stretch's first row behind a group.
@@ -163,16 +157,74 @@ class Groups {
   }
   // Whether tiles have rows of one group only.
   bool are_tiles() const { return rows_ % kTile == 0; }
-  GroupScales scales(std::int64_t group) const {
-    GroupScales found;
-    found.load(encoding_, tail_, group);
-    return found;
+  // Whether some rows of the stretch are all those of a group.
+  bool is_whole(std::int64_t group, std::int64_t begin, std::int64_t end) const {
+    return begin == group * rows_ - first_ && end == begin + rows_;
+  }
+  // Call use(group, scales) for some groups.  Never inlined: its many cases would only push out its
+  // caller's registers.
+  template <typename Use>
+  __attribute__((noinline)) void scales(std::int64_t first, std::int64_t last, Use use) const {
+    switch (encoding_.type()) {
+      case ScaleType::kFloat: return scales_of<ScaleType::kFloat>(first, last, use);
+      case ScaleType::kOneFloat: return scales_of<ScaleType::kOneFloat>(first, last, use);
+      case ScaleType::kBf16: return scales_of<ScaleType::kBf16>(first, last, use);
+      case ScaleType::kE8m0: return scales_of<ScaleType::kE8m0>(first, last, use);
+      case ScaleType::kE4m3: return scales_of<ScaleType::kE4m3>(first, last, use);
+    }
   }
 
  private:
+  template <ScaleType kType, typename Use>
+  void scales_of(std::int64_t first, std::int64_t last, Use use) const {
+    for (std::int64_t group = first; group < last; ++group) {
+      use(group, GroupScales::read<kType>(encoding_, tail_, group));
+    }
+  }
+
   const Scaled& encoding_;
   const std::uint8_t* tail_;
   const std::int64_t first_, rows_;  // of the stretch, and of a group
+  const std::int64_t last_;
+};
+
+// Scales and zero points of a stretch's groups as floats, made of some groups at once.
+class ScalesAhead {
+ public:
+  static constexpr std::int64_t kFloats = 64 * 4 * kLanes;  // of the memory that they lie in
+
+  ScalesAhead(const Groups& groups, float* room) : groups_(groups), room_(room) {}
+
+  const Groups& groups() const { return groups_; }
+  // Has to be called for a group before its scales are asked for.
+  RAY_HETERO_INLINE void prepare(std::int64_t group) {
+    if (__builtin_expect(group < begin_ || group >= end_, 0)) read(group);
+  }
+  RAY_HETERO_INLINE GroupScales at(std::int64_t group) const {
+    const float* from = of(group);
+    return {load_floats(from), load_floats(from + kLanes), load_floats(from + 2 * kLanes),
+            load_floats(from + 3 * kLanes)};
+  }
+
+ private:
+  static constexpr std::int64_t kGroups = kFloats / (4 * kLanes);
+
+  float* of(std::int64_t group) const { return room_ + (group - begin_) * 4 * kLanes; }
+  void read(std::int64_t group) {
+    begin_ = group;
+    end_ = std::min(group + kGroups, groups_.last());
+    groups_.scales(begin_, end_, [this](std::int64_t one, const GroupScales& scales) {
+      float* to = of(one);
+      store_floats(to, scales.left);
+      store_floats(to + kLanes, scales.right);
+      store_floats(to + 2 * kLanes, scales.zero_left);
+      store_floats(to + 3 * kLanes, scales.zero_right);
+    });
+  }
+
+  const Groups& groups_;
+  float* const room_;
+  std::int64_t begin_ = 0, end_ = 0;
 };
 
 // Reads rows of a format's codes, two at a time: not scaled, exact in bf16.
@@ -208,14 +260,14 @@ class ScaledRows {
 
   RAY_HETERO_INLINE explicit ScaledRows(const Stretch& stretch)
       : codes_(stretch), groups_(stretch), group_(groups_.at(0)), left_(groups_.end(group_)),
-        scales_(groups_.scales(group_)) {}
+        scales_(scales(group_)) {}
 
   RAY_HETERO_INLINE const std::uint8_t* at() const { return codes_.at(); }
 
   RAY_HETERO_INLINE TwoRows next() {
     if (left_ == 0) {
       left_ = groups_.encoding().group() / 2;
-      scales_ = groups_.scales(++group_);
+      scales_ = scales(++group_);
     }
     left_ -= 2;
     TwoRows rows = codes_.next();
@@ -227,6 +279,12 @@ class ScaledRows {
   }
 
  private:
+  GroupScales scales(std::int64_t group) const {
+    GroupScales found;
+    groups_.scales(group, group + 1,
+                   [&](std::int64_t, const GroupScales& scales) { found = scales; });
+    return found;
+  }
   static RAY_HETERO_INLINE Pairs scaled(Pairs codes, Floats scale, Floats zero) {
     if constexpr (!kMayHaveZeros) {
       return rounded_pairs(times(firsts(codes), scale), times(seconds(codes), scale));
@@ -248,9 +306,9 @@ class ReadNibbles {
   RAY_HETERO_INLINE ReadNibbles() : values_(word_table(kValues)) {}
 
   RAY_HETERO_INLINE TwoRows operator()(const std::uint8_t* at) const {
-    const Pairs words = load_pairs(at);
-    return {{looked_up_words<0>(values_, words), looked_up_words<8>(values_, words)},
-            {looked_up_words<4>(values_, words), looked_up_words<12>(values_, words)}};
+    const Pairs first = load_pairs(at), second = second_bytes(first);
+    return {{looked_up_words<0>(values_, first), looked_up_words<0>(values_, second)},
+            {looked_up_words<4>(values_, first), looked_up_words<4>(values_, second)}};
   }
 
  private:

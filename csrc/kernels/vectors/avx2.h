@@ -256,6 +256,9 @@ struct WordTable {
 RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
   return {table_bytes(at, 0), table_bytes(at, 8)};
 }
+RAY_HETERO_INLINE Pairs second_bytes(Pairs words) {
+  return {{_mm256_srli_epi16(words.half[0], 8), _mm256_srli_epi16(words.half[1], 8)}};
+}
 template <int kShift>
 RAY_HETERO_INLINE Pairs looked_up_words(const WordTable& table, Pairs words) {
   Pairs found;
@@ -285,7 +288,7 @@ RAY_HETERO_INLINE __m256i e4m3_with_small(__m256i normal, __m256i upper) {
   const __m256i missing = word_table(kE4m3Missing).at(number);
   return _mm256_add_epi16(normal, _mm256_and_si256(missing, is_small));
 }
-RAY_HETERO_INLINE void e4m3_pairs(Pairs bytes, Pairs& even, Pairs& odd) {
+RAY_HETERO_INLINE void e4m3_pairs_of_row(Pairs bytes, Pairs& even, Pairs& odd) {
   __m256i upper[2];
   for (int i = 0; i < 2; ++i) {
     upper[i] = _mm256_slli_epi16(bytes.half[i], 8);
@@ -303,6 +306,9 @@ RAY_HETERO_INLINE void e4m3_pairs(Pairs bytes, Pairs& even, Pairs& odd) {
       odd.half[i] = e4m3_with_small(odd.half[i], bytes.half[i]);
     }
   }
+}
+RAY_HETERO_INLINE void e4m3_pairs(const Pairs (&bytes)[2], Pairs (&even)[2], Pairs (&odd)[2]) {
+  for (int row = 0; row < 2; ++row) e4m3_pairs_of_row(bytes[row], even[row], odd[row]);
 }
 RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
   const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));

@@ -151,29 +151,55 @@ using WordTable = __m512i;
 RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
   return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
+// Shuffles take a port of the processor that shifts and products leave free.
+constexpr std::uint8_t kNoByte = 0x80;
+constexpr std::uint8_t kSecondBytes[16] = {1, kNoByte, 3,  kNoByte, 5,  kNoByte, 7,  kNoByte,
+                                           9, kNoByte, 11, kNoByte, 13, kNoByte, 15, kNoByte};
+constexpr std::uint8_t kFirstBytesUp[16] = {kNoByte, 0, kNoByte, 2,  kNoByte, 4,  kNoByte, 6,
+                                            kNoByte, 8, kNoByte, 10, kNoByte, 12, kNoByte, 14};
+RAY_HETERO_INLINE Pairs second_bytes(Pairs words) {
+  return _mm512_shuffle_epi8(words, spread_quarter(kSecondBytes));
+}
 // Of a number only its last five bits count, and the fifth chooses between equals.
 template <int kShift>
 RAY_HETERO_INLINE Pairs looked_up_words(WordTable table, Pairs words) {
-  return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, kShift), table);
+  return _mm512_permutexvar_epi16(kShift == 0 ? words : _mm512_srli_epi16(words, kShift), table);
 }
 RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
   const __m512i bits = _mm512_slli_epi32(widened_bytes(at), 23);
   return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x400000)));
 }
-// As numbers whose exponents are 0 would be if they were not denormal; then what these are.
-RAY_HETERO_INLINE Pairs e4m3_words(Pairs upper, Pairs numbers) {
+// As numbers whose exponents are 0 would be if they were not denormal.
+RAY_HETERO_INLINE Pairs e4m3_as_normal(Pairs upper) {
   constexpr int kAndOr = 0xea;  // (first & second) | third
-  const __m512i normal = _mm512_ternarylogic_epi32(
-      _mm512_srai_epi16(upper, 4), _mm512_set1_epi16(static_cast<short>(0x87f0)),
-      _mm512_set1_epi16(0x3800), kAndOr);
+  return _mm512_ternarylogic_epi32(_mm512_srai_epi16(upper, 4),
+                                   _mm512_set1_epi16(static_cast<short>(0x87f0)),
+                                   _mm512_set1_epi16(0x3800), kAndOr);
+}
+// What these are.
+RAY_HETERO_INLINE Pairs e4m3_with_small(Pairs normal, Pairs upper, Pairs numbers) {
   const __mmask32 is_small = _mm512_testn_epi16_mask(upper, _mm512_set1_epi16(0x7800));
   const __m512i missing = _mm512_castsi128_si512(
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(kE4m3Missing)));
   return _mm512_add_epi16(normal, _mm512_maskz_permutexvar_epi16(is_small, numbers, missing));
 }
-RAY_HETERO_INLINE void e4m3_pairs(Pairs bytes, Pairs& even, Pairs& odd) {
-  even = e4m3_words(_mm512_slli_epi16(bytes, 8), bytes);
-  odd = e4m3_words(bytes, _mm512_srli_epi16(bytes, 8));
+RAY_HETERO_INLINE void e4m3_pairs(const Pairs (&bytes)[2], Pairs (&even)[2], Pairs (&odd)[2]) {
+  Pairs upper[2];
+  for (int row = 0; row < 2; ++row) {
+    upper[row] = _mm512_shuffle_epi8(bytes[row], spread_quarter(kFirstBytesUp));
+    even[row] = e4m3_as_normal(upper[row]);
+    odd[row] = e4m3_as_normal(bytes[row]);
+  }
+  // One weight in thousands.
+  const __m512i exponents = _mm512_set1_epi8(0x78);
+  const __mmask64 is_small = _mm512_testn_epi8_mask(bytes[0], exponents) |
+                             _mm512_testn_epi8_mask(bytes[1], exponents);
+  if (__builtin_expect(is_small != 0, 0)) {
+    for (int row = 0; row < 2; ++row) {
+      even[row] = e4m3_with_small(even[row], upper[row], bytes[row]);
+      odd[row] = e4m3_with_small(odd[row], bytes[row], _mm512_srli_epi16(bytes[row], 8));
+    }
+  }
 }
 RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
   const __m512i upper = _mm512_slli_epi32(widened_bytes(at), 24);

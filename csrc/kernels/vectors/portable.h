@@ -246,6 +246,13 @@ RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
   std::memcpy(table.word, at, sizeof(table.word));
   return table;
 }
+// The upper byte of each word.
+RAY_HETERO_INLINE Pairs second_bytes(Pairs words) {
+  std::uint16_t found[2 * kLanes];
+  store_pairs(found, words);
+  for (std::uint16_t& word : found) word >>= 8;
+  return load_pairs(found);
+}
 // Of a table of 16 those whose numbers are the four bits of each word from kShift on.
 template <int kShift>
 RAY_HETERO_INLINE Pairs looked_up_words(const WordTable& table, Pairs words) {
@@ -269,12 +276,14 @@ RAY_HETERO_INLINE std::uint16_t e4m3_word(std::uint32_t code) {
   const std::uint32_t missing = (code & 0x78) == 0 ? kE4m3Missing[code & 7] : 0;
   return static_cast<std::uint16_t>(as_normal + missing);
 }
-// Of every two bytes the first, and the second.
-RAY_HETERO_INLINE void e4m3_pairs(Pairs bytes, Pairs& even, Pairs& odd) {
-  std::uint16_t words[2][2 * kLanes];
-  for (int i = 0; i < 4 * kLanes; ++i) words[i % 2][i / 2] = e4m3_word(bytes.byte[i]);
-  even = load_pairs(words[0]);
-  odd = load_pairs(words[1]);
+// Of every two bytes of a row the first, and the second.
+RAY_HETERO_INLINE void e4m3_pairs(const Pairs (&bytes)[2], Pairs (&even)[2], Pairs (&odd)[2]) {
+  for (int row = 0; row < 2; ++row) {
+    std::uint16_t words[2][2 * kLanes];
+    for (int i = 0; i < 4 * kLanes; ++i) words[i % 2][i / 2] = e4m3_word(bytes[row].byte[i]);
+    even[row] = load_pairs(words[0]);
+    odd[row] = load_pairs(words[1]);
+  }
 }
 // The values of 16 E4M3 that are no NaN.
 RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {

@@ -43,6 +43,7 @@ typedef short __m256bh __attribute__((vector_size(32)));
 typedef long long __m128i __attribute__((vector_size(16)));
 using __mmask16 = std::uint16_t;
 using __mmask32 = std::uint32_t;
+using __mmask64 = std::uint64_t;
 
 // The same registers by what their lanes are taken for.
 template <typename T, int kBytes = 64>
@@ -268,6 +269,12 @@ inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int ta
     found |= (number & 4 ? a : ~a) & (number & 2 ? b : ~b) & (number & 1 ? c : ~c);
   }
   return found;
+}
+RAY_HETERO_CALLED __mmask64 _mm512_testn_epi8_mask(__m512i a, __m512i b) {
+  const auto both = (Bytes)(a & b);
+  __mmask64 mask = 0;
+  for (int i = 0; i < 64; ++i) mask |= static_cast<__mmask64>(both[i] == 0) << i;
+  return mask;
 }
 RAY_HETERO_CALLED __mmask32 _mm512_testn_epi16_mask(__m512i a, __m512i b) {
   const auto both = (Words16)(a & b);

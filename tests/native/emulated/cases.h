@@ -82,6 +82,7 @@ void run_cases(const unsigned char* given, Add&& add) {
   add("_mm512_ternarylogic_epi32", _mm512_ternarylogic_epi32(i, j, k, 0xea), false);
   add("_mm512_ternarylogic_epi32", _mm512_ternarylogic_epi32(i, j, k, 0x1b), false);
   add("_mm512_testn_epi16_mask", _mm512_testn_epi16_mask(i, _mm512_and_si512(j, k)), false);
+  add("_mm512_testn_epi8_mask", _mm512_testn_epi8_mask(i, _mm512_and_si512(j, k)), false);
   add("_mm512_slli_epi32", _mm512_slli_epi32(i, 7), false);
   add("_mm512_slli_epi32", _mm512_slli_epi32(i, 32), false);
   add("_mm512_slli_epi16", _mm512_slli_epi16(i, 8), false);
