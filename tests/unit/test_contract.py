@@ -239,6 +239,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/spec_decode", GPUModelRunner, "_preprocess"),
     ("compat/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
     ("compat/engine_args", EngineArgs, "create_engine_config"),
+    ("compat/model_dtype", EngineArgs, "create_model_config"),
     ("compat/engine_args", VllmConfig, "max_concurrent_batches"),
     ("compat/engine_args", VllmConfig, "use_v2_model_runner"),
     ("compat/engine_environment", envs, "disable_envs_cache"),

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from worlds import world
 
+from placement.cluster.assignment import Turn
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.compat import engine_args, model_dtype
 from ray_hetero.config import HeteroConfig
+from ray_hetero.executor.engine_plan import EnginePlanner
 from ray_hetero.launch.prepare import _has_cpus
+from ray_hetero.log import logger
 from ray_hetero.planning.activation_dtype import dtype_of_config, dtype_with_cpus
 from ray_hetero.planning.engine_facts import facts_of, facts_of_model, server_defaults
 
@@ -104,6 +109,31 @@ def test_a_model_with_images_is_not_changed_before_cpu_ranks_are_certain(
     for has_cpus, dtype in ((None, torch.float16), (True, torch.bfloat16)):
         model_dtype.choose_dtype(arguments, dtype_with_cpus, has_cpus=has_cpus)
         assert arguments.create_model_config().dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("stages", "engines", "dtype"),
+    [
+        (("g", "c"), 1, torch.bfloat16),
+        (("g", "g"), 1, torch.float16),
+        # All engines of a server have the same.
+        (("g", "g"), 2, torch.bfloat16),
+    ],
+)
+def test_ranks_that_are_known_late_settle_it(
+    stages: tuple[str, str], engines: int, dtype: torch.dtype, named: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = configured(named("float16"))
+    spec = replace(engine_args.spec_of(config), engines=engines)
+    planner = EnginePlanner(config, spec, Turn(), None, None)
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "info", lambda line, *values: lines.append(line % values))
+    planner._settle_dtype(world(*stages, layers=1))
+    assert config.model_config.dtype == dtype
+    assert ["--dtype float16 keeps it" in line for line in lines] == [True] * (
+        dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize(
