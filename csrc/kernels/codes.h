@@ -132,9 +132,7 @@ RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, ScalesAhead& scales,
 template <int M, typename Codes>
 void sum_code_rows(const TokenTiles& x, const Stretch& stretch, float* sums) {
   clear(sums, M);
-  const Groups groups(stretch);
-  groups.prefetch(stretch.rows);
-  ScalesAhead scales(groups, scratch(ScalesAhead::kFloats, kScales));
+  ScalesAhead scales(stretch);
   Codes codes(stretch);
   add_code_rows<M>(x, scales, 0, stretch.rows, codes, sums);
 }
@@ -173,9 +171,7 @@ template <typename Codes>
 void sum_expanded_codes(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
                         float* sums) {
   clear(sums, m);
-  const Groups groups(stretch);
-  groups.prefetch(stretch.rows);
-  ScalesAhead scales(groups, scratch(ScalesAhead::kFloats, kScales));
+  ScalesAhead scales(stretch);
   Codes codes(stretch);
   std::uint16_t* room = scratch_bf16(kExpandedRows * kRow, kExpanded);
   for (std::int64_t row = 0; row < stretch.rows; row += kExpandedRows) {
@@ -186,7 +182,7 @@ void sum_expanded_codes(const TokenTiles& x, std::int64_t m, const Stretch& stre
     }
     for (std::int64_t token = 0; token < m; token += kGroup) {
       kAddExpandedCodes[std::min<std::int64_t>(kGroup, m - token) - 1](
-          x.from(token), scales, row, rows, room, sums + token * kBlock);
+          x.from_token(token), scales, row, rows, room, sums + token * kBlock);
     }
   }
 }
@@ -197,11 +193,10 @@ void sum_expanded_codes(const TokenTiles& x, std::int64_t m, const Stretch& stre
 template <bool kTwo, typename Codes>
 void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch, float* sums) {
   clear(sums, m);
-  const Groups groups(stretch);
-  groups.prefetch(stretch.rows);
+  ScalesAhead scales(stretch);
+  const Groups& groups = scales.groups();
   const bool has_zeros = groups.encoding().has_zeros();
   float* group_sums = scratch(2 * m * kBlock, kGroupSums);
-  ScalesAhead scales(groups, scratch(ScalesAhead::kFloats, kScales));
   const auto add = [&](std::int64_t group, std::int64_t begin, std::int64_t end) {
     scales.prepare(group);
     const GroupScales own = scales.at(group);

@@ -168,7 +168,7 @@ inline void reserve_few(std::int64_t m) {
   constexpr std::int64_t kRows = kHasTiles ? std::max(kRing, kCodesRing) * kTile : kExpandedRows;
   scratch_bf16(kRows * kRow, kExpanded);
   if constexpr (kHasTiles) scratch(2 * m * kBlock, kGroupSums);
-  scratch(ScalesAhead::kFloats, kScales);
+  ScalesAhead::reserve();
 }
 
 // The encoding of a weight whose groups have zero points, or nullptr.
@@ -283,6 +283,7 @@ class FewTokens {
         rows_((task.w.pairs() / kTile + parts_ - 1) / parts_ * kTile),
         threads_(omp_get_max_threads()),
         queue_(task.w.blocks() * parts_, threads_),
+        zeros_(with_zeros(task.w)),
         missing_(new std::atomic<int>[task.w.blocks()]),
         sums_(reserve(task.w, task.m)) {
     for (std::int64_t block = 0; block < task.w.blocks(); ++block) {
@@ -328,15 +329,17 @@ class FewTokens {
 
   // One thread's share of the work; all of the team's threads have to come.
   void work(int thread) {
-    Tokens tokens{task_.x, nullptr, 0};
+    const std::uint16_t* data = task_.x;
     if constexpr (kHasTiles) {
-      if (!task_.x_is_tiles) tokens.data = own_tiles();
+      if (!task_.x_is_tiles) data = own_tiles();
       configure_tiles(task_.m);
     }
-    if (const Scaled* scaled = with_zeros(task_.w)) {
-      float* sums = scratch(task_.m * scaled->groups(), kInputSums);
-      sum_groups(*scaled, tiles(tokens, 0), task_.m, sums);
-      tokens.group_sums = sums, tokens.groups = scaled->groups();
+    const Places places{task_.m, kHasTiles ? task_.w.k() : task_.stride, kHasTiles};
+    TokenTiles tokens = places.tiles(data, 0);
+    if (zeros_ != nullptr) {
+      float* sums = scratch(task_.m * zeros_->groups(), kInputSums);
+      sum_groups(*zeros_, tokens, task_.m, sums);
+      tokens.group_sums = sums, tokens.groups = zeros_->groups();
     }
     for (Units units; (units = queue_.next(thread, parts_)).count > 0;) {
       if (units.count == parts_) {
@@ -349,21 +352,6 @@ class FewTokens {
   }
 
  private:
-  // A step's tokens as a thread has them.
-  struct Tokens {
-    const std::uint16_t* data;  // as tiles for levels that have these
-    const float* group_sums;    // as TokenTiles has them
-    std::int64_t groups;
-  };
-
-  // From a row on.
-  TokenTiles tiles(const Tokens& tokens, std::int64_t row) const {
-    const Places places{task_.m, kHasTiles ? task_.w.k() : task_.stride, kHasTiles};
-    TokenTiles found = places.tiles(tokens.data, row);
-    found.group_sums = tokens.group_sums, found.groups = tokens.groups;
-    return found;
-  }
-
   // A copy for each thread: a shared one would have all of them wait until it is there.
   const std::uint16_t* own_tiles() const {
     std::uint16_t* tiles = scratch_bf16(task_.m * task_.w.k(), kOwnTokens);
@@ -372,7 +360,7 @@ class FewTokens {
   }
 
   // All parts of a block, whose sums stay with this thread.
-  void whole_block(std::int64_t block, const Tokens& tokens) {
+  void whole_block(std::int64_t block, const TokenTiles& tokens) {
     const std::int64_t floats = task_.m * kBlock;
     float* sums = scratch(2 * floats, kOwnSums);
     for (std::int64_t part = 0; part < parts_; ++part) {
@@ -384,7 +372,7 @@ class FewTokens {
   }
 
   // One part; who computes the last of a block puts them together.
-  void one_part(std::int64_t unit, const Tokens& tokens) {
+  void one_part(std::int64_t unit, const TokenTiles& tokens) {
     const std::int64_t block = unit / parts_, floats = task_.m * kBlock;
     sum(unit, tokens, sums_ + unit * floats);
     if (missing_[block].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
@@ -393,11 +381,11 @@ class FewTokens {
     store(block, sums);
   }
 
-  void sum(std::int64_t unit, const Tokens& tokens, float* sums) const {
+  void sum(std::int64_t unit, const TokenTiles& tokens, float* sums) const {
     const std::int64_t block = unit / parts_, row = unit % parts_ * rows_;
     const Stretch stretch =
         task_.w.stretch(block, row, std::min(rows_, task_.w.pairs() - row));
-    sum_few(tiles(tokens, row), task_.m, stretch, sums);
+    sum_few(tokens.from_row(row), task_.m, stretch, sums);
   }
 
   void add(float* sums, const float* more) const {
@@ -417,6 +405,7 @@ class FewTokens {
   const std::int64_t parts_, rows_;  // units of a block, and rows of each
   const int threads_;
   WorkQueue queue_;
+  const Scaled* const zeros_;  // as with_zeros
   std::unique_ptr<std::atomic<int>[]> missing_;  // units of each block that are not done
   float* sums_;                                  // [units][m][kBlock]
 };

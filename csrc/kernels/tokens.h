@@ -17,13 +17,17 @@ struct TokenTiles {
   const float* group_sums = nullptr;
   std::int64_t groups = 0;
 
-  // Those from a token on.
-  TokenTiles from(std::int64_t first) const {
-    const float* sums = group_sums == nullptr ? nullptr : group_sums + first * groups;
-    return {data + first * token, token, tile, sums, groups};
-  }
   const std::uint16_t* at(std::int64_t row) const {
     return data + row / kTile * tile + row % kTile * 2;
+  }
+  // The same from a row on, which begins a tile.
+  TokenTiles from_row(std::int64_t row) const {
+    return {at(row), token, tile, group_sums, groups};
+  }
+  // The same from a token on.
+  TokenTiles from_token(std::int64_t first) const {
+    const float* sums = group_sums == nullptr ? nullptr : group_sums + first * groups;
+    return {data + first * token, token, tile, sums, groups};
   }
 };
 

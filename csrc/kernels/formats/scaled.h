@@ -129,20 +129,20 @@ class Groups {
  public:
   explicit Groups(const Stretch& stretch)
       : encoding_(static_cast<const Scaled&>(stretch.encoding)), tail_(stretch.tail()),
-        first_(stretch.first), rows_(encoding_.group() / 2), last_(at(stretch.rows - 1) + 1) {}
+        first_(stretch.first), count_(stretch.rows), rows_(encoding_.group() / 2) {}
 
   const Scaled& encoding() const { return encoding_; }
   // Behind the stretch's last group.
-  std::int64_t last() const { return last_; }
+  std::int64_t last() const { return at(count_ - 1) + 1; }
   // Of a row of the stretch.
   std::int64_t at(std::int64_t row) const { return (first_ + row) / rows_; }
   // The stretch's first row behind a group.
   std::int64_t end(std::int64_t group) const { return (group + 1) * rows_ - first_; }
-  // Have the scales and zero points of some of the first rows come, and those of as many behind them
-  // or of the next block: they lie apart from the rows, where nothing else asks for them in time.
-  void prefetch(std::int64_t rows) const {
-    const std::int64_t group = at(0), count = at(rows - 1) - group + 1;
-    const bool is_last = 2 * (first_ + rows) >= encoding_.k();
+  // Have the scales and zero points of the stretch come, and those of as many groups behind it or of
+  // the next block: they lie apart from the rows, where nothing else asks for them in time.
+  void prefetch() const {
+    const std::int64_t group = at(0), count = last() - group;
+    const bool is_last = 2 * (first_ + count_) >= encoding_.k();
     const auto fetch = [&](std::int64_t offset, std::int64_t bytes) {
       const std::uint8_t* own = tail_ + offset + group * bytes;
       const std::uint8_t* next =
@@ -184,16 +184,21 @@ class Groups {
 
   const Scaled& encoding_;
   const std::uint8_t* tail_;
-  const std::int64_t first_, rows_;  // of the stretch, and of a group
-  const std::int64_t last_;
+  const std::int64_t first_, count_;  // row of the stretch, and how many it has
+  const std::int64_t rows_;           // of a group
 };
 
 // Scales and zero points of a stretch's groups as floats, made of some groups at once.
 class ScalesAhead {
  public:
-  static constexpr std::int64_t kFloats = 64 * 4 * kLanes;  // of the memory that they lie in
+  explicit ScalesAhead(const Stretch& stretch) : groups_(stretch), room_(reserve()) {
+    groups_.prefetch();
+  }
+  ScalesAhead(const ScalesAhead&) = delete;  // a thread has memory for those of one stretch
+  ScalesAhead& operator=(const ScalesAhead&) = delete;
 
-  ScalesAhead(const Groups& groups, float* room) : groups_(groups), room_(room) {}
+  // A thread's memory for them.
+  static float* reserve() { return scratch(kGroups * kGroupFloats, kScales); }
 
   const Groups& groups() const { return groups_; }
   // Has to be called for a group before its scales are asked for.
@@ -207,9 +212,10 @@ class ScalesAhead {
   }
 
  private:
-  static constexpr std::int64_t kGroups = kFloats / (4 * kLanes);
+  static constexpr std::int64_t kGroups = 64;  // that are made at once
+  static constexpr std::int64_t kGroupFloats = 4 * kLanes;
 
-  float* of(std::int64_t group) const { return room_ + (group - begin_) * 4 * kLanes; }
+  float* of(std::int64_t group) const { return room_ + (group - begin_) * kGroupFloats; }
   void read(std::int64_t group) {
     begin_ = group;
     end_ = std::min(group + kGroups, groups_.last());
@@ -222,7 +228,7 @@ class ScalesAhead {
     });
   }
 
-  const Groups& groups_;
+  const Groups groups_;
   float* const room_;
   std::int64_t begin_ = 0, end_ = 0;
 };
