@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -214,6 +215,10 @@ RAY_HETERO_CALLED __m512 _mm512_roundscale_ps(__m512 values, int how) {
 }
 // a · 2^⌊b⌋, rounded once.
 inline float scaled_by_power(float a, float b) {
+  // An infinite power has its own result where the other operand is a quiet NaN (the manual's table of
+  // VSCALEFPS).
+  const bool is_quiet = std::isnan(a) && (bits_of(a) & 0x400000) != 0;
+  if (is_quiet && std::isinf(b)) return b > 0 ? b : 0.0f;
   if (std::isnan(a) || std::isnan(b)) return a + b;
   if (std::isinf(b)) {
     if (b > 0) return a == 0 ? __builtin_nanf("") : a * b;
@@ -422,9 +427,19 @@ inline __m512bh _mm512_cvtne2ps_pbh(__m512 upper, __m512 lower) {
   return loaded<__m512bh>(both);
 }
 // One step of VDPBF16PS and TDPBF16PS: rounded once to the nearest; denormal operands and results are
-// zeros, whatever MXCSR says.
+// zeros, whatever MXCSR says.  A result is denormal where it would be after it was rounded to 24 bits with
+// an exponent without limits.
 inline float multiplied_and_added(float a, float b, float sum) {
-  return flushed(__builtin_fmaf(flushed(a), flushed(b), flushed(sum)));
+  const float left = flushed(a), right = flushed(b), addend = flushed(sum);
+  const float rounded = flushed(__builtin_fmaf(left, right, addend));
+  if (std::fabs(rounded) != FLT_MIN) return rounded;
+  // The product of two bf16 numbers is a double, and what their sum with a float loses is one too.
+  const double product = static_cast<double>(left) * right, wide = product + addend;
+  const double back = wide - product, lost = (product - (wide - back)) + (addend - back);
+  // What is nearer to the smallest normal number than to the one below it of 24 bits, becomes it.
+  const double least = FLT_MIN - 0x1p-151, size = std::fabs(wide);
+  const bool is_tiny = size < least || (size == least && wide * lost < 0);
+  return is_tiny ? std::copysign(0.0f, rounded) : rounded;
 }
 // VDPBF16PS: the product of the upper halves first, then that of the lower ones.
 RAY_HETERO_CALLED __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
