@@ -177,8 +177,10 @@ NGRAM = {
 
 
 def drafting(split: Split, *, sockets: int | None, share: float | None = None) -> list[Contender]:
-    """The same split with so many drafts a request, and on prompts that repeat themselves with
-    n-grams and without.
+    """The same split with so many drafts a request, and with drafts from n-grams.
+
+    Drafts are accepted with a forced chance, those from n-grams where they are right: with
+    --heavy-tailed, whose greedy text repeats itself.
 
     Args:
         split: layers of the CPU stage; the GPU stage, behind it, holds the rest.
@@ -206,8 +208,7 @@ def drafting(split: Split, *, sockets: int | None, share: float | None = None) -
 
     return [
         *(one(f"{count} drafts", "--drafts", str(count), "--accepted", "0.7") for count in DRAFTS),
-        one("repeating", "--repeating", "16"),
-        one("repeating ngram", "--repeating", "16", speculative_config=NGRAM),
+        one("n-grams", speculative_config=NGRAM),
     ]
 
 

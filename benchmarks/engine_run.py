@@ -110,9 +110,6 @@ def arguments() -> argparse.Namespace:
                         help="tokens of a prompt that comes while others decode")  # fmt: skip
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens of every request")
     parser.add_argument("--accepted", type=float, default=0.0, help="chance of each draft token")
-    parser.add_argument(
-        "--repeating", type=int, default=500, help="tokens after which prompts repeat"
-    )
     parser.add_argument("--stored", choices=QUANTISED, help="how linear layers are; else bf16")
     parser.add_argument("--heavy-tailed", action="store_true",
                         help="a checkpoint with such weights, not vLLM's dummy ones")  # fmt: skip
@@ -199,14 +196,13 @@ def has_gpu(options: argparse.Namespace) -> bool:
     return options.backend == "uni" or "gpu" in options.layout
 
 
-def run_requests(llm: Any, point: Point, salt: int, repeating: int = 500) -> Timeline:
+def run_requests(llm: Any, point: Point, salt: int) -> Timeline:
     """Hand in a batch of requests and take the time of every token.
 
     Args:
         llm: the engine.
         point: what is handed in.
         salt: of the prompts, which are others for each.
-        repeating: tokens after which a prompt repeats itself.
 
     """
     from vllm import SamplingParams
@@ -221,7 +217,7 @@ def run_requests(llm: Any, point: Point, salt: int, repeating: int = 500) -> Tim
     )
     start = time.perf_counter()
     for row in range(point.batch):
-        tokens = [(salt + 31 * row + 7 * (i % repeating)) % 500 + 3 for i in range(point.prompt)]
+        tokens = [(salt + 31 * row + 7 * i) % 500 + 3 for i in range(point.prompt)]
         llm.llm_engine.add_request(f"{salt}-{row}", {"prompt_token_ids": tokens}, params)
     started: set[str] = set()
     all_started = first_ended = passed = 0.0
@@ -311,7 +307,7 @@ def measure(llm: Any, point: Point, options: argparse.Namespace) -> dict[str, An
     drafted = drafts_of(llm)
     begin, rounds = time.monotonic(), []
     for repeat in range(1, options.repeats + 1):
-        rounds.append(run_requests(llm, point, 1000 * repeat, options.repeating))
+        rounds.append(run_requests(llm, point, 1000 * repeat))
         if time.monotonic() - begin > options.point_seconds:
             break
     seconds = time.monotonic() - begin

@@ -6,6 +6,10 @@ How many bytes compact weights take depends on the values, so that vLLM's dummy 
 evenly spread, say nothing about them.  Values are Student's t with 5 degrees of freedom.
 One block of them serves all matrices, each from a place of its own in it: drawing billions would
 take longer than writing them.
+
+Greedy text of such a checkpoint repeats itself after `CIRCLE` tokens, so that drafts taken from the
+text so far are accepted: an embedding is larger than what all layers add to it, and the head has
+each token's embedding at the token that follows it.
 """
 
 from __future__ import annotations
@@ -27,7 +31,14 @@ SPREAD = 0.02
 """Of the weights, as initialisers of such models have it."""
 DRAWN = 1 << 24
 """Values that are drawn."""
+CIRCLE = 16
+"""Tokens after which greedy text repeats itself; it divides all vocabularies."""
+EMBEDDED = 2048.0
+"""By how much an embedding is larger than other weights.  Each layer adds a few units to a hidden
+state, whose embedding then has about fifty; a power of two changes no mantissa."""
 WRITERS = 4
+EMBEDDINGS = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
@@ -68,6 +79,9 @@ def _write(path: Path, tensors: dict[str, tuple[int, ...]], drawn: torch.Tensor)
 def _values(name: str, shape: tuple[int, ...], drawn: torch.Tensor) -> torch.Tensor:
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
+    if name == HEAD:
+        embedded = _values(EMBEDDINGS, shape, drawn).view(-1, CIRCLE, shape[1])
+        return (embedded.roll(1, dims=1) / EMBEDDED).view(shape)
     # The same place for the same name; places are not aligned with each other.
     start = sum((i + 1) * 7919 * byte for i, byte in enumerate(name.encode())) % DRAWN
     values = torch.empty(math.prod(shape), dtype=torch.bfloat16)
@@ -76,6 +90,8 @@ def _values(name: str, shape: tuple[int, ...], drawn: torch.Tensor) -> torch.Ten
         head = drawn[start:][: len(part)]
         part[: len(head)] = head
         part[len(head) :] = drawn[: len(part) - len(head)]
+    if name == EMBEDDINGS:
+        values *= EMBEDDED
     return values.view(shape)
 
 
@@ -114,9 +130,9 @@ def _mlp(before: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int,
 
 def _others(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, words = SHAPES[name]["hidden_size"], SHAPES[name]["vocab_size"]
-    yield "model.embed_tokens.weight", (words, hidden)
+    yield EMBEDDINGS, (words, hidden)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (words, hidden)
+    yield HEAD, (words, hidden)
 
 
 if __name__ == "__main__":

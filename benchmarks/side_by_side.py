@@ -95,6 +95,8 @@ def parse_options() -> argparse.Namespace:
                         help="weights in bf16 from a checkpoint with such ones")  # fmt: skip
     parser.add_argument("--in-turns", action="store_true",
                         help="start all side by side, then measure in turns")  # fmt: skip
+    parser.add_argument("--starting", type=int,
+                        help="engines that start at the same time; --in-turns: all")  # fmt: skip
     parser.add_argument("--kv-room-gib", type=float,
                         help="of each engine's GPU; --in-turns: 2")  # fmt: skip
     parser.add_argument("--eager", action="store_true", help="compile nothing")
@@ -146,14 +148,14 @@ def one_after_the_other(wanted: list[Contender], run: Run) -> None:
 
 
 def taking_turns(wanted: list[Contender], run: Run) -> None:
-    """Start all contenders side by side and have each measure once a round.
+    """Start the contenders, some side by side, and have each measure once a round.
 
     Written down after each turn.  A contender that does not start, or fails in a turn, has the
     points of the rounds before and the end of its output.
     """
     outcomes = run.found["contenders"]
     with ExitStack() as stack:
-        with ThreadPoolExecutor(len(wanted)) as pool:
+        with ThreadPoolExecutor(run.options.starting or len(wanted)) as pool:
             starts = [(one, pool.submit(started, one, run, stack)) for one in wanted]
         turns = {}
         for contender, start in starts:
