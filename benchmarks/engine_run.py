@@ -26,13 +26,12 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from heavy_tailed import write_checkpoint
+from heavy_tailed import heavy_tailed_folder, write_checkpoint
 from memory import memory_since, used_bytes
 from shapes import QUANTISED, SHAPES, write_shape
 
@@ -175,8 +174,7 @@ def engine(options: argparse.Namespace) -> Any:
 def model_of(options: argparse.Namespace) -> Path:
     """The folder of the model, which is written if it is not there yet."""
     if options.heavy_tailed:
-        folder = Path(tempfile.gettempdir()) / "ray_hetero_shapes" / f"{options.shape}-heavy-tailed"
-        return write_checkpoint(options.shape, folder)
+        return write_checkpoint(options.shape, heavy_tailed_folder(options.shape))
     return write_shape(options.shape, stored=options.stored)
 
 

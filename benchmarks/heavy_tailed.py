@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,11 @@ state, whose embedding then has about fifty; a power of two changes no mantissa.
 WRITERS = 4
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+
+
+def heavy_tailed_folder(name: str) -> Path:
+    """Where the engines of all benchmarks look for the checkpoint of a shape."""
+    return Path(tempfile.gettempdir()) / "ray_hetero_shapes" / f"{name}-heavy-tailed"
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:

@@ -41,6 +41,7 @@ import contenders
 import floor
 from contenders import GIB, Contender, Split
 from engine_run import Point
+from heavy_tailed import heavy_tailed_folder, write_checkpoint
 from shapes import SHAPES, head_bytes, layer_bytes
 from side_by_side_report import table
 
@@ -154,6 +155,9 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
     points of the rounds before and the end of its output.
     """
     outcomes = run.found["contenders"]
+    if run.options.heavy_tailed:
+        # Once, which engines that start at the same time would all do.
+        write_checkpoint(run.split.shape, heavy_tailed_folder(run.split.shape))
     with ExitStack() as stack:
         with ThreadPoolExecutor(run.options.starting or len(wanted)) as pool:
             starts = [(one, pool.submit(started, one, run, stack)) for one in wanted]
