@@ -24,6 +24,7 @@ from vllm.model_executor.layers.activation import (
 )
 
 from placement.units import GIB
+from ray_hetero.compat.compilation import is_compiled, leave_uncompiled
 from ray_hetero.compat.lora import base_layer
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import attention, gpu_layers
@@ -83,11 +84,13 @@ class Fusible:
     runs: list[Run]
     left: Counter[str]
     """Layers that cannot, by why."""
+    callers: list[nn.Module]
+    """Modules that vLLM compiles, of whose layers all can be fused: little is left to compile."""
 
     @classmethod
     def none(cls) -> Fusible:
         """Of a model that nothing was looked for in."""
-        return cls([], Counter())
+        return cls([], Counter(), [])
 
 
 def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
@@ -109,6 +112,7 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
     """What can be fused of a model; arguments as of `fuse`."""
     runs: list[Run] = []
     left: Counter[str] = Counter()
+    whole: dict[nn.Module, bool] = {}
     for decoder in model.modules():
         name = _layers_attribute(decoder)
         if name is None:
@@ -121,11 +125,24 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
             for layer, why in zip(own, found, strict=True)
             if isinstance(why, str)
         )
+        # A perceptron that stays vLLM's module is compiled with what is around it.
+        whole[decoder] = all(isinstance(one, Layer) and one.mlp is None for one in found)
         runs += [
             Run(decoder, name, decoder.start_layer + first, some)
             for first, some in _following(found)
         ]
-    return Fusible(runs, left)
+    return Fusible(runs, left, _callers(model, whole))
+
+
+def _callers(model: nn.Module, whole: Mapping[nn.Module, bool]) -> list[nn.Module]:
+    """Modules that vLLM compiles and that call decoders, all of which are one operator."""
+    found = []
+    for module in filter(is_compiled, model.modules()):
+        # The decoder itself, or, as in OPT, a module around it.
+        called = [whole[one] for one in module.modules() if one in whole]
+        if called and all(called):
+            found.append(module)
+    return found
 
 
 def install(
@@ -165,6 +182,8 @@ def install(
             if kernel.prompts is None and group is None
             else "; no GPU computes whole layers of prompts with one",
         )
+    for caller in found.callers:
+        leave_uncompiled(caller)
     for why, layers_left in found.left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",

@@ -23,9 +23,17 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 from ray.util.tracing.tracing_helper import _inject_tracing_into_class
 from vllm import envs
-from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.compilation import decorators
+from vllm.config import (
+    CompilationMode,
+    ModelConfig,
+    ParallelConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.config import vllm as vllm_config_module
 from vllm.distributed import parallel_state
 from vllm.distributed import utils as distributed_utils
@@ -80,6 +88,7 @@ from worlds import layout, world
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.compat import (
+    compilation,
     decoder_classes,
     engine_args,
     engine_clients,
@@ -212,6 +221,7 @@ def _class(file: str, name: str) -> Any:
 
 PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", GPUModelRunner, "reload_weights"),
+    ("compat/compilation", decorators, "support_torch_compile"),
     ("compat/warmup", CPUModelRunner, "profile_run"),
     ("compat/warmup", CPUModelRunner, "warming_up_model"),
     ("compat/warmup", GPUModelRunner, "_dummy_run"),
@@ -392,6 +402,26 @@ def test_private_attributes_are_assigned(where: str, owner: type, name: str) -> 
         )
     }  # fmt: skip
     assert f"self.{name}" in assigned, f"{where}.py reads it"
+
+
+def test_a_module_that_vllm_compiles_can_be_left_as_it_is() -> None:
+    class Decorated(torch.nn.Module):
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            super().__init__()
+
+        def forward(self, hidden: torch.Tensor) -> bool:
+            return torch.compiler.is_compiling()
+
+    config = VllmConfig(compilation_config={"mode": CompilationMode.VLLM_COMPILE})
+    with set_current_vllm_config(config):
+        module = decorators.support_torch_compile(dynamic_arg_dims={"hidden": 0})(Decorated)(
+            vllm_config=config
+        )
+    assert compilation.is_compiled(module)
+    compilation.leave_uncompiled(module)
+    assert not compilation.is_compiled(module)
+    assert module(torch.zeros(2, 2)) is False
+    assert not compilation.is_compiled(torch.nn.Linear(2, 2))
 
 
 def test_everything_that_the_patches_name_is_held_here() -> None:

@@ -196,6 +196,33 @@ def test_layers_are_what_they_were_one_by_one(
     assert residual is None or torch.equal(residual, kept[1])
 
 
+def another(name: str) -> Any:
+    """A class that has a name of vLLM's, and computes something else."""
+
+    def forward(self: Any, *given: Any) -> Any:
+        raise NotImplementedError
+
+    return type(name, (class_of(name),), {"forward": forward})
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("layers", "is_compiled"), [(None, False), (another("LlamaDecoderLayer"), True)]
+)
+def test_what_calls_one_operator_only_is_not_compiled(layers: Any, is_compiled: bool) -> None:
+    decoder = model(2, layer=layers)
+    around = torch.nn.Module()
+    around.decoder = decoder
+    elsewhere = torch.nn.Module()
+    for module in (decoder, around, elsewhere):
+        module.do_not_compile = False
+    given = linears(decoder)
+    whole = torch.nn.ModuleList([around, elsewhere])
+    assert bool(layer_fusion.fuse(whole, given, StreamingLinear(native))) is not is_compiled
+    assert [one.do_not_compile for one in (decoder, around)] == 2 * [not is_compiled]
+    assert not elsewhere.do_not_compile
+
+
 @needs_native
 def test_a_dummy_run_attends_to_nothing(contexts: dict[str, Any]) -> None:
     decoder = model(1)
@@ -204,15 +231,6 @@ def test_a_dummy_run_attends_to_nothing(contexts: dict[str, Any]) -> None:
     hidden = torch.randn(4, HIDDEN).bfloat16()
     found = decoder.layers[1](torch.arange(4), hidden, None)
     assert all(bool(one.isfinite().all()) for one in found)
-
-
-def another(name: str) -> Any:
-    """A class that has a name of vLLM's, and computes something else."""
-
-    def forward(self: Any, *given: Any) -> Any:
-        raise NotImplementedError
-
-    return type(name, (class_of(name),), {"forward": forward})
 
 
 @needs_native
