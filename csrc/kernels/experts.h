@@ -158,7 +158,8 @@ class ExpertProduct {
     const Stretch stretch = w.stretch(block, row, rows);
     if (x.count > kDirectExpertTokens && !kernels_of(stretch).has_codes) {
       for (std::int64_t at = row; at < row + rows; at += kPieceRows) {
-        add_piece(w, block, at, std::min(kPieceRows, row + rows - at), at == row, x, 0, x.count,
+        // `finish` adds the outliers.
+        add_piece(w, block, at, std::min(kPieceRows, row + rows - at), at == row, {}, x, 0, x.count,
                   set_up, sums);
       }
       return;
@@ -178,13 +179,12 @@ class ExpertProduct {
       for (std::int64_t row = 0; row < pairs_; row += kPieceRows) {
         const std::int64_t rows = std::min(kPieceRows, pairs_ - row);
         for (std::int64_t block = first; block < last; ++block) {
-          add_piece(w, block, row, rows, row == 0, x, begin, tokens, set_up,
-                    sums + (block - first) * tokens * kBlock);
+          add_piece(w, block, row, rows, row == 0, w.encoding->outliers(block), x, begin, tokens,
+                    set_up, sums + (block - first) * tokens * kBlock);
         }
       }
       for (std::int64_t block = first; block < last; ++block) {
         float* of_block = sums + (block - first) * tokens * kBlock;
-        add_outliers_of(w, x, block, begin, tokens, of_block);
         store_(number, block, begin, tokens, of_block);
       }
     }
@@ -192,11 +192,11 @@ class ExpertProduct {
 
   // What some rows of a block add to sums of tokens from `begin` on, the first of a group.
   void add_piece(const Weight& w, std::int64_t block, std::int64_t row, std::int64_t rows,
-                 bool is_first, const ExpertTokens& x, std::int64_t begin, std::int64_t tokens,
-                 std::int64_t& set_up, float* sums) const {
+                 bool is_first, const Outliers& outliers, const ExpertTokens& x, std::int64_t begin,
+                 std::int64_t tokens, std::int64_t& set_up, float* sums) const {
     const Stretch stretch = w.stretch(block, row, rows);
     std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
-    const std::uint16_t* in_bf16 = kernels_of(stretch).expanded(stretch, room);
+    const std::uint16_t* in_bf16 = expanded(stretch, outliers, room);
     if constexpr (kHasTiles) {
       // The same block's next rows; they are read while this piece is multiplied.
       const std::uint8_t* next = stretch.data + rows / 2 * stretch.pair_bytes;
@@ -228,18 +228,14 @@ class ExpertProduct {
   }
 
   void finish(std::int64_t number, const ExpertTokens& x, std::int64_t block, float* sums) const {
-    add_outliers_of(weight(number), x, block, 0, x.count, sums);
-    store_(number, block, 0, x.count, sums);
-  }
-
-  static void add_outliers_of(const Weight& w, const ExpertTokens& x, std::int64_t block,
-                              std::int64_t begin, std::int64_t tokens, float* sums) {
-    for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
-      const std::int64_t group = (begin + token) / kFewTokens;
+    const Weight& w = weight(number);
+    for (std::int64_t token = 0; token < x.count; token += kFewTokens) {
+      const std::int64_t group = token / kFewTokens;
       const Places places = x.places(group);
       const Task task{x.group(group), w, nullptr, nullptr, places.m, places.stride, kHasTiles};
       add_outliers(task, block, 0, places.m, sums + token * kBlock);
     }
+    store_(number, block, 0, x.count, sums);
   }
 
   const Experts& experts_;

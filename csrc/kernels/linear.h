@@ -236,6 +236,17 @@ inline void add_outliers(const Task& task, std::int64_t block, std::int64_t begi
   }
 }
 
+// A stretch's rows in bf16 with its block's outliers, in `room` unless they lie in memory so.
+inline const std::uint16_t* expanded(const Stretch& stretch, const Outliers& outliers,
+                                     std::uint16_t* room) {
+  const std::uint16_t* rows = kernels_of(stretch).expanded(stretch, room);
+  for (const Outlier& one : outliers) {
+    const std::int64_t row = one.k / 2 - stretch.first;
+    if (row >= 0 && row < stretch.rows) room[row * kRow + 2 * one.output + one.k % 2] = one.value;
+  }
+  return rows;
+}
+
 // The packed rows of a weight.
 inline void expand(const Weight& weight, std::uint16_t* packed) {
 #pragma omp parallel for schedule(static)
@@ -243,11 +254,8 @@ inline void expand(const Weight& weight, std::uint16_t* packed) {
     const std::int64_t elements = weight.pairs() * kRow;
     std::uint16_t* to = packed + block * elements;
     const Stretch stretch = weight.stretch(block, 0, weight.pairs());
-    const std::uint16_t* from = kernels_of(stretch).expanded(stretch, to);
+    const std::uint16_t* from = expanded(stretch, weight.encoding->outliers(block), to);
     if (from != to) std::memcpy(to, from, elements * sizeof(std::uint16_t));
-    for (const Outlier& one : weight.encoding->outliers(block)) {
-      to[one.k / 2 * kRow + 2 * one.output + one.k % 2] = one.value;
-    }
   }
 }
 
@@ -481,7 +489,6 @@ class ManyTokens {
       }
     }
     for (std::int64_t block = first; block < last; ++block) {
-      add_outliers(task_, block, begin, tokens, sums);
       for (std::int64_t token = 0; token < tokens; ++token, sums += kBlock) {
         store_token(task_, begin + token, block, sums);
       }
@@ -492,7 +499,8 @@ class ManyTokens {
                  std::int64_t tokens, float* sums) {
     const Stretch stretch = task_.w.stretch(block, row, rows);
     std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
-    const std::uint16_t* w = kernels_of(stretch).expanded(stretch, room);
+    // Once here, and not once a token.
+    const std::uint16_t* w = expanded(stretch, task_.w.encoding->outliers(block), room);
     if constexpr (kHasTiles) {
       add_tiles(stretch, w, begin, tokens, sums);
     } else {
