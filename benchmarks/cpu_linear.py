@@ -1,7 +1,8 @@
 """Bandwidth of the linear kernels that a CPU rank may use, on the weights of 8B-shaped layers.
 
-Prints, for each kernel and number of tokens, milliseconds and GB/s of weights for all layers, each
-weight counted with 16 bits (`gb_s`) and with the bytes that are really read (`read_gb_s`).
+Weights are heavy-tailed, as trained ones are.  Prints, for each kernel and number of tokens,
+milliseconds and GB/s of weights for all layers, each weight counted with 16 bits (`gb_s`) and with
+the bytes that are really read (`read_gb_s`).
 Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
+from heavy_tailed import drawn_values
 
 from ray_hetero import _streaming_linear
 from ray_hetero.weight_formats import FORMATS, SCALED_FORMATS, HostWeight
@@ -110,7 +112,13 @@ def main() -> None:
     wanted = options.kernels.split(",")
     layers = []
     nbytes = 0
-    random = {shape: torch.randn(shape).mul_(0.02).to(torch.bfloat16) for shape in SHAPES.values()}
+    drawn = drawn_values()
+    random = {
+        (outputs, inputs): drawn.repeat(-(-outputs * inputs // len(drawn)))[
+            : outputs * inputs
+        ].view(outputs, inputs)
+        for outputs, inputs in SHAPES.values()
+    }
     for _ in range(options.layers):
         for shape in SHAPES.values():
             weight = random[shape].clone()

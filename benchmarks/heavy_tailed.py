@@ -47,6 +47,12 @@ def heavy_tailed_folder(name: str) -> Path:
     return Path(tempfile.gettempdir()) / "ray_hetero_shapes" / f"{name}-heavy-tailed"
 
 
+def drawn_values() -> torch.Tensor:
+    """The block that all matrices are taken from, [`DRAWN`], bf16."""
+    values = np.random.default_rng(0).standard_t(DEGREES, DRAWN)
+    return torch.from_numpy(SPREAD * values).bfloat16()
+
+
 def write_checkpoint(name: str, folder: Path) -> Path:
     """Write config.json and a safetensors file for each layer; answers the folder.
 
@@ -59,9 +65,7 @@ def write_checkpoint(name: str, folder: Path) -> Path:
     if done.exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = torch.from_numpy(
-        SPREAD * np.random.default_rng(0).standard_t(DEGREES, DRAWN)
-    ).bfloat16()
+    drawn = drawn_values()
     files = {f"layer-{i}.safetensors": dict(_layer(name, i)) for i in range(_layers(name))}
     files["others.safetensors"] = dict(_others(name))
     with ThreadPoolExecutor(WRITERS) as pool:
