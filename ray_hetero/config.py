@@ -34,6 +34,8 @@ Environment = dict[
     Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
     Annotated[str, Field(pattern=r"^[^\x00]*$")],
 ]
+_WIDE = ("amx", "avx512_bf16", "avx512")
+"""Kernels for vectors of 512 bits."""
 _STAGES = {
     "type": "array",
     "minItems": 1,
@@ -91,14 +93,13 @@ class CpuConfig(_Section):
     linear_kernel: Literal["auto", "streaming", "vllm"] = "auto"
     """What computes linear layers, quantised ones too, and unquantised experts in bfloat16: kernels
     that read the weights at the socket's bandwidth, or vLLM's own; auto takes the former where
-    there is AMX, where there is AVX2 without AVX-512, and where vLLM has none for a quantised
-    layer."""
+    there is AVX2 or more, and where vLLM has none for a quantised layer."""
     fuse_layers: bool = True
     """Whether the layers of a stage are one operator, where linear layers stream and the model is
     one it is known for."""
     compact_weights: bool | Auto = "auto"
     """Whether linear layers and experts that stream hold their weights in 12 bits instead of 16,
-    without loss, where their values allow that; auto does where there is AMX."""
+    without loss, where their values allow that; auto does where there is AVX-512 or AMX."""
     prefill_on_gpu: bool | Auto = "auto"
     """Whether a CPU rank has a GPU of its node compute its layers in steps of many tokens,
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""
@@ -123,13 +124,17 @@ class CpuConfig(_Section):
         """
         if self.linear_kernel != "auto":
             return self.linear_kernel == "streaming"
-        # vLLM has kernels for bf16 from AVX-512 on; for AVX2 it calls PyTorch's product.
-        return level in ("amx", "avx2")
+        return level in (*_WIDE, "avx2")
 
-    def weight_format(self, *, has_amx: bool) -> str:
-        """Name of the format (weight_formats/) that linear layers that stream are to hold."""
-        # Without AMX vLLM's kernel may compute prompts, from packed weights.
-        is_compact = has_amx if self.compact_weights == "auto" else self.compact_weights
+    def weight_format(self, level: str | None) -> str:
+        """Name of the format (weight_formats/) that linear layers that stream are to hold.
+
+        Args:
+            level: as of `streams`.
+
+        """
+        # Vectors of 256 bits expand more slowly than steps of a few tokens are read.
+        is_compact = level in _WIDE if self.compact_weights == "auto" else self.compact_weights
         return "compact" if is_compact else "packed"
 
 

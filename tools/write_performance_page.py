@@ -52,6 +52,7 @@ CONTROL = {"one rank": "cpu-host/2026-11-22-control-plane",
            "two ranks": "cpu-host/2026-11-22-control-plane-two-ranks"}  # fmt: skip
 
 AVX2 = "cpu-host/2026-11-23-avx2-formats"
+AVX512 = "cpu-host/2026-11-24-avx512-formats"
 
 LOADS = ((1, 128), (8, 128), (32, 128), (128, 96), (1, 1024), (8, 1024), (1, 8192))
 """Requests and the tokens of each one's prompt."""
@@ -310,6 +311,27 @@ def without_avx512() -> str:
     )  # fmt: skip
 
 
+def with_avx512() -> str:
+    """One CPU rank with AVX512-BF16 beside stock vLLM, in bf16 and in fewer bits."""
+    rows = []
+    for batch, prompt in ((1, 16), (2, 16), (4, 16), (8, 16), (16, 16), (32, 16), (1, 128), (1, 512)):
+        found = [
+            figure(AVX512, f"{name} {kind}", batch, prompt, 12)
+            for figure in (step_ms, first_token_ms)
+            for kind in ("bf16", "w4a16")
+            for name in ("ray_hetero", "vllm")
+        ]
+        pairs = [found[at : at + 2] for at in range(0, len(found), 2)]
+        fp8 = step_ms(AVX512, "ray_hetero fp8", batch, prompt, 12)
+        cells = [f"{ms(ours)} ({ours / stock:.2f})" for ours, stock in pairs]
+        rows.append((load(batch, prompt), *cells[:2], ms(fp8), *cells[2:]))
+    return table(
+        ("requests × prompt", "bf16: step, ms", "4 bits: step, ms", "FP8: step, ms",
+         "bf16: first token, ms", "4 bits: first token, ms"),
+        rows,
+    )  # fmt: skip
+
+
 def beside_mp() -> str:
     """What a step costs in which there is nothing to compute."""
     rows = []
@@ -415,6 +437,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "boundary": boundary,
         "beside mp": beside_mp,
         "without AVX-512": without_avx512,
+        "AVX512-BF16": with_avx512,
     },
     "docs/comparison.md": {"streaming": ways_of_streaming, "kernels": kernels_compared},
 }

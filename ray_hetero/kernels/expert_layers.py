@@ -70,7 +70,7 @@ class ExpertLayers:
 
     def __init__(self, config: CpuConfig, kernel: StreamingLinear, room: MakeRoom = Room) -> None:
         self._room = room
-        self._kind = FORMATS[config.weight_format(has_amx=kernel.has_amx)]
+        self._kind = FORMATS[config.weight_format(kernel.level.name)]
         self._kernel = kernel
         self._bytes = self._bytes_before = 0
         _layers.clear()

@@ -104,8 +104,7 @@ class LinearLayers:
         if not self._streams:
             raise UnsupportedError(
                 "cpu.prefill_on_gpu is true, but linear layers are vLLM's own here: this processor "
-                "has AVX-512 without AMX, or cpu.linear_kernel says so. Type: "
-                "cpu.linear_kernel: streaming"
+                "has no AVX2, or cpu.linear_kernel says so. Type: cpu.linear_kernel: streaming"
             )
 
     def _packed(self, layer: torch.nn.Module) -> torch.Tensor:
@@ -114,7 +113,7 @@ class LinearLayers:
         if self._is_loaded:
             raise UnsupportedError(RELOAD)
         packed = pack(layer.weight.data)
-        kind = FORMATS[self._config.weight_format(has_amx=self._kernel.has_amx)]
+        kind = FORMATS[self._config.weight_format(self._kernel.level.name)]
         native = self._kernel.native
         weight = kind.made(packed, native) or PackedWeight.made(packed, native)
         self._bytes += weight.data.nbytes

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.compat.custom_ops import vllm_ops
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.log import logger
 from ray_hetero.weight_formats import HostWeight, PackedWeight
 
 try:
@@ -32,9 +32,6 @@ except ImportError:
 
 MULTIPLE = 32
 """Of inputs and outputs, as the packed layout has them."""
-MOST_TOKENS_BESIDE_VLLMS = 4
-"""Tokens above which vLLM's packed kernel is faster where there is no AMX; measured with
-AVX512-BF16, see docs/tuning.md."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
@@ -61,12 +58,8 @@ class StreamingLinear:
     def __init__(self, native: ModuleType, level: Any = None) -> None:
         self.native = native
         self.level = native.levels()[-1] if level is None else level
-        self.has_amx: bool = self.level.name == "amx"
-        has_vllms = not self.level.has_tiles and hasattr(torch.ops._C, "weight_packed_linear")
-        self.few_tokens: int = MOST_TOKENS_BESIDE_VLLMS if has_vllms else native.FEW_TOKENS
+        self.few_tokens: int = native.FEW_TOKENS
         """Up to which a step is to do nothing but read weights."""
-        self._most_tokens = self.few_tokens if has_vllms else None
-        """Above, vLLM's packed kernel computes."""
         self.prompts: Prompts | None = None
         """Set once the weights are loaded."""
         self.sums: RankSums | None = None
@@ -105,9 +98,6 @@ class StreamingLinear:
         if many is not None and tokens >= many.from_tokens and many.gpu.suits(weight.data, tokens):
             y = many.gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
             return y.view(*x.shape[:-1], outputs)
-        if self._are_vllms(weight, tokens):
-            packed = weight.packed(self.native, self.level)
-            return vllm_ops.weight_packed_linear_cpu(x, packed, outputs, bias)
         rows = x.reshape(tokens, inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -123,13 +113,6 @@ class StreamingLinear:
             level=self.level,
         )
         return y
-
-    def _are_vllms(self, weight: HostWeight, tokens: int) -> bool:
-        """Whether vLLM's packed kernel computes a step of so many tokens."""
-        if self._most_tokens is None or tokens <= self._most_tokens:
-            return False
-        # To expand a whole weight costs as much as to read it several times.
-        return isinstance(weight, PackedWeight) or tokens > int(self.native.FEW_TOKENS)
 
 
 @functools.cache
@@ -168,6 +151,13 @@ def choose(config: CpuConfig) -> StreamingLinear | None:
         raise UnsupportedError(
             f"cpu.linear_kernel is 'streaming', but {missing}. "
             "Leave the setting out for vLLM's kernels."
+        )
+    if missing and config.linear_kernel == "auto":
+        logger.warning(
+            "%s: this rank computes with vLLM's kernels, which take several times as long for a "
+            "decode step. Install a C++17 compiler (Debian: apt install g++) and install "
+            "ray-hetero again, or set cpu.linear_kernel to 'vllm'",
+            missing,
         )
     if _native is None or not config.streams(_native.levels()[-1].name):
         return None

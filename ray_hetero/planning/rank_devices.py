@@ -27,7 +27,9 @@ _FLOPS_PER_CORE = (
     ("amx_bf16", 2048e9), ("avx512_bf16", 154e9), ("avx512f", 128e9), ("avx2", 64e9),
 )  # fmt: skip
 _SLOWEST_CORE = 32e9
-_LEVELS = (("amx_bf16", "amx"), ("avx512f", "avx512"), ("avx2", "avx2"))
+_LEVELS = (
+    ("amx_bf16", "amx"), ("avx512_bf16", "avx512_bf16"), ("avx512f", "avx512"), ("avx2", "avx2"),
+)  # fmt: skip
 """What the kernels for the best set of instructions of a processor are called."""
 _REACHABLE = 0.4
 """Share of these that matrix products reach, as for the table's sockets."""
@@ -241,7 +243,7 @@ def _socket_in_stage(
 def _read_share(config: CpuConfig, host: Host, *, is_bf16: bool) -> float:
     """Of the bytes of 16-bit matrices, what a CPU rank reads."""
     streams = is_bf16 and _streams(config, host)
-    name = config.weight_format(has_amx=_has_amx(host)) if streams else "packed"
+    name = config.weight_format(_level(host)) if streams else "packed"
     return FORMATS[name].read_share
 
 
@@ -251,14 +253,14 @@ def _with_latency(figures: DeviceFigures, latency: Latency) -> DeviceFigures:
     return replace(figures, layer_latency_s=latency.layer_s, step_latency_s=latency.step_s)
 
 
-def _has_amx(host: Host) -> bool:
-    return "amx_bf16" in host.instruction_sets
+def _level(host: Host) -> str | None:
+    """The kernels that the host's processor has, as far as planning can tell."""
+    return next((name for flag, name in _LEVELS if flag in host.instruction_sets), None)
 
 
 def _streams(config: CpuConfig, host: Host) -> bool:
     """Whether linear layers stream their weights, as far as planning can tell."""
-    sets = host.instruction_sets
-    return config.streams(next((name for flag, name in _LEVELS if flag in sets), None))
+    return config.streams(_level(host))
 
 
 def borrowers(

@@ -353,7 +353,7 @@ def test_short_prompts_and_processors_without_kernels_leave_experts_to_the_socke
         step = layer_step(shape, layer, devices, prefill_pass(tokens), Links())
         assert (step.handover == 0) == is_linked
     # Sockets that are faster in every step take nothing from the GPU.
-    for socket in ({**FEW_CORES, "instruction_sets": ["avx2", "avx512f"]}, XEON):
+    for socket in ({**FEW_CORES, "instruction_sets": []}, XEON):
         there = machine(H100, socket=socket)
         found = planned("Qwen3 30B-A3B", {"ranks": 2, "layers": 16}, there)
         assert found.split is not None

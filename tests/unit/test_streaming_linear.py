@@ -219,8 +219,15 @@ def test_streaming_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(streaming_linear, "_native", None)
     with pytest.raises(UnsupportedError, match="C\\+\\+ compiler"):
         streaming_linear.choose(CpuConfig(linear_kernel="streaming"))
-    assert streaming_linear.choose(CpuConfig()) is None
+    said: list[str] = []
+    monkeypatch.setattr(
+        streaming_linear.logger, "warning", lambda text, *given: said.append(text % given)
+    )
     assert streaming_linear.choose(CpuConfig(linear_kernel="vllm")) is None
+    assert not said
+    # Several times slower, which nobody asked for.
+    assert streaming_linear.choose(CpuConfig()) is None
+    assert "C++ compiler" in said[0]
 
 
 @needs_native
@@ -229,12 +236,17 @@ def test_the_default_follows_the_processors_best_instructions() -> None:
     levels = ("amx", "avx512_bf16", "avx512", "avx2", "portable", None)
     assert [by_default.streams(level) for level in levels] == [
         True,
-        False,
-        False,
+        True,
+        True,
         True,
         False,
         False,
     ]
+    formats = [by_default.weight_format(level) for level in levels]
+    assert formats == 3 * ["compact"] + 3 * ["packed"]
+    for choice, name in ((True, "compact"), (False, "packed")):
+        chosen = CpuConfig(compact_weights=choice)
+        assert {chosen.weight_format(level) for level in levels} == {name}
     for choice, streams in (("streaming", True), ("vllm", False)):
         assert {CpuConfig(linear_kernel=choice).streams(level) for level in levels} == {streams}
     assert native is not None
