@@ -314,7 +314,8 @@ def without_avx512() -> str:
 def with_avx512() -> str:
     """One CPU rank with AVX512-BF16 beside stock vLLM, in bf16 and in fewer bits."""
     rows = []
-    for batch, prompt in ((1, 16), (2, 16), (4, 16), (8, 16), (16, 16), (32, 16), (1, 128), (1, 512)):
+    loads = (*((batch, 16) for batch in (1, 2, 4, 8, 16, 32)), (1, 128), (1, 512))
+    for batch, prompt in loads:
         found = [
             figure(AVX512, f"{name} {kind}", batch, prompt, 12)
             for figure in (step_ms, first_token_ms)
