@@ -224,7 +224,8 @@ def test_a_client_that_leaves_in_the_middle(servers: Pair) -> None:
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         next(iter(stream))
-        assert servers.ours.running == 1
+        # Figures of a step are there a moment after its tokens.
+        assert wait_until(lambda: servers.ours.running == 1, 10)
         stream.close()
     assert wait_until(lambda: servers.ours.running == 0, 10)
     servers.assert_same(*servers.complete(prompt=long(20), max_tokens=8))

@@ -182,12 +182,18 @@ def test_a_decode_step_adds_them(rank: int, level: str, monkeypatch: pytest.Monk
     plain = outputs([-1] * step.tokens, native_step=True)
     for slots in ([0, -1, 2, 2, 2, 2, 1], [-1, -1, -1, 0, -1, -1, -1], [1] * step.tokens):
         found, expected = (outputs(slots, native_step=is_native) for is_native in (True, False))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.float(), other.float(), **CLOSE)
+        assert all(
+            distance(*both).max() < paged_steps.CLOSE for both in zip(found, expected, strict=True)
+        )
         without = torch.tensor(slots) < 0
         assert torch.equal(found[0][without & (torch.arange(7) < 2)],
                            plain[0][without & (torch.arange(7) < 2)])  # fmt: skip
-        assert not torch.equal(found[0], plain[0])
+        assert (distance(found[0], plain[0])[~without] > 2 * paged_steps.CLOSE).all()
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How far rows are from others, relative to the length of these."""
+    return (one.float() - other.float()).norm(dim=1) / other.float().norm(dim=1)
 
 
 @pytest.mark.parametrize("level", TESTED)
