@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.observability.metrics import FIGURES, LABELS, PREFIX
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from draw_dashboard import ANSWERS, PICTURE, drawn  # noqa: E402
+
 DASHBOARD = ROOT / "docs" / "grafana" / "ray_hetero.json"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 OURS = {f"{PREFIX}{figure.name}_total" for figure in FIGURES}
@@ -112,3 +117,46 @@ def test_panels_do_not_overlap(panels: list[dict[str, Any]]) -> None:
     places = [tuple(panel["gridPos"].values()) for panel in panels]
     assert len({(x, y) for _, _, x, y in places}) == len(panels)
     assert all(x + width <= 24 for _, width, x, _ in places)
+
+
+def test_the_picture_is_of_this_dashboard(panels: list[dict[str, Any]]) -> None:
+    dashboard, answers = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (DASHBOARD, ANSWERS)
+    )
+    picture = PICTURE.read_text(encoding="utf-8")
+    assert picture == drawn(dashboard, answers), "python tools/draw_dashboard.py"
+    shown = re.findall(r'font-weight="bold">([^<]*)<', picture)
+    assert shown == [panel["title"].replace("'", "&#x27;") for panel in panels]
+
+
+def test_a_server_under_load_gives_every_panel_of_its_ranks_lines(
+    panels: list[dict[str, Any]],
+) -> None:
+    answers = json.loads(ANSWERS.read_text(encoding="utf-8"))
+    empty = {
+        panel["title"]
+        for panel in panels
+        if not any(
+            value for found in answers["panels"][str(panel["id"])]
+            for line in found for value in line["values"]
+        )
+    }  # fmt: skip
+    # It had no expert ranks.
+    assert empty == {"Experts of expert ranks", "Who computes the experts of expert ranks"}
+
+
+def test_a_panel_without_answers_says_so() -> None:
+    panel = {
+        "id": 1, "title": "Steps < 1", "gridPos": {"h": 8, "w": 12, "x": 0, "y": 0},
+        "targets": [{"expr": "x", "legendFormat": "rank {{rank}}"}],
+    }  # fmt: skip
+    made = {"title": "one", "panels": [panel]}
+    answers: dict[str, Any] = {"step_s": 5, "steps": 3, "panels": {"1": [[]]}}
+    assert "No data" in drawn(made, answers)
+    answers["panels"]["1"] = [[{"labels": {"rank": "7"}, "values": [None, 2.0, 4.0]}]]
+    picture = drawn(made, answers)
+    assert "No data" not in picture
+    assert ">rank 7<" in picture
+    assert ">Steps &lt; 1<" in picture
+    # From the middle of the plot to its end, from half of the height to the top.
+    assert re.search(r'd="M319.0 [0-9.]+L580.0 32.0"', picture)
