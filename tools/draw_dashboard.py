@@ -32,8 +32,8 @@ RATE_INTERVAL = "20s"
 DIGITS = 4
 COLUMN, UNIT, GAP = 50, 28, 8
 """Pixels of the grid's columns and rows, and between panels."""
-TITLE, LEFT, RIGHT, LINE = 26, 58, 12, 13
-MOST_NAMES = 4
+TITLE, LEFT, RIGHT, LINE = 26, 66, 24, 13
+MOST_NAMES = 6
 """Of a legend; more are counted."""
 COLOURS = ("#3274d9", "#e0752d", "#37872d", "#a352cc", "#c4162a", "#8f3bb8", "#1f78c1", "#ba43a9")
 FACTORS = {"percentunit": (100, " %"), "ms": (1, " ms"), "s": (1000, " ms"), "Bps": (1e-3, " kB/s")}

@@ -159,4 +159,4 @@ def test_a_panel_without_answers_says_so() -> None:
     assert ">rank 7<" in picture
     assert ">Steps &lt; 1<" in picture
     # From the middle of the plot to its end, from half of the height to the top.
-    assert re.search(r'd="M319.0 [0-9.]+L580.0 32.0"', picture)
+    assert re.search(r'd="M317.0 [0-9.]+L568.0 32.0"', picture)
