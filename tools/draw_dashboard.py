@@ -35,7 +35,7 @@ COLUMN, UNIT, GAP = 50, 28, 8
 TITLE, LEFT, RIGHT, LINE = 26, 66, 24, 13
 MOST_NAMES = 6
 """Of a legend; more are counted."""
-COLOURS = ("#3274d9", "#e0752d", "#37872d", "#a352cc", "#c4162a", "#8f3bb8", "#1f78c1", "#ba43a9")
+COLOURS = ("#3274d9", "#e0752d", "#37872d", "#a352cc", "#c4162a", "#6b6b6b", "#1f78c1", "#ba43a9")
 FACTORS = {"percentunit": (100, " %"), "ms": (1, " ms"), "s": (1000, " ms"), "Bps": (1e-3, " kB/s")}
 """How values of a unit are shown; without one as they are."""
 
