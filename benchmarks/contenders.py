@@ -175,12 +175,17 @@ NGRAM = {
     "method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 4
 }  # fmt: skip
 
+DRAFT_MODEL: dict[str, Any] = {
+    "method": "draft_model", "model": "1b-16", "num_speculative_tokens": 3
+}  # fmt: skip
+"""Drafts of a shape with the vocabulary of the 8B one."""
+
 
 def drafting(split: Split, *, sockets: int | None, share: float | None = None) -> list[Contender]:
-    """The same split with so many drafts a request, and with drafts from n-grams.
+    """The same split with so many drafts a request, with drafts from n-grams and of a model.
 
-    Drafts are accepted with a forced chance, those from n-grams where they are right: with
-    --heavy-tailed, whose greedy text repeats itself.
+    Drafts are accepted with a forced chance, those from n-grams and of a model where they are
+    right: with --heavy-tailed, whose greedy text repeats itself, and is that of the drafting model.
 
     Args:
         split: layers of the CPU stage; the GPU stage, behind it, holds the rest.
@@ -195,6 +200,8 @@ def drafting(split: Split, *, sockets: int | None, share: float | None = None) -
         cpu = {"ranks_per_socket": ranks_per_socket(sockets)}
 
     gpu = {} if share is None else {"gpu": {"memory_utilization": share}}
+    words = [SHAPES[name]["vocab_size"] for name in (split.shape, DRAFT_MODEL["model"])]
+    has_drafter = words[0] == words[1]
 
     def one(name: str, *more: str, **engine: Any) -> Contender:
         made = hetero(
@@ -209,6 +216,7 @@ def drafting(split: Split, *, sockets: int | None, share: float | None = None) -
     return [
         *(one(f"{count} drafts", "--drafts", str(count), "--accepted", "0.7") for count in DRAFTS),
         one("n-grams", speculative_config=NGRAM),
+        *([one("draft model", speculative_config=DRAFT_MODEL)] if has_drafter else []),
     ]
 
 

@@ -10,7 +10,7 @@ the engine step by step and takes the time at every step that brings tokens:
 With `--drafts 3` every request verifies 3 drafts in every step, of which each is accepted with the
 chance of `--accepted` if those before it are: what a step of 1 + 3 tokens costs, whatever drafts
 them.  `--repeating 16` makes prompts of 16 tokens over and over, for drafters that look for n-grams
-(`--engine '{"speculative_config": {…}}'`).
+(`--engine '{"speculative_config": {…}}'`, in which `model` may be one of the shapes).
 
 Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}` at the end.  With
 `--turns` it measures once for each line that it reads, and prints `DONE {}` after each.
@@ -133,13 +133,15 @@ def engine(options: argparse.Namespace) -> Any:
         given["speculative_config"] = forced_drafts(drafts, options.accepted)
     elif "speculative_config" in given:
         drafts = given["speculative_config"]["num_speculative_tokens"]
+        if (drafter := given["speculative_config"].get("model")) in SHAPES:
+            given["speculative_config"]["model"] = str(model_of(options, drafter))
     longest = max([options.arrival, *(point.tokens for point in points)]) + 8 + drafts
     block = BLOCKS.get(options.backend, CPU_BLOCK)
     blocks = max(point.batch * -(-(point.tokens + drafts) // block) for point in points)
     # A prompt that arrives, and the few tokens that it is answered with.
     blocks += -(-(options.arrival + 8) // block) if options.arrival else 0
     settings: dict[str, Any] = {
-        "model": str(model_of(options)),
+        "model": str(model_of(options, options.shape, stored=options.stored)),
         "load_format": "auto" if options.heavy_tailed else "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": longest,
@@ -171,11 +173,11 @@ def engine(options: argparse.Namespace) -> Any:
     return LLM(**(settings | given))
 
 
-def model_of(options: argparse.Namespace) -> Path:
-    """The folder of the model, which is written if it is not there yet."""
+def model_of(options: argparse.Namespace, shape: str, *, stored: str | None = None) -> Path:
+    """The folder of a model, which is written if it is not there yet."""
     if options.heavy_tailed:
-        return write_checkpoint(options.shape, heavy_tailed_folder(options.shape))
-    return write_shape(options.shape, stored=options.stored)
+        return write_checkpoint(shape, heavy_tailed_folder(shape))
+    return write_shape(shape, stored=stored)
 
 
 def forced_drafts(drafts: int, chance: float) -> dict[str, Any]:

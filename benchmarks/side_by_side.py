@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -44,6 +45,8 @@ from engine_run import Point
 from heavy_tailed import heavy_tailed_folder, write_checkpoint
 from shapes import SHAPES, head_bytes, layer_bytes
 from side_by_side_report import table
+
+from placement.host.gpus import read_gpus
 
 CASES = {
     "half": "8b", "budget": "20b", "in-flight": "8b", "drafts": "8b", "formats": "8b",
@@ -160,7 +163,11 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
         write_checkpoint(run.split.shape, heavy_tailed_folder(run.split.shape))
     with ExitStack() as stack:
         with ThreadPoolExecutor(run.options.starting or len(wanted)) as pool:
-            starts = [(one, pool.submit(started, one, run, stack)) for one in wanted]
+            gpus = itertools.cycle(visible_gpus() or [""])
+            starts = [
+                (one, pool.submit(started, one, run, stack, gpu))
+                for one, gpu in zip(wanted, gpus, strict=False)
+            ]
         turns = {}
         for contender, start in starts:
             outcomes[contender.name] = outcome_of(contender, run)
@@ -189,11 +196,29 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
                       flush=True)  # fmt: skip
 
 
-def started(contender: Contender, run: Run, stack: ExitStack) -> contender_process.Turns:
-    """The contender, ready to measure; the stack ends it."""
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in named.split(",") if name]
+    return [str(number) for number in range(len(read_gpus()))]
+
+
+def started(contender: Contender, run: Run, stack: ExitStack, gpu: str) -> contender_process.Turns:
+    """The contender, ready to measure; the stack ends it.
+
+    Args:
+        contender: what is started.
+        run: what it has in common with the others.
+        stack: ends it.
+        gpu: the one that it sees, so that a host of several has room for more contenders; empty
+            where there is none.
+
+    """
     claims = Path(tempfile.gettempdir()) / f"ray_hetero-turns-{os.getpid()}-{id(contender)}"
     # Engines that take turns share their socket; claims are there to prevent that.
     environment = {**contender.environment, "RAY_HETERO_CLAIM_DIR": str(claims)}
+    if gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     command, log = [*command_of(contender, run), "--turns"], log_of(contender, run)
     return stack.enter_context(
         contender_process.in_turns(command, environment, log, run.options.timeout)

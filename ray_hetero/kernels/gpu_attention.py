@@ -7,14 +7,18 @@ cached keys may come in spans of any size.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from ray_hetero.compat.flash_attention import flash_attention_3
 from ray_hetero.kernels.gpu_prefill import chunks
 
 MOST_HEAD_SIZE = 256
@@ -70,6 +74,12 @@ def attend(
         return _attend_with_torch(
             queries, keys, values, query_lengths, key_lengths, scale, is_causal=is_causal
         )
+    if (kernel := flash_attention_3(queries.device)) is not None:
+        return Attended(*kernel(
+            q=queries, k=keys, v=values, cu_seqlens_q=query_lengths.starts,
+            cu_seqlens_k=key_lengths.starts, max_seqlen_q=query_lengths.most,
+            max_seqlen_k=key_lengths.most, softmax_scale=scale, is_causal=is_causal,
+        ))  # fmt: skip
     # Of one token each, the kernel would turn heads into tokens, and their sums with them.
     most = max(2, query_lengths.most)
     found, lse = varlen_attn(
@@ -106,15 +116,25 @@ def _attend_with_torch(
     return Attended(found, lse)
 
 
-def put_together(whole: Attended, part: Attended, rows: torch.Tensor | None) -> None:
+def put_together(
+    whole: Attended, part: Attended, rows: torch.Tensor | None, *, uses_triton: bool
+) -> None:
     """Add a part to what has been attended to before, in place.
 
     Args:
-        whole: of all tokens.
-        part: of some of them, attended to other keys.
+        whole: of all tokens; values contiguous.
+        part: of some of them, attended to other keys; values contiguous.
         rows: which of all tokens they are; None if it is all.
+        uses_triton: whether one kernel does it, where there are a dozen operators else.
 
     """
+    if uses_triton:
+        _kernels().put_together[part.values.shape[:2]](
+            whole.values, whole.lse, part.values, part.lse, part.values if rows is None else rows,
+            *whole.lse.stride(), *part.lse.stride(), whole.values.shape[2], rows is not None,
+            1 << (whole.values.shape[2] - 1).bit_length(), num_warps=1,
+        )  # fmt: skip
+        return
     before, after = whole.lse if rows is None else whole.lse[:, rows], part.lse
     both = torch.logaddexp(before, after)
     old, new = ((lse - both).exp().t().unsqueeze(-1) for lse in (before, after))
@@ -127,3 +147,9 @@ def put_together(whole: Attended, part: Attended, rows: torch.Tensor | None) -> 
         whole.lse.copy_(both)
     else:
         whole.lse[:, rows] = both
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The kernel, imported when it is first used: builds for CPUs alone have no Triton."""
+    return importlib.import_module("ray_hetero.kernels.gpu_attention_triton")

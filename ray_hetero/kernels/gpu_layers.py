@@ -302,8 +302,10 @@ class _Step:
         scale = attention.scores.scale
         whole = attend(queries, new[:, 0], new[:, 1], self._own, self._own, scale, is_causal=True)
         for span in self._spans:
-            put_together(whole, self._to_cached(span, queries, new, scale),
-                         span.query_rows)  # fmt: skip
+            put_together(
+                whole, self._to_cached(span, queries, new, scale), span.query_rows,
+                uses_triton=self._gpu.uses_triton,
+            )  # fmt: skip
         return whole.values.reshape(tokens, shape.queries)
 
     def _to_cached(

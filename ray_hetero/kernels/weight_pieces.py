@@ -19,6 +19,9 @@ import torch
 from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, piece_bytes
 from ray_hetero.weight_formats.base import BLOCK, Expansion
 
+TILE_OUTPUTS = 256
+"""Of a tile that a GPU's product is made of, or two of them: parts of a tile cost as much."""
+
 
 class Source(Protocol):
     """A weight that a GPU reads: of this process, or of one that shares it."""
@@ -154,15 +157,29 @@ def cut(whole: WholeWeight, device: torch.device) -> Iterator[Placed]:
     """
     for part in whole.parts:
         weight, inputs = part.source, part.source.shape[1]
-        step = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
+        most = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
         columns = slice(part.inputs, part.inputs + inputs)
         for first, last, place in part.outputs:
+            step = piece_outputs(last - first, most)
             for begin in range(first, last, step):
                 end = min(begin + step, last)
                 expansion = weight.expansion(begin, end, device)
                 piece = Piece(weight.data[begin:end], begin, end, inputs, expansion)
                 rows = slice(place + begin - first, place + end - first)
                 yield Placed(piece, rows, columns, part.is_added)
+
+
+def piece_outputs(outputs: int, most: int) -> int:
+    """Outputs of each of as few pieces as there can be, which are as alike as tiles allow.
+
+    Args:
+        outputs: of all pieces, a multiple of 32.
+        most: of a piece, a multiple of 32.
+
+    """
+    even = -(-outputs // -(-outputs // most))
+    tiles, blocks = (-(-even // unit) * unit for unit in (TILE_OUTPUTS, BLOCK))
+    return tiles if tiles <= most else blocks
 
 
 class Following(Protocol):

@@ -18,6 +18,7 @@ from group_steps import GroupSteps  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
+from ray_hetero.compat.flash_attention import flash_attention_3  # noqa: E402
 from ray_hetero.kernels import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.gpu_attention import (  # noqa: E402
     Lengths,
@@ -77,7 +78,9 @@ def test_attention_is_that_of_torch(lengths: list[int], is_causal: bool) -> None
         torch.testing.assert_close(found.lse.cpu(), expected.lse, rtol=1e-3, atol=1e-3)
 
 
-def test_attention_in_parts_is_attention_to_all_keys() -> None:
+@pytest.mark.parametrize("has_rows", [False, True])
+@pytest.mark.parametrize("uses_triton", [False, not IS_PRETENDED])
+def test_attention_in_parts_is_attention_to_all_keys(*, uses_triton: bool, has_rows: bool) -> None:
     torch.manual_seed(0)
     queries = torch.randn(100, 8, 128).bfloat16().to(GPU)
     keys, values = torch.randn(2, 900, 2, 128).bfloat16().to(GPU)
@@ -85,11 +88,25 @@ def test_attention_in_parts_is_attention_to_all_keys() -> None:
     whole = attend(queries, keys, values, own, every, 0.1, is_causal=False)
     first, rest = (Lengths.of([count], GPU) for count in (500, 400))
     found = attend(queries, keys[:500], values[:500], own, first, 0.1, is_causal=False)
-    put_together(
-        found, attend(queries, keys[500:], values[500:], own, rest, 0.1, is_causal=False), None
-    )
-    torch.testing.assert_close(found.values, whole.values, rtol=2**-6, atol=2**-6)
-    torch.testing.assert_close(found.lse, whole.lse, rtol=1e-4, atol=1e-4)
+    begun = [x.clone() for x in (found.values, found.lse)]
+    rows, some = None, slice(None)
+    if has_rows:
+        some = slice(30, 90)
+        rows, own = torch.arange(30, 90, device=GPU), Lengths.of([60], GPU)
+    part = attend(queries[some], keys[500:], values[500:], own, rest, 0.1, is_causal=False)
+    put_together(found, part, rows, uses_triton=uses_triton)
+    torch.testing.assert_close(found.values[some], whole.values[some], rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(found.lse[:, some], whole.lse[:, some], rtol=1e-4, atol=1e-4)
+    if has_rows:
+        others = torch.tensor([*range(30), *range(90, 100)], device=GPU)
+        torch.testing.assert_close(found.values[others], begun[0][others], rtol=0, atol=0)
+        torch.testing.assert_close(found.lse[:, others], begun[1][:, others], rtol=0, atol=0)
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="on a CPU attention is torch's")
+def test_attention_is_flash_attention_3_where_vllm_has_it() -> None:
+    is_hopper = torch.cuda.get_device_capability(GPU)[0] == 9
+    assert (flash_attention_3(GPU) is not None) == is_hopper
 
 
 @pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no kernel of Triton's")
