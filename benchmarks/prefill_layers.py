@@ -12,7 +12,8 @@ Needs torch with CUDA, and neither vLLM nor Ray.  Milliseconds a step, medians:
     floor     the larger of `link` and `gpu`
 
 Weights are random bits of the compact format (12 bits a weight; `--packed` has 16), so results mean
-nothing; the cores write keys and values into the cache with torch, not with vLLM's kernel.
+nothing; the cores write keys and values into the cache with torch, not with vLLM's kernel, which
+takes about as long.
 """
 
 from __future__ import annotations
@@ -121,10 +122,16 @@ class Write:
         self, _: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write them somewhere."""
-        heads, size = keys.shape[1:]
-        flat = cache.view(-1, heads, 2 * size)
-        flat[slots, :, :size], flat[slots, :, size:] = keys, values
+        """Write them into blocks that lie one after the other, with all threads."""
+        tokens, heads, size = keys.shape
+        blocks = -(-tokens // BLOCK)
+        first = int(slots[0]) // BLOCK
+        for at, part in ((0, keys), (size, values)):
+            into = cache[first : first + blocks, :, :, at : at + size].transpose(1, 2)
+            whole = tokens // BLOCK
+            into[:whole].copy_(part[: whole * BLOCK].view(whole, BLOCK, heads, size))
+            if whole < blocks:
+                into[whole, : tokens % BLOCK].copy_(part[whole * BLOCK :])
 
 
 def link_only(gpu: GpuPrefill) -> None:

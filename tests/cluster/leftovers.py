@@ -20,8 +20,8 @@ from pathlib import Path
 
 MARKER = "RAY_HETERO_TEST_ID"
 SHARED_MEMORY = Path("/dev/shm")
-SEMAPHORES = "sem.mp-"
-"""What Python's multiprocessing calls its semaphores."""
+SEMAPHORES = ("sem.mp-", "sem.loky-")
+"""What Python's multiprocessing, and joblib's form of it, call their semaphores."""
 GONE_SECONDS = 20.0
 """Longest wait for processes that are on their way out."""
 AGENTS_GONE_SECONDS = 90.0

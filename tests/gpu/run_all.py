@@ -63,15 +63,15 @@ class Result:
 
 
 PARTS = (
-    Part("layouts", "test_layouts.py", 370),
-    Part("drafts", "test_gpu_drafts.py", 260),
-    Part("experts", "test_gpu_experts.py", 240),
+    Part("layouts", "test_layouts.py", 900),
+    Part("drafts", "test_gpu_drafts.py", 500),
+    Part("experts", "test_gpu_experts.py", 500),
     Part("whole_layers", "test_prefill_layers.py", 150),
-    Part("server", "test_gpu_server.py", 240),
-    Part("borrowed", "test_borrowing.py", 200),
-    Part("faults", "test_gpu_faults.py", 360),
-    Part("cycles", "test_cycles.py", 400),
-    Part("two_gpus", "test_two_gpus.py", 340, gpus=2),
+    Part("server", "test_gpu_server.py", 400),
+    Part("borrowed", "test_borrowing.py", 400),
+    Part("faults", "test_gpu_faults.py", 500),
+    Part("cycles", "test_cycles.py", 600),
+    Part("two_gpus", "test_two_gpus.py", 600, gpus=2),
 )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from gpu_host import IS_PRETENDED, needs_gpus
+from gpu_host import needs_gpus
 from token_checks import Answer, Case, answers_of, check
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
-LIMIT_S = 1500 if IS_PRETENDED else 220
 CASES = [
     Case("llama", "float32", "c/g", drafts="ngram"),
     Case("llama", "float32", "g/c", drafts="ngram"),
@@ -21,7 +20,7 @@ CASES = [
 ]
 
 
-answers = answers_of(CASES, "drafts", LIMIT_S)
+answers = answers_of(CASES, "drafts")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

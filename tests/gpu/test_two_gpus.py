@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from gpu_host import IS_PRETENDED, needs_gpus
+from gpu_host import needs_gpus
 from token_checks import Answer, Case, answers_of, check
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 
-LIMIT_S = 1500 if IS_PRETENDED else 290
 CASES = [
     Case("llama", "float32", "gg/cc"),
     Case("llama", "float32", "cc/gg"),
@@ -23,7 +22,7 @@ CASES = [
 ]
 
 
-answers = answers_of(CASES, "two_gpus", LIMIT_S)
+answers = answers_of(CASES, "two_gpus")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

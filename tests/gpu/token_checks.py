@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from engines import Child, start
-from gpu_host import LANES, SHARES, Checkpoint, confined, environment
+from gpu_host import IS_PRETENDED, LANES, SHARES, Checkpoint, confined, environment
 from leftovers import Scene, wait_until
 
 SCRIPT = Path(__file__).with_name("greedy_tokens.py")
@@ -30,6 +30,13 @@ LEAST_SAME = 0.5
 INT8_TOLERANCE = 0.5
 """The same where activations are rounded to eight bits; in a tensor-parallel group every rank
 rounds its share of them with a scale of its own."""
+
+ENGINE_S = 60.0
+"""Longest time of an engine of a lane, on average; 30 to 45 s were seen beside others."""
+COMPILED_S = 60.0
+"""More of one that is compiled; 45 s were seen."""
+PRETENDED = 5
+"""By how much a host without a GPU is slower."""
 
 DRAFTED = 3
 """Draft tokens of a request in a step."""
@@ -98,13 +105,12 @@ class Case:
         return found[self.dtype]
 
 
-def answers_of(cases: Sequence[Case], report: str, limit_s: float) -> Any:
+def answers_of(cases: Sequence[Case], report: str) -> Any:
     """A fixture of a module: the answers of its cases, and of what they are compared with.
 
     Args:
         cases: of the module; those run that tests of this run want.
         report: name of the file with the answers, see `write_report`.
-        limit_s: longest wait for each lane's engines.
 
     """
 
@@ -112,7 +118,7 @@ def answers_of(cases: Sequence[Case], report: str, limit_s: float) -> Any:
     def made(
         scene: Scene, logs: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest
     ) -> dict[Case, Answer]:
-        found = run_cases(scene, logs, checkpoint, asked_for(request, cases), limit_s)
+        found = run_cases(scene, logs, checkpoint, asked_for(request, cases))
         write_report(found, report)
         return found
 
@@ -132,7 +138,7 @@ def asked_for(request: pytest.FixtureRequest, cases: Sequence[Case]) -> list[Cas
 
 
 def run_cases(
-    scene: Scene, logs: Path, checkpoint: Checkpoint, cases: Sequence[Case], limit_s: float
+    scene: Scene, logs: Path, checkpoint: Checkpoint, cases: Sequence[Case]
 ) -> dict[Case, Answer]:
     """Run all cases and their references, a few at a time, each lane's in one process.
 
@@ -147,7 +153,7 @@ def run_cases(
 
     def run(number: int) -> dict[Case, Answer]:
         with confined(number, LANES):
-            return _run(scene, logs / f"lane{number}", checkpoint, lanes[number], limit_s)
+            return _run(scene, logs / f"lane{number}", checkpoint, lanes[number])
 
     with ThreadPoolExecutor(LANES) as pool:
         answers = list(pool.map(run, range(LANES)))
@@ -159,8 +165,14 @@ def _lane(references: Sequence[Case], cases: Sequence[Case], number: int) -> lis
     return [*references[number::LANES], *cases[number::LANES]]
 
 
+def limit_of(cases: Sequence[Case]) -> float:
+    """Longest wait for a lane's engines, which start one after the other."""
+    seconds = sum(ENGINE_S + COMPILED_S * case.is_compiled for case in cases)
+    return seconds * (PRETENDED if IS_PRETENDED else 1)
+
+
 def _run(
-    scene: Scene, log: Path, checkpoint: Checkpoint, cases: Sequence[Case], limit_s: float
+    scene: Scene, log: Path, checkpoint: Checkpoint, cases: Sequence[Case]
 ) -> dict[Case, Answer]:
     runs = [
         {
@@ -178,6 +190,7 @@ def _run(
         for case in cases
     ]
     child = start(scene, [sys.executable, str(SCRIPT), json.dumps(runs)], log, environment())
+    limit_s = limit_of(cases)
     ended = wait_until(lambda: child.process.poll() is not None, limit_s)
     if not ended:
         child.process.kill()
