@@ -24,6 +24,11 @@ HANDOVER_TOKENS = 1024
 """Most tokens that are handed over to expert ranks at once; a step of more is handed over in
 pieces, and each of them reads the experts again."""
 
+SAMPLED_BYTES = 2 + 4 * 4
+"""Bytes of a logit while tokens are sampled: in the model's dtype, then float32 logits, their
+working copy for top-k and top-p, probabilities and noise (vLLM's `Sampler` and
+`TopKTopPSampler`)."""
+
 CODES_EXPANDED = 18e9
 """Weights a second that a GPU makes bf16 of codes and scales, ahead of a product; half of an 8B
 model in FP8 and in 4 bits on an H200 (docs/gpu-host/2026-11-23-expert-ranks.md)."""
@@ -44,6 +49,8 @@ class Workload:
     """Prompt tokens in one step: sets the activations."""
     kv_block: int = 16
     """Tokens in one KV block."""
+    max_num_seqs: int = 0
+    """Most sequences of a step: sets the memory of the sampler."""
 
 
 @dataclass(frozen=True)
@@ -376,13 +383,14 @@ def activation_bytes(shape: ModelShape, size: int, work: Workload, *, last: bool
     """Peak of what a forward pass of `max_batched_tokens` tokens needs beside weights and KV.
 
     Hidden states, residual and one work copy; the widest of MLP (gate, up and their product) and
-    attention (queries, keys, values, output); on the last stage float32 logits of the batch and
-    one copy of them for the sampler.
+    attention (queries, keys, values, output); on the last stage what sampling the most sequences
+    of a step takes, which vLLM tries before it sizes the KV cache.
     """
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     widest = max(3 * shape.intermediate_size, attention) // size
     passing = work.max_batched_tokens * shape.dtype_bytes * (4 * shape.hidden_size + widest)
-    logits = 2 * 4 * max(work.batch, work.max_sequences) * shape.vocab_size
+    sampled = max(work.batch, work.max_sequences, work.max_num_seqs)
+    logits = SAMPLED_BYTES * sampled * shape.vocab_size
     return max(passing, logits) if last else passing
 
 

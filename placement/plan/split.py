@@ -44,6 +44,7 @@ def choose_split(
     order: Order = "auto",
     max_model_len: int | None = None,
     max_batched_tokens: int = 2048,
+    max_num_seqs: int = 0,
     links: Links | None = None,
     explained: bool = True,
     drafter: Drafter | None = None,
@@ -61,6 +62,7 @@ def choose_split(
         order: auto may reorder the stages, fixed takes them as given.
         max_model_len: longest sequence; None is `context`.
         max_batched_tokens: prompt tokens in one step.
+        max_num_seqs: most sequences in one step, whose tokens are sampled at once.
         links: the ways between ranks.
         explained: whether the error says by how much it does not fit, which takes longer than the
             choice itself.
@@ -71,7 +73,10 @@ def choose_split(
         DoesNotFitError: no split fits; says by how much and what would fit.
 
     """
-    work = Workload(batch, context, max_sequences, max_model_len or context, max_batched_tokens)
+    work = Workload(
+        batch, context, max_sequences, max_model_len or context, max_batched_tokens,
+        max_num_seqs=max_num_seqs,
+    )  # fmt: skip
     _check_counts(shape, stages, work)
     planner = Planner(shape, tuple(stages), work, objective, links or Links(), drafter)
     if layers is not None:

@@ -116,6 +116,7 @@ class SplitSearch:
             order="auto" if self.config.layout == "auto" else "fixed",
             max_model_len=self.facts.max_model_len,
             max_batched_tokens=self.facts.max_num_batched_tokens,
+            max_num_seqs=self.facts.max_num_seqs,
             links=self.links,
             explained=self.explained,
             drafter=self.facts.drafter,

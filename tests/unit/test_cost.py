@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from plan_cases import LLAMA_8B, MIXTRAL_8X22B, device, stage
 
-from placement.plan.cost import PICO, decode_pass, layer_step
+from placement.plan.cost import PICO, Workload, activation_bytes, decode_pass, layer_step
 from placement.plan.devices import DeviceFigures, Links, StageDevices
 from placement.plan.split import choose_split
 
@@ -71,3 +71,16 @@ def test_experts_that_are_woken_are_read_as_they_are_held() -> None:
         step = layer_step(MIXTRAL_8X22B, layer, devices, decode_pass(tokens, 1), Links())
         expected = 0.75 * (awake * experts + others) / devices.ranks[0].figures.read_bandwidth
         assert step.weights / PICO == pytest.approx(expected, rel=1e-3)
+
+
+def test_sampling_the_most_sequences_of_a_step_takes_memory_of_the_last_stage() -> None:
+    few, many = (
+        Workload(1, 4096, 1, 4096, max_batched_tokens=8192, max_num_seqs=count)
+        for count in (16, 1024)
+    )
+    passing = activation_bytes(LLAMA_8B, 1, few, last=False)
+    assert activation_bytes(LLAMA_8B, 1, few, last=True) == passing
+    assert activation_bytes(LLAMA_8B, 1, many, last=False) == passing
+    # Logits in bf16, and four times in float32.
+    expected = 1024 * LLAMA_8B.vocab_size * 18
+    assert activation_bytes(LLAMA_8B, 1, many, last=True) == expected > passing
