@@ -168,6 +168,9 @@ class RankActors:
         if not ray.is_initialized():
             return None
         done, _ = ray.wait(list(self._runs), num_returns=at_least, timeout=timeout_s)
+        # To ask for an answer would start another Ray.
+        if not ray.is_initialized():
+            return None
         return [
             ending_of(self._runs[ref], ref)
             or Ending(self._runs[ref], Severity.FAILED, "ended by itself")

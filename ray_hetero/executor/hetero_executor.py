@@ -5,6 +5,7 @@ discover → plan → reserve → spawn → connect → warm up.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import threading
@@ -67,7 +68,9 @@ class HeteroExecutor(GuardedExecutor):
     def _begin(self) -> None:
         """Before the first step: what was asked for, and nothing yet of what the steps make."""
         adopt("placement")
-        self._finalizer = weakref.finalize(self, _shut_down_late, weakref.ref(self))
+        # Before Ray's own exit handler, which was there earlier; a finalizer would come after it.
+        self._at_exit = partial(_shut_down_late, weakref.ref(self))
+        atexit.register(self._at_exit)
         self.shutting_down = False
         self.shutdown_lock = threading.Lock()
         self._spec = spec_of(self.vllm_config)
@@ -275,12 +278,13 @@ class HeteroExecutor(GuardedExecutor):
         """First half of the warm-up schedule; KV cache bytes of each rank."""
         with self._nothing_left_on_failure():
             values = self._warm_up(Phase.MEMORY)
-        return self._kv_shares.common_bytes(
-            [
-                next(value for value in values[seat.rank].values() if value is not None)
-                for seat in self.world.seats
-            ]
-        )
+        available = [
+            next(value for value in values[seat.rank].values() if value is not None)
+            for seat in self.world.seats
+        ]
+        for line in self._kv_shares.shortages(available, self._plan.layers, self.vllm_config):
+            logger.error(line)
+        return self._kv_shares.common_bytes(available)
 
     def compile_or_warm_up_model(self) -> None:
         """Second half of the warm-up schedule."""
@@ -365,6 +369,7 @@ class HeteroExecutor(GuardedExecutor):
             if self.shutting_down:
                 return
             self.shutting_down = True
+        atexit.unregister(self._at_exit)
         with sigterm_held():
             self._give_back()
             self._board.take_down()
@@ -388,7 +393,7 @@ def _seconds_for_this_engine() -> float | None:
 
 
 def _shut_down_late(reference: weakref.ref[HeteroExecutor]) -> None:
-    """At the interpreter's exit; before it, vLLM's client ends an engine that was dropped."""
+    """At the interpreter's exit, where neither vLLM's client nor the engine's process ended it."""
     executor = reference()
     if executor is not None:
         executor.shutdown()

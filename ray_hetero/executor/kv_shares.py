@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from placement.cluster.layout import Layout
 from ray_hetero.compat import kv_cache
+from ray_hetero.executor import kv_room
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+    from ray_hetero.planning.planned_layers import LayerPlan
 
 
 def heads_of_rank(kv_heads: int, ranks: int) -> int:
@@ -61,6 +64,12 @@ class KvShares:
             nbytes * (_page_bytes(planned) or 1) // (_page_bytes(specs) or 1)
             for nbytes, specs, planned in zip(available, self._specs, self.common, strict=True)
         ]
+
+    def shortages(
+        self, available: Sequence[int], plan: LayerPlan, vllm_config: VllmConfig
+    ) -> list[str]:
+        """See `kv_room.shortages`, of what the ranks really keep."""
+        return kv_room.shortages(available, self._specs, plan, vllm_config)
 
     def own(self, configs: Sequence[Any], vllm_config: VllmConfig) -> list[Any]:
         """What each rank keeps, by rank, of what vLLM has planned."""

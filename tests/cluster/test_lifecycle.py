@@ -24,6 +24,7 @@ from engines import (
     backend,
     batch,
     engine,
+    hetero,
     prompts,
     run_engines,
     serve,
@@ -103,6 +104,22 @@ def test_a_failed_start_leaves_nothing_and_the_next_engine_starts(
         r"ray_hetero cannot start: joining groups and loading weights: rank [01] \(cpu.*Safetensor"
     )
     assert re.search(said, log)
+    scene.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_start_that_vllm_ends_names_the_rank_and_looks_like_one_error(
+    scene: Scene, logs: Path, model: Model
+) -> None:
+    little = {"max_model_len": 2048, "kv_cache_memory_bytes": 100_000}
+    cpu = {"ranks_per_socket": 2, "kv_cache_gib": 0.001}
+    settings = engine(model("llama", "f32"), 2, **little, **hetero(cpu=cpu))
+    (failed,) = run_engines(scene, logs / "no_room", [({**settings, "fails": True}, [])])
+    assert failed[0]["left"] == []
+    log = (logs / "no_room" / "log").read_text()
+    assert re.search(r"rank 0 \(cpu, .* GiB left for its KV cache, and one request of 2048", log)
+    assert "RankWatch" not in log
+    assert "Started a local Ray instance" not in log
     scene.assert_clean()
 
 
