@@ -29,6 +29,11 @@ SAMPLED_BYTES = 2 + 4 * 4
 working copy for top-k and top-p, probabilities and noise (vLLM's `Sampler` and
 `TopKTopPSampler`)."""
 
+LOGIT_S = 8e-9
+"""Seconds that a socket takes for a logit when it draws a token: probabilities, noise for each and
+the largest, one sequence after the other because torch makes the noise on one core.  Top-p would
+sort them first, which takes several times as long; greedy decoding takes next to nothing."""
+
 CODES_EXPANDED = 18e9
 """Weights a second that a GPU makes bf16 of codes and scales, ahead of a product; half of an 8B
 model in FP8 and in 4 bits on an H200 (docs/gpu-host/2026-11-23-expert-ranks.md)."""
@@ -63,6 +68,8 @@ class Step:
     """What operations take beyond the time of the reads, on a socket for all tokens but one."""
     output: int = 0
     """Output matrix on the last stage."""
+    sampling: int = 0
+    """Drawing a token of each sequence, where the last stage is on sockets."""
     reduce: int = 0
     """All-reduces inside the tensor-parallel group."""
     fixed: int = 0
@@ -312,8 +319,9 @@ def fixed_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
 
 
 def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
-    """Time of the last norm and the output matrix on the last stage."""
+    """Time of the last norm, the output matrix and drawing tokens, on the last stage."""
     size = stage.size
+    is_on_sockets = any(rank.kind == "cpu" for rank in stage.ranks)
     flops = 2 * run.outputs * sum(tensor.rank_weights(size) for tensor in shape.output_matrix)
     return Step(
         output=max(
@@ -325,7 +333,8 @@ def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
                 )
             )
             for rank in stage.ranks
-        )
+        ),
+        sampling=_pico(LOGIT_S * run.outputs * shape.vocab_size) if is_on_sockets else 0,
     )
 
 

@@ -282,6 +282,7 @@ PART_NAMES = {
     "kv": "KV",
     "compute": "compute",
     "output": "output",
+    "sampling": "sampling",
     "reduce": "all-reduce",
     "fixed": "launches",
     "draft": "drafts",

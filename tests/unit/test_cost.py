@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 from plan_cases import LLAMA_8B, MIXTRAL_8X22B, device, stage
 
-from placement.plan.cost import PICO, Workload, activation_bytes, decode_pass, layer_step
+from placement.plan.cost import (
+    PICO,
+    Workload,
+    activation_bytes,
+    decode_pass,
+    layer_step,
+    output_step,
+)
 from placement.plan.devices import DeviceFigures, Links, StageDevices
 from placement.plan.split import choose_split
 
@@ -84,3 +91,14 @@ def test_sampling_the_most_sequences_of_a_step_takes_memory_of_the_last_stage() 
     # Logits in bf16, and four times in float32.
     expected = 1024 * LLAMA_8B.vocab_size * 18
     assert activation_bytes(LLAMA_8B, 1, many, last=True) == expected > passing
+
+
+def test_a_socket_draws_one_token_after_the_other_and_a_gpu_at_once() -> None:
+    def sampling(part: str, sequences: int) -> float:
+        devices, run = stage(device(part)), decode_pass(sequences, 1)
+        return output_step(LLAMA_8B, devices, run).sampling / PICO
+
+    one = LLAMA_8B.vocab_size * 8e-9
+    assert sampling("Xeon 8480+", 1) == pytest.approx(one)
+    assert sampling("Xeon 8480+", 32) == pytest.approx(32 * one)
+    assert sampling("H100 SXM", 32) == 0
