@@ -130,6 +130,18 @@ def made(
         return None
     seconds = _measured(experts, layers, tokens)
     shares = _shares(config, experts, layers, rates, seconds, len(offers), tokens)
+    _say(shares, experts, seconds, rates, tokens)
+    return None if shares is None else ExpertLink(experts, shares, channel)
+
+
+def _say(
+    shares: ExpertShares | None,
+    experts: GpuExperts,
+    seconds: float,
+    rates: CoreRates | None,
+    tokens: int,
+) -> None:
+    """Write into the log who computes what, and what that follows from."""
     measured = (
         f"a layer takes it {1000 * seconds:.1f} ms for {min(MEASURED_TOKENS, tokens)} tokens"
         f"{_cost(rates)}"
@@ -141,7 +153,7 @@ def made(
             tokens,
             measured,
         )
-        return None
+        return
     logger.info(
         "experts of steps of %d tokens and more, but for those in CUDA graphs, are computed by the "
         "GPU%s: %.1f GiB of them can be read over its link, %d experts at a time, %.2f GiB of its "
@@ -153,7 +165,6 @@ def made(
         experts.gpu_bytes / GIB,
         measured,
     )
-    return ExpertLink(experts, shares, channel)
 
 
 def _split(shares: ExpertShares, tokens: int) -> str:
@@ -237,10 +248,10 @@ def _measured(experts: GpuExperts, layers: Sequence[RemoteLayer], tokens: int) -
     given = []
     for number in numbers:
         layer = layers[number]
-        made = random_tokens(
+        chosen = random_tokens(
             min(MEASURED_TOKENS, tokens), layer.hidden, experts.count(number), layer.chosen
         )
-        given.append((number, *(tensor.to(device) for tensor in made)))
+        given.append((number, *(tensor.to(device) for tensor in chosen)))
 
     def run() -> None:
         for number, x, weights, ids in given:

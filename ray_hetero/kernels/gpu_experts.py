@@ -147,7 +147,7 @@ class GpuExperts:
         """
         asked = self._layers[layer]
         if not self._looks(ids, asked):
-            self._reader.expect(self._pieces.first(layer, experts or self._all)[0])
+            self._reader.expect(self._first_pieces(layer, experts)[0])
             return
         used = self._used[: asked.count].zero_()
         used.scatter_(0, ids.clamp(min=0).flatten().long(), 1)
@@ -177,9 +177,9 @@ class GpuExperts:
         """
         linked = self._layers[layer]
         if self._looks(ids, linked):
-            pieces = self._used_pieces(linked, layer, experts or linked.count)
+            pieces = self._used_pieces(layer, experts)
         else:
-            pieces = self._pieces.first(layer, experts or self._all)
+            pieces = self._first_pieces(layer, experts)
         x, is_none = x.contiguous(), ids < 0
         weights = weights.float().masked_fill(is_none, 0)
         ids = ids.masked_fill(is_none, 0)
@@ -211,9 +211,15 @@ class GpuExperts:
         unused: float = (1 - chosen / layer.count) ** tokens
         return unused > UNUSED
 
-    def _used_pieces(self, linked: LinkedLayer, layer: int, experts: int) -> tuple[Piece, ...]:
+    def _first_pieces(self, layer: int, experts: int | None) -> tuple[Piece, ...]:
+        if experts is None or experts >= self.count(layer):
+            # Whole layers follow each other, whatever the number of their experts.
+            experts = self._all
+        return self._pieces.first(layer, experts)
+
+    def _used_pieces(self, layer: int, experts: int | None) -> tuple[Piece, ...]:
         self._looked.synchronize()
-        used = self._used_here[: linked.count][:experts].nonzero().flatten().tolist()
+        used = self._used_here[: self.count(layer)][:experts].nonzero().flatten().tolist()
         return self._pieces.of(layer, used)
 
     def _stream(self) -> Any:
