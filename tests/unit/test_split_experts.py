@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from ray_hetero.distributed.expert_memory import (  # noqa: E402
 )
 from ray_hetero.distributed.expert_prompts import ExpertLink  # noqa: E402
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer  # noqa: E402
+from ray_hetero.distributed.split_experts import OtherExperts  # noqa: E402
 from ray_hetero.errors import RankError  # noqa: E402
 from ray_hetero.kernels import layer_tokens  # noqa: E402
 from ray_hetero.kernels.expert_shares import ExpertShares  # noqa: E402
@@ -192,3 +194,51 @@ def test_an_expert_rank_that_ends_or_stops_ends_a_split_step() -> None:
         pytest.raises(RankError, match=r"did not compute a layer's experts in 0\.3 s"),
     ):
         computed(stage.link((1, 3)), given)
+
+
+def test_steps_that_are_captured_are_left_to_the_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stage_of([Layer("packed", 1)]) as stage:
+        link = stage.link((8, 3))
+        monkeypatch.setattr(link, "_is_gpu", True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert link.experts_here(8, 0) == 3
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert link.experts_here(8, 0) == 0
+
+
+def test_the_stream_of_the_handover_leaves_that_of_the_products_and_joins_it() -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record(self, stream: Any) -> None:
+            done.append(f"{stream.name} records {self.name}")
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: Event) -> None:
+            done.append(f"{self.name} waits for {event.name}")
+
+    def begin(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
+        done.append(f"handed over {ids.tolist()}")
+
+    def sums(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int) -> torch.Tensor:
+        done.append("waits for sums")
+        return x
+
+    products = Stream("products")
+    channel: Any = SimpleNamespace(begin=begin, sums=sums)
+    others: Any = OtherExperts(CPU, channel)
+    others._module = SimpleNamespace(current_stream=lambda: products)
+    others._stream, others._given, others._summed = Stream("beside"), Event("x"), Event("sums")
+    x, weights, ids = torch.zeros(1, 4), torch.ones(1, 3), torch.tensor([[4, 1, -1]])
+    others.begin(x, weights, ids, 0, 2)
+    assert others.sums(x, weights, 0) is x
+    assert done == [
+        "products records x", "beside waits for x", "handed over [[4, -1, -1]]", "waits for sums",
+        "beside records sums", "products waits for sums",
+    ]  # fmt: skip
