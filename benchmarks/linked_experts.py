@@ -3,6 +3,7 @@
     python benchmarks/linked_experts.py
     python benchmarks/linked_experts.py --shape 256x7168x2048x8 --layers 1 --gib 4
     python benchmarks/linked_experts.py --kinds compact --tokens 8192 --profile
+    python benchmarks/linked_experts.py --kinds compact --tokens 512,1024,7168 --split 0,0.5,0.75,1
 
 Needs a GPU, vLLM and the native modules.  Milliseconds a layer, medians, several layers in turn:
 
@@ -11,8 +12,11 @@ Needs a GPU, vLLM and the native modules.  Milliseconds a layer, medians, severa
     layer     both, as a stage has it computed
     floor     the larger of `link` and `gpu`
 
-and, with `--cores`, what the cores of this process take.  Weights are heavy-tailed, as those of
-`experts.py`; tokens choose evenly.
+and, with `--cores`, what the cores of this process take.  With `--split` a process beside this one
+holds the experts, as an expert rank does, and what is measured is a layer of which the GPU computes
+some shares of the experts while that process computes the others: those that are given, and the
+one that a stage would choose.  Weights are heavy-tailed, as those of `experts.py`; tokens choose
+evenly.
 """
 
 from __future__ import annotations
@@ -25,18 +29,16 @@ import time
 from typing import Any
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")
+import split_experts
 import torch
-from experts import Repeated, Shape, experts_of
+from experts import Shape
 from gpu_timing import copied, milliseconds, without_copies
 
 from placement.units import GIB
-from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.expert_rates import random_tokens
-from ray_hetero.kernels.expert_room import SharedRoom
 from ray_hetero.kernels.experts import RoutedExperts
 from ray_hetero.kernels.gpu_experts import GpuExperts
 from ray_hetero.kernels.linked_experts import received, shared
-from ray_hetero.weight_formats import FORMATS
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand
 
 
@@ -50,23 +52,22 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cores", action="store_true")
+    parser.add_argument("--split", default="", help="shares of the experts that the GPU computes")
     parser.add_argument("--profile", action="store_true", help="name the kernels of a layer")
     options = parser.parse_args()
     for kind in options.kinds.split(","):
-        measure(options, kind)
+        if options.split:
+            split_experts.measure(options, kind, torch.device("cuda:0"))
+        else:
+            measure(options, kind)
 
 
 def measure(options: argparse.Namespace, kind: str) -> None:
     """Measure one format and print it."""
     shape, device = options.shape, torch.device("cuda:0")
-    gate_ups, downs = experts_of(shape)
     layers, slices = [], []
     for _ in range(options.layers):
-        layer = RoutedExperts(
-            Repeated(gate_ups, shape.experts),  # type: ignore[arg-type]
-            Repeated(downs, shape.experts),  # type: ignore[arg-type]
-            native=native, level=native.levels()[-1], kind=FORMATS[kind], room=SharedRoom,
-        )  # fmt: skip
+        layer = split_experts.made_layer(shape, kind)
         pages = shared(layer)
         assert pages is not None
         layers.append(layer)
@@ -86,7 +87,7 @@ def measure(options: argparse.Namespace, kind: str) -> None:
     reader, turn = gpu._reader, itertools.count()
 
     def copy() -> None:
-        copied(reader, gpu._layers[next(turn) % len(layers)].pieces)
+        copied(reader, gpu._pieces.first(next(turn) % len(layers), shape.experts))
 
     link = milliseconds(copy, options.repeats)
     for tokens in map(int, options.tokens.split(",")):

@@ -154,6 +154,10 @@ class ExpertsConfig(_Section):
     kernels, and where that is measured to be faster than the sockets."""
     prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] | Auto = "auto"
     """Minimum tokens of a step before it does; auto measures link and sockets at the start."""
+    prefill_gpu_share: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
+    """Share of a layer's experts that it computes in such a step, while the sockets compute the
+    others. auto is the share with which both are expected to end together, by the number of tokens;
+    and 1, all of them, where prefill_on_gpu_tokens is a number."""
     prefill_gpu_gib: Gibibytes | Auto = "auto"
     """Memory of a GPU, in GiB, for the experts that are read at a time; auto is 1, or what one
     expert takes if that is more."""

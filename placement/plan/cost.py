@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from placement.model.shape import ModelShape
 from placement.model.tensors import KvCache, Layer, Tensor
 from placement.plan.devices import DeviceFigures, Link, Links, StageDevices, group_link
+from placement.plan.expert_split import ExpertTimes, best_split, splits
 
 PICO = 10**12
 REDUCTIONS_PER_LAYER = 2
@@ -225,7 +226,7 @@ def _remote_experts(
     shape: ModelShape, layer: Layer, stage: StageDevices, run: Pass, links: Links
 ) -> Step:
     """Time of a layer's experts on expert ranks, each of which has a slice of every expert; in
-    prompts that of the GPU which reads them over its link, where that is shorter.
+    prompts that of the GPU which reads all or some of them over its link, where that is shorter.
     """
     ranks = len(stage.experts)
     assert ranks, "somebody holds the experts that the stage does not"
@@ -252,8 +253,14 @@ def _remote_experts(
     flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(1) for t in layer.remote)
     gpu = stage.ranks[0].figures
     # Pieces are multiplied with while the next ones come.
-    linked = Step(experts=_pico(max(stored / min(host_links), flops / gpu.compute)))
-    return min(handed, linked, key=lambda step: step.total)
+    linked = max(stored / min(host_links), flops / gpu.compute)
+    times, count = ExpertTimes(slowest / PICO, seconds, linked), shape.experts
+    here = best_split(times, splits(count), count)
+    if here == 0:
+        return handed
+    if here == count:
+        return Step(experts=_pico(linked))
+    return Step(experts=_pico(times.seconds(here / count) - seconds), handover=_pico(seconds))
 
 
 def _layer_on_rank(

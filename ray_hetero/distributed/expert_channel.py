@@ -150,6 +150,41 @@ class ExpertChannel:
         self._signals.write(weights, views.weights[:tokens])
         self._signals.post(layer, tokens)
 
+    def begin(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
+        """Hand a layer's tokens over, as many as there is room for.
+
+        Args:
+            x: [M, hidden], at least one token.
+            weights: [M, chosen].
+            ids: [M, chosen]; a negative one is none, and adds nothing.
+            layer: its number.
+
+        """
+        most = self.capacity
+        self.hand_over(x[:most], weights[:most], ids[:most], layer)
+
+    def sums(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """Sums [M, hidden] of what `begin` was given, the same; hands the rest over, in pieces.
+
+        Raises:
+            RankError: as `take`.
+            torch.distributed.DistNetworkError: as `take`.
+
+        """
+        tokens, most = x.shape[0], self.capacity
+        first = self.take(min(tokens, most), layer)
+        if tokens <= most:
+            return first
+        sums = torch.empty_like(x)
+        sums[:most] = first
+        for begin in range(most, tokens, most):
+            piece = slice(begin, min(begin + most, tokens))
+            self.hand_over(x[piece], weights[piece], ids[piece], layer)
+            sums[piece] = self.take(piece.stop - begin, layer)
+        return sums
+
     def check(self) -> None:
         """Raise what has ended the channel, if anything has; what `take` raises on the host."""
         if self.problem is not None and isinstance(self._signals, HostSignals):

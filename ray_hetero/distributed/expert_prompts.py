@@ -1,65 +1,93 @@
 """Steps of many tokens whose experts a stage's GPU reads over its link, in place of handing tokens
-over to the expert ranks that hold them.
+over to the expert ranks that hold them, or some of whose experts, while the expert ranks compute
+the others.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from placement.plan.devices import Links
 from placement.units import GIB
 from ray_hetero.config import ExpertsConfig
-from ray_hetero.distributed.expert_memory import RemoteLayer
+from ray_hetero.distributed.expert_channel import ExpertChannel
+from ray_hetero.distributed.expert_memory import MOST_TOKENS, RemoteLayer
 from ray_hetero.distributed.expert_offers import Offer
+from ray_hetero.distributed.split_experts import OtherExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.expert_rates import CoreRates, random_tokens
+from ray_hetero.kernels.expert_shares import ExpertShares
 from ray_hetero.kernels.gpu_experts import GpuExperts
 from ray_hetero.kernels.linked_experts import LinkedSlice
 from ray_hetero.log import logger
+from ray_hetero.planning.prefill_memory import BF16_BYTES
 
 MEASURED_TOKENS = 1024
-"""Of the layer that the GPU is measured with."""
+"""Of the layers that the GPU is measured with."""
+MEASURED_LAYERS = 3
+"""Most layers of a measurement: each one's first pieces come while the one before is computed."""
 ROUNDS = 3
 """Of measuring, after one that builds kernels; the median counts."""
 
 
 class ExpertLink:
-    """What computes experts of large steps on this rank's GPU.
+    """What computes experts of large steps on this rank's GPU, all of a layer or its first ones.
 
     Args:
         experts: where.
-        tokens: least tokens of a step.
+        shares: how many of a layer, by the number of tokens of a step.
+        channel: to the expert ranks, which compute the others.
 
     """
 
-    def __init__(self, experts: GpuExperts, tokens: int) -> None:
+    def __init__(self, experts: GpuExperts, shares: ExpertShares, channel: ExpertChannel) -> None:
         self._experts = experts
+        self._others = OtherExperts(experts.device, channel)
         self._is_gpu = experts.device.type == "cuda"
-        self.tokens = tokens
+        self.shares = shares
 
-    def takes(self, tokens: int, layer: int) -> bool:
-        """Whether a layer of a step is computed here, not on the expert ranks.
+    def experts_here(self, tokens: int, layer: int) -> int:
+        """How many experts of a layer of a step are computed here, its first ones.
 
-        Steps that are captured into CUDA graphs are not: a graph would read all experts, and could
+        None of steps that are captured into CUDA graphs: a graph would read all experts, and could
         not leave out what came before.
         """
-        if tokens < self.tokens or layer not in self._experts:
-            return False
-        return not (self._is_gpu and torch.cuda.is_current_stream_capturing())
+        if layer not in self._experts:
+            return 0
+        here = self.shares.experts(tokens, self._experts.count(layer))
+        is_captured = here and self._is_gpu and torch.cuda.is_current_stream_capturing()
+        return 0 if is_captured else here
 
-    def begin(self, ids: torch.Tensor, layer: int) -> None:
-        """Have the first experts of a layer come; see `GpuExperts.begin`."""
-        self._experts.begin(ids, layer)
+    def begin(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
+        """Hand tokens over for the experts that are not computed here, and have others come.
+
+        Args:
+            x: [M, hidden]; like the others unchanged until `sums` of the same.
+            weights: [M, chosen].
+            ids: [M, chosen]; a negative one is none.
+            layer: its number.
+
+        """
+        here = self.experts_here(len(x), layer)
+        if here < self._experts.count(layer):
+            self._others.begin(x, weights, ids, layer, here)
+        self._experts.begin(ids, layer, here)
 
     def sums(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
     ) -> torch.Tensor:
-        """Sums [M, hidden] of a layer; see `GpuExperts.sums`."""
+        """Sums [M, hidden] of a layer that was begun; see `GpuExperts.sums`."""
         layer_tokens.count_experts(len(x))
-        return self._experts.sums(x, weights, ids, layer)
+        here = self.experts_here(len(x), layer)
+        others = None
+        if here < self._experts.count(layer):
+            others = functools.partial(self._others.sums, x, weights, layer)
+        return self._experts.sums(x, weights, ids, layer, here, others)
 
 
 def made(
@@ -67,6 +95,7 @@ def made(
     device: torch.device,
     layers: Sequence[RemoteLayer],
     offers: Sequence[Offer],
+    channel: ExpertChannel,
     *,
     dtype: torch.dtype,
     tokens: int,
@@ -74,10 +103,11 @@ def made(
     """The link of a stage's first rank to its experts; None where the cores compute all tokens.
 
     Args:
-        config: whether to, from how many tokens on, and with how much memory of the GPU.
+        config: whether to, from how many tokens on, how much, and with how much memory of the GPU.
         device: the GPU; for tests the CPU.
         layers: of the stage.
         offers: of the expert ranks, in the order of their numbers.
+        channel: to them.
         dtype: of tokens.
         tokens: most of a step.
 
@@ -98,38 +128,80 @@ def made(
             raise UnsupportedError(f"{problem}. Set experts.prefill_on_gpu to false.") from None
         logger.warning("%s%s (experts.prefill_on_gpu)", problem, _cost(rates))
         return None
-    number = next(n for n, one in enumerate(slices) if one is not None)
-    seconds = _measured(experts, device, layers[number], slices[number], number, tokens)
-    least: int | None
-    if config.prefill_on_gpu_tokens != "auto":
-        least = config.prefill_on_gpu_tokens
-    elif rates is None:
-        least = None
-    else:
-        least = rates.crossing(seconds, tokens)
+    seconds = _measured(experts, layers, tokens)
+    shares = _shares(config, experts, layers, rates, seconds, len(offers), tokens)
+    _say(shares, experts, seconds, rates, tokens)
+    return None if shares is None else ExpertLink(experts, shares, channel)
+
+
+def _say(
+    shares: ExpertShares | None,
+    experts: GpuExperts,
+    seconds: float,
+    rates: CoreRates | None,
+    tokens: int,
+) -> None:
+    """Write into the log who computes what, and what that follows from."""
     measured = (
         f"a layer takes it {1000 * seconds:.1f} ms for {min(MEASURED_TOKENS, tokens)} tokens"
         f"{_cost(rates)}"
     )
-    if least is None:
+    if shares is None:
         logger.info(
             "experts of prompts are computed by the cores of expert ranks, which are faster in "
             "steps of up to %d tokens than the GPU over its link: %s (experts.prefill_on_gpu)",
             tokens,
             measured,
         )
-        return None
+        return
     logger.info(
         "experts of steps of %d tokens and more, but for those in CUDA graphs, are computed by the "
-        "GPU: %.1f GiB of them can be read over its link, %d experts at a time, %.2f GiB of its "
+        "GPU%s: %.1f GiB of them can be read over its link, %d experts at a time, %.2f GiB of its "
         "memory are taken (experts.prefill_on_gpu); %s",
-        least,
+        shares.tokens,
+        _split(shares, tokens),
         experts.nbytes / GIB,
         experts.experts,
         experts.gpu_bytes / GIB,
         measured,
     )
-    return ExpertLink(experts, least)
+
+
+def _split(shares: ExpertShares, tokens: int) -> str:
+    """What is said of a split, for the log."""
+    if not shares.has_splits:
+        return ""
+    sizes = sorted({shares.tokens, max(shares.tokens, min(MEASURED_TOKENS, tokens)), tokens})
+    return f", together with the cores ({shares.described(sizes)})"
+
+
+def _shares(
+    config: ExpertsConfig,
+    experts: GpuExperts,
+    layers: Sequence[RemoteLayer],
+    rates: CoreRates | None,
+    seconds: float,
+    ranks: int,
+    tokens: int,
+) -> ExpertShares | None:
+    """How many experts of a layer the GPU computes; None where it computes none of any step."""
+    layer = layers[experts.layers[0]]
+    count = experts.count(experts.layers[0])
+    asked, least = None, config.prefill_on_gpu_tokens
+    if config.prefill_gpu_share != "auto":
+        asked = max(1, round(config.prefill_gpu_share * count))
+    if least != "auto":
+        return ExpertShares(count, ((least, asked or count),))
+    if rates is None:
+        return None
+    link = Links().handover
+
+    def handover(given: int) -> float:
+        times = -(-given // MOST_TOKENS)
+        row_bytes = layer.hidden * BF16_BYTES
+        return times * link.latency_s + given * row_bytes * (1 + ranks) / link.bandwidth
+
+    return ExpertShares.found(rates, handover, seconds, count=count, most=tokens, asked=asked)
 
 
 def _slices(
@@ -168,26 +240,27 @@ def _cost(rates: CoreRates | None) -> str:
     return f"; the cores take {1000 * seconds:.1f} ms a layer for {tokens} tokens"
 
 
-def _measured(
-    experts: GpuExperts,
-    device: torch.device,
-    layer: RemoteLayer,
-    slices: Sequence[LinkedSlice] | None,
-    number: int,
-    tokens: int,
-) -> float:
+def _measured(experts: GpuExperts, layers: Sequence[RemoteLayer], tokens: int) -> float:
     """Seconds of a layer for tokens that choose evenly; builds the kernels too."""
-    assert slices is not None
-    given = random_tokens(min(MEASURED_TOKENS, tokens), layer.hidden, slices[0].count, layer.chosen)
-    x, weights, ids = (tensor.to(device) for tensor in given)
+    # The last ones: behind them nothing is read ahead, whose time would count as theirs.
+    numbers = experts.layers[-MEASURED_LAYERS:]
+    device = experts.device
+    given = []
+    for number in numbers:
+        layer = layers[number]
+        chosen = random_tokens(
+            min(MEASURED_TOKENS, tokens), layer.hidden, experts.count(number), layer.chosen
+        )
+        given.append((number, *(tensor.to(device) for tensor in chosen)))
 
     def run() -> None:
-        experts.begin(ids, number)
-        experts.sums(x, weights, ids, number)
+        for number, x, weights, ids in given:
+            experts.begin(ids, number)
+            experts.sums(x, weights, ids, number)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return _median(run)
+    return _median(run) / len(numbers)
 
 
 def _median(run: Callable[[], None]) -> float:

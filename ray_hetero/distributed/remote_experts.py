@@ -34,11 +34,10 @@ def _hand_over(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
 ) -> torch.Tensor:
     (channel,) = _channels
-    most = channel.capacity
     if link := _link_of(x, layer):
-        link.begin(ids, layer)
+        link.begin(x, weights, ids, layer)
     elif x.shape[0]:
-        channel.hand_over(x[:most], weights[:most], ids[:most], layer)
+        channel.begin(x, weights, ids, layer)
     return x.new_empty(0)
 
 
@@ -46,27 +45,17 @@ def _take(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, handed: torch.Tensor, layer: int
 ) -> torch.Tensor:
     (channel,) = _channels
-    tokens, most = x.shape[0], channel.capacity
-    if not tokens:
+    if not x.shape[0]:
         return torch.empty_like(x)
     if link := _link_of(x, layer):
         channel.check()
         return link.sums(x, weights, ids, layer)
-    first = channel.take(min(tokens, most), layer)
-    if tokens <= most:
-        return first
-    sums = torch.empty_like(x)
-    sums[:most] = first
-    for begin in range(most, tokens, most):
-        piece = slice(begin, min(begin + most, tokens))
-        channel.hand_over(x[piece], weights[piece], ids[piece], layer)
-        sums[piece] = channel.take(piece.stop - begin, layer)
-    return sums
+    return channel.sums(x, weights, ids, layer)
 
 
 def _link_of(x: torch.Tensor, layer: int) -> ExpertLink | None:
-    """The link that computes a layer of these tokens, if one does."""
-    return next((link for link in _links if link.takes(x.shape[0], layer)), None)
+    """The link that has a part in a layer of these tokens, if one does."""
+    return next((link for link in _links if link.experts_here(x.shape[0], layer)), None)
 
 
 def _nothing_yet(
@@ -188,13 +177,14 @@ class RemoteExperts:
             UnsupportedError: it was asked for, and cannot be had.
 
         """
+        assert self._channel is not None, "it is connected"
         is_gpu = current_platform.is_cuda()
         device = (
             torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
         )
         link = expert_prompts.made(
-            self._config.experts, device, self._layers, offers, dtype=self._dtype,
-            tokens=self._tokens,
+            self._config.experts, device, self._layers, offers, self._channel,
+            dtype=self._dtype, tokens=self._tokens,
         )  # fmt: skip
         _links[:] = [] if link is None else [link]
 

@@ -1,4 +1,4 @@
-"""How long cores take for a layer's experts, by the number of tokens, and where a GPU is faster."""
+"""How long cores take for a layer's experts, by the number of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 ROUNDS = 2
 """Of which the fastest counts: the first one reads memory that was never read before."""
 STEP_TOKENS = 8
-"""A number of tokens is given in multiples of these."""
+"""A share of the experts is chosen for multiples of these."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,6 @@ class CoreRates:
         """Of ranks that compute at the same time: the slowest's, which were asked for the same."""
         points = zip(*(one.points for one in rates), strict=True)
         return cls(tuple(max(same, key=lambda point: point[1]) for same in points))
-
-    def crossing(self, seconds: float, most: int) -> int | None:
-        """Least tokens for which cores take longer than so many seconds; None up to `most`."""
-        counts = range(STEP_TOKENS, most + STEP_TOKENS, STEP_TOKENS)
-        return next((count for count in counts if self.seconds(count) > seconds), None)
 
 
 def measured(

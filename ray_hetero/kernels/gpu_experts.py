@@ -4,14 +4,13 @@ A step of many tokens uses nearly all experts of a layer, whose weights cross th
 that it takes whatever the number of tokens; the sockets' time grows with it.  The GPU reads the
 weights from the expert ranks' memory as they are stored, page-locked, piece by piece and ahead of
 their use (expert_pieces.py), expands them to bf16, puts the ranks' slices together, and multiplies
-with vLLM's kernel for experts.
+with vLLM's kernel for experts.  It may do so for a layer's first experts only, while the sockets
+compute the others.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from placement.units import GIB
 from ray_hetero.compat.fused_experts import fused_experts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.expert_expansion import ExpertExpansion, LinkedLayer, sizes_of
-from ray_hetero.kernels.expert_pieces import ExpertReader, Piece, runs_of
+from ray_hetero.kernels.expert_pieces import ExpertPieces, ExpertReader, Piece
 from ray_hetero.kernels.experts_one_by_one import multiplied_one_by_one
 from ray_hetero.kernels.linked_experts import LinkedSlice, check
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPERT_WORK_BYTES, ExpertSizes
@@ -33,13 +32,6 @@ LEAST_TOKENS = 256
 """Of a chunk whose intermediate results have room."""
 Multiply = Callable[..., torch.Tensor]
 """As `fused_experts`."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    linked: LinkedLayer
-    pieces: tuple[Piece, ...]
-    """With all experts."""
 
 
 class GpuExperts:
@@ -80,12 +72,20 @@ class GpuExperts:
                 f"{sizes.beside / GIB:.2f} beside, and {sizes.each / GIB:.2f} for one expert, but "
                 f"experts.prefill_gpu_gib is {budget / GIB:.2f}"
             )
+        self._pieces = ExpertPieces(
+            device, [None if one is None else tuple(one) for one in layers], self.experts
+        )
+        self._all = sizes.count
         self.gpu_bytes = sizes.gpu_bytes(self.experts)
         """Bytes of the GPU that this takes."""
         try:
             self._lock_pages(given)
             self._allocate(given, sizes, chosen)
-            self._layers = self._prepared(layers)
+            self._layers = {
+                number: LinkedLayer.of(tuple(slices), device)
+                for number, slices in enumerate(layers)
+                if slices is not None
+            }
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
@@ -119,70 +119,49 @@ class GpuExperts:
         self._looked = module.Event()
         self._multiply: Multiply = fused_experts if is_gpu else multiplied_one_by_one
 
-    def _prepared(self, layers: Sequence[Sequence[LinkedSlice] | None]) -> dict[int, _Layer]:
-        found: dict[int, _Layer] = {}
-        before: Piece | None = None
-        for number, given in enumerate(layers):
-            if given is None:
-                before = None
-                continue
-            slices = tuple(given)
-            count = slices[0].count
-            groups = [
-                range(begin, min(begin + self.experts, count))
-                for begin in range(0, count, self.experts)
-            ]
-            pieces = self._pieces(slices, groups)
-            if before is not None:
-                before.after = pieces[0]
-            before = pieces[-1]
-            found[number] = _Layer(LinkedLayer.of(slices, self.device), pieces)
-        return found
-
-    def _pieces(
-        self, slices: tuple[LinkedSlice, ...], groups: Sequence[Sequence[int]]
-    ) -> tuple[Piece, ...]:
-        """Pieces of these experts, each with what comes after it."""
-        pieces = []
-        for experts in groups:
-            places = None
-            if len(experts) < slices[0].count:
-                here = torch.full((slices[0].count,), -1, dtype=torch.int32)
-                here[list(experts)] = torch.arange(len(experts), dtype=torch.int32)
-                places = here.to(self.device)
-            pieces.append(Piece(slices, runs_of(experts), places))
-        for piece, after in itertools.pairwise(pieces):
-            piece.after = after
-        return tuple(pieces)
-
     def __contains__(self, layer: int) -> bool:
         return layer in self._layers
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the layers, ascending."""
+        return tuple(self._layers)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all layers' experts in the host's memory."""
-        return sum(one.nbytes for layer in self._layers.values() for one in layer.linked.slices)
+        return sum(one.nbytes for layer in self._layers.values() for one in layer.slices)
 
-    def begin(self, ids: torch.Tensor, layer: int) -> None:
+    def count(self, layer: int) -> int:
+        """Experts of a layer."""
+        return self._layers[layer].count
+
+    def begin(self, ids: torch.Tensor, layer: int, experts: int | None = None) -> None:
         """Order what a layer's `sums` will read, before its tokens are known.
 
         Args:
             ids: as for `sums`.
             layer: its number.
+            experts: as for `sums`.
 
         """
         asked = self._layers[layer]
         if not self._looks(ids, asked):
-            self._reader.expect(asked.pieces[0])
+            self._reader.expect(self._first_pieces(layer, experts)[0])
             return
-        count = asked.linked.count
-        used = self._used[:count].zero_()
+        used = self._used[: asked.count].zero_()
         used.scatter_(0, ids.clamp(min=0).flatten().long(), 1)
-        self._used_here[:count].copy_(used, non_blocking=True)
+        self._used_here[: asked.count].copy_(used, non_blocking=True)
         self._looked.record(self._stream())
 
     def sums(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        layer: int,
+        experts: int | None = None,
+        others: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Sums [M, hidden] over the experts of each token; behind `begin` of the same.
 
@@ -191,17 +170,23 @@ class GpuExperts:
             weights: [M, chosen], float32.
             ids: [M, chosen]; a negative one is none, and adds nothing.
             layer: its number.
+            experts: how many of the layer's experts, its first ones; all unless given.
+            others: gives sums [M, hidden] of the other ones, which are added; called once all
+                products here are ordered.
 
         """
-        asked = self._layers[layer]
-        linked = asked.linked
-        pieces = self._used_pieces(asked) if self._looks(ids, asked) else asked.pieces
+        linked = self._layers[layer]
+        if self._looks(ids, linked):
+            pieces = self._used_pieces(layer, experts)
+        else:
+            pieces = self._first_pieces(layer, experts)
         x, is_none = x.contiguous(), ids < 0
         weights = weights.float().masked_fill(is_none, 0)
         ids = ids.masked_fill(is_none, 0)
         found = torch.empty_like(x)
         # One piece has all that a token wants; sums of several are rounded once.
-        total = found if len(pieces) == 1 else torch.zeros(x.shape, device=x.device)
+        is_one = len(pieces) == 1 and others is None
+        total = found if is_one else torch.zeros(x.shape, device=x.device)
         for piece in pieces:
             w13, w2 = self._read(linked, piece)
             w13_bias, w2_bias = self._expansion.biases_of(linked, piece.runs)
@@ -212,23 +197,30 @@ class GpuExperts:
                     activation=linked.activation, count=linked.count,
                     places=piece.places, w13_bias=w13_bias, w2_bias=w2_bias,
                 )  # fmt: skip
-                if total is found:
+                if is_one:
                     found[rows] = part
                 else:
                     total[rows] += part
-        return found if total is found else found.copy_(total)
+        if others is not None:
+            total += others()
+        return found if is_one else found.copy_(total)
 
-    def _looks(self, ids: torch.Tensor, layer: _Layer) -> bool:
+    def _looks(self, ids: torch.Tensor, layer: LinkedLayer) -> bool:
         """Whether so few tokens are expected to leave experts out that are worth it."""
         tokens, chosen = ids.shape
-        unused: float = (1 - chosen / layer.linked.count) ** tokens
+        unused: float = (1 - chosen / layer.count) ** tokens
         return unused > UNUSED
 
-    def _used_pieces(self, layer: _Layer) -> tuple[Piece, ...]:
+    def _first_pieces(self, layer: int, experts: int | None) -> tuple[Piece, ...]:
+        if experts is None or experts >= self.count(layer):
+            # Whole layers follow each other, whatever the number of their experts.
+            experts = self._all
+        return self._pieces.first(layer, experts)
+
+    def _used_pieces(self, layer: int, experts: int | None) -> tuple[Piece, ...]:
         self._looked.synchronize()
-        used = self._used_here[: layer.linked.count].nonzero().flatten().tolist()
-        groups = [used[at : at + self.experts] for at in range(0, len(used), self.experts)]
-        return self._pieces(layer.linked.slices, groups)
+        used = self._used_here[: self.count(layer)][:experts].nonzero().flatten().tolist()
+        return self._pieces.of(layer, used)
 
     def _stream(self) -> Any:
         return self._module.current_stream()

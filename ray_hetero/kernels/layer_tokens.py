@@ -21,7 +21,8 @@ class LayerTokens:
     by_operators: int = 0
     """By one operator after the other, on this rank's cores or with its GPU's linear layers."""
     experts_on_gpu: int = 0
-    """Of layers whose experts lie on expert ranks, by a GPU that has read them over its link."""
+    """Of layers whose experts lie on expert ranks, by a GPU that has read all or some of them over
+    its link; expert ranks count the tokens of a split layer too."""
 
 
 _counted = LayerTokens()

@@ -75,12 +75,12 @@ FIGURES = (
     Figure(
         "expert_layer_tokens",
         "expert_layer_tokens",
-        "Tokens times layers of experts, computed by an expert rank's cores.",
+        "Tokens times layers of experts, all or some of which an expert rank's cores computed.",
     ),
     Figure(
         "linked_expert_tokens",
         "linked_expert_tokens",
-        "Tokens times layers of experts, computed by a GPU that has read them over its link.",
+        "Tokens times layers of experts, all or some of which a GPU read over its link.",
     ),
 )
 

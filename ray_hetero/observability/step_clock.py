@@ -60,10 +60,10 @@ class StepTotals:
     experts_read: int = 0
     """Experts that these have read, each once a layer."""
     expert_layer_tokens: int = 0
-    """Tokens times layers whose experts an expert rank has computed."""
+    """Tokens times layers whose experts an expert rank has computed, all or some of them."""
     linked_expert_tokens: int = 0
-    """Tokens times layers whose experts this GPU rank has computed itself, from the memory of
-    expert ranks."""
+    """Tokens times layers whose experts this GPU rank has computed itself, all or some of them,
+    from the memory of expert ranks."""
 
     def __sub__(self, earlier: StepTotals) -> StepTotals:
         """What came after an earlier moment."""

@@ -169,8 +169,11 @@ def with_expert_buffer(
         return found
     remote = shape.with_remote_experts(len(shape.layers))
     layer = next(layer for layer in remote.layers if layer.remote)
-    step = layer_step(remote, layer, found, prefill_pass(tokens), links or Links())
-    return stage if step.handover else found
+    with_buffer, without = (
+        layer_step(remote, layer, one, prefill_pass(tokens), links or Links())
+        for one in (found, stage)
+    )
+    return found if with_buffer.total < without.total else stage
 
 
 def check_room(world: World, needed: int) -> None:

@@ -122,26 +122,29 @@ def test_prompts_of_many_tokens_read_the_experts_over_the_link(
     streaming = {"ranks_per_socket": 2, "linear_kernel": "streaming", "compact_weights": True}
     link = {"prefill_on_gpu": True, "prefill_on_gpu_tokens": LINK_TOKENS}
     runs = []
-    for keys in ({"prefill_on_gpu": False}, link):
+    for keys in ({"prefill_on_gpu": False}, link, {**link, "prefill_gpu_share": 0.4}):
         given = arguments(path, ONE, {"ranks": 2, **keys}, **common)
         given["additional_config"]["ray_hetero"]["cpu"] |= streaming
         # One prompt at a time, so that each is by itself on one side.
         asked = [batch([one], logprobs=2) for one in prompts(12)]
         runs.append((given, [*asked, TOTALS]))
-    (*cores, (neither,)), (*linked, (totals,)) = run_engines(
+    (*cores, (neither,)), (*linked, (totals,)), (*split, (both,)) = run_engines(
         scene, logs / f"link-{name}", runs, ray=RAY, extra=PRETENDED
     )
     layers = FAMILIES[name]
     over_link = [len(one) for one in prompts(12) if len(one) >= LINK_TOKENS]
     assert neither["linked_expert_tokens"] == 0
     assert totals["linked_expert_tokens"] == layers * sum(over_link)
+    assert both["linked_expert_tokens"] == totals["linked_expert_tokens"]
     log = (logs / f"link-{name}" / "log").read_text()
-    assert log.count(f"experts of steps of {LINK_TOKENS} tokens and more") == 1
+    assert log.count(f"experts of steps of {LINK_TOKENS} tokens and more") == 2
+    assert log.count(f"of 16 experts of a layer the GPU computes 6 in steps of {LINK_TOKENS}") == 1
     lengths = [len(one) for one in prompts(12)]
     assert min(lengths) < LINK_TOKENS < max(lengths)
-    for length, (left,), (right,) in zip(lengths, cores, linked, strict=True):
-        same = compared_until_near_ties(left, right)
-        assert left["tokens"] == right["tokens"] if length < LINK_TOKENS else same
+    for length, (left,), *others in zip(lengths, cores, linked, split, strict=True):
+        for (right,) in others:
+            same = compared_until_near_ties(left, right)
+            assert left["tokens"] == right["tokens"] if length < LINK_TOKENS else same
 
 
 def compared_until_near_ties(left: Json, right: Json) -> bool:

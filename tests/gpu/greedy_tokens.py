@@ -77,6 +77,8 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
     if run["linked"]:
         cpu |= {"linear_kernel": "streaming", "compact_weights": True}
         experts |= {"prefill_on_gpu": True, "prefill_on_gpu_tokens": 64}
+        if run["split"]:
+            experts["prefill_gpu_share"] = 0.5
         if run["compiled"]:
             # Steps in CUDA graphs are the sockets': chunks of prompts are not to be in them.
             common["compilation_config"] = {"max_cudagraph_capture_size": 32}

@@ -16,7 +16,7 @@ CASES = [
     Case("mixtral", "float32", "g", experts=1, drafts="ngram"),
     Case("mixtral", "bfloat16", "g", experts=2, is_compiled=True),
     Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True),
-    Case("mixtral", "bfloat16", "g", experts=2, is_long=True, is_linked=True),
+    Case("mixtral", "bfloat16", "g", experts=2, is_long=True, is_linked=True, is_split=True),
     Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True, is_linked=True),
 ]
 """With compiled ones handovers are in CUDA graphs."""
@@ -36,6 +36,7 @@ def test_tokens_are_those_of_the_gpu_alone(
     assert (answers[case]["linked_tokens"] > 0) == case.is_linked
     if case.is_linked:
         assert "experts of steps of 64 tokens and more" in log
+        assert ("together with the cores" in log) or not case.is_split
         assert "expanded by torch's operators" not in log
 
 

@@ -50,3 +50,9 @@ def test_sums_are_those_of_a_reference(kind: str, ranks: int, activation: str) -
                 assert not found[0].any()
                 gpu.begin(given[2], number)
                 assert torch.equal(found, gpu.sums(*given, number))
+                # Some of them, beside what the cores make of the others.
+                left = ids.masked_fill(ids < 3, -1)
+                others = sum(rank(x, weights, left) for rank in layer.ranks).to(GPU)
+                gpu.begin(given[2], number, 3)
+                found = gpu.sums(*given, number, 3, lambda others=others: others)
+                assert_close(found.cpu(), layer.expected(x, weights, ids))

@@ -66,6 +66,8 @@ class Case:
     """Expert ranks beside the stages."""
     is_linked: bool = False
     """Whether a GPU reads their experts over its link in steps of 64 tokens and more."""
+    is_split: bool = False
+    """Whether it reads some experts of a layer only, and the sockets compute the others."""
     drafts: str = ""
     """Method of speculative decoding, as vLLM names it."""
 
@@ -75,7 +77,7 @@ class Case:
         borrowing = ["borrowing"] if self.is_borrowing else []
         long = ["long"] if self.is_long else []
         experts = [f"experts{self.experts}"] if self.experts else []
-        link = ["link"] if self.is_linked else []
+        link = ["split" if self.is_split else "link"] if self.is_linked else []
         drafts = [self.drafts] if self.drafts else []
         parts = [
             self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts, *link,
@@ -185,6 +187,7 @@ def _run(
             "shares": SHARES,
             "experts": case.experts,
             "linked": case.is_linked,
+            "split": case.is_split,
             "drafts": drafts(case.drafts, checkpoint),
         }
         for case in cases

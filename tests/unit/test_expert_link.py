@@ -40,6 +40,7 @@ from ray_hetero.kernels import gpu_experts  # noqa: E402
 from ray_hetero.kernels.expert_expansion import sizes_of  # noqa: E402
 from ray_hetero.kernels.expert_pieces import runs_of  # noqa: E402
 from ray_hetero.kernels.expert_rates import CoreRates  # noqa: E402
+from ray_hetero.kernels.expert_shares import ExpertShares  # noqa: E402
 from ray_hetero.kernels.gpu_experts import GpuExperts  # noqa: E402
 from ray_hetero.kernels.linked_experts import LinkedSlice, shared  # noqa: E402
 from ray_hetero.kernels.quantised_experts import KINDS  # noqa: E402
@@ -84,6 +85,101 @@ def test_sums_are_those_of_the_cores_and_of_a_reference(
     assert torch.equal(found, computed(gpu, given))
 
 
+def split(gpu: GpuExperts, layer: Layer, given: Any, experts: int, number: int = 0) -> torch.Tensor:
+    """A layer whose first experts the GPU computes, and the cores the others."""
+    x, weights, ids = given
+    order = []
+
+    def others() -> torch.Tensor:
+        order.append(len(order))
+        left = ids.masked_fill(ids < experts, -1)
+        sums: torch.Tensor = sum(rank(x, weights, left) for rank in layer.ranks)
+        return sums
+
+    gpu.begin(ids, number, experts)
+    found = gpu.sums(x, weights, ids, number, experts, others)
+    assert order == [0]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", [*FORMATS, *KINDS])
+def test_sums_of_a_split_layer_are_those_of_the_whole(kind: str, ranks: int) -> None:
+    torch.manual_seed(8)
+    activation = "swigluoai" if kind in ("packed", "mxfp4") else "silu"
+    layer = Layer(kind, ranks, activation, inner=64 * ranks)
+    given = routed(70)
+    given[2][5] = -1
+    for pieces in (2, 7):
+        gpu = made([layer.slices], pieces)
+        whole = computed(gpu, given)
+        for experts in (1, 3, 6):
+            found = split(gpu, layer, given, experts)
+            assert_close(found, layer.expected(*given))
+            assert_close(found, whole.float())
+            assert not found[5].any()
+            assert torch.equal(found, split(gpu, layer, given, experts))
+
+
+def pieces_read(gpu: GpuExperts, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The experts of each piece that is read from now on."""
+    read: list[tuple[int, ...]] = []
+    fetch = gpu._reader.fetch
+    monkeypatch.setattr(
+        gpu._reader,
+        "fetch",
+        lambda piece: (
+            read.append(tuple(n for run in piece.runs for n in range(*run))), fetch(piece)
+        ),
+    )  # fmt: skip
+    return read
+
+
+def test_only_the_experts_of_a_share_are_read_and_each_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(9)
+    layers = [Layer("packed", 1), Layer("compact", 1), Layer("packed", 1)]
+    gpu = made([layer.slices for layer in layers], 3)
+    read = pieces_read(gpu, monkeypatch)
+    given = routed(90)
+    for experts, groups in [
+        (4, [(0, 1), (2, 3)]),
+        (2, [(0, 1)]),
+        (7, [(0, 1, 2), (3, 4, 5), (6,)]),
+    ]:
+        read.clear()
+        for number, layer in enumerate(layers):
+            if experts < EXPERTS:
+                assert_close(split(gpu, layer, given, experts, number), layer.expected(*given))
+            else:
+                assert_close(computed(gpu, given, number), layer.expected(*given))
+        # What a layer begins with was on its way while the layer before was computed.
+        assert read == groups * 3
+    # So few tokens are looked at: those of the share that one of them has chosen.
+    read.clear()
+    x, weights, ids = routed(2)
+    ids[:] = torch.tensor([1, 4, 5])
+    assert_close(split(gpu, layers[0], (x, weights, ids), 5), layers[0].expected(x, weights, ids))
+    assert read == [(1, 4)]
+    read.clear()
+    assert_close(split(gpu, layers[0], (x, weights, ids), 1), layers[0].expected(x, weights, ids))
+    assert read == []
+
+
+def test_shares_of_steps_change_and_layers_between_are_not_read() -> None:
+    torch.manual_seed(10)
+    layers = [Layer("packed", 1), Layer("compact", 1)]
+    gpu = made([layers[0].slices, None, layers[1].slices], 3)
+    given = routed(90)
+    for experts, number, layer in [(4, 0, 0), (2, 2, 1), (2, 0, 0), (5, 0, 0), (5, 2, 1)]:
+        expected = layers[layer].expected(*given)
+        assert_close(split(gpu, layers[layer], given, experts, number), expected)
+    # A layer is asked for with another share than it is computed with.
+    gpu.begin(given[2], 0, 6)
+    assert_close(split(gpu, layers[0], given, 3), layers[0].expected(*given))
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 7, 100])
 @pytest.mark.parametrize("tokens", [1, 2, 70])
 def test_pieces_and_what_is_left_out_change_nothing(tokens: int, pieces: int) -> None:
@@ -98,25 +194,19 @@ def test_pieces_and_what_is_left_out_change_nothing(tokens: int, pieces: int) ->
 def test_experts_that_no_token_has_chosen_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     gpu = made([Layer("packed", 1).slices], 2)
-    read: list[int] = []
-    fetch = gpu._reader.fetch
-    monkeypatch.setattr(
-        gpu._reader,
-        "fetch",
-        lambda piece: (read.extend(n for run in piece.runs for n in range(*run)), fetch(piece)),
-    )
+    read = pieces_read(gpu, monkeypatch)
     x, weights, ids = routed(2)
     ids[:] = torch.tensor([1, 4, 5])
     computed(gpu, (x, weights, ids))
-    assert read == [1, 4, 5]
+    assert read == [(1, 4), (5,)]
     read.clear()
     # So many tokens are expected to use all.
     computed(gpu, routed(200, most=4))
-    assert read == list(range(EXPERTS))
+    assert read == [(0, 1), (2, 3), (4, 5), (6,)]
     # No token is anybody's: nothing to read, nothing to add up.
     read.clear()
     assert not computed(gpu, (x, weights, ids.fill_(-1))).any()
-    assert read == [0]
+    assert read == [(0,)]
 
 
 def test_what_comes_next_is_on_its_way_and_may_not_come() -> None:
@@ -186,7 +276,7 @@ def test_neighbours_are_read_at_once() -> None:
     assert runs_of([]) == ()
 
 
-def test_cores_are_compared_with_the_link_by_what_was_measured() -> None:
+def test_what_cores_take_lies_between_what_was_measured() -> None:
     slow = CoreRates(((256, 0.010), (1024, 0.025)))
     fast = CoreRates(((256, 0.008), (1024, 0.026)))
     rates = CoreRates.of_all([slow, fast])
@@ -195,9 +285,6 @@ def test_cores_are_compared_with_the_link_by_what_was_measured() -> None:
     assert rates.seconds(640) == pytest.approx(0.018)
     assert rates.seconds(1024) == pytest.approx(0.026)
     assert rates.seconds(2 * 1024 + 256) == pytest.approx(0.062)
-    assert rates.crossing(0.0181, 4096) == 648
-    assert rates.crossing(0.0301, 4096) == 1024 + 112
-    assert rates.crossing(1.0, 4096) is None
 
 
 def test_weights_of_a_rank_that_has_died_can_still_be_read() -> None:
@@ -230,9 +317,11 @@ ASKED = RemoteLayer("a", HIDDEN, CHOSEN)
 
 
 def linked(offers: Sequence[Offer], **config: Any) -> expert_prompts.ExpertLink | None:
+    channel: Any = None
     return expert_prompts.made(
-        ExpertsConfig(ranks=1, **config), CPU, [ASKED], offers, dtype=torch.bfloat16, tokens=64
-    )
+        ExpertsConfig(ranks=1, **config), CPU, [ASKED], offers, channel,
+        dtype=torch.bfloat16, tokens=64,
+    )  # fmt: skip
 
 
 def offered(points: Any, *, is_there: bool = True) -> Offer:
@@ -253,16 +342,41 @@ def test_the_link_is_taken_from_where_it_is_faster(said: pytest.LogCaptureFixtur
     slow, fast = offered(((16, 1e3), (64, 1e4))), offered(((16, 1e-9), (64, 1e-8)))
     link = linked([slow])
     assert link is not None
-    assert link.tokens == 8
-    assert (link.takes(8, 0), link.takes(7, 0), link.takes(8, 1)) == (True, False, False)
+    assert link.shares == ExpertShares(EXPERTS, ((8, EXPERTS),))
+    assert [link.experts_here(*step) for step in [(8, 0), (7, 0), (8, 1)]] == [EXPERTS, 0, 0]
     assert "experts of steps of 8 tokens and more" in said.text
+    assert "together with the cores" not in said.text
     assert linked([fast]) is None
     assert "which are faster in steps of up to 64 tokens" in said.text
     # What was asked for is not measured against.
     link = linked([fast], prefill_on_gpu_tokens=20)
     assert link is not None
-    assert link.tokens == 20
+    assert link.shares == ExpertShares(EXPERTS, ((20, EXPERTS),))
+    link = linked([fast], prefill_on_gpu_tokens=20, prefill_gpu_share=0.4)
+    assert link is not None
+    assert link.shares == ExpertShares(EXPERTS, ((20, 3),))
     assert linked([slow], prefill_on_gpu=False) is None
+
+
+def test_experts_are_split_where_sockets_and_link_take_as_long(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_prompts, "_measured", lambda *given: 1.0)
+    link = linked([offered(((16, 0.25), (64, 1.0)))])
+    assert link is not None
+    # Of 7 experts the link reads 1, 2, 3 in 1/7, 2/7, 3/7 s; the cores take 1/8 to 1 s for all.
+    assert [link.experts_here(tokens, 0) for tokens in (7, 16, 32, 64)] == [0, 1, 2, 4]
+    assert (
+        "computed by the GPU, together with the cores (of 7 experts of a layer the GPU computes "
+        "1 in steps of 16 tokens, 4 in steps of 64 tokens): 0.0 GiB"
+    ) in said.text
+    # What is asked for, from where that is faster than the cores alone.
+    link = linked([offered(((16, 0.25), (64, 1.0)))], prefill_gpu_share=0.3)
+    assert link is not None
+    assert link.shares == ExpertShares(EXPERTS, ((24, 2),))
+    link = linked([offered(((16, 0.25), (64, 2.0)))], prefill_gpu_share=1.0)
+    assert link is not None
+    assert link.shares.points[0][1] == EXPERTS
 
 
 def test_without_memory_to_read_the_cores_compute_all(said: pytest.LogCaptureFixture) -> None:

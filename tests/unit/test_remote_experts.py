@@ -44,17 +44,19 @@ LINKED: dict[str, Any] = {
     "experts": {**TWO["experts"], "prefill_on_gpu_tokens": 32, "prefill_on_gpu": True},
 }  # fmt: skip
 """The stage's device reads experts for many tokens itself."""
+SPLIT: dict[str, Any] = {**LINKED, "experts": {**LINKED["experts"], "prefill_gpu_share": 0.4}}
+"""Some of them, while the expert ranks compute the others."""
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": TWO,
     "qwen3_moe": {**LINKED, "experts": {**LINKED["experts"], "layers": 2}},
     "qwen2_moe": TWO,
     "deepseek_v2": TWO,
-    "deepseek_v3": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
+    "deepseek_v3": SPLIT,
     "glm4_moe": TWO,
     "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "gpt_oss in mxfp4": LINKED,
     "fp8": LINKED,
-    "w4a16": {**TWO, "dtype": "bfloat16", "kernel": "auto"},
+    "w4a16": {**SPLIT, "kernel": "auto"},
 }
 RANKS = 2
 QUANTISED = DemoShape(layers=2, hidden=384, heads=12)
