@@ -12,7 +12,7 @@ from placement.units import GB, GIB
 
 Source = Literal["measured", "configured", "table"]
 
-NATIVE_STEP_TOKENS = 32
+NATIVE_STEP_TOKENS = 128
 """Most tokens of a step that a socket computes in one native call (csrc/kernels/sizes.h)."""
 
 

@@ -83,7 +83,7 @@ class DecodeStep:
 
         """
         tokens = len(positions)
-        if tokens > self._kernel.few_tokens:
+        if tokens > self._kernel.step_tokens:
             return None
         contexts = [get_attention_context(name) for name in self._names]
         groups = _groups(contexts, tokens)

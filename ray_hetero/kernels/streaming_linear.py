@@ -60,6 +60,8 @@ class StreamingLinear:
         self.level = native.levels()[-1] if level is None else level
         self.few_tokens: int = native.FEW_TOKENS
         """Up to which a step is to do nothing but read weights."""
+        self.step_tokens: int = native.STEP_TOKENS
+        """Most tokens of a decode step that is one native call."""
         self.prompts: Prompts | None = None
         """Set once the weights are loaded."""
         self.sums: RankSums | None = None

@@ -227,9 +227,9 @@ def test_ranks_of_a_group_add_their_parts(
     without = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
     assert not torch.allclose(expected[0].float(), without[0].float(), **CLOSE)
     calls, kept = [], []
-    for own, sums in enumerate(shared(count, native.FEW_TOKENS * HIDDEN)):
+    for own, sums in enumerate(shared(count, native.STEP_TOKENS * HIDDEN)):
         kernel = StreamingLinear(native, level_of(level))
-        kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
+        kernel.sums = sums
         made = DecoderLayers(known_layers(ranks[own], linears(ranks[own]), kernel), kernel)
         mine = [
             (metadata, module, cache[:, own : own + 1].contiguous(), places)
