@@ -406,7 +406,7 @@ struct ExpertCall {
 
 PYBIND11_MODULE(_streaming_linear, module) {
   module.doc() = "Linear layers in bf16; few tokens at the bandwidth of the socket.";
-  // Up to which a step does nothing but read weights, with AMX.
+  // Up to which products do nothing but read weights, with AMX.
   module.attr("FEW_TOKENS") = kFewTokens;
   // Most of a decode step in one call.
   module.attr("STEP_TOKENS") = kStepTokens;

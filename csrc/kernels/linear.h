@@ -4,9 +4,10 @@
 //
 // Few tokens (a decode step): every weight is read once, so the only thing that counts is that all
 // threads stream W without a pause.  W is cut into units of up to 64 KiB, parts of blocks; each thread
-// gets a run of neighbouring units, and who has finished takes units from the end of others' runs.
+// gets a run of neighbouring units, and who has finished takes units from the end of others' runs
+// (few_tokens.h, which has decode steps of more tokens too).
 // Many tokens (a prefill): the tiles' multiplications count.  Tokens and a piece of W that fit
-// together into the second-level cache are multiplied piece by piece.
+// together into the second-level cache are multiplied piece by piece (many_tokens.h).
 //
 // A sum is always taken over the same pieces in the same order, whichever thread took them: the
 // result depends neither on the number of threads nor on chance.

@@ -13,7 +13,8 @@ from placement.units import GB, GIB
 Source = Literal["measured", "configured", "table"]
 
 NATIVE_STEP_TOKENS = 128
-"""Most tokens of a step that a socket computes in one native call (csrc/kernels/sizes.h)."""
+"""Most tokens of a step that a socket computes in one native call (csrc/kernels/sizes.h); more are
+computed operator by operator."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 vLLM's kernels for CPUs divide a layer by its outputs, each thread a fixed share, and a decode step,
 which reads every weight for a handful of tokens, waits in every layer for the slowest thread.  Here
-threads that have finished take over from others (csrc/kernels/linear.h).  The weights are in the
-layout of vLLM's own packed kernel, which computes many tokens where there is no AMX and that kernel
-is there, so they are held once.
+threads that have finished take over from others (csrc/kernels/few_tokens.h).  The weights are in
+the layout of vLLM's own packed kernel, which computes many tokens where there is no AMX and that
+kernel is there, so they are held once.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from test_decode_step import LAYERS, Requests, kernel_of, unpacked  # noqa: E402
 from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
+from placement.plan.devices import NATIVE_STEP_TOKENS  # noqa: E402
 from ray_hetero.kernels import decode_step, layer_tokens  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
@@ -194,6 +195,10 @@ def test_what_others_have_left_in_a_block_does_not_matter(
         assert found[-1] is not None
     assert all(bool(one.isfinite().all()) for one in found[1])
     assert all(map(torch.equal, *found))
+
+
+def test_the_plan_knows_how_many_they_may_be() -> None:
+    assert native.STEP_TOKENS == NATIVE_STEP_TOKENS
 
 
 def test_the_cores_compute_such_a_step_and_no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

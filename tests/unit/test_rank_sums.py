@@ -300,12 +300,25 @@ class Whole(Requests):
         return made
 
 
-@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
-@pytest.mark.parametrize("count", [2, 3])
+FEW = [300, 1, 64]
+MANY = [5 + 7 * number % 60 for number in range(70)]
+"""So many that three ranks add up slices."""
+BEST = LEVELS[-1] if LEVELS else ""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "level"),
+    [
+        *((FEW, count, level) for count in (2, 3) for level in BETWEEN_PRODUCTS),
+        *((MANY, 2, level) for level in ("software_tiles", BEST)),
+        (MANY, 3, BEST),
+    ],
+    ids=lambda one: len(one) if isinstance(one, list) else one,
+)
 def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
-    count: int, level: str, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], count: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Whole(monkeypatch, [300, 1, 64], count)
+    whole = Whole(monkeypatch, lengths, count)
     hidden, residual = whole.inputs(is_first=False)
     caches = whole.begin("vec")
     alone = whole.made(level)
