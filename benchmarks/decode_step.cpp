@@ -12,8 +12,8 @@
 // keys and values really read.  One thread is bound to each CPU that the program may use.
 //
 // With RANKS as many processes share these CPUs, each with its part of every layer, and add up in
-// memory that they share; the first one's times are printed.  Before come sums of 1 × 4096 and of
-// 32 × 4096 elements alone.
+// memory that they share; the first one's times are printed.  Before come sums of 1, 32 and 128 ×
+// 4096 elements alone.
 
 #include "measuring.h"
 
@@ -121,9 +121,9 @@ struct Part {
 // Sums alone, all ranks together.
 void time_sums(const Level& level, const Part& part) {
   constexpr int kTimes = 1000;
-  auto* x = allocate<float>(kFewTokens * kHidden);
-  auto* y = allocate<Bf16>(kFewTokens * kHidden);
-  for (const long tokens : {1L, 32L}) {
+  auto* x = allocate<float>(kStepTokens * kHidden);
+  auto* y = allocate<Bf16>(kStepTokens * kHidden);
+  for (const long tokens : {1L, 32L, 128L}) {
     std::vector<double> seconds;
     for (int round = 0; round <= kRounds; ++round) {
       const double start = now();
@@ -175,17 +175,17 @@ void time_steps(int layers, const Part& part, int count, char** words) {
     std::printf("%d × %d threads, %s, %d layers, %d × %.2f GB\n", part.ranks,
                 omp_get_max_threads(), level.name, layers, part.ranks, weight_bytes / 1e9);
   }
-  auto* x = allocate<Bf16>(kFewTokens * kWide);
-  auto* y = allocate<Bf16>(kFewTokens * 2 * kWide);
-  auto* sum = allocate<Bf16>(kFewTokens * kHidden);
-  fill(x, kFewTokens * kWide);
+  auto* x = allocate<Bf16>(kStepTokens * kWide);
+  auto* y = allocate<Bf16>(kStepTokens * 2 * kWide);
+  auto* sum = allocate<Bf16>(kStepTokens * kHidden);
+  fill(x, kStepTokens * kWide);
   for (int argument = 2; argument < count; ++argument) {
     char* end = nullptr;
     const long m = std::strtol(words[argument], &end, 10);
     const long context = *end == 'x' ? std::atol(end + 1) : 0;
-    if (m < 1 || m > kFewTokens || context < 1 || context > kPositions) {
+    if (m < 1 || m > kStepTokens || context < 1 || context > kPositions) {
       std::printf("expected 1 to %ld requests and 1 to %ld tokens as REQUESTSxCONTEXT, got %s\n",
-                  long{kFewTokens}, kPositions, words[argument]);
+                  long{kStepTokens}, kPositions, words[argument]);
       std::exit(2);
     }
     const long blocks = (context + kBlockTokens - 1) / kBlockTokens;
@@ -232,7 +232,7 @@ void time_steps(int layers, const Part& part, int count, char** words) {
 // A process for each rank, with its share of the CPUs.
 int time_ranks(int layers, int ranks, int count, char** words) {
   const std::vector<int> cpus = usable_cpus();
-  const long elements = kFewTokens * kHidden;
+  const long elements = kStepTokens * kHidden;
   const std::int64_t bytes = RankSums::needed(ranks, elements);
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {

@@ -1,8 +1,8 @@
 // Attention of a decode step: one token of each request over its KV blocks, in vLLM's layouts.
 //
-// Requests are cut into parts, at most 64 of them; a unit is a part and a head of keys, with the
+// Requests are cut into parts, at most 64 of each; a unit is a part and a head of keys, with the
 // heads of queries that share it, of all requests that do (attention_parts.h).  Threads take units
-// as in linear.h, and who computes the last part of a head puts its parts together, in their order:
+// as in few_tokens.h, and who computes the last part of a head puts its parts together, in their order:
 // the result depends neither on the number of threads nor on chance.  The softmax of parts is that of Dao et al.,
 // "Flash-Decoding for long-context inference", 2023.
 //

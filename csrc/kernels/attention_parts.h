@@ -6,6 +6,7 @@
 #include "layers.h"
 #include "sizes.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -85,7 +86,9 @@ class Parts {
   void add(std::int64_t request, std::int64_t rows, std::int64_t shortest, std::int64_t length) {
     const std::int64_t begin = seen(shortest) / kSpan * kSpan;
     const std::int64_t chunks = (length - begin + kChunk - 1) / kChunk;
-    const std::int64_t of_part = (chunks + kMostParts - 1) / kMostParts;
+    // Of many requests each needs fewer, and all parts together no more memory.
+    const std::int64_t most = kMostParts * kFewTokens / std::max(requests_, kFewTokens);
+    const std::int64_t of_part = (chunks + most - 1) / most;
     const std::int64_t parts = (chunks + of_part - 1) / of_part;
     group_of_.insert(group_of_.end(), parts, groups());
     groups_.push_back({request, rows, begin, length, of_part * kChunk});

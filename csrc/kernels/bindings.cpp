@@ -151,8 +151,8 @@ PostAttention post_attention(const AsLinear& output, const std::optional<AsNorm>
   if (sums != nullptr && !made.has_mlp()) {
     throw py::value_error("expected a perceptron where ranks of a group add up");
   }
-  if (sums != nullptr && sums->elements() < kFewTokens * hidden) {
-    throw py::value_error("expected room for the sums of " + std::to_string(kFewTokens) + " × " +
+  if (sums != nullptr && sums->elements() < kStepTokens * hidden) {
+    throw py::value_error("expected room for the sums of " + std::to_string(kStepTokens) + " × " +
                           std::to_string(hidden) + " elements, got " +
                           std::to_string(sums->elements()));
   }
@@ -263,7 +263,9 @@ void check_requests(const Requests& requests, std::int64_t cache_blocks) {
 Requests as_requests(std::int64_t m, std::uintptr_t positions, std::uintptr_t slots,
                      std::uintptr_t lengths, std::uintptr_t blocks, std::int64_t most_blocks,
                      std::int64_t block, std::int64_t cache_blocks, bool tiles) {
-  if (m <= 0 || m > kFewTokens) throw py::value_error("expected 1 to 32 requests");
+  if (m <= 0 || m > kStepTokens) {
+    throw py::value_error("expected 1 to " + std::to_string(kStepTokens) + " requests");
+  }
   if (block <= 0 || block % kSpan != 0) {
     throw py::value_error("expected blocks in multiples of 32 tokens");
   }
@@ -404,8 +406,10 @@ struct ExpertCall {
 
 PYBIND11_MODULE(_streaming_linear, module) {
   module.doc() = "Linear layers in bf16; few tokens at the bandwidth of the socket.";
-  // Up to which a step does nothing but read weights, with AMX.
+  // Up to which products do nothing but read weights, with AMX.
   module.attr("FEW_TOKENS") = kFewTokens;
+  // Most of a decode step in one call.
+  module.attr("STEP_TOKENS") = kStepTokens;
   py::class_<Level>(module, "Level",
                     "A set of instructions that kernels are compiled for, and this process may use.")
       .def_property_readonly("name", [](const Level& level) { return level.name; })
@@ -577,8 +581,8 @@ PYBIND11_MODULE(_streaming_linear, module) {
            "and blocks [m, most_blocks], int32.  `block` is a block's tokens, `cache_blocks`\n"
            "their number, `tiles` whether keys and values lie in them as vLLM's kernel for AMX\n"
            "wants them.\n"
-           "Raises ValueError: more than 32 requests, blocks of no multiple of 32 tokens, a request\n"
-           "without a token, or one that is not in the cache.");
+           "Raises ValueError: more than STEP_TOKENS requests, blocks of no multiple of 32 tokens, a\n"
+           "request without a token, or one that is not in the cache.");
 
   py::class_<DecoderLayers>(module, "DecoderLayers",
                                         "Decoder layers that follow one another.")

@@ -95,7 +95,7 @@ class ExpertProduct {
 
   // One thread's share of the work; all of the team's threads have to come.
   void work(int thread) {
-    std::int64_t set_up = 0;  // tokens that tiles are set up for
+    TileSetUp set_up;
     for (Units units; (units = queue_.next(thread, parts_)).count > 0;) {
       const std::int64_t column = units.first / parts_, number = column / columns_;
       const std::int64_t block = column % columns_ * wide_;
@@ -117,14 +117,8 @@ class ExpertProduct {
     return experts_.experts[routing_.expert(number)].*which_;
   }
 
-  static void set_tiles_up(std::int64_t tokens, std::int64_t& set_up) {
-    if (!kHasTiles || tokens == set_up) return;
-    configure_tiles(tokens);
-    set_up = tokens;
-  }
-
   // All parts of a block of up to 32 tokens, whose sums stay with this thread.
-  void whole_block(std::int64_t number, std::int64_t block, std::int64_t& set_up) const {
+  void whole_block(std::int64_t number, std::int64_t block, TileSetUp& set_up) const {
     const ExpertTokens x = tokens_(number);
     float* sums = scratch(2 * x.count * kBlock, kOwnSums);
     for (std::int64_t part = 0; part < parts_; ++part) {
@@ -137,7 +131,7 @@ class ExpertProduct {
 
   // One part; who computes the last of a block puts them together.
   void one_part(std::int64_t number, std::int64_t block, std::int64_t part,
-                std::int64_t& set_up) {
+                TileSetUp& set_up) {
     const ExpertTokens x = tokens_(number);
     const std::int64_t floats = x.count * kBlock;
     float* parts = shared_ + (routing_.first(number) * blocks_ + block * x.count) * parts_ * kBlock;
@@ -151,10 +145,10 @@ class ExpertProduct {
   }
 
   void sum_part(std::int64_t number, const ExpertTokens& x, std::int64_t block, std::int64_t part,
-                std::int64_t& set_up, float* sums) const {
+                TileSetUp& set_up, float* sums) const {
     const std::int64_t row = part * rows_, rows = std::min(rows_, pairs_ - row);
     const Weight& w = weight(number);
-    set_tiles_up(x.count, set_up);
+    set_up.for_tokens(x.count);
     const Stretch stretch = w.stretch(block, row, rows);
     if (x.count > kDirectExpertTokens && !kernels_of(stretch).has_codes) {
       for (std::int64_t at = row; at < row + rows; at += kPieceRows) {
@@ -170,7 +164,7 @@ class ExpertProduct {
   // Neighbouring blocks of many tokens, some of these after the other: a piece of the tokens stays
   // in the second-level cache while a piece of each block is multiplied with it.
   void many_tokens(std::int64_t number, std::int64_t first, std::int64_t last,
-                   std::int64_t& set_up) const {
+                   TileSetUp& set_up) const {
     const ExpertTokens x = tokens_(number);
     const Weight& w = weight(number);
     for (std::int64_t begin = 0; begin < x.count; begin += kPieceTokens) {
@@ -193,7 +187,7 @@ class ExpertProduct {
   // What some rows of a block add to sums of tokens from `begin` on, the first of a group.
   void add_piece(const Weight& w, std::int64_t block, std::int64_t row, std::int64_t rows,
                  bool is_first, const Outliers& outliers, const ExpertTokens& x, std::int64_t begin,
-                 std::int64_t tokens, std::int64_t& set_up, float* sums) const {
+                 std::int64_t tokens, TileSetUp& set_up, float* sums) const {
     const Stretch stretch = w.stretch(block, row, rows);
     std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
     const std::uint16_t* in_bf16 = expanded(stretch, outliers, room);
@@ -206,7 +200,7 @@ class ExpertProduct {
       for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
         const std::int64_t group = (begin + token) / kFewTokens, here = x.tokens(group);
         const std::int64_t step = here * 2 * kTile;
-        set_tiles_up(here, set_up);
+        set_up.for_tokens(here);
         (here > kTile ? add_group<true> : add_group<false>)(
             x.group(group) + row / kTile * step, step, in_bf16, rows, is_first, next, lines,
             sums + token * kBlock);

@@ -18,6 +18,10 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "formats/all.h"
 //
 #include "codes.h"
+#include "row_products.h"
+#include "pieces.h"
+#include "few_tokens.h"
+#include "many_tokens.h"
 #include "linear.h"
 #include "adapters.h"
 #include "experts.h"

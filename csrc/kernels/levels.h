@@ -1,6 +1,6 @@
 // The kernels, compiled for several levels of a processor's instruction sets.
 //
-// There is one source: level.h includes linear.h, attention.h, …, and each file of levels/ includes
+// There is one source: level.h includes few_tokens.h, attention.h, …, and each file of levels/ includes
 // it once, in a namespace of its own and compiled for its instructions, over the vectors and tiles
 // that the level has.
 //

@@ -8,6 +8,10 @@ namespace ray_hetero {
 
 constexpr std::int64_t kUnitRows = 512;     // most rows of a unit of few tokens
 constexpr std::int64_t kFewTokens = 32;     // two tiles
+constexpr std::int64_t kStepTokens = 128;   // most of a decode step that is one native call
+// Most rows of a unit of more than few tokens of such a step: inputs of all of them take 1 MiB, half
+// of a second-level cache.
+constexpr std::int64_t kStepUnitRows = 2048;
 constexpr std::int64_t kScalarTokens = 8;   // up to which outliers are added one by one: faster than gathers
 constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
 constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
@@ -28,7 +32,7 @@ constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
 constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them
 
 constexpr std::int64_t kChunk = 128;     // tokens whose scores are kept; parts are multiples of it
-constexpr std::int64_t kMostParts = 64;  // of a request
+constexpr std::int64_t kMostParts = 64;  // of a request, where a step has few tokens
 // Cached tokens from which requests that share them are attended together: fewer stay in the caches,
 // and there is more to share out among threads.
 constexpr std::int64_t kTogetherTokens = 1024;

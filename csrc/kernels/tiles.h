@@ -55,4 +55,18 @@ RAY_HETERO_INLINE void multiply(const std::uint16_t* x, const std::uint16_t* w) 
 
 inline void configure_tiles(std::int64_t tokens) { set_tiles(TileConfig(tokens)); }
 
+// For how many tokens a thread has set its tiles up, which takes as long as some products; nothing
+// where there are none.
+class TileSetUp {
+ public:
+  void for_tokens(std::int64_t tokens) {
+    if (!kHasTiles || tokens == tokens_) return;
+    configure_tiles(tokens);
+    tokens_ = tokens;
+  }
+
+ private:
+  std::int64_t tokens_ = 0;
+};
+
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -12,8 +12,9 @@ from placement.units import GB, GIB
 
 Source = Literal["measured", "configured", "table"]
 
-NATIVE_STEP_TOKENS = 32
-"""Most tokens of a step that a socket computes in one native call (csrc/kernels/sizes.h)."""
+NATIVE_STEP_TOKENS = 128
+"""Most tokens of a step that a socket computes in one native call (csrc/kernels/sizes.h); more are
+computed operator by operator."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 vLLM's operators for the attention of one layer, called from Python, take several times as long as
 there is to compute while conversations are short; and threads are called together for each anew.
 Requests may have a few tokens each, which verify drafts (token_rows.py).  Steps that are something
-else (prompts, many requests), and attentions that do more than this knows, are computed layer by
-layer (decoder_layers.py).
+else (prompts, more than 128 tokens), and attentions that do more than this knows, are computed
+layer by layer (decoder_layers.py).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class DecodeStep:
 
         """
         tokens = len(positions)
-        if tokens > self._kernel.few_tokens:
+        if tokens > self._kernel.step_tokens:
             return None
         contexts = [get_attention_context(name) for name in self._names]
         groups = _groups(contexts, tokens)

@@ -192,7 +192,7 @@ class DecoderLayers:
         can_decode = self._decode_step is not None and decode_step.is_known(cache, first.isa)
         return step_rows(
             metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), metadata.block_table,
-            cache.shape[2], self._kernel.few_tokens if can_decode else 0,
+            cache.shape[2], self._kernel.step_tokens if can_decode else 0,
         )  # fmt: skip
 
     def _layer_by_layer(

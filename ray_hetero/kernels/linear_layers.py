@@ -165,8 +165,8 @@ class LinearLayers:
         kernel = self._kernel
         if kernel is None or not (self._config.fuse_layers and self._linears):
             return None
-        elements = int(kernel.native.FEW_TOKENS) * hidden
-        return SumTerms(kernel.level.name, kernel.few_tokens, elements, len(self._linears))
+        elements = kernel.step_tokens * hidden
+        return SumTerms(kernel.level.name, kernel.step_tokens, elements, len(self._linears))
 
     @property
     def native(self) -> ModuleType | None:

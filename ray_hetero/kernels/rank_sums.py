@@ -29,7 +29,7 @@ class SumTerms:
 
     level: str
     """Set of instructions of the kernels."""
-    few_tokens: int
+    step_tokens: int
     """Most tokens of a step that is a native call."""
     elements: int
     """Most elements of a sum."""

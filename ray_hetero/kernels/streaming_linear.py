@@ -2,9 +2,9 @@
 
 vLLM's kernels for CPUs divide a layer by its outputs, each thread a fixed share, and a decode step,
 which reads every weight for a handful of tokens, waits in every layer for the slowest thread.  Here
-threads that have finished take over from others (csrc/kernels/linear.h).  The weights are in the
-layout of vLLM's own packed kernel, which computes many tokens where there is no AMX and that kernel
-is there, so they are held once.
+threads that have finished take over from others (csrc/kernels/few_tokens.h).  The weights are in
+the layout of vLLM's own packed kernel, which computes many tokens where there is no AMX and that
+kernel is there, so they are held once.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class StreamingLinear:
         self.level = native.levels()[-1] if level is None else level
         self.few_tokens: int = native.FEW_TOKENS
         """Up to which a step is to do nothing but read weights."""
+        self.step_tokens: int = native.STEP_TOKENS
+        """Most tokens of a decode step that is one native call."""
         self.prompts: Prompts | None = None
         """Set once the weights are loaded."""
         self.sums: RankSums | None = None

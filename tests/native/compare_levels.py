@@ -41,6 +41,8 @@ HIDDEN, WIDE, HEADS, KV_HEADS, SIZE, LAYERS = 96, 416, 6, 2, 64, 3
 BLOCK, POSITIONS = 32, 1024
 LENGTHS = [[1], [33], [300, 1, 64, 512], list(range(97, 129))]
 FEW_LENGTHS = [[33, 1, 64, 161]]
+MANY_LENGTHS = list(range(30, 67))
+"""More tokens than are few, for one family."""
 
 Bits = np.ndarray[Any, np.dtype[np.uint16]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -329,9 +331,12 @@ def layers(module: Any, level: Any, operation: str) -> Iterator[float]:
                     for block in (0, LAYERS - 1)
                 ]
             else:
+                lengths = FEW_LENGTHS if is_emulated else LENGTHS
+                if family == FAMILIES["Llama"]:
+                    lengths = [*lengths, MANY_LENGTHS]
                 cases += [
                     lambda on, some=some, tiles=tiles, d=decoder: d.stepped(on, some, tiles=tiles)
-                    for some in (FEW_LENGTHS if is_emulated else LENGTHS)
+                    for some in lengths
                     for tiles in (False, True)
                 ]
     for compute in cases:

@@ -76,7 +76,7 @@ class Threads:
 
 def sums_of(count: int, limit_s: float = 60.0) -> list[RankSums]:
     """The sums of ranks that are connected."""
-    elements = native.FEW_TOKENS * decoder_parts.HIDDEN
+    elements = native.STEP_TOKENS * decoder_parts.HIDDEN
     memory = torch.zeros(native.RankSums.bytes(count, elements), dtype=torch.uint8)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count - 1)]
     of_ranks: list[list[socket.socket | None]] = [[None, *(first for first, _ in pairs)]]

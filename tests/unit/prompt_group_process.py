@@ -48,7 +48,7 @@ class Rank:
         self.rank = self.steps.ranks[own]
         kernel, group = self.rank.kernel, dist.group.WORLD
         terms = SumTerms(
-            kernel.level.name, kernel.few_tokens, native.FEW_TOKENS * HIDDEN, len(self.rank.known)
+            kernel.level.name, kernel.step_tokens, kernel.step_tokens * HIDDEN, len(self.rank.known)
         )
         sums = shared_sums.joined(group, range(count), native, terms, limit_s)
         assert sums is not None

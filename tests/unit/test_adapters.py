@@ -191,6 +191,25 @@ def test_a_decode_step_adds_them(rank: int, level: str, monkeypatch: pytest.Monk
         assert (distance(found[0], plain[0])[~without] > 2 * paged_steps.CLOSE).all()
 
 
+@pytest.mark.parametrize("level", ["software_tiles", BEST])
+def test_a_step_of_many_requests_adds_them(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, wrapper = Requests(monkeypatch, [1 + 3 * number for number in range(40)]), punica()
+    adapt(step.decoder, wrapper, slots=3, rank=8)
+    for slot in range(3):
+        load(list(adapted(step.decoder)), slot, rank=8, seed=slot)
+    choose(wrapper, slots_of(step.tokens))
+    layers, (hidden, residual) = step.made(level), step.inputs(is_first=False)
+    step.begin("vec")
+    expected = layers._layer_by_layer(step.positions, hidden, residual)
+    step.begin("vec")
+    assert layers._decode_step is not None
+    found = layers._decode_step(step.positions, hidden, residual)
+    assert found is not None
+    assert all(
+        distance(*both).max() < paged_steps.CLOSE for both in zip(found, expected, strict=True)
+    )
+
+
 def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """How far rows are from others, relative to the length of these."""
     return (one.float() - other.float()).norm(dim=1) / other.float().norm(dim=1)
@@ -227,9 +246,9 @@ def test_ranks_of_a_group_add_their_parts(
     without = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
     assert not torch.allclose(expected[0].float(), without[0].float(), **CLOSE)
     calls, kept = [], []
-    for own, sums in enumerate(shared(count, native.FEW_TOKENS * HIDDEN)):
+    for own, sums in enumerate(shared(count, native.STEP_TOKENS * HIDDEN)):
         kernel = StreamingLinear(native, level_of(level))
-        kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
+        kernel.sums = sums
         made = DecoderLayers(known_layers(ranks[own], linears(ranks[own]), kernel), kernel)
         mine = [
             (metadata, module, cache[:, own : own + 1].contiguous(), places)

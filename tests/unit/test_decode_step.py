@@ -46,9 +46,7 @@ CLOSE = {"rtol": 2**-5, "atol": 2**-4}
 
 
 def kernel_of(level: str) -> StreamingLinear:
-    made = StreamingLinear(native, level_of(level))
-    made.few_tokens = native.FEW_TOKENS
-    return made
+    return StreamingLinear(native, level_of(level))
 
 
 class Requests:
@@ -498,7 +496,7 @@ def test_another_step_is_computed_layer_by_layer(
 
 
 def test_a_dummy_run_and_more_tokens_than_a_step_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = Requests(monkeypatch, [40] * 33)
+    requests = Requests(monkeypatch, [40] * (native.STEP_TOKENS + 1))
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
     requests.begin("vec")
     assert layers._decode_step is not None
@@ -533,6 +531,6 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         native.DecoderLayers(first=first, layers=[])
     some = SimpleNamespace(m=1, positions=0, slots=0, lengths=0, blocks=0, most_blocks=1, block=32,
                            cache_blocks=1, tiles=False)  # fmt: skip
-    for change, message in (({"m": 33}, "1 to 32 requests"), ({"block": 16}, "multiples of 32")):
+    for change, message in (({"m": 129}, "1 to 128 requests"), ({"block": 16}, "multiples of 32")):
         with pytest.raises(ValueError, match=message):
             native.Requests(**(vars(some) | change))

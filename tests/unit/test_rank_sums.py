@@ -245,11 +245,11 @@ def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[PostAttenti
 @pytest.mark.parametrize("is_last", [False, True])
 def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, level: str) -> None:
     whole, *parts = parts_of(count, is_last=is_last, is_compact=count == 2)
-    sums = shared(count, native.FEW_TOKENS * HIDDEN)
+    sums = shared(count, native.STEP_TOKENS * HIDDEN)
 
     def block(parts: PostAttention, sums: RankSums | None) -> PostAttentionBlock:
         kernel = StreamingLinear(native, level_of(level))
-        kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
+        kernel.sums = sums
         return PostAttentionBlock(parts, kernel)
 
     alone = block(whole, None)
@@ -300,12 +300,25 @@ class Whole(Requests):
         return made
 
 
-@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
-@pytest.mark.parametrize("count", [2, 3])
+FEW = [300, 1, 64]
+MANY = [5 + 7 * number % 60 for number in range(70)]
+"""So many that three ranks add up slices."""
+BEST = LEVELS[-1] if LEVELS else ""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "level"),
+    [
+        *((FEW, count, level) for count in (2, 3) for level in BETWEEN_PRODUCTS),
+        *((MANY, 2, level) for level in ("software_tiles", BEST)),
+        (MANY, 3, BEST),
+    ],
+    ids=lambda one: len(one) if isinstance(one, list) else one,
+)
 def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
-    count: int, level: str, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], count: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Whole(monkeypatch, [300, 1, 64], count)
+    whole = Whole(monkeypatch, lengths, count)
     hidden, residual = whole.inputs(is_first=False)
     caches = whole.begin("vec")
     alone = whole.made(level)
@@ -315,9 +328,9 @@ def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     requests = decode_step._Requests(whole.positions, whole.slots, whole.lengths, whole.blocks)
     expected = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
     calls, kept, written = [], [], []
-    for own, sums in enumerate(shared(count, native.FEW_TOKENS * decoder_parts.HIDDEN)):
+    for own, sums in enumerate(shared(count, native.STEP_TOKENS * decoder_parts.HIDDEN)):
         kernel = StreamingLinear(native, level_of(level))
-        kernel.few_tokens, kernel.sums = native.FEW_TOKENS, sums
+        kernel.sums = sums
         rank = whole.part(own)
         layers = DecoderLayers(known_layers(rank, linears(rank), kernel), kernel)
         mine = [cache[:, own : own + 1].contiguous() for cache in before]
@@ -349,7 +362,7 @@ def test_layers_of_a_group_are_left_to_vllm_without_shared_memory(
     layer, made = list(rank.layers)[1], linears(rank)
     why = layer_fusion.layer_of(rank, layer, made, kernel)
     assert why == "tensor-parallel ranks add their products up in between"
-    kernel.sums = shared(2, native.FEW_TOKENS * decoder_parts.HIDDEN)[1]
+    kernel.sums = shared(2, native.STEP_TOKENS * decoder_parts.HIDDEN)[1]
     biases = [
         replace(made[one], bias=torch.zeros(decoder_parts.HIDDEN))
         for one in (layer.self_attn.o_proj, layer.mlp.down_proj)
@@ -366,9 +379,9 @@ def test_layers_of_a_group_are_left_to_vllm_without_shared_memory(
 def test_a_missing_rank_is_an_error_of_a_collective() -> None:
     _, part, _ = parts_of(2, is_last=True, is_compact=False)
     kernel = StreamingLinear(native)
-    memory = torch.zeros(native.RankSums.bytes(2, native.FEW_TOKENS * HIDDEN), dtype=torch.uint8)
+    memory = torch.zeros(native.RankSums.bytes(2, native.STEP_TOKENS * HIDDEN), dtype=torch.uint8)
     kernel.sums = RankSums(
-        native, memory, elements=native.FEW_TOKENS * HIDDEN, ranks=[4, 5], own=0, limit_s=0.2,
+        native, memory, elements=native.STEP_TOKENS * HIDDEN, ranks=[4, 5], own=0, limit_s=0.2,
         connections=[None, None],
     )  # fmt: skip
     block = PostAttentionBlock(part, kernel)
@@ -383,7 +396,7 @@ def test_layers_need_room_for_their_sums() -> None:
     _, part, _ = parts_of(2, is_last=True, is_compact=False)
     kernel = StreamingLinear(native)
     kernel.sums = shared(2, HIDDEN)[0]
-    with pytest.raises(ValueError, match="expected room for the sums of 32 × 256 elements"):
+    with pytest.raises(ValueError, match="expected room for the sums of 128 × 256 elements"):
         PostAttentionBlock(part, kernel)
 
 
