@@ -21,8 +21,13 @@ from ray_hetero.runtime.ray_arguments import RAY_SETTINGS
 
 OBJECT_STORE_BYTES = 128 << 20
 """Nothing large goes through the object store; Ray's default would take 30 % of the memory."""
-OWN_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
-"""Ray's processes wait a minute for a head that is gone to come back; this one's does not."""
+OWN_SETTINGS = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Ray's processes wait a minute for a head that is gone to come back; this one's do not.  And a
+worker is started for every core at once, which none of the ranks can use: theirs have environments
+of their own."""
 LINGER_SECONDS = 2.0
 """What Ray's processes get to end by themselves when it has been stopped."""
 
