@@ -88,7 +88,9 @@ class OwnedRay:
         connection = unix_sockets.unix_socket(READY_SECONDS)
         try:
             connection.connect(f"\0{name}")
-            answer = connection.recv(ANSWER_BYTES)
+            # Once a keeper is gone, anybody may listen in its place.
+            is_ours = unix_sockets.user_of(connection) == os.getuid()
+            answer = connection.recv(ANSWER_BYTES) if is_ours else b""
         except OSError as error:
             connection.close()
             logger.warning("the Ray that was started ahead does not answer: %s", error)
