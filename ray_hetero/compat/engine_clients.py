@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ray_hetero.compat import engine_environment
 from ray_hetero.compat.patching import original
 
 
-def end_engines_at_exit(killed: Callable[[int, int], None]) -> None:
+def end_engines_at_exit(
+    killed: Callable[[int, int], None],
+    while_starting: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+) -> None:
     """Shut this process's engines down when the interpreter ends, while Ray is still there.
 
     The variables that the engine's processes have inherited by then are taken back.
@@ -26,6 +31,7 @@ def end_engines_at_exit(killed: Callable[[int, int], None]) -> None:
 
     Args:
         killed: called before, for each engine process that a signal has ended: its id, the signal.
+        while_starting: entered with an engine's configuration while its process starts.
 
     """
     from vllm.v1.engine.core_client import EngineCoreClient
@@ -36,19 +42,30 @@ def end_engines_at_exit(killed: Callable[[int, int], None]) -> None:
         make = original(EngineCoreClient, name)
         if hasattr(make, "__ray_hetero__"):
             return
-        setattr(EngineCoreClient, name, staticmethod(_remembering(make, clients, managers)))
+        setattr(
+            EngineCoreClient,
+            name,
+            staticmethod(_remembering(make, while_starting, clients, managers)),
+        )
     # Handlers run in the reverse order of their registration, and Ray is imported already.
     atexit.register(_shut_down, clients)
     atexit.register(_tell_killed, managers, killed)
 
 
 def _remembering(
-    make: Callable[..., Any], clients: weakref.WeakSet[Any], managers: list[Any]
+    make: Callable[..., Any],
+    while_starting: Callable[[Any], AbstractContextManager[None]],
+    clients: weakref.WeakSet[Any],
+    managers: list[Any],
 ) -> Callable[..., Any]:
+    signature = inspect.signature(make)
+
     @functools.wraps(make)
     def make_and_remember(*args: Any, **kwargs: Any) -> Any:
+        vllm_config = signature.bind(*args, **kwargs).arguments["vllm_config"]
         try:
-            client = make(*args, **kwargs)
+            with while_starting(vllm_config):
+                client = make(*args, **kwargs)
         finally:
             engine_environment.take_back()
         clients.add(client)

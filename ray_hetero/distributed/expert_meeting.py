@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ray_hetero.distributed.expert_memory import Geometry, HandoverMemory, RemoteLayer
-from ray_hetero.distributed.unix_sockets import NOTE, user_of
 from ray_hetero.errors import StartupError
+from ray_hetero.runtime.unix_sockets import NOTE, user_of
 
 POLL_SECONDS = 0.05
 """How often an expert rank looks whether somebody listens already, in seconds."""

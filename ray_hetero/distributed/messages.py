@@ -9,7 +9,6 @@ about the rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
@@ -21,20 +20,6 @@ Tensors = dict[str, torch.Tensor]
 HEADER_BYTES = 64
 ALIGNMENT = 64
 """Bytes to whose multiple each tensor's part of a row is filled up."""
-
-
-@dataclass
-class Exchanged:
-    """What a rank's exchanges have taken; seconds and bytes."""
-
-    waiting_s: float = 0.0
-    """Until the previous stage had computed what it sent."""
-    exchange_s: float = 0.0
-    """Packing and sending, and from the end of the previous stage's computing to the arrival of
-    what it sent.  Where the stages are on two hosts, whose clocks differ, arrivals count as
-    waiting."""
-    received_bytes: int = 0
-    sent_bytes: int = 0
 
 
 class OnItsWay(Protocol):

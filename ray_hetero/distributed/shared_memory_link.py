@@ -18,14 +18,13 @@ from contextlib import ExitStack
 from placement.errors import NativeError
 from placement.host import native
 from placement.host.sysfs import machine_id
-from ray_hetero.distributed import unix_sockets
 from ray_hetero.distributed.link import Terms, WaitUntilRead
 from ray_hetero.distributed.messages import Message, OnItsWay, There
 from ray_hetero.distributed.neighbour import Neighbour
-from ray_hetero.distributed.unix_sockets import NOTE
 from ray_hetero.log import logger
-from ray_hetero.runtime import sealed_memory
+from ray_hetero.runtime import sealed_memory, unix_sockets
 from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.runtime.unix_sockets import NOTE
 
 
 class SharedMemoryLink:

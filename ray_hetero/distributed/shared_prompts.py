@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from placement.units import GIB
-from ray_hetero.distributed.unix_sockets import NOTE
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.gpu_prefill import give_back
 from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer, PromptTerms, WholeLayers
@@ -28,6 +27,7 @@ from ray_hetero.kernels.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory
 from ray_hetero.runtime.shared_pages import SharedPages
+from ray_hetero.runtime.unix_sockets import NOTE
 
 Gather = Callable[[Any], list[Any]]
 """Tells all ranks of the group something, and gives what each of them has told."""

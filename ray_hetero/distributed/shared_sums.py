@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from placement.host.sysfs import machine_id
-from ray_hetero.distributed import unix_sockets
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms
 from ray_hetero.log import logger
-from ray_hetero.runtime import sealed_memory
+from ray_hetero.runtime import sealed_memory, unix_sockets
 
 _MEMBER = struct.Struct("i")
 """What a rank that connects says: its place in the group."""

@@ -23,6 +23,7 @@ from ray_hetero.compat import (
     model_inspection,
 )
 from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.launch import early_ray
 from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
 from ray_hetero.launch.early_layout import (
@@ -57,7 +58,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     from ray_hetero.executor.hetero_executor import HeteroExecutor
 
     exit_reason.catch()
-    engine_clients.end_engines_at_exit(exit_reason.engine_was_killed)
+    engine_clients.end_engines_at_exit(exit_reason.engine_was_killed, early_ray.started_for)
     engine_processes.wait_for_engines_to_end()
     check_ray_version()
     group = ray_cluster.current_group()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
-from ray_hetero.distributed.messages import Exchanged
+from ray_hetero.distributed.exchanged import Exchanged
 
 REPORT_SECONDS = 30.0
 

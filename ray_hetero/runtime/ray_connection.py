@@ -14,17 +14,12 @@ from collections.abc import Collection, Iterator
 import psutil
 import ray
 
+from ray_hetero.errors import StartupError
 from ray_hetero.log import logger
+from ray_hetero.runtime import local_ray
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.ray_address import connect
-from ray_hetero.runtime.ray_arguments import RAY_SETTINGS
-
-OBJECT_STORE_BYTES = 128 << 20
-"""Nothing large goes through the object store; Ray's default would take 30 % of the memory."""
-OWN_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
-"""Ray's processes wait a minute for a head that is gone to come back; this one's does not."""
-LINGER_SECONDS = 2.0
-"""What Ray's processes get to end by themselves when it has been stopped."""
+from ray_hetero.runtime.ray_ahead import OwnedRay
 
 
 def connected_address() -> str | None:
@@ -73,7 +68,7 @@ def show_lines_at_once() -> None:
 
 
 class RayConnection:
-    """This process's connection to Ray; remembers whether it was made, or Ray started, here."""
+    """This process's connection to Ray; remembers whether it was made, or Ray started, for it."""
 
     def __init__(self, address: str | None) -> None:
         """Connect to `address`, RAY_ADDRESS or the cluster already connected to; else start one.
@@ -85,6 +80,7 @@ class RayConnection:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.is_own_connection = not ray.is_initialized()
         self.is_local = False
+        self._ahead: OwnedRay | None = None
         if not self.is_own_connection:
             return
         show_lines_at_once()
@@ -97,16 +93,16 @@ class RayConnection:
 
     def _start_local(self) -> None:
         self.is_local = True
-        for name, value in (RAY_SETTINGS | OWN_SETTINGS).items():
-            os.environ.setdefault(name, value)
-        ray.init(
-            address="local",
-            num_cpus=os.cpu_count(),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level=logging.WARNING,
-        )
+        self._ahead = OwnedRay.claimed()
+        if self._ahead is None:
+            local_ray.start()
+        else:
+            local_ray.settle_environment()
+            try:
+                connect(self._ahead.address, logging_level=logging.WARNING)
+            except StartupError:
+                self._ahead.end()
+                raise
         logger.info("started a local Ray: none was running (RAY_ADDRESS names a cluster)")
 
     def keep_off(self, cpus: Collection[int], besides: Collection[int] = ()) -> None:
@@ -119,24 +115,21 @@ class RayConnection:
         """
         if not (self.is_local and cpus):
             return
-        for process in psutil.Process().children(recursive=True):
+        processes = psutil.Process().children(recursive=True)
+        if self._ahead is not None:
+            processes += self._ahead.processes()
+        for process in processes:
             if process.pid not in besides:
                 move_process(process.pid, cpus)
 
     def close(self) -> None:
         """Leave the cluster, and stop it if it was started here; safe to call twice."""
         if self.is_own_connection and ray.is_initialized():
-            processes = _raylet_and_children() if self.is_local else []
-            ray.shutdown()
-            # Ray kills a raylet that does not end within a second; the raylet's agents then try for
-            # a minute to tell the head, which is gone as well.
-            _, lingering = psutil.wait_procs(processes, timeout=LINGER_SECONDS)
-            for process in lingering:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            if self.is_local and self._ahead is None:
+                local_ray.stop()
+            else:
+                ray.shutdown()
+        if self._ahead is not None:
+            self._ahead.end()
+            self._ahead = None
         self.is_own_connection = False
-
-
-def _raylet_and_children() -> list[psutil.Process]:
-    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
-    return [process for raylet in raylets for process in (raylet, *raylet.children(recursive=True))]

@@ -7,6 +7,9 @@ ends or it is killed.
 
 from __future__ import annotations
 
+from ray_hetero.worker import resting_collector  # before all that it would look through
+
+# isort: split
 import copy
 import os
 import time
@@ -32,6 +35,8 @@ from ray_hetero.world import RankSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+resting_collector.wake()
 
 
 class ExpertActor:

@@ -6,6 +6,9 @@ Life: created in its bundle with its environment → `prepare` builds its config
 
 from __future__ import annotations
 
+from ray_hetero.worker import resting_collector  # before all that it would look through
+
+# isort: split
 from ray_hetero.worker import cuda_init  # before torch and vLLM, which look for GPUs
 
 # isort: split
@@ -57,6 +60,8 @@ from ray_hetero.worker.speculation import Speculation, models_of
 from ray_hetero.worker.warmup import Step
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.world import Forecast, RankSpec
+
+resting_collector.wake()
 
 
 class RankWorker:

@@ -8,11 +8,13 @@ from placement.cluster.claims import Claim, claim_socket
 from ray_hetero.preflight.platform import check_platform
 from ray_hetero.runtime.core_binding import drop_niceness, take_cores
 from ray_hetero.runtime.process_state import STACKS_SIGNAL
+from ray_hetero.worker import resting_collector
 from ray_hetero.world import RankSpec
 
 
 def settle(rank: RankSpec) -> None:
     """Take a rank's priority and cores, before this process starts threads of its own."""
+    resting_collector.keep_what_is_there()
     drop_niceness()
     take_cores(rank.threads or rank.spare, rank.spare)
 

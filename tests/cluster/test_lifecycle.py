@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,22 @@ def test_what_outlives_an_own_ray_is_ended(scene: Scene, logs: Path) -> None:
     assert child.wait(STOP_SECONDS) == 0, child.tail()
     assert child.log.rstrip().endswith("closed")
     assert scene.leftovers() == []
+
+
+STARTER_IS_KILLED = """
+import os, signal
+from ray_hetero.runtime.ray_ahead import RayAhead
+
+RayAhead()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_ray_that_was_started_ahead_ends_with_its_starter(scene: Scene, logs: Path) -> None:
+    child = start(scene, [sys.executable, "-c", STARTER_IS_KILLED], logs / "starter")
+    assert child.wait(STOP_SECONDS) == -signal.SIGKILL
+    # It may not have got as far as Ray yet.
+    scene.assert_clean(START_SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -654,7 +654,7 @@ def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyP
 
     at_exit: list[tuple[Any, ...]] = []
     for name in ("make_client", "make_async_mp_client"):
-        monkeypatch.setattr(EngineCoreClient, name, staticmethod(lambda number: Client()))
+        monkeypatch.setattr(EngineCoreClient, name, staticmethod(lambda vllm_config: Client()))
     monkeypatch.setattr(engine_clients.atexit, "register", lambda *call: at_exit.append(call))
     killed: list[tuple[int, int]] = []
     for _ in range(2):

@@ -30,7 +30,7 @@ from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_nati
 from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
-from ray_hetero.distributed import shared_sums, unix_sockets  # noqa: E402
+from ray_hetero.distributed import shared_sums  # noqa: E402
 from ray_hetero.kernels import decode_step, layer_fusion  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layer_parts import (  # noqa: E402
@@ -42,7 +42,7 @@ from ray_hetero.kernels.layer_parts import (  # noqa: E402
 from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms, meeting  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.runtime import sealed_memory  # noqa: E402
+from ray_hetero.runtime import sealed_memory, unix_sockets  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.weight_formats.base import pack  # noqa: E402
 

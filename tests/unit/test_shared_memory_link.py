@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_hetero.distributed import unix_sockets
 from ray_hetero.distributed.link import Terms
 from ray_hetero.distributed.messages import Message, Packing
 from ray_hetero.distributed.neighbour import Neighbour
@@ -23,6 +22,7 @@ from ray_hetero.distributed.shared_memory_link import (
     SharedMemorySender,
     SharedMessages,
 )
+from ray_hetero.runtime import unix_sockets
 
 PACKING = Packing({"hidden_states": torch.zeros(1, 8)})
 CAPACITY, NUMBER = 4, 3

@@ -1,0 +1,22 @@
+"""What exchanges between ranks have taken.
+
+Without torch, which the process of the status board has no other use for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Exchanged:
+    """What a rank's exchanges have taken; seconds and bytes."""
+
+    waiting_s: float = 0.0
+    """Until the previous stage had computed what it sent."""
+    exchange_s: float = 0.0
+    """Packing and sending, and from the end of the previous stage's computing to the arrival of
+    what it sent.  Where the stages are on two hosts, whose clocks differ, arrivals count as
+    waiting."""
+    received_bytes: int = 0
+    sent_bytes: int = 0

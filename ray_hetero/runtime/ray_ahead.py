@@ -1,0 +1,163 @@
+"""A Ray that is started while its engine's process still imports vLLM: a process that keeps it.
+
+The process that starts the engine starts the keeper, a moment before, and tells the engine's
+process by a variable where the keeper listens.  The engine connects there and owns the Ray from
+then on: it ends with the connection, however the engine ends.  Until then it is the starter's, and
+ends when that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import psutil
+
+from ray_hetero.log import logger
+from ray_hetero.runtime import local_ray, unix_sockets
+
+VARIABLE = "RAY_HETERO_RAY_AHEAD"
+"""Where the keeper listens, for the process of the engine."""
+READY_SECONDS = 120.0
+"""Longest wait for a Ray that is being started."""
+UNCLAIMED_SECONDS = 300.0
+"""How long a Ray without an engine is kept: importing vLLM takes seconds, from a slow disk more."""
+END_SECONDS = 10.0
+"""Longest wait for a Ray to end; it takes one or two."""
+ANSWER_BYTES = 4096
+KEEP = (
+    "import sys; descriptor = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
+    "from ray_hetero.runtime import ray_ahead; ray_ahead.keep(descriptor)"
+)
+"""What the keeper's process runs, with the import path of its starter."""
+
+
+# --- in the process that starts the engine -----------------------------------------------------
+
+
+class RayAhead:
+    """A Ray that is on its way up for an engine that is about to start."""
+
+    def __init__(self) -> None:
+        with unix_sockets.unix_socket(READY_SECONDS) as listener:
+            # From here on an engine can connect, and wait for what it is told.
+            self.address = unix_sockets.bind_abstract(listener).decode()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", KEEP, str(listener.fileno()), *sys.path],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                # Ctrl-C is for the engine, which ends its Ray when its ranks have ended.
+                start_new_session=True,
+            )
+        # So that it leaves no zombie, whenever it ends.
+        threading.Thread(target=self._process.wait, daemon=True, name="RayAhead").start()
+
+    def end(self) -> None:
+        """End it, where there will be no engine."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+# --- in the engine's process -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnedRay:
+    """A Ray that was started ahead, and is this process's from now on."""
+
+    connection: socket.socket
+    pid: int
+    """Of the process that keeps it."""
+    address: str
+    """For `ray.init`."""
+
+    @classmethod
+    def claimed(cls) -> OwnedRay | None:
+        """The Ray that was started for this process; None where there is none, or it has failed."""
+        name = os.environ.pop(VARIABLE, None)
+        if name is None:
+            return None
+        connection = unix_sockets.unix_socket(READY_SECONDS)
+        try:
+            connection.connect(f"\0{name}")
+            # Once a keeper is gone, anybody may listen in its place.
+            is_ours = unix_sockets.user_of(connection) == os.getuid()
+            answer = connection.recv(ANSWER_BYTES) if is_ours else b""
+        except OSError as error:
+            connection.close()
+            logger.warning("the Ray that was started ahead does not answer: %s", error)
+            return None
+        if not answer:
+            connection.close()
+            logger.warning("the Ray that was started ahead has ended; its process said why")
+            return None
+        return cls(connection, **json.loads(answer))
+
+    def processes(self) -> list[psutil.Process]:
+        """Its keeper and all below it: Ray's own processes and its workers."""
+        try:
+            keeper = psutil.Process(self.pid)
+            return [keeper, *keeper.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def end(self) -> None:
+        """End it, and wait until it is gone."""
+        processes = self.processes()
+        self.connection.settimeout(END_SECONDS)
+        try:
+            self.connection.shutdown(socket.SHUT_WR)
+            # Nothing more is said: this waits for the end of the keeper.
+            self.connection.recv(ANSWER_BYTES)
+        except TimeoutError:
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        except OSError:
+            # It is gone already.
+            pass
+        finally:
+            self.connection.close()
+
+
+# --- in the keeper's process -------------------------------------------------------------------
+
+
+def keep(descriptor: int) -> None:
+    """Start a Ray, hand it to the engine that asks for it, and stop it when that is gone.
+
+    Args:
+        descriptor: of the socket that listens for the engine.
+
+    """
+    listener = socket.socket(fileno=descriptor)
+    address = local_ray.start(log_to_driver=False)
+    # Ray's own handler ends it at once, and a service manager may tell all processes of a service.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    # The engine waits for the end of its connection, which is that of this process.
+    owner = _owner(listener)
+    if owner is not None:
+        # It may be gone at any moment.
+        with contextlib.suppress(OSError):
+            owner.sendall(json.dumps({"pid": os.getpid(), "address": address}).encode())
+            owner.recv(ANSWER_BYTES)
+    local_ray.stop()
+
+
+def _owner(listener: socket.socket) -> socket.socket | None:
+    """The engine, once it asks; None where its starter is gone, or none has asked in time."""
+    ready, _, _ = select.select([listener, sys.stdin], [], [], UNCLAIMED_SECONDS)
+    if listener not in ready:
+        return None
+    with listener:
+        owner = unix_sockets.accepted(listener)
+    owner.settimeout(None)
+    return owner
