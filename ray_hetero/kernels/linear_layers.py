@@ -17,7 +17,7 @@ from placement.units import GIB
 from ray_hetero.compat import cpu_linear, quantised_kernels
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import quantised_linear, streaming_linear
+from ray_hetero.kernels import quantised_linear, step_limit, streaming_linear
 from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer
@@ -80,6 +80,7 @@ class LinearLayers:
         if self._kernel is None:
             return
         self._kernel.prompts = None
+        self._kernel.step_tokens = self._kernel.native.STEP_TOKENS
         self._kernel.sums = None
         self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
@@ -219,7 +220,7 @@ class LinearLayers:
                     "each rank of this tensor-parallel group has linear layers of prompts computed "
                     "by a GPU by itself, and their attention by its cores (cpu.prefill_on_gpu)"
                 )
-            self._take_gpu(self._kernel)
+            self._take_gpu(self._kernel, found)
         if self._config.fuse_layers:
             fused = install(found, self._kernel, group)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
@@ -240,7 +241,7 @@ class LinearLayers:
             self._config.prefill_on_gpu_tokens, self._spare,
         )  # fmt: skip
 
-    def _take_gpu(self, kernel: StreamingLinear) -> None:
+    def _take_gpu(self, kernel: StreamingLinear, found: Fusible) -> None:
         if self._gpu is None:
             return
         try:
@@ -250,6 +251,9 @@ class LinearLayers:
                 raise
             logger.warning("%s", error)
             return
+        layers = [[layer.input.qkv, *layer.parts.linears] for run in found.runs
+                  for layer in run.layers]  # fmt: skip
+        step_limit.settle(kernel, self._gpu, self._config.prefill_on_gpu_tokens, layers)
         kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens, self._spare)
         logger.info(
             "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
