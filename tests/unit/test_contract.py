@@ -762,19 +762,26 @@ def test_an_engine_after_one_of_ours_has_the_model_runner_that_it_would_have_had
     assert os.environ[RUNNER] == "0"
 
     class Client:
-        def __init__(self) -> None:
+        def __init__(self, vllm_config: VllmConfig) -> None:
             self.inherited = os.environ.get(RUNNER)
 
     for make in ("make_client", "make_async_mp_client"):
         monkeypatch.setattr(EngineCoreClient, make, staticmethod(Client))
     monkeypatch.setattr(engine_clients.atexit, "register", lambda *call: None)
     engine_clients.end_engines_at_exit(lambda pid, number: None)
-    assert EngineCoreClient.make_client().inherited == "0"
+    assert EngineCoreClient.make_client(ours).inherited == "0"
     assert RUNNER not in os.environ
     # The front end of the first engine still asks, and must hear the same.
     assert not ours.use_v2_model_runner
     assert not pickle.loads(pickle.dumps(ours)).use_v2_model_runner  # noqa: S301
     assert stock.create_engine_config().use_v2_model_runner
+
+
+@pytest.mark.parametrize("make", ["make_client", "make_async_mp_client"])
+def test_clients_are_made_with_the_configuration_of_their_engine(make: str) -> None:
+    # By this name an engine's own Ray is started beside its process.
+    made = inspect.unwrap(getattr(EngineCoreClient, make))
+    assert "vllm_config" in inspect.signature(made).parameters
 
 
 def test_an_engine_that_was_configured_only_leaves_nothing(
