@@ -56,8 +56,9 @@ def test_engines_of_one_server_share_the_machine_and_nothing_on_it(
 def test_engines_that_know_nothing_of_each_other_do_not_race(
     scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
-    # Each starts a Ray of its own; both plan with the same half of the socket first.
-    options = [*FLOAT32, *backend(1, cpu={"ranks_per_socket": 2})]
+    # Each starts a Ray of its own; both plan with the same half of the socket first.  Without a
+    # layout one of them might take both halves.
+    options = [*FLOAT32, *backend(1, cpu={"ranks_per_socket": 2}, layout=[["cpu"]])]
     servers = [serve(scene, logs / name, model("llama", "f32"), *options) for name in "ab"]
     for server in servers:
         wait_until_healthy(server)
