@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import ray
@@ -34,13 +34,10 @@ def started_for(vllm_config: VllmConfig) -> Iterator[None]:
     engine_environment.put(AUTH_MODE, os.environ.get(AUTH_MODE, "token"))
     started = ray_ahead.RayAhead()
     engine_environment.put(ray_ahead.VARIABLE, started.address)
-    is_done = False
-    try:
+    with ExitStack() as failed:
+        failed.callback(started.end)
         yield
-        is_done = True
-    finally:
-        if not is_done:
-            started.end()
+        failed.pop_all()
 
 
 def _is_wanted(vllm_config: VllmConfig) -> bool:

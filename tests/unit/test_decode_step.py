@@ -383,9 +383,10 @@ def test_layers_with_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(one.float(), other.float(), **CLOSE)
 
 
-def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = Requests(monkeypatch, [300, *LONG], rows=[2, 1, 4])
-    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
+def expect_the_same_by_any_threads(
+    requests: Requests, layers: DecoderLayers, hidden: Any, residual: Any
+) -> Any:
+    """Check that a step gives the same bits whatever the number of threads; what it gives."""
     assert layers._decode_step is not None
     before, found = torch.get_num_threads(), []
     try:
@@ -397,6 +398,12 @@ def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) 
         torch.set_num_threads(before)
     for one in found[1:]:
         assert all(map(torch.equal, found[0], one))
+    return found[0]
+
+
+def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [300, *LONG], rows=[2, 1, 4])
+    expect_the_same_by_any_threads(requests, requests.made(), *requests.inputs(is_first=False))
 
 
 @pytest.mark.parametrize("level", BETWEEN_PRODUCTS)

@@ -13,7 +13,13 @@ pytest.importorskip("vllm")
 import decoder_parts  # noqa: E402
 from decoder_parts import Product, known_layers  # noqa: E402
 from native_module import BETWEEN_PRODUCTS, LEVELS, native, needs_native  # noqa: E402
-from test_decode_step import LAYERS, Requests, kernel_of, unpacked  # noqa: E402
+from test_decode_step import (  # noqa: E402
+    LAYERS,
+    Requests,
+    expect_the_same_by_any_threads,
+    kernel_of,
+    unpacked,
+)
 from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -161,18 +167,8 @@ def test_inputs_that_do_not_fit_a_cache_are_multiplied_in_parts(
     layers = with_weights(requests, "compact", level)
     hidden, residual = requests.inputs(is_first=False)
     expected = in_steps_of_few(requests, layers, hidden, residual)
-    assert layers._decode_step is not None
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            requests.begin("vec")
-            found.append(layers._decode_step(requests.positions, hidden, residual))
-    finally:
-        torch.set_num_threads(before)
-    expect_close(found[0], expected, CLOSER)
-    for one in found[1:]:
-        assert all(map(torch.equal, found[0], one))
+    found = expect_the_same_by_any_threads(requests, layers, hidden, residual)
+    expect_close(found, expected, CLOSER)
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
