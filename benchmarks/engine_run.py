@@ -16,7 +16,8 @@ Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}
 `--turns` it measures once for each line that it reads, and prints `DONE {}` after each.
 
 With `--arrival 8192` a prompt of so many tokens comes while each point's requests decode, and it
-prints a line `ARRIVAL {…}`: the usual time between two of their tokens, and the longest one.
+prints a line `ARRIVAL {…}`: the usual time between two of their tokens, and the longest one.  With
+`--arrival-points` it comes at these points, and the others are measured as without it.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=0, help="empty calls of all ranks to time")
     parser.add_argument("--arrival", type=int, default=0,
                         help="tokens of a prompt that comes while others decode")  # fmt: skip
+    parser.add_argument("--arrival-points", help="points at which it comes; else all")
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens of every request")
     parser.add_argument("--accepted", type=float, default=0.0, help="chance of each draft token")
     parser.add_argument("--stored", choices=QUANTISED, help="how linear layers are; else bf16")
@@ -118,16 +120,23 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def points_of(options: argparse.Namespace) -> list[Point]:
-    """The points that were asked for."""
-    return [Point.parse(text, options.output_tokens) for text in options.points.split(",")]
+def points_of(options: argparse.Namespace) -> list[tuple[Point, bool]]:
+    """The points that were asked for, and whether a prompt arrives while one is measured."""
+
+    def read(points: str | None) -> list[Point]:
+        return [Point.parse(text, options.output_tokens) for text in (points or "").split(",") if text]
+
+    plain, arriving = read(options.points), read(options.arrival_points)
+    if options.arrival and not arriving:
+        return [(point, True) for point in plain]
+    return [*((point, False) for point in plain), *((point, True) for point in arriving)]
 
 
 def engine(options: argparse.Namespace) -> Any:
     """Start the engine that the options describe, with just enough KV cache for all points."""
     from vllm import LLM
 
-    points = points_of(options)
+    points = [point for point, _ in points_of(options)]
     drafts, given = options.drafts, json.loads(options.engine)
     if drafts:
         given["speculative_config"] = forced_drafts(drafts, options.accepted)
@@ -390,8 +399,8 @@ def main() -> None:
     if options.turns:
         print("DONE {}", flush=True)
     for _ in sys.stdin if options.turns else ["once"]:
-        for point in points_of(options):
-            if options.arrival:
+        for point, is_arriving in points_of(options):
+            if is_arriving:
                 found = measure_arrival(llm, point, options)
                 print("ARRIVAL " + json.dumps(startup | found), flush=True)
                 continue

@@ -92,6 +92,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, help="most tokens of a step")
     parser.add_argument("--arrival", type=int, default=0,
                         help="tokens of a prompt that comes while others decode")  # fmt: skip
+    parser.add_argument("--arrival-points", help="points at which it comes, beside --points")
     parser.add_argument("--gpu-budget-gib", type=float, help="that may be used; budget: 24")
     parser.add_argument("--prefetch-step", type=int, help="layers that vllm prefetch copies ahead")
     parser.add_argument("--repeats", type=int, default=5)
@@ -136,7 +137,7 @@ def main() -> None:
         taking_turns(wanted, run)
     else:
         one_after_the_other(wanted, run)
-    if not options.arrival:
+    if options.arrival_points or not options.arrival:
         print(table(found, width=130), end="")
 
 
@@ -406,7 +407,10 @@ def command_of(contender: Contender, run: Run) -> list[str]:
     command += ["--point-seconds", str(options.point_seconds)]
     tokens = options.output_tokens or OUTPUT_TOKENS.get(options.case, 32)
     command += ["--output-tokens", str(tokens)]
-    command += ["--arrival", str(options.arrival)] if options.arrival else []
+    if options.arrival and not (contender.points and options.arrival_points):
+        command += ["--arrival", str(options.arrival)]
+        if options.arrival_points:
+            command += ["--arrival-points", options.arrival_points]
     command += ["--eager"] if options.eager and "--eager" not in command else []
     if options.heavy_tailed and "--stored" not in command:
         command += ["--heavy-tailed"]
