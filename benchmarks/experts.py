@@ -3,67 +3,64 @@
     python benchmarks/experts.py
     python benchmarks/experts.py --shape 256x7168x2048x8 --layers 1
     python benchmarks/experts.py --kt-kernel DIR --kernels packed,compact,kt-kernel
+    python benchmarks/experts.py --kt-kernel DIR --kernels fp8,kt-kernel-fp8
+
+Kernels:
+
+    packed, compact  this project's, of weights in bf16 that are held in that format
+    fp8              this project's, of a checkpoint in FP8 with scales for blocks of 128 x 128
+    vllm             vLLM's for CPUs, of weights in bf16
+    kt-kernel        kt-kernel's, of weights in bf16
+    kt-kernel-fp8    kt-kernel's, of the weights of `fp8`
 
 Prints for each kernel and number of tokens the milliseconds of a layer, the GB/s of the bytes that
 it reads (the experts that are used, as they are held), and these as a share of what the processors
-can read at most.  Weights are heavy-tailed, as trained ones are (Student's t with 5 degrees of
-freedom); each token chooses its experts evenly.  Needs PyTorch and the native modules; vLLM only
-for the kernel `vllm`.  Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD,
-GOMP_CPU_AFFINITY).
+can read at most; a kernel's lines before the next one is made.  Weights are those of
+expert_weights.py; each token chooses its experts evenly.  Needs PyTorch and the native modules;
+vLLM only for the kernel `vllm`, and kt_kernel.py says what the last two need.  Start it with the
+environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY), and leave kt-kernel one
+processor more than threads.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
+from expert_weights import (
+    SCALE_BLOCK,
+    VARIANTS,
+    BlockScaled,
+    Repeated,
+    Shape,
+    experts_of,
+    fp8_experts_of,
+)
 
 from placement.host.cpulist import parse_cpulist
 from placement.host.native import read_bandwidth
 from ray_hetero import _streaming_linear as native
-from ray_hetero.kernels.experts import RoutedExperts
+from ray_hetero.kernels.experts import RoutedExperts, paired
 from ray_hetero.weight_formats import FORMATS
+from ray_hetero.weight_formats.fp8 import Fp8Weight
+from ray_hetero.weight_formats.scaled import Codes
 
-DEGREES = 5
-VARIANTS = 4
-"""Experts of different values; the others are copies of these."""
+KT_KINDS = {"kt-kernel": "AMXBF16_MOE", "kt-kernel-fp8": "AMXFP8_MOE"}
+"""kt-kernel's classes by kernel; each is in its builds for AMX and for AVX512-BF16."""
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x, weights, ids) → y, of one layer."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A layer's experts."""
-
-    experts: int
-    hidden: int
-    inner: int
-    chosen: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """From experts x hidden x inner x experts of a token."""
-        return cls(*map(int, text.split("x")))
-
-    @property
-    def weights(self) -> int:
-        """Of one expert."""
-        return 3 * self.hidden * self.inner
-
-    def route(self, tokens: int) -> torch.Tensor:
-        """Ids [tokens, chosen] of experts that are chosen evenly, none twice by a token."""
-        return torch.rand(tokens, self.experts).topk(self.chosen).indices.int()
 
 
 @dataclass
@@ -72,32 +69,6 @@ class Layer:
 
     compute: Compute
     expert_bytes: float
-
-
-def heavy_tailed(outputs: int, inputs: int) -> torch.Tensor:
-    """Random weights [outputs, inputs], bf16."""
-    values = torch.distributions.StudentT(float(DEGREES)).sample((outputs, inputs))
-    return (values * inputs**-0.5).bfloat16()
-
-
-def experts_of(shape: Shape) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gate and up [2 · inner, hidden] and down [hidden, inner] of some experts."""
-    return (
-        [heavy_tailed(2 * shape.inner, shape.hidden) for _ in range(VARIANTS)],
-        [heavy_tailed(shape.hidden, shape.inner) for _ in range(VARIANTS)],
-    )
-
-
-class Repeated:
-    """Experts [E, …] that take the memory of a few; iterated over by who packs them."""
-
-    def __init__(self, few: list[torch.Tensor], count: int) -> None:
-        self._few = few
-        self.shape = (count, *few[0].shape)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(self.shape[0]):
-            yield self._few[number % len(self._few)]
 
 
 def own_layer(shape: Shape, kind: str, level: Any) -> Layer:
@@ -109,6 +80,32 @@ def own_layer(shape: Shape, kind: str, level: Any) -> Layer:
         native=native, level=level, kind=FORMATS[kind],
     )  # fmt: skip
     return Layer(experts, experts.nbytes / shape.experts)
+
+
+def fp8_layer(shape: Shape, level: Any) -> Layer:
+    """This project's kernel, of weights in FP8 as a CPU rank holds those of a checkpoint."""
+    gate_ups, downs = fp8_experts_of(shape)
+    few = [
+        (fp8_weight(gate_up, is_gate_up=True), fp8_weight(down, is_gate_up=False))
+        for gate_up, down in zip(gate_ups, downs, strict=True)
+    ]
+    experts = RoutedExperts.of_weights(
+        itertools.islice(itertools.cycle(few), shape.experts), shape.experts,
+        native=native, level=level,
+    )  # fmt: skip
+    return Layer(experts, experts.nbytes / shape.experts)
+
+
+def fp8_weight(weight: BlockScaled, *, is_gate_up: bool) -> Fp8Weight:
+    """Each output gets scales of its own, since those of gate and up are put in another order.
+
+    The same as `held` in kernels/quantised_experts.py, which needs vLLM.
+    """
+    codes = weight.codes.view(torch.uint8)
+    scales = weight.scales.repeat_interleave(SCALE_BLOCK, 0)
+    if is_gate_up:
+        codes, scales = (paired(one, is_interleaved=False) for one in (codes, scales))
+    return Fp8Weight.stored(Codes(codes, scales, SCALE_BLOCK), native)
 
 
 def vllm_layer(shape: Shape) -> Layer:
@@ -129,23 +126,35 @@ def vllm_layer(shape: Shape) -> Layer:
     return Layer(compute, 2 * shape.weights)
 
 
-def kt_layer(shape: Shape, kernel: Any, most_tokens: int) -> Layer:
+def kt_layer(shape: Shape, kernel: Any, most_tokens: int, *, is_fp8: bool) -> Layer:
     """kt-kernel's."""
-    gate_ups, downs = experts_of(shape)
-    gates, ups = zip(*(one.chunk(2) for one in gate_ups), strict=True)
-    addresses = [
-        [few[number % VARIANTS].data_ptr() for number in range(shape.experts)]
-        for few in (gates, ups, downs)
-    ]
+
+    def addresses(gate_ups: list[torch.Tensor], downs: list[torch.Tensor]) -> list[list[int]]:
+        gates, ups = zip(*(one.chunk(2) for one in gate_ups), strict=True)
+        return [
+            [few[number % VARIANTS].data_ptr() for number in range(shape.experts)]
+            for few in (gates, ups, downs)
+        ]
+
     sizes = (shape.experts, shape.chosen, shape.hidden, shape.inner)
-    layer = kernel.layer(sizes, *addresses, most_tokens)
+    if is_fp8:
+        both = fp8_experts_of(shape)
+        codes, scales = (
+            addresses(*([getattr(one, part) for one in few] for few in both))
+            for part in ("codes", "scales")
+        )
+        layer = kernel.layer(sizes, *codes, most_tokens, scales)
+        expert_bytes = sum(few[0].nbytes for few in both)
+    else:
+        layer = kernel.layer(sizes, *addresses(*experts_of(shape)), most_tokens)
+        expert_bytes = 2 * shape.weights
 
     def compute(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         y, wide = torch.empty_like(x), ids.long()
         layer(*wide.shape, wide.data_ptr(), weights.data_ptr(), x.data_ptr(), y.data_ptr())
         return y
 
-    return Layer(compute, 2 * shape.weights)
+    return Layer(compute, expert_bytes)
 
 
 def measured(layers: list[Layer], shape: Shape, tokens: int, repeats: int) -> tuple[float, float]:
@@ -165,21 +174,28 @@ def measured(layers: list[Layer], shape: Shape, tokens: int, repeats: int) -> tu
 
 def maker(name: str, shape: Shape, options: argparse.Namespace) -> Callable[[], Layer]:
     """What makes the layers of a kernel."""
-    if name in FORMATS:
+    if name in FORMATS or name == Fp8Weight.name:
         level = native.level(options.level) if options.level else native.levels()[-1]
         print(f"{name}: {level}", flush=True)
+        if name == Fp8Weight.name:
+            return functools.partial(fp8_layer, shape, level)
         return functools.partial(own_layer, shape, name, level)
     if name == "vllm":
         from vllm.platforms import current_platform
 
         current_platform.import_kernels()
         return functools.partial(vllm_layer, shape)
-    if name == "kt-kernel" and options.kt_kernel:
+    if name in KT_KINDS and options.kt_kernel:
         from kt_kernel import KtKernel
 
-        kernel = KtKernel(options.kt_kernel, torch.get_num_threads())
-        return functools.partial(kt_layer, shape, kernel, max(options.tokens))
-    sys.exit(f"{name}: expected {', '.join(FORMATS)}, vllm, or kt-kernel with --kt-kernel")
+        build = "amx" if torch.cpu._is_amx_tile_supported() else "avx512_bf16"
+        print(f"{name}: {KT_KINDS[name]} of its build for {build}", flush=True)
+        kernel = KtKernel(options.kt_kernel, torch.get_num_threads(), build, KT_KINDS[name])
+        return functools.partial(
+            kt_layer, shape, kernel, max(options.tokens), is_fp8=name == "kt-kernel-fp8"
+        )
+    known = ", ".join((*FORMATS, Fp8Weight.name, "vllm"))
+    sys.exit(f"{name}: expected {known}, or {' or '.join(KT_KINDS)} with --kt-kernel")
 
 
 def cpus() -> list[int]:
@@ -218,7 +234,8 @@ def main() -> None:
                 "of_probe": round(nbytes / seconds / probe, 3),
             }  # fmt: skip
             print("RESULT " + json.dumps(result), flush=True)
-        del layers
+        # kt-kernel's threads end with it.
+        del layers, make
 
 
 if __name__ == "__main__":

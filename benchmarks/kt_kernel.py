@@ -1,8 +1,8 @@
 """kt-kernel's routed experts, called by address; only its extension and its libraries are needed.
 
 Of the wheel `kt-kernel`, unpack `kt_kernel/_kt_kernel_ext_amx*.so` and the folder `kt_kernel.libs`
-beside `kt_kernel`.  The extension is for the Python that its name has (cpython-312), and needs no
-PyTorch.
+beside `kt_kernel`; for a processor without AMX, `_kt_kernel_ext_avx512_bf16*.so`.  An extension is
+for the Python that its name has (cpython-312), and needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,30 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import importlib.util
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+SCALE_BLOCK = 128
+"""Outputs, and inputs, that share a scale of FP8."""
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Let threads that are started meanwhile run anywhere.
+
+    OpenMP binds the thread that loads it to one processor, kt-kernel's copy of OpenMP too.  Workers
+    are bound by kt-kernel, but the thread that hands them their work inherits this one's binding,
+    and spins: a worker on the same processor would take two to three times as long.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class KtKernel:
@@ -21,8 +42,9 @@ class KtKernel:
     Args:
         folder: where `kt_kernel` and `kt_kernel.libs` are.
         threads: of the pool, on the first NUMA node.
-        build: of the extension: amx, or avx2 with its class AVX2BF16_MOE.
-        kind: class of the extension's `moe`.
+        build: of the extension: amx, avx512_bf16, or avx2.
+        kind: class of the extension's `moe`: AMXBF16_MOE, AMXFP8_MOE, or of avx2 AVX2BF16_MOE,
+            AVX2FP8_MOE.
 
     Raises:
         FileNotFoundError: there is no extension for this Python.
@@ -45,7 +67,8 @@ class KtKernel:
         config.subpool_count = 1
         config.subpool_numa_map = [0]
         config.subpool_thread_count = [threads]
-        self._pool = self._module.CPUInfer(config)
+        with unbound():
+            self._pool = self._module.CPUInfer(config)
         self._kind = getattr(self._module.moe, kind)
 
     def layer(
@@ -55,15 +78,18 @@ class KtKernel:
         ups: Sequence[int],
         downs: Sequence[int],
         most_tokens: int,
+        scales: Sequence[Sequence[int]] | None = None,
     ) -> KtLayer:
         """One layer; its weights are copied.
 
         Args:
             shape: experts, experts of a token, hidden size, inner size.
-            gates: addresses of [inner, hidden], bf16, of each expert.
+            gates: addresses of [inner, hidden], bf16 or E4M3, of each expert.
             ups: the same.
             downs: addresses of [hidden, inner].
             most_tokens: most tokens of a call.
+            scales: of E4M3, of gates, ups and downs: addresses of [outputs / 128, inputs / 128],
+                float32, of each expert.
 
         """
         experts = shape[0]
@@ -75,8 +101,13 @@ class KtKernel:
         config.max_len = most_tokens
         config.gate_projs, config.up_projs = [list(gates)], [list(ups)]
         config.down_projs = [list(downs)]
-        none = [[0] * experts]
-        config.gate_scales = config.up_scales = config.down_scales = none
+        if scales is None:
+            scales = [[0] * experts] * 3
+        else:
+            config.quant_config.bits = 8
+            config.quant_config.group_size = SCALE_BLOCK
+            config.quant_config.zero_point = False
+        config.gate_scales, config.up_scales, config.down_scales = ([list(one)] for one in scales)
         moe = self._kind(config)
         self._pool.submit(moe.load_weights_task(ctypes.addressof(places)))
         self._pool.sync()

@@ -31,7 +31,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")
 import split_experts
 import torch
-from experts import Shape
+from expert_weights import Shape
 from gpu_timing import copied, milliseconds, without_copies
 
 from placement.units import GIB

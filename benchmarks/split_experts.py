@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from experts import Repeated, Shape, experts_of
+from expert_weights import Repeated, Shape, experts_of
 from gpu_timing import milliseconds
 
 from ray_hetero import _streaming_linear as native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from contenders import (  # noqa: E402
     with_gpu,
 )
 from engine_run import Point, Timeline, figures, forced_drafts  # noqa: E402
+from expert_weights import VARIANTS, BlockScaled, Shape, fp8_experts_of  # noqa: E402
 from forced_drafter import ForcedDrafter  # noqa: E402
 from heavy_tailed import CIRCLE, DEGREES, SPREAD, write_checkpoint  # noqa: E402
 from planner_check import Planner, fits, verdict  # noqa: E402
@@ -419,3 +421,73 @@ def test_outliers_are_those_of_the_compact_weight() -> None:
             assert held.encoding.outliers_count == round(kept * weight.numel())
     assert CompactWeight.made(pack(weights["any bits"].contiguous()), native) is None
     assert shares(weights["any bits"])["packed_blocks"] == 1
+
+
+def test_a_block_of_fp8_has_the_scale_that_its_largest_weight_needs() -> None:
+    weight = torch.randn(256, 384).bfloat16()
+    weight[130, 5] = 50.0
+    held = BlockScaled.of(weight)
+    assert held.scales.shape == (2, 3)
+    assert held.codes[130, 5].item() == 448
+    assert held.scales[1, 0].item() == pytest.approx(50 / 448)
+    # Half of the last of three bits, or of the smallest code.
+    room = torch.maximum(weight.float().abs() / 16, of_outputs(held.scales) * 2**-10)
+    assert ((widened(held) - weight.float()).abs() <= room * 1.001).all()
+    with pytest.raises(ValueError, match="multiples of 128, got 128 and 96"):
+        BlockScaled.of(weight[:128, :96])
+
+
+def of_outputs(scales: torch.Tensor) -> torch.Tensor:
+    """A scale for each weight."""
+    return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def widened(weight: BlockScaled) -> torch.Tensor:
+    return weight.codes.float() * of_outputs(weight.scales)
+
+
+@needs_native
+def test_fp8_experts_that_are_timed_compute_what_their_codes_say() -> None:
+    from experts import fp8_layer
+
+    from ray_hetero import _streaming_linear as native
+
+    shape = Shape(experts=6, hidden=256, inner=128, chosen=2)
+    layer = fp8_layer(shape, native.levels()[-1])
+    # A byte each, and a scale for each output and 128 inputs.
+    assert layer.expert_bytes == pytest.approx(shape.weights * (1 + 4 / 128), rel=0.01)
+    gate_ups, downs = fp8_experts_of(shape)
+    for tokens in (1, 40):
+        x, weights = torch.randn(tokens, shape.hidden).bfloat16(), torch.rand(tokens, shape.chosen)
+        ids = shape.route(tokens)
+        expected = torch.zeros(tokens, shape.hidden)
+        for token, chosen in itertools.product(range(tokens), range(shape.chosen)):
+            number = int(ids[token, chosen]) % VARIANTS
+            gate, up = (widened(gate_ups[number]) @ x[token].float()).chunk(2)
+            between = torch.nn.functional.silu(gate) * up
+            expected[token] += weights[token, chosen] * (widened(downs[number]) @ between)
+        found = layer.compute(x, weights, ids).float()
+        assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+@needs_native
+def test_fp8_experts_that_are_timed_are_held_as_a_rank_holds_a_checkpoints() -> None:
+    pytest.importorskip("vllm")
+    from experts import fp8_weight
+
+    from ray_hetero import _streaming_linear as native
+    from ray_hetero.compat.quantised_experts import StoredExperts
+    from ray_hetero.kernels.quantised_experts import held
+
+    both = fp8_experts_of(Shape(experts=6, hidden=256, inner=128, chosen=2))
+    weights, scales = (
+        [torch.stack([getattr(one, part) for one in few]) for few in both]
+        for part in ("codes", "scales")
+    )
+    stored = StoredExperts("fp8", *weights, *scales, block=(128, 128))
+    pairs = list(held(stored, native, is_interleaved=False))
+    for i, (few, is_gate_up) in enumerate(zip(both, (True, False), strict=True)):
+        for weight, pair in zip(few, pairs, strict=True):
+            found = fp8_weight(weight, is_gate_up=is_gate_up)
+            assert torch.equal(found.data, pair[i].data)
+            assert (found.shape, found.layout) == (pair[i].shape, pair[i].layout)
