@@ -163,6 +163,9 @@ class RankSpec:
     """Logical CPUs that a CPU rank computes on; none for a GPU rank."""
     spare: tuple[int, ...]
     """Logical CPUs of its node that no CPU rank computes on; may be none."""
+    own: tuple[int, ...] = ()
+    """Those and the ones that this engine's CPU ranks compute on, which others may use until the
+    engine serves; none where no CPU rank computes on the node."""
     forecast: Forecast | None = None
     """None where nothing is known to plan from."""
     gpus_beside: tuple[int, ...] = ()
@@ -170,5 +173,7 @@ class RankSpec:
     near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Logical CPUs near each GPU of its node, by the GPU's number there; those of `spare` serve for
     a GPU that has none."""
+    own_near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Those of `own` that are on the NUMA node of each GPU, where that is known."""
     meeting: str = ""
     """Name by which ranks of the stages and expert ranks of this engine find each other."""

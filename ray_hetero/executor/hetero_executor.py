@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -216,24 +216,21 @@ class HeteroExecutor(GuardedExecutor):
             for seat in self.world.members:
                 logger.info("started %s", actors.processes.describe(seat.rank))
             check_agreement(fingerprints)
-        self._keep_off_compute_cores(actors.processes.pids)
         return ranks
 
-    def _keep_off_compute_cores(self, ranks: Collection[int]) -> None:
+    def _keep_off_compute_cores(self) -> None:
         """Move this process, and a Ray that it started, to the cores that were kept back.
 
-        Only in vLLM's own engine process; a notebook's process is the user's.
-
-        Args:
-            ranks: processes that stay where they are.
-
+        When the engine serves: until then the compute cores have time.  Only in vLLM's own engine
+        process; a notebook's process is the user's.
         """
         # A driver inside a cluster may be held to other cores than the node's Ray.
         spare = os.sched_getaffinity(0).intersection(self._plan.spare_here)
         if spare and multiprocessing.parent_process() is not None:
             move_process(os.getpid(), spare)
             assert self._connection is not None
-            self._connection.keep_off(spare, besides=ranks)
+            assert self._set.actors.processes is not None
+            self._connection.keep_off(spare, besides=self._set.actors.processes.pids)
 
     # --- connect ------------------------------------------------------------------------------
 
@@ -334,6 +331,8 @@ class HeteroExecutor(GuardedExecutor):
             except RankError as error:
                 raise self._set.fail(str(error)) from None
         self._set.warmed_up()
+        if phase is Phase.WARM_UP:
+            self._keep_off_compute_cores()
         return answers
 
     @property

@@ -34,6 +34,9 @@ def rank_specs(
         )
         for node in nodes
     }
+    own = {
+        node.node_id: _with(spare[node.node_id], _computing(plan, node)) for node in nodes
+    }
     meeting = uuid.uuid4().hex
     return tuple(
         RankSpec(
@@ -43,9 +46,13 @@ def rank_specs(
             shared=shared,
             threads=plan.threads.get(seat.rank, ()),
             spare=spare[seat.node_id],
+            own=own[seat.node_id],
             forecast=plan.forecast(seat.rank),
             gpus_beside=world_plan.gpus_beside(seat, hosts[seat.node_id]),
             near_gpus=near_gpus[seat.node_id],
+            own_near_gpus=world_plan.cpus_on_nodes_of_gpus(
+                hosts[seat.node_id], own[seat.node_id]
+            ),
             meeting=meeting,
         )
         for seat in plan.world.members
@@ -66,3 +73,8 @@ def _computing(plan: LayerPlan, node: Node) -> list[tuple[int, ...]]:
         for seat in plan.world.members
         if seat.node_id == node.node_id and seat.kind == "cpu"
     ]
+
+
+def _with(spare: tuple[int, ...], threads: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Spare logical CPUs and those of compute threads; none where none compute."""
+    return tuple(sorted({*spare, *(cpu for cpus in threads for cpu in cpus)})) if threads else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from placement.cluster.assignment import ALONE, Node, Seat, Turn, assign, gpus_near
@@ -248,6 +248,25 @@ def cpus_near_gpus(
         if idle:
             near[gpu.index] = _cpus(idle)
     return near
+
+
+def cpus_on_nodes_of_gpus(host: Host, cpus: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Those of some logical CPUs that are on the NUMA node of each GPU.
+
+    Args:
+        host: the node.
+        cpus: of which.
+
+    Returns:
+        By number of the GPU, without GPUs whose NUMA node is not known or has none of them.
+
+    """
+    found = {}
+    for gpu in host.gpus:
+        cores = next((node.cores for node in host.numa_nodes if node.id == gpu.numa_node), ())
+        if near := [cpu for cpu in _cpus(cores) if cpu in cpus]:
+            found[gpu.index] = tuple(near)
+    return found
 
 
 def locality_line(seats: Sequence[Seat], hosts: Mapping[str, Host]) -> str | None:

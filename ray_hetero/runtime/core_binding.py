@@ -28,6 +28,18 @@ def move_process(pid: int, cpus: Collection[int]) -> None:
             _move(thread.id, cpus)
 
 
+def keep_to(cpus: Collection[int]) -> None:
+    """Move this process and those that it has started, compilers for example.
+
+    Args:
+        cpus: logical CPUs; without any, nothing is moved.
+
+    """
+    if cpus:
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            move_process(process.pid, cpus)
+
+
 def drop_niceness() -> None:
     """Give this thread, and those it starts, the priority that vLLM's own workers have.
 

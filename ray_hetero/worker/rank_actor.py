@@ -159,6 +159,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
         self._remote_experts: RemoteExperts | None = None
+        self._serving_cpus: tuple[int, ...] = ()
         settle(rank)
 
     def prepare(self) -> Fingerprint:
@@ -199,7 +200,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
             if seat.kind == "gpu":
-                self._move_near_gpu(physical_gpus[seat.local_rank])
+                self._serving_cpus = self._stay_near_gpu(physical_gpus[seat.local_rank])
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
             cpu_worker.bind_memory_to(seat.socket.numa_nodes)
         linear_layers = None
@@ -298,11 +299,14 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             self._rank.engine.config.exchange.timeout_s,
         )
 
-    def _move_near_gpu(self, gpu: int) -> None:
-        if cpus := self._rank.near_gpus.get(gpu, ()):
-            move_process(os.getpid(), cpus)
+    def _stay_near_gpu(self, gpu: int) -> tuple[int, ...]:
+        """Load and compile near the GPU; answers the logical CPUs to serve on."""
+        cpus = self._rank.near_gpus.get(gpu, ())
+        if cpus:
+            move_process(os.getpid(), self._rank.own_near_gpus.get(gpu, cpus))
             rank = self._rank.seat.rank
-            logger.info("gpu rank %d runs on CPUs %s, near GPU %d", rank, cpus, gpu)
+            logger.info("gpu rank %d serves on CPUs %s, near GPU %d", rank, cpus, gpu)
+        return cpus or self._rank.spare
 
     def run(self) -> None:
         """Serve until killed; the driver has mapped the answer queue when this goes on."""
@@ -373,5 +377,6 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             kv_tokens=self._rank.forecast.kv_tokens if self._rank.forecast else None,
             numa_nodes=seat.socket.numa_nodes if seat.socket else (),
             threads=self._rank.threads,
+            serving_cpus=self._serving_cpus,
             max_remote_memory_fraction=config.cpu.max_remote_memory_fraction,
         )

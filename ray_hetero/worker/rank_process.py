@@ -13,10 +13,15 @@ from ray_hetero.world import RankSpec
 
 
 def settle(rank: RankSpec) -> None:
-    """Take a rank's priority and cores, before this process starts threads of its own."""
+    """Take a rank's priority and cores, before this process starts threads of its own.
+
+    A GPU rank loads and compiles on all cores of the engine on its node, and keeps to its own ones
+    when the engine serves (`Action.FINISH`): on the two that are kept back compiling takes several
+    times as long.
+    """
     resting_collector.keep_what_is_there()
     drop_niceness()
-    take_cores(rank.threads or rank.spare, rank.spare)
+    take_cores(rank.threads or rank.own, rank.spare if rank.threads else rank.own)
 
 
 def secure(rank: RankSpec) -> Claim | None:

@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import set_random_seed
 from ray_hetero.compat import warmup
 from ray_hetero.log import logger
 from ray_hetero.planning.world_plan import KV_ROUNDS, KV_SHARE_OF_FREE
-from ray_hetero.runtime.core_binding import lead_from_first_core
+from ray_hetero.runtime.core_binding import keep_to, lead_from_first_core
 from ray_hetero.worker import placement_proof
 from ray_hetero.worker.warmup import Action, Step
 
@@ -51,6 +51,8 @@ class RankContext:
     """Where a CPU rank's memory belongs; none for a GPU rank."""
     threads: tuple[int, ...] = ()
     """Logical CPUs that a CPU rank computes on."""
+    serving_cpus: tuple[int, ...] = ()
+    """Logical CPUs that a GPU rank keeps to from now on; none where it may use any."""
     max_remote_memory_fraction: float | None = None
     """Largest share of its memory on other nodes."""
 
@@ -134,6 +136,7 @@ def _boundary(worker: Any, context: RankContext, step: Step) -> None:
 
 def _finish(worker: Any, context: RankContext, step: Step) -> None:
     lead_from_first_core(context.threads)
+    keep_to(context.serving_cpus)
     _prove_placement(worker, context)
     set_random_seed(worker.model_config.seed, worker.parallel_config.data_parallel_index)
 

@@ -65,9 +65,21 @@ def test_serving_leads_from_the_first_compute_core() -> None:
     assert answer == [f"[{CPUS[1]}] 2"]
 
 
+def test_a_process_keeps_to_its_cores_with_those_that_it_has_started() -> None:
+    answer = answer_of("""
+        child = subprocess.Popen(["sleep", "60"])
+        core_binding.keep_to([second])
+        print(cpus(main), cpus(early), cpus(child.pid), cpus(start()))
+        child.kill()
+        child.wait()
+    """)
+    assert answer == [f"[{CPUS[1]}] [{CPUS[1]}] [{CPUS[1]}] [{CPUS[1]}]"]
+
+
 def test_without_cores_nothing_is_moved() -> None:
     answer = answer_of("""
         before = cpus(main)
+        core_binding.keep_to([])
         core_binding.take_cores([], [])
         core_binding.lead_from_first_core(())
         core_binding.move_process(main, [])

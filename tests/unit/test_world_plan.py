@@ -17,6 +17,7 @@ from ray_hetero.errors import ConfigError
 from ray_hetero.planning.world_plan import (
     compute_threads,
     cpus_near_gpus,
+    cpus_on_nodes_of_gpus,
     gpus_beside,
     locality_line,
     plan_world,
@@ -164,6 +165,13 @@ def test_a_gpu_rank_runs_near_its_gpu_and_off_the_compute_cores() -> None:
     assert cpus_near_gpus(host, one, CpuConfig(), is_driver_node=False)[1] == (8,)
     three = CpuConfig(reserved_cores=3)
     assert cpus_near_gpus(host, one, three, is_driver_node=True)[1] == (8, 9, 10)
+
+
+def test_until_it_serves_a_gpu_rank_has_all_of_the_engines_cores_near_its_gpu() -> None:
+    host = _two_packages(0, 1, None, 7)
+    assert cpus_on_nodes_of_gpus(host, range(2, 10)) == {0: (2, 3, 4, 5, 6, 7), 1: (8, 9)}
+    assert cpus_on_nodes_of_gpus(host, range(8)) == {0: tuple(range(8))}
+    assert cpus_on_nodes_of_gpus(host, ()) == {}
 
 
 def test_a_cpu_rank_knows_the_gpus_of_its_own_socket() -> None:
