@@ -12,15 +12,22 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import step_limit
 from ray_hetero.kernels.gpu_prefill import give_back
-from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer, PromptTerms, WholeLayers
+from ray_hetero.kernels.group_layers import (
+    GroupLayers,
+    PromptOffer,
+    PromptTerms,
+    WholeLayers,
+    linears_of,
+)
 from ray_hetero.kernels.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.kernels.shared_weights import LinkedLinear, linked, read_whole
@@ -28,6 +35,10 @@ from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory
 from ray_hetero.runtime.shared_pages import SharedPages
 from ray_hetero.runtime.unix_sockets import NOTE
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.decoder_layers import Layer
+    from ray_hetero.kernels.layer_parts import Linear
 
 Gather = Callable[[Any], list[Any]]
 """Tells all ranks of the group something, and gives what each of them has told."""
@@ -71,6 +82,7 @@ def joined(
     if made is None:
         return None
     results, layers = made
+    _settle_steps(offer, layers, gather)
     prompts = PromptGroup(sums, results.view(torch.bfloat16).view(RESULTS, -1))
     runs = [None] * len(offer.runs) if layers is None else layers.runs
     return [
@@ -81,6 +93,24 @@ def joined(
 
 Made = tuple[torch.Tensor, WholeLayers | None]
 """Memory for results, and what is on the GPU of the first rank."""
+
+
+def _settle_steps(offer: PromptOffer, layers: WholeLayers | None, gather: Gather) -> None:
+    """Choose the largest decode step that the cores compute; the same on all ranks."""
+    kernel = offer.kernel
+    if kernel is None or not step_limit.is_open(kernel, offer.from_tokens):
+        return
+    gather(None)  # they read the same memory: all begin together
+    cores = gather(step_limit.on_cores(kernel, _linears(offer.runs)))
+    link = None
+    if layers is not None:
+        run = layers.runs[0]
+        link = step_limit.over_link(kernel, run.gpu, _linears([run.layers]))
+    step_limit.choose(kernel, offer.from_tokens, max(cores), gather(link)[0])
+
+
+def _linears(runs: Sequence[Sequence[Layer]]) -> list[tuple[Linear, ...]]:
+    return [linears_of(layer) for run in runs for layer in run]
 
 
 def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gather) -> Made | None:

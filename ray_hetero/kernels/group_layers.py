@@ -28,6 +28,7 @@ from ray_hetero.kernels.layer_parts import Linear, QkvInput
 from ray_hetero.kernels.prompt_group import RESULTS, PromptGroup
 from ray_hetero.kernels.shared_weights import LinkedLinear, SharedWeights
 from ray_hetero.kernels.step_rows import StepRows
+from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.weight_pieces import WholeWeight
 from ray_hetero.planning.prefill_memory import BF16_BYTES
 from ray_hetero.runtime.locked_pages import lock_pages
@@ -75,6 +76,8 @@ class PromptOffer:
     """Tokens of a step from which the GPU computes it."""
     cores: tuple[int, ...] = ()
     """Logical CPUs of the thread that orders the GPU's work."""
+    kernel: StreamingLinear | None = None
+    """What computes decode steps, whose largest size is measured then (step_limit.py)."""
 
     @property
     def linears(self) -> list[Linear]:

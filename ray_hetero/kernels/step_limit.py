@@ -36,25 +36,48 @@ def settle(
         layers: the linear layers of each decoder layer.
 
     """
-    tokens = kernel.step_tokens
     some = [
         linear
         for layer in layers[:MEASURED_LAYERS]
         for linear in layer
-        if gpu.suits(linear.weight.data, tokens)
+        if gpu.suits(linear.weight.data, kernel.step_tokens)
     ]
-    if from_tokens > tokens or not some:
-        return
-    inputs = {linear.weight.shape[1] for linear in some}
-    given = {size: torch.randn(tokens, size).bfloat16() for size in inputs}
+    if some and is_open(kernel, from_tokens):
+        choose(kernel, from_tokens, on_cores(kernel, [some]), over_link(kernel, gpu, [some]))
 
-    def on_cores(linear: Linear) -> None:
-        kernel.compute(given[linear.weight.shape[1]], linear.weight, linear.bias)
 
-    def over_link(linear: Linear) -> None:
-        gpu.linear(given[linear.weight.shape[1]], linear.weight.data, linear.bias)
+def is_open(kernel: StreamingLinear, from_tokens: int) -> bool:
+    """Whether steps that the cores compute in one call are as large as those of the GPU."""
+    return from_tokens <= kernel.step_tokens
 
-    cores, link = (_seconds(how, some) for how in (on_cores, over_link))
+
+def on_cores(kernel: StreamingLinear, layers: Sequence[Sequence[Linear]]) -> float:
+    """Seconds that this rank's cores take for the largest step's products of some layers."""
+    return _seconds(
+        lambda x, linear: kernel.compute(x, linear.weight, linear.bias), kernel.step_tokens, layers
+    )
+
+
+def over_link(
+    kernel: StreamingLinear, gpu: GpuPrefill, layers: Sequence[Sequence[Linear]]
+) -> float:
+    """Seconds that a GPU takes for the same, with weights that it reads over its link."""
+    return _seconds(
+        lambda x, linear: gpu.linear(x, linear.weight.data, linear.bias), kernel.step_tokens, layers
+    )
+
+
+def choose(kernel: StreamingLinear, from_tokens: int, cores: float, link: float) -> None:
+    """Set the kernel's `step_tokens` by what was measured, and say so.
+
+    Args:
+        kernel: of this rank.
+        from_tokens: of a step, from which the GPU computes it.
+        cores: seconds of `on_cores`; in a group those of its slowest rank.
+        link: seconds of `over_link`; in a group for all ranks' parts of the same layers.
+
+    """
+    tokens = kernel.step_tokens
     if link < cores:
         kernel.step_tokens = max(kernel.few_tokens, from_tokens - 1)
     logger.info(
@@ -67,11 +90,17 @@ def settle(
     )
 
 
-def _seconds(compute: Callable[[Linear], None], linears: Sequence[Linear]) -> float:
+def _seconds(
+    compute: Callable[[torch.Tensor, Linear], object], tokens: int,
+    layers: Sequence[Sequence[Linear]],
+) -> float:  # fmt: skip
+    linears = [linear for layer in layers[:MEASURED_LAYERS] for linear in layer]
+    inputs = {linear.weight.shape[1] for linear in linears}
+    given = {size: torch.randn(tokens, size).bfloat16() for size in inputs}
     taken = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for linear in linears:
-            compute(linear)
+            compute(given[linear.weight.shape[1]], linear)
         taken.append(time.perf_counter() - began)
     return min(taken)

@@ -5,6 +5,7 @@ The GPU is the CPU here, the ranks are threads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from native_module import native, needs_native  # noqa: E402
 from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_tokens  # noqa: E402
+from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_tokens, step_limit  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.gpu_layers import GpuLayers  # noqa: E402
 from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
@@ -289,3 +290,27 @@ def test_places_of_parts_in_the_whole() -> None:
     rows = WholeWeight.by_rows(ranks)
     assert rows.shape == (96, 128)
     assert [(part.inputs, part.is_added) for part in rows.parts] == [(0, False), (64, True)]
+
+
+@pytest.mark.parametrize(
+    ("cores", "link", "expected"),
+    [((0.01, 0.03), 0.02, "gpu"), ((0.01, 0.03), 0.04, "cores"), (None, None, "either")],
+    ids=["the slowest rank decides", "the cores are faster", "as measured here"],
+)
+def test_ranks_agree_on_the_largest_step_of_their_cores(
+    cores: tuple[float, float] | None, link: float | None, expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    steps = GroupSteps(monkeypatch)
+    steps.least = native.STEP_TOKENS - 8
+    kernels = [rank.kernel for rank in steps.ranks]
+    for rank in steps.ranks:
+        rank.offer = replace(rank.offer, kernel=rank.kernel, from_tokens=steps.least)
+    if cores is not None:
+        of_kernels = dict(zip(map(id, kernels), cores, strict=True))
+        monkeypatch.setattr(step_limit, "on_cores", lambda kernel, layers: of_kernels[id(kernel)])
+        monkeypatch.setattr(step_limit, "over_link", lambda kernel, gpu, layers: link)
+    steps.join()
+    limits = {kernel.step_tokens for kernel in kernels}
+    by_gpu, by_cores = {steps.least - 1}, {native.STEP_TOKENS}
+    assert limits in {"gpu": [by_gpu], "cores": [by_cores], "either": [by_gpu, by_cores]}[expected]
