@@ -15,7 +15,9 @@ struct UnitShape {
   std::int64_t parts, rows;  // units of a block, and rows of each
 
   UnitShape(const Weight& w, std::int64_t m) {
-    const std::int64_t most = m > kFewTokens ? kStepUnitRows : kUnitRows;
+    const std::int64_t row_bytes = 2 * sizeof(std::uint16_t) * m;  // of inputs, two for each token
+    const std::int64_t most =
+        m > kFewTokens ? kStepInputBytes / row_bytes / kTile * kTile : kUnitRows;
     parts = (w.pairs() + most - 1) / most;
     rows = (w.pairs() / kTile + parts - 1) / parts * kTile;
   }

@@ -9,9 +9,9 @@ namespace ray_hetero {
 constexpr std::int64_t kUnitRows = 512;     // most rows of a unit of few tokens
 constexpr std::int64_t kFewTokens = 32;     // two tiles
 constexpr std::int64_t kStepTokens = 128;   // most of a decode step that is one native call
-// Most rows of a unit of more than few tokens of such a step: inputs of all of them take 1 MiB, half
-// of a second-level cache.
-constexpr std::int64_t kStepUnitRows = 2048;
+// Most inputs of a unit of more than few tokens of such a step, in bf16: half of a second-level cache,
+// or of what a thread has of one that two threads of a core share.
+constexpr std::int64_t kStepInputBytes = 512 << 10;
 constexpr std::int64_t kScalarTokens = 8;   // up to which outliers are added one by one: faster than gathers
 constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
 constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
