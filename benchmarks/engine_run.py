@@ -124,7 +124,9 @@ def points_of(options: argparse.Namespace) -> list[tuple[Point, bool]]:
     """The points that were asked for, and whether a prompt arrives while one is measured."""
 
     def read(points: str | None) -> list[Point]:
-        return [Point.parse(text, options.output_tokens) for text in (points or "").split(",") if text]
+        return [
+            Point.parse(text, options.output_tokens) for text in (points or "").split(",") if text
+        ]
 
     plain, arriving = read(options.points), read(options.arrival_points)
     if options.arrival and not arriving:
