@@ -11,7 +11,10 @@ import torch.distributed as dist
 from placement.host.sysfs import machine_id
 from ray_hetero.distributed.link import Link, Reached, Receiver, Sender, Terms, WaitUntilRead
 from ray_hetero.distributed.neighbour import Neighbour
+from ray_hetero.distributed.shared_memory_link import SharedMemoryLink
 from ray_hetero.errors import AgreementError
+from ray_hetero.kernels import stage_output
+from ray_hetero.kernels.stage_output import GpuOffer, StageOutput
 from ray_hetero.log import logger
 
 
@@ -41,6 +44,8 @@ class Introduction:
     """Identity of its machine, whose processes read one clock; empty if unknown."""
     offers: tuple[tuple[str, bytes], ...]
     """Name and address of each link that it offers, in the order in which they are tried."""
+    gpu: GpuOffer | None = None
+    """Memory of a GPU that it can leave rows in; None if it computes none there."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,19 @@ class Answer:
     """Name of the link that it has chosen; None where the two do not come together."""
     problem: str = ""
     """Why they do not."""
+    sees_gpu: bool = False
+    """Whether it sees the memory of a GPU that was offered."""
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What a receiving rank has of a neighbour."""
+
+    receiver: Receiver
+    is_clock_shared: bool
+    """Whether the neighbour reads the same clock."""
+    gpu: torch.Tensor | None
+    """Memory of this rank's GPU in which the neighbour leaves rows, uint8, [bytes]."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +80,12 @@ class Linking:
     links: Sequence[Link]
     """The links that may be used, in the order in which they are tried."""
 
-    def to_next(self, neighbour: Neighbour) -> Sender:
+    def to_next(self, neighbour: Neighbour, output: StageOutput | None = None) -> Sender:
         """The end that sends to a neighbour.
+
+        Args:
+            neighbour: the receiver.
+            output: where this rank may leave results on a GPU.
 
         Raises:
             AgreementError: the neighbour takes other tensors, or none of the links.
@@ -73,20 +95,24 @@ class Linking:
         offered = ((link.name, link.offer(self.terms, neighbour)) for link in self.links)
         offers = {name: offer for name, offer in offered if offer is not None}
         addresses = tuple((name, offer.address) for name, offer in offers.items())
-        neighbour.tell(Introduction(self.signature, machine_id(), addresses))
+        gpu = None
+        if output is not None:
+            gpu = output.offer(self.terms.packing, self.terms.capacity)
+        neighbour.tell(Introduction(self.signature, machine_id(), addresses, gpu))
         answer: Answer = neighbour.hear()
+        if output is not None:
+            output.accepted(is_seen=answer.sees_gpu)
         for name, offer in offers.items():
             if name != answer.link:
                 offer.withdraw()
         if answer.link is None:
             raise AgreementError(answer.problem)
-        logger.info("stage boundary to rank %d: %s", neighbour.rank, answer.link)
+        beside = ", prompts' rows in memory of the GPU" if answer.sees_gpu else ""
+        logger.info("stage boundary to rank %d: %s%s", neighbour.rank, answer.link, beside)
         return offers[answer.link].accept()
 
-    def to_previous(
-        self, neighbour: Neighbour, wait_until_read: WaitUntilRead
-    ) -> tuple[Receiver, bool]:
-        """The end that receives from a neighbour, and whether the neighbour reads the same clock.
+    def to_previous(self, neighbour: Neighbour, wait_until_read: WaitUntilRead) -> Incoming:
+        """The end that receives from a neighbour.
 
         Args:
             neighbour: the sender.
@@ -108,8 +134,12 @@ class Linking:
             )
             neighbour.tell(Answer(None, problem))
             raise AgreementError(problem)
-        neighbour.tell(Answer(name))
-        return reached.take(wait_until_read), heard.machine == machine_id() != ""
+        gpu = None
+        if heard.gpu is not None and name == SharedMemoryLink.name and self.terms.is_on_gpu:
+            gpu = stage_output.accept(heard.gpu, self.terms.device)
+        neighbour.tell(Answer(name, sees_gpu=gpu is not None))
+        is_clock_shared = heard.machine == machine_id() != ""
+        return Incoming(reached.take(wait_until_read), is_clock_shared, gpu)
 
     def _difference(self, heard: Introduction, neighbour: Neighbour) -> str:
         """What the two ends disagree on; empty where they agree."""

@@ -58,6 +58,11 @@ class Packing:
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.row_bytes = end
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors."""
+        return set(self._parts)
+
     def message_bytes(self, capacity: int) -> int:
         """Of the memory of a message for so many tokens."""
         return HEADER_BYTES + capacity * self.row_bytes
@@ -92,6 +97,7 @@ class Message:
         self._row_bytes = packing.row_bytes
         # Written by threads that are not in inference mode, hence not through torch.
         self._stamp = memory[:8].numpy().view(np.float64)
+        self._marks = memory[8:24].numpy().view(np.int64)
         self.rows = memory[HEADER_BYTES:].view(-1, packing.row_bytes)
         self.tensors = packing.views(self.rows)
         self.sent: OnItsWay | None = None
@@ -104,6 +110,26 @@ class Message:
     @computed_at.setter
     def computed_at(self, seconds: float) -> None:
         self._stamp[0] = seconds
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the rows lie in memory of a GPU that both ends see, and not here."""
+        return bool(self._marks[0])
+
+    @is_on_gpu.setter
+    def is_on_gpu(self, is_there: bool) -> None:
+        self._marks[0] = is_there
+        if is_there:
+            self._marks[1] = 0
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the receiver has read such rows."""
+        return bool(self._marks[1])
+
+    def take(self) -> None:
+        """Say that such rows have been read."""
+        self._marks[1] = 1
 
     def of(self, tokens: int) -> torch.Tensor:
         """The part of it that a step of so many tokens needs."""

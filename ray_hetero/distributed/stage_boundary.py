@@ -4,7 +4,8 @@ Both sides of a stage boundary know the number of tokens of a step from the sche
 nothing but one message of the step's rows crosses it, by the best link that two ranks have
 (`link.py`).  The memory of messages is allocated once.  A GPU rank packs the rows on its device and
 copies them from, or to, page-locked memory in one piece; a CPU rank reads its tensors where they
-have arrived.
+have arrived.  Rows that the next stage's GPU has computed for a CPU rank stay there
+(`kernels.stage_output`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ray_hetero.distributed.links import LINKS
 from ray_hetero.distributed.messages import Message, OnItsWay, Packing, Tensors
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.sending_thread import SendingThread
+from ray_hetero.kernels import stage_output
+from ray_hetero.kernels.stage_output import StageOutput
 
 
 class Staging:
@@ -73,6 +76,8 @@ class StageBoundary:
         self._staging_in: Staging | None = None
         self._staging_out: Staging | None = None
         self._sending: SendingThread | None = None
+        self._output: StageOutput | None = None
+        self._rows_on_gpu: torch.Tensor | None = None
 
     def agree(
         self,
@@ -100,14 +105,19 @@ class StageBoundary:
             packing, capacity, self._neighbours.stages, timeout_s, self._device, numa_nodes
         )
         linking = Linking(Signature.of(template, capacity), terms, self._links)
-        self._senders = [linking.to_next(next_) for next_ in self._neighbours.following]
+        if len(self._neighbours.following) == 1 and not self._is_gpu:
+            self._output = stage_output.offered()
+        self._senders = [
+            linking.to_next(next_, self._output) for next_ in self._neighbours.following
+        ]
         if self._senders and self._is_gpu:
             self._staging_out = Staging(packing, capacity, self._device)
             self._sending = SendingThread(timeout_s)
         if self._neighbours.previous is not None:
-            self._receiver, self._is_clock_shared = linking.to_previous(
-                self._neighbours.previous, self._wait_until_read
-            )
+            incoming = linking.to_previous(self._neighbours.previous, self._wait_until_read)
+            self._receiver, self._is_clock_shared = incoming.receiver, incoming.is_clock_shared
+            if incoming.gpu is not None:
+                self._rows_on_gpu = incoming.gpu.view(capacity, packing.row_bytes)
             self._staging_in = Staging(packing, capacity, self._device) if self._is_gpu else None
 
     @property
@@ -150,8 +160,13 @@ class StageBoundary:
     def _send_here(
         self, sender: Sender, message: Message, tensors: Mapping[str, torch.Tensor], start: float
     ) -> OnItsWay:
-        for name, place in message.tensors.items():
-            place[: self._rows].copy_(tensors[name][: self._rows])
+        message.is_on_gpu = self._output is not None and self._output.holds(tensors)
+        if message.is_on_gpu:
+            assert self._output is not None
+            self._output.sent(message)
+        else:
+            for name, place in message.tensors.items():
+                place[: self._rows].copy_(tensors[name][: self._rows])
         message.computed_at = start
         return sender.send(message, self._rows)
 
@@ -191,8 +206,15 @@ class StageBoundary:
     def _to_device(self, message: Message, rows: int) -> None:
         assert self._staging_in is not None
         start = time.perf_counter()
-        self._staging_in.rows[:rows].copy_(message.rows[:rows], non_blocking=True)
+        is_on_gpu = message.is_on_gpu
+        source = self._rows_on_gpu if is_on_gpu else message.rows
+        assert source is not None
+        self._staging_in.rows[:rows].copy_(source[:rows], non_blocking=True)
         self._copied[id(message)].record()
+        if is_on_gpu:
+            # The sender has one such place, and is told nothing else of this copy.
+            self._copied[id(message)].synchronize()
+            message.take()
         self._exchanged.exchange_s += time.perf_counter() - start
 
     def arrived(self, message: Message, start: float, end: float) -> None:

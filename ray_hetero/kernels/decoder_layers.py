@@ -29,6 +29,7 @@ from ray_hetero.kernels.gpu_layers import AttentionMemory, Caches, GpuLayers
 from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import PostAttention, QkvInput
 from ray_hetero.kernels.post_attention import PostAttentionBlock, add_and_norm, norm
+from ray_hetero.kernels.stage_output import StageOutput
 from ray_hetero.kernels.step_rows import StepRows, one_prompt, step_rows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.structures import Calls
@@ -65,14 +66,17 @@ class DecoderLayers:
         kernel: what computes linear layers.
         memory: for attention on the GPU that computes prompts, if it computes whole layers.
         group: what computes prompts for all ranks of this one's group.
+        output: where results stay on that GPU, if these are the stage's last layers.
 
     """
 
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear,
         memory: AttentionMemory | None = None, group: GroupLayers | None = None,
+        output: StageOutput | None = None,
     ) -> None:  # fmt: skip
         self._kernel = kernel
+        self._output = output
         self._input = layers[0].input
         following = [*(layer.input for layer in layers[1:]), None]
         self._layers = [
@@ -162,15 +166,34 @@ class DecoderLayers:
                     self._decode_step.decode(rows, contexts, positions, hidden, residual)
                 )
 
-        y, total = on_gpu(positions, hidden, residual, rows, caches, decode)
+        output = self._output
+        if output is not None and caches is not None and output.may_take(tokens):
+            assert isinstance(on_gpu, GpuLayers)
+            on_gpu(positions, hidden, residual, rows, caches, decode, output)
+            for others in decoded:
+                output.put(tokens, rows.decoding_rows, *others)
+            results = output.finish(hidden)
+        else:
+            prompts = on_gpu(positions, hidden, residual, rows, caches, decode)
+            results = self._whole(hidden, rows, prompts, decoded)
+            if output is not None:
+                output.note(*results)
         by_cores = tokens - rows.tokens
         layer_tokens.count(len(self._layers), native=by_cores, on_gpu=rows.tokens)
+        return results
+
+    @staticmethod
+    def _whole(
+        hidden: torch.Tensor, rows: StepRows, prompts: tuple[torch.Tensor, torch.Tensor],
+        decoded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """A step's results, of which the cores have decoded some."""
         if not decoded:
-            return y, total
+            return prompts
         whole = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         sums = torch.empty_like(whole)
-        for into, prompts, others in zip((whole, sums), (y, total), decoded[0], strict=True):
-            into[rows.rows] = prompts
+        for into, computed, others in zip((whole, sums), prompts, decoded[0], strict=True):
+            into[rows.rows] = computed
             into[rows.decoding_rows] = others
         return whole, sums
 

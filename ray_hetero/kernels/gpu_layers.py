@@ -36,6 +36,7 @@ from ray_hetero.planning.prefill_memory import attention_bytes
 if TYPE_CHECKING:
     from ray_hetero.kernels.attention import Attention
     from ray_hetero.kernels.decoder_layers import Layer
+    from ray_hetero.kernels.stage_output import StageOutput
 
 LIMIT_S = 600.0
 """Longest wait for the GPU at the end of a step."""
@@ -179,6 +180,7 @@ class GpuLayers:
         rows: StepRows,
         caches: Caches | None,
         meanwhile: Callable[[], None],
+        output: StageOutput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `DecoderLayers`, for some rows of a step.
 
@@ -189,6 +191,8 @@ class GpuLayers:
             rows: which of them are computed here.
             caches: None leaves no keys and values anywhere, for runs that are not requests'.
             meanwhile: called while the GPU computes.
+            output: where results stay on the GPU, of a step of M tokens; what is returned is on
+                its way there then.
 
         Returns:
             [rows, N], which is still to be added to the residual, and it.
@@ -200,7 +204,10 @@ class GpuLayers:
         """
         staged = self._gpu.stage(hidden, residual, rows.rows)
         step = _Step(self, rows, positions[rows.rows], caches)
-        ordered = self._memory.order(lambda: step.compute(*staged))
+        if output is None:
+            ordered = self._memory.order(lambda: step.received(*staged))
+        else:
+            ordered = self._memory.order(lambda: step.left(*staged, len(positions), output))
         ordered.add_done_callback(lambda _: self._memory.returns.end())
         meanwhile()
         self._write(caches)
@@ -258,25 +265,40 @@ class _Step:
         self._caches = caches
         self._turning: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def compute(
+    def received(
         self, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute all layers from staged input; results in host memory."""
-        gpu = self._gpu
-        with torch.inference_mode(), current(gpu.computing):
-            # What this thread waits for comes first: the rest is ordered ahead of the GPU.
-            for layer in self._layers:
-                self._angles(layer.attention.cos_sin)
-            self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
-            self._spans = self._begin_uploads()
-            y, total = gpu.sent(hidden, residual)
-            for layer in self._layers:
-                x = gpu.add_and_norm(y, total, layer.input.norm)
-                attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
-                y = gpu.behind(layer.parts, attended, total)
-            assert y is not None
-            x, total = gpu.received(y, total, into=self._into)
+        with torch.inference_mode(), current(self._gpu.computing):
+            x, total = self._gpu.received(*self._compute(hidden, residual), into=self._into)
         return x, total
+
+    def left(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, tokens: int, output: StageOutput
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute all layers from staged input; results on their way to `output`."""
+        with torch.inference_mode(), current(self._gpu.computing):
+            y, total = self._compute(hidden, residual)
+            output.put(tokens, self._rows.rows, y, total)
+        return y, total
+
+    def _compute(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute all layers from staged input; results on the GPU."""
+        gpu = self._gpu
+        # What this thread waits for comes first: the rest is ordered ahead of the GPU.
+        for layer in self._layers:
+            self._angles(layer.attention.cos_sin)
+        self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
+        self._spans = self._begin_uploads()
+        y, total = gpu.sent(hidden, residual)
+        for layer in self._layers:
+            x = gpu.add_and_norm(y, total, layer.input.norm)
+            attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
+            y = gpu.behind(layer.parts, attended, total)
+        assert y is not None
+        return y, total
 
     def _begin_uploads(self) -> list[Span]:
         if self._caches is None:

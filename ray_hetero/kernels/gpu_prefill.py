@@ -285,9 +285,13 @@ class GpuPrefill:
             received = [_like(one, result) for one, result in zip(into, results, strict=True)]
         for host, result in zip(received, results, strict=True):
             host.copy_(result, non_blocking=True)
+        self.wait()
+        return received
+
+    def wait(self) -> None:
+        """Wait for all that was ordered on the stream of products."""
         self._done.record(self._computing)
         self._done.synchronize()
-        return received
 
     def product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """x · Wᵀ + bias, [M, N], in memory that the next product overwrites."""

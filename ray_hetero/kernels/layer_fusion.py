@@ -27,7 +27,7 @@ from placement.units import GIB
 from ray_hetero.compat.compilation import is_compiled, leave_uncompiled
 from ray_hetero.compat.lora import base_layer
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import attention, gpu_layers
+from ray_hetero.kernels import attention, gpu_layers, stage_output
 from ray_hetero.kernels.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.attention import Attention, as_norm
 from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
@@ -37,6 +37,7 @@ from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
 from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.kernels.stage_output import StageOutput
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.structures import STRUCTURES, Calls, LayerModules, structure_of
 from ray_hetero.log import logger
@@ -68,6 +69,11 @@ class Run:
     begin: int
     """Place of the first one there."""
     layers: list[Layer]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the decoder has no layers of this stage behind them."""
+        return bool(self.begin + len(self.layers) == self.decoder.end_layer)
 
     @property
     def adapters(self) -> Adapters | None:
@@ -163,7 +169,10 @@ def install(
     adapters: Adapters | None = None
     for place, run in enumerate(found.runs):
         if group is None:
-            made = DecoderLayers(run.layers, kernel, _memory(run.layers, kernel, memories))
+            memory = _memory(run.layers, kernel, memories)
+            is_last = place + 1 == len(found.runs) and run.is_last
+            output = _output(kernel) if memory is not None and is_last else None
+            made = DecoderLayers(run.layers, kernel, memory, output=output)
         else:
             made = DecoderLayers(run.layers, kernel, group=group[place])
         layers = getattr(run.decoder, run.attribute)
@@ -350,6 +359,17 @@ def _memory(
         memory.gpu_bytes / GIB,
     )
     return memory
+
+
+def _output(kernel: StreamingLinear) -> StageOutput | None:
+    """Where the last layers of a stage leave what a GPU computes for the next one."""
+    assert kernel.prompts is not None
+    gpu = kernel.prompts.gpu
+    if gpu.device.type != "cuda":
+        return None
+    output = StageOutput(gpu)
+    stage_output.use(output)
+    return output
 
 
 def _has_weights(layers: Sequence[Layer], gpu: GpuPrefill) -> bool:

@@ -64,6 +64,17 @@ def attention_bytes(heads: int, kv_heads: int, size: int, tokens: int) -> int:
     return results + returns + (KV_SLOTS + 1) * KV_SPAN_BYTES
 
 
+def output_bytes(hidden: int, tokens: int) -> int:
+    """Bytes of GPU memory in which a stage leaves hidden states and residuals for the next one.
+
+    Args:
+        hidden: elements of a token's hidden state.
+        tokens: most tokens of a step.
+
+    """
+    return 2 * BF16_BYTES * tokens * hidden
+
+
 EXPERT_BYTES = 1 << 30
 """Of a GPU for experts that it reads over its link, unless something else is asked for, or one
 expert takes more."""

@@ -13,7 +13,7 @@ from placement.plan.devices import DeviceFigures, PromptGpu, StageDevices
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.fused_architectures import FUSED_MODEL_TYPES
-from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
+from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes, output_bytes
 from ray_hetero.planning.rank_devices import borrowers
 from ray_hetero.world import World
 
@@ -66,7 +66,10 @@ def borrowed_bytes(facts: EngineFacts, world: World, *, is_whole: bool) -> int:
         return linears
     # Ranks that are more than there are heads of keys have one each.
     kv_heads = max(shape.num_kv_heads, *sizes, 0)
-    return linears + attention_bytes(shape.num_heads, kv_heads, shape.head_dim, tokens)
+    attention = attention_bytes(shape.num_heads, kv_heads, shape.head_dim, tokens)
+    # Groups send theirs through the host's memory.
+    output = output_bytes(hidden, tokens) if max(sizes, default=0) == 1 else 0
+    return linears + attention + output
 
 
 def with_prompt_gpus(

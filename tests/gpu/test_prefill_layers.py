@@ -3,6 +3,7 @@ test_borrowing.py."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ray_hetero.kernels.gpu_attention import (  # noqa: E402
     put_together,
 )
 from ray_hetero.planning import prefill_memory  # noqa: E402
+from ray_hetero.runtime import gpu_memory  # noqa: E402
 from ray_hetero.weight_formats import compact_on_gpu  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
@@ -161,3 +163,30 @@ def test_layers_of_which_ranks_of_a_group_have_parts(
     steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
     again = steps.request(120, after=prompt, shared=3)
     steps.check((again, 96, 120))
+
+
+READS = """
+import sys
+import torch
+from ray_hetero.runtime import gpu_memory
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+print(gpu_memory.identity(device))
+memory = gpu_memory.opened(device, bytes.fromhex(sys.argv[1]), int(sys.argv[2]))
+print(memory.view(torch.int32).sum().item())
+"""
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no memory of a GPU")
+def test_another_process_reads_memory_of_the_gpu() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    memory, handle = gpu_memory.made(device, 1 << 20)
+    memory.view(torch.int32).copy_(torch.arange(1 << 18))
+    torch.cuda.synchronize()
+    told = subprocess.run(
+        [sys.executable, "-c", READS, handle.hex(), str(memory.nbytes)],
+        check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert told.stdout.split() == [gpu_memory.identity(device), str(sum(range(1 << 18)))]
+    gpu_memory.give_back(memory)

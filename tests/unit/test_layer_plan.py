@@ -24,7 +24,7 @@ from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.planned_layers import LayerPlan, describe_split
-from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes
+from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes, output_bytes
 
 AUTO = HeteroConfig()
 FACTS = EngineFacts(LLAMA_70B, "", 80, 8192, 256, 2048, 0.9)
@@ -159,6 +159,7 @@ def test_what_cpu_ranks_borrow_of_a_gpu_is_left_free_on_it(sockets: int, ranks: 
 
     # Gate and up are 28672 outputs of 4096 inputs, down has 14336 inputs; 2048 tokens.
     share = gpu_bytes(28672, 14336, 2048) + attention_bytes(32, 8, 128, 2048)
+    share += output_bytes(4096, 2048)
     assert usable() - usable(linear_kernel="streaming") == ranks * share
     assert usable(linear_kernel="streaming", prefill_on_gpu=False) == usable()
 

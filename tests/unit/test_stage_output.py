@@ -1,0 +1,256 @@
+"""What a GPU has computed for a CPU stage stays there for the next one.
+
+The GPU is the CPU here, and the memory of both ranks is this process's.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from decoder_parts import HIDDEN  # noqa: E402
+from native_module import needs_native  # noqa: E402
+from paged_steps import CLOSE, Conversation, Steps  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from ray_hetero.distributed import linking  # noqa: E402
+from ray_hetero.distributed.messages import Message, Packing  # noqa: E402
+from ray_hetero.distributed.neighbour import Neighbours  # noqa: E402
+from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa: E402
+from ray_hetero.kernels import gpu_prefill, stage_output  # noqa: E402
+from ray_hetero.kernels.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
+from ray_hetero.planning import prefill_memory  # noqa: E402
+
+current_platform.import_kernels()
+pytestmark = [needs_native, pytest.mark.timeout(120)]
+CPU = torch.device("cpu")
+CAPACITY = 256
+TEMPLATE = {
+    name: torch.empty(1, HIDDEN, dtype=torch.bfloat16) for name in ("hidden_states", "residual")
+}
+PACKING = Packing(TEMPLATE)
+
+
+class Memory:
+    """In place of the memory of GPUs."""
+
+    def __init__(self) -> None:
+        self.of_handle: dict[bytes, Any] = {}
+        self.seen_by = {"cpu": "GPU-1"}
+
+    def identity(self, device: Any) -> str:
+        return self.seen_by[str(device)]
+
+    def made(self, device: Any, nbytes: int) -> tuple[Any, bytes]:
+        handle = bytes([len(self.of_handle)])
+        self.of_handle[handle] = torch.zeros(nbytes, dtype=torch.uint8)
+        return self.of_handle[handle], handle
+
+    def opened(self, device: Any, handle: bytes, nbytes: int) -> Any:
+        if handle not in self.of_handle:
+            raise RuntimeError("cuIpcOpenMemHandle_v2 of CUDA's driver answers 201")
+        assert self.of_handle[handle].nbytes == nbytes
+        return self.of_handle[handle]
+
+    def give_back(self, memory: Any) -> None:
+        for handle, one in list(self.of_handle.items()):
+            if one is memory:
+                del self.of_handle[handle]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    made = Memory()
+    monkeypatch.setattr(stage_output, "gpu_memory", made)
+    monkeypatch.setattr(stage_output, "_offered", [])
+    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    return made
+
+
+def message() -> Message:
+    return Message(PACKING, torch.zeros(PACKING.message_bytes(CAPACITY), dtype=torch.uint8))
+
+
+class Stage:
+    """Layers whose results are sent, and the memory that the next stage's rank sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps = Steps(monkeypatch)
+        layers: Any = self.steps.made
+        self.output = layers._output = StageOutput(layers._on_gpu.gpu)
+        offer = self.output.offer(PACKING, CAPACITY)
+        assert offer is not None
+        found = accept(offer, CPU)
+        assert found is not None
+        self.rows = found.view(CAPACITY, PACKING.row_bytes)
+        self.output.accepted(is_seen=True)
+
+    def sent(self, *parts: tuple[Conversation, int, int]) -> tuple[Message, float]:
+        """Compute a step and send it; its message, and how far its rows are from what they are."""
+        positions, hidden = self.steps.begin(parts)
+        x, total = self.steps.made(positions, hidden, None)
+        sent = message()
+        sent.is_on_gpu = self.output.holds({"hidden_states": x, "residual": total})
+        if sent.is_on_gpu:
+            self.output.sent(sent)
+            there = PACKING.views(self.rows[: len(positions)])
+            x, total = there["hidden_states"], there["residual"]
+        expected = torch.cat([
+            self.steps.expected(request)[begin:end] for request, begin, end in parts
+        ])  # fmt: skip
+        apart = (x.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
+        return sent, float(apart.max())
+
+
+def test_prompts_stay_once_a_step_has_shown_what_is_sent(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    stage = Stage(monkeypatch)
+    first, other, late = (stage.steps.request(tokens) for tokens in (70, 120, 50))
+    sent, apart = stage.sent((first, 0, 69))
+    assert not sent.is_on_gpu
+    assert apart < CLOSE
+    # One request decodes on the cores, before and behind a prompt's rows.
+    sent, apart = stage.sent((first, 69, 70), (other, 0, 119))
+    assert sent.is_on_gpu
+    assert apart < CLOSE
+    # The receiver has not read it yet.
+    again, apart = stage.sent((late, 0, 49))
+    assert not again.is_on_gpu
+    assert apart < CLOSE
+    sent.take()
+    again, apart = stage.sent((other, 119, 120), (late, 49, 50))
+    assert not again.is_on_gpu  # a decode step
+    third = stage.steps.request(60)
+    again, apart = stage.sent((third, 0, 60))
+    assert again.is_on_gpu
+    assert apart < CLOSE
+
+
+def test_what_a_model_changes_goes_through_the_host(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    stage = Stage(monkeypatch)
+    for _ in range(2):
+        positions, hidden = stage.steps.begin([(stage.steps.request(60), 0, 60)])
+        x, total = stage.steps.made(positions, hidden, None)
+        assert not stage.output.holds({"hidden_states": 2 * x, "residual": total})
+
+
+def test_a_model_that_begins_to_change_it_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    stage = Stage(monkeypatch)
+    stage.sent((stage.steps.request(60), 0, 60))
+    positions, hidden = stage.steps.begin([(stage.steps.request(60), 0, 60)])
+    x, total = stage.steps.made(positions, hidden, None)
+    with pytest.raises(RuntimeError, match=r"other tensors .* cpu\.prefill_on_gpu to false"):
+        stage.output.holds({"hidden_states": x.clone(), "residual": total})
+
+
+def test_a_rank_on_another_gpu_reads_from_the_host(memory: Memory) -> None:
+    output = StageOutput(SimpleNamespace(device=CPU))  # type: ignore[arg-type]
+    offer = output.offer(PACKING, CAPACITY)
+    assert offer is not None
+    memory.seen_by["cpu"] = "GPU-2"
+    assert accept(offer, CPU) is None
+    output.accepted(is_seen=False)
+    assert memory.of_handle == {}
+    assert not output.may_take(1)
+
+
+def test_memory_that_cannot_be_had_or_seen_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    assert accept(GpuOffer("GPU-1", b"none", 1), CPU) is None
+    output = StageOutput(SimpleNamespace(device=CPU))  # type: ignore[arg-type]
+    more = {**TEMPLATE, "scales": torch.empty(1, 4)}
+    assert output.offer(Packing(more), CAPACITY) is None
+
+    def none(device: Any, nbytes: int) -> Any:
+        raise RuntimeError("cuMemAlloc_v2 of CUDA's driver answers 2")
+
+    monkeypatch.setattr(memory, "made", none)
+    assert output.offer(PACKING, CAPACITY) is None
+    output.accepted(is_seen=False)
+
+
+class Neighbour:
+    """The other end, in another thread of this process."""
+
+    def __init__(self, told: queue.SimpleQueue[Any], heard: queue.SimpleQueue[Any]) -> None:
+        self.rank, self._told, self._heard = 7, told, heard
+
+    def tell(self, what: Any) -> None:
+        self._told.put(what)
+
+    def hear(self) -> Any:
+        return self._heard.get(timeout=20)
+
+
+class Event:
+    """In place of CUDA's."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    monkeypatch.setattr(linking.dist, "get_rank", lambda: 0)
+    # The receiver's terms, but for locked pages, are those of a rank on a GPU.
+    monkeypatch.setattr(linking.Terms, "is_on_gpu", True)
+    monkeypatch.setattr("ray_hetero.distributed.shared_memory_link.lock_pages", lambda memory: None)
+    output = StageOutput(SimpleNamespace(device=CPU))  # type: ignore[arg-type]
+    stage_output.use(output)
+    there, back = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    ends: list[Any] = [
+        Neighbours(2, following=(Neighbour(there, back),)),  # type: ignore[arg-type]
+        Neighbours(2, previous=Neighbour(back, there)),  # type: ignore[arg-type]
+    ]
+    sender, receiver = (StageBoundary(one, CPU) for one in ends)
+    agreeing = threading.Thread(target=sender.agree, args=(TEMPLATE, CAPACITY, 20))
+    agreeing.start()
+    receiver.agree(TEMPLATE, CAPACITY, 20)
+    agreeing.join()
+    receiver._copied = defaultdict(Event)  # type: ignore[assignment]
+    receiver._staging_in = Staging(PACKING, CAPACITY, CPU)
+
+    def step(tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        for boundary in (sender, receiver):
+            boundary.begin_step(tokens)
+        values = {name: torch.randn(tokens, HIDDEN).bfloat16() for name in TEMPLATE}
+        stands_for = {name: torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16) for name in TEMPLATE}
+        stays = output.may_take(tokens)
+        if stays:
+            for name, place in output._places.items():
+                place[:tokens] = values[name]
+            output._stays = True
+        sent = stands_for if stays else values
+        output.note(sent["hidden_states"], sent["residual"])
+        sender.isend(sent)
+        found, (way,), (copy,) = receiver.irecv()
+        way.wait()
+        copy()
+        return values, {name: one[:tokens] for name, one in found.items()}
+
+    ways = []
+    for tokens in (16, 200, 3, 64, 1, 5, 9):
+        ways.append(output.may_take(tokens))
+        values, found = step(tokens)
+        assert all(torch.equal(found[name], values[name]) for name in TEMPLATE), tokens
+    assert ways == [False, *[True] * 6]
+    assert stage_output.offered() is output
