@@ -68,6 +68,13 @@ class Layout:
             return ()
         return tuple(self.ranks(stage + 1)[tensor_rank :: self.sizes[stage]])
 
+    def sends_alone(self, stage: int) -> bool:
+        """Whether one rank of a stage, the first, sends for all of them to the next stage."""
+        if stage + 1 >= len(self.stages):
+            return False
+        others = range(1, len(self.stages[stage]))
+        return not any(self.receivers(stage, rank) for rank in others)
+
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """The pipeline that each tensor-parallel rank of the largest stage is in: one rank a stage.
 

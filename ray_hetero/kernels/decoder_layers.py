@@ -168,7 +168,6 @@ class DecoderLayers:
 
         output = self._output
         if output is not None and caches is not None and output.may_take(tokens):
-            assert isinstance(on_gpu, GpuLayers)
             on_gpu(positions, hidden, residual, rows, caches, decode, output)
             for others in decoded:
                 output.put(tokens, rows.decoding_rows, *others)

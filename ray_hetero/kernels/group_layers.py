@@ -35,6 +35,7 @@ from ray_hetero.runtime.locked_pages import lock_pages
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.decoder_layers import Layer
+    from ray_hetero.kernels.stage_output import StageOutput
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,11 @@ class GroupLayers:
         self._tokens = tokens
         self._has_caches = False
 
+    @property
+    def gpu(self) -> GpuPrefill | None:
+        """Where layers are computed; None where this rank is not the first."""
+        return None if self._layers is None else self._layers.gpu
+
     def suits(self, tokens: int) -> bool:
         """Whether there is room for so many tokens; the same on all ranks."""
         return tokens <= self._tokens
@@ -247,8 +253,12 @@ class GroupLayers:
         rows: StepRows,
         caches: Caches | None,
         meanwhile: Callable[[], None],
+        output: StageOutput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `GpuLayers`; on all ranks at once, with the same result.
+
+        With an output, which only the first rank has, the others' results are not those of this
+        step: what uses it knows that nobody needs them.
 
         Raises:
             torch.OutOfMemoryError: the GPU's memory has run out, on all ranks.
@@ -262,7 +272,9 @@ class GroupLayers:
             self._group.wait()
         else:
             with self._group.telling():
-                self._layers(positions, hidden, residual, rows, caches, meanwhile)
+                found = self._layers(positions, hidden, residual, rows, caches, meanwhile, output)
+            if output is not None:
+                return found
         shape = rows.tokens, hidden.shape[1]
         x, total = self._group.results[:, : shape[0] * shape[1]]
         # The next step overwrites them once all ranks have come to it.

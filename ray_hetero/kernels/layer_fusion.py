@@ -152,14 +152,16 @@ def _callers(model: nn.Module, whole: Mapping[nn.Module, bool]) -> list[nn.Modul
 
 
 def install(
-    found: Fusible, kernel: StreamingLinear, group: Sequence[GroupLayers] | None = None
-) -> int:
+    found: Fusible, kernel: StreamingLinear, group: Sequence[GroupLayers] | None = None,
+    *, sends_alone: bool = False,
+) -> int:  # fmt: skip
     """Put operators into the places of layers, and log what is left.
 
     Args:
         found: of a model.
         kernel: what computes its linear layers.
         group: by run, what computes prompts for all ranks of this one's group, if something does.
+        sends_alone: whether no other rank of this stage sends results to the next one.
 
     Returns:
         How many layers were fused.
@@ -168,13 +170,12 @@ def install(
     memories: Memories = {}
     adapters: Adapters | None = None
     for place, run in enumerate(found.runs):
-        if group is None:
-            memory = _memory(run.layers, kernel, memories)
-            is_last = place + 1 == len(found.runs) and run.is_last
-            output = _output(kernel) if memory is not None and is_last else None
-            made = DecoderLayers(run.layers, kernel, memory, output=output)
-        else:
-            made = DecoderLayers(run.layers, kernel, group=group[place])
+        of_group = None if group is None else group[place]
+        memory = _memory(run.layers, kernel, memories) if of_group is None else None
+        output = None
+        if sends_alone and place + 1 == len(found.runs) and run.is_last:
+            output = _output(of_group.gpu if of_group is not None else _gpu_of(memory, kernel))
+        made = DecoderLayers(run.layers, kernel, memory, of_group, output)
         layers = getattr(run.decoder, run.attribute)
         adapters = run.adapters or adapters
         for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
@@ -361,11 +362,13 @@ def _memory(
     return memory
 
 
-def _output(kernel: StreamingLinear) -> StageOutput | None:
+def _gpu_of(memory: AttentionMemory | None, kernel: StreamingLinear) -> GpuPrefill | None:
+    return None if memory is None or kernel.prompts is None else kernel.prompts.gpu
+
+
+def _output(gpu: GpuPrefill | None) -> StageOutput | None:
     """Where the last layers of a stage leave what a GPU computes for the next one."""
-    assert kernel.prompts is not None
-    gpu = kernel.prompts.gpu
-    if gpu.device.type != "cuda":
+    if gpu is None or gpu.device.type != "cuda":
         return None
     output = StageOutput(gpu)
     stage_output.use(output)

@@ -50,6 +50,7 @@ class LinearLayers:
         spare: logical CPUs of this rank that compute nothing.
         is_shared: whether weights go into memory that other ranks of this one's tensor-parallel
             group can map, for one GPU to compute the prompts of all.
+        sends_alone: whether no other rank of this one's stage sends results to the next one.
 
     Raises:
         UnsupportedError: what was asked for cannot be had here.
@@ -58,12 +59,13 @@ class LinearLayers:
 
     def __init__(
         self, config: CpuConfig, gpu: torch.device | None, tokens: int,
-        spare: Sequence[int] = (), *, is_shared: bool = False,
+        spare: Sequence[int] = (), *, is_shared: bool = False, sends_alone: bool = False,
     ) -> None:  # fmt: skip
         self._config = config
         self._device, self._tokens = gpu, tokens
         self._shared: SharedWeights | None = None
         self._spare = tuple(spare)
+        self._sends_alone = sends_alone
         self._gpu: GpuPrefill | None = None
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
@@ -222,7 +224,7 @@ class LinearLayers:
                 )
             self._take_gpu(self._kernel, found)
         if self._config.fuse_layers:
-            fused = install(found, self._kernel, group)
+            fused = install(found, self._kernel, group, sends_alone=self._sends_alone)
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
         self._linears.clear()
         self._is_loaded = True

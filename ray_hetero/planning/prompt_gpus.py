@@ -67,9 +67,7 @@ def borrowed_bytes(facts: EngineFacts, world: World, *, is_whole: bool) -> int:
     # Ranks that are more than there are heads of keys have one each.
     kv_heads = max(shape.num_kv_heads, *sizes, 0)
     attention = attention_bytes(shape.num_heads, kv_heads, shape.head_dim, tokens)
-    # Groups send theirs through the host's memory.
-    output = output_bytes(hidden, tokens) if max(sizes, default=0) == 1 else 0
-    return linears + attention + output
+    return linears + attention + output_bytes(hidden, tokens)
 
 
 def with_prompt_gpus(

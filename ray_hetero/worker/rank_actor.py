@@ -211,6 +211,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._rank.shared.max_num_batched_tokens,
                 self._rank.spare,
                 is_shared=world.has_socket_group(seat),
+                sends_alone=world.layout.sends_alone(seat.stage),
             )
             if self._vllm_config.lora_config is not None:
                 lora.leave_tokens_without_adapter()

@@ -174,6 +174,7 @@ def test_a_group_of_cpu_ranks_borrows_a_gpu_once() -> None:
 
     group = [["cpu", "cpu"], ["gpu"]]
     whole = gpu_bytes(28672, 14336, 2048) + attention_bytes(32, 8, 128, 2048)
+    whole += output_bytes(4096, 2048)
     assert usable(group) - usable(group, linear_kernel="streaming") == whole
     # Each of them has its part of the linear layers computed.
     parts = 2 * gpu_bytes(14336, 7168, 2048)

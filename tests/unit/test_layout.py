@@ -80,6 +80,23 @@ def test_stages_of_different_size_say_the_size_of_the_largest() -> None:
     assert [made.first_rank(stage) for stage in (0, 1)] == [0, 2]
 
 
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        (("c", "g"), [True, False]),
+        (("cc", "g"), [True, False]),
+        (("c", "gg"), [True, False]),
+        (("cc", "gg"), [False, False]),
+        (("cc", "g", "cc"), [True, True, False]),
+    ],
+)
+def test_the_first_rank_sends_alone_to_a_stage_of_one(
+    stages: tuple[str, ...], expected: list[bool]
+) -> None:
+    made = layout(*stages)
+    assert [made.sends_alone(stage) for stage in range(len(stages))] == expected
+
+
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_every_rank_receives_from_one_that_sends_to_it(sizes: list[int]) -> None:
     made = layout(*("g" * size for size in sizes))

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from decoder_parts import HIDDEN  # noqa: E402
+from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import CLOSE, Conversation, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -134,6 +135,31 @@ def test_prompts_stay_once_a_step_has_shown_what_is_sent(
     again, apart = stage.sent((third, 0, 60))
     assert again.is_on_gpu
     assert apart < CLOSE
+
+
+def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    group = GroupSteps(monkeypatch)
+    group.join()
+    first: Any = group.ranks[0].made
+    output = first._output = StageOutput(first._on_gpu.gpu)
+    offer = output.offer(PACKING, CAPACITY)
+    assert offer is not None
+    rows = memory.of_handle[offer.handle].view(CAPACITY, PACKING.row_bytes)
+    output.accepted(is_seen=True)
+    stays = []
+    one, other = group.request(70), group.request(120)
+    for parts in ([(one, 0, 69)], [(one, 69, 70), (other, 0, 119)]):
+        (x, total), *_ = group.step(*parts)
+        stays.append(output.holds({"hidden_states": x, "residual": total}))
+        if stays[-1]:
+            there = PACKING.views(rows[: len(x)])
+            x, total = there["hidden_states"], there["residual"]
+        expected = torch.cat([group.expected(one)[begin:end] for one, begin, end in parts])
+        apart = (x.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert float(apart.max()) < CLOSE
+    assert stays == [False, True]
 
 
 def test_what_a_model_changes_goes_through_the_host(
