@@ -41,6 +41,12 @@ HELD = {
 """The format of ray_hetero/weight_formats that holds each."""
 
 
+NEARLY_EQUAL_ROUTED = 0.3
+"""The same as `NEARLY_EQUAL` for mixtures of experts, where a rounding may send a token to another
+expert: 0.22 was seen between this backend and vLLM's kernel for experts with the same weights in
+bf16, whose logprobs this backend gives for the quantised ones to 0.006."""
+
+
 def test_every_format_of_demo_models_is_here() -> None:
     assert HELD.keys() == FORMATS.keys()
 
@@ -52,7 +58,9 @@ def compared(scene: Scene, tmp_path: Path) -> Callable[..., str]:
     Stock vLLM is given the same weights in bf16, and the checkpoint itself too if it is to be.
     """
 
-    def compare(quantised: Path, plain: Path, *, in_stock: bool = False) -> str:
+    def compare(
+        quantised: Path, plain: Path, *, in_stock: bool = False, nearly: float = NEARLY_EQUAL
+    ) -> str:
         cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
         arguments = [
             engine(plain, dtype="bfloat16"),
@@ -67,7 +75,7 @@ def compared(scene: Scene, tmp_path: Path) -> Callable[..., str]:
             found = [gap_where_different(*pair) for pair in zip(ours, theirs, strict=True)]
             gaps = [gap for gap in found if gap is not None]
             assert len(gaps) <= 4
-            assert all(gap < NEARLY_EQUAL for gap in gaps)
+            assert all(gap < nearly for gap in gaps)
         return (folder / "log").read_text()
 
     return compare
@@ -113,7 +121,8 @@ def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
     # vLLM wants experts on every stage, and the first layer has none.
     deep = replace(SHAPE, layers=4)
     quantised = write_demo_model(tmp_path / "quantised", "qwen3_moe", stored=name, shape=deep)
-    log = compared(quantised, dequantised(quantised, tmp_path / "plain"))
+    plain = dequantised(quantised, tmp_path / "plain")
+    log = compared(quantised, plain, nearly=NEARLY_EQUAL_ROUTED)
     for count in (1, 2):
         assert f"experts of {count} layers are the checkpoint's own {HELD[name]}" in log
 
