@@ -98,7 +98,7 @@ Made = tuple[torch.Tensor, WholeLayers | None]
 def _settle_steps(offer: PromptOffer, layers: WholeLayers | None, gather: Gather) -> None:
     """Choose the largest decode step that the cores compute; the same on all ranks."""
     kernel = offer.kernel
-    if kernel is None or not step_limit.is_open(kernel, offer.from_tokens):
+    if kernel is None or not step_limit.is_open(kernel, offer.from_tokens, offer.tokens):
         return
     gather(None)  # they read the same memory: all begin together
     cores = gather(step_limit.on_cores(kernel, _linears(offer.runs)))

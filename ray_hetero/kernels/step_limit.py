@@ -42,13 +42,20 @@ def settle(
         for linear in layer
         if gpu.suits(linear.weight.data, kernel.step_tokens)
     ]
-    if some and is_open(kernel, from_tokens):
+    if some and is_open(kernel, from_tokens, gpu.tokens):
         choose(kernel, from_tokens, on_cores(kernel, [some]), over_link(kernel, gpu, [some]))
 
 
-def is_open(kernel: StreamingLinear, from_tokens: int) -> bool:
-    """Whether steps that the cores compute in one call are as large as those of the GPU."""
-    return from_tokens <= kernel.step_tokens
+def is_open(kernel: StreamingLinear, from_tokens: int, tokens: int) -> bool:
+    """Whether both could compute the largest step that the cores compute in one call.
+
+    Args:
+        kernel: of this rank.
+        from_tokens: of a step, from which the GPU computes it.
+        tokens: of a step, up to which the GPU has room.
+
+    """
+    return from_tokens <= kernel.step_tokens <= tokens
 
 
 def on_cores(kernel: StreamingLinear, layers: Sequence[Sequence[Linear]]) -> float:

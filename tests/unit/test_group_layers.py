@@ -293,15 +293,20 @@ def test_places_of_parts_in_the_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "link", "expected"),
-    [((0.01, 0.03), 0.02, "gpu"), ((0.01, 0.03), 0.04, "cores"), (None, None, "either")],
-    ids=["the slowest rank decides", "the cores are faster", "as measured here"],
+    ("cores", "link", "expected", "most"),
+    [
+        ((0.01, 0.03), 0.02, "gpu", 512),
+        ((0.01, 0.03), 0.04, "cores", 512),
+        (None, None, "either", 512),
+        (None, None, "cores", 124),
+    ],
+    ids=["the slowest rank decides", "the cores are faster", "as measured here", "small steps"],
 )
 def test_ranks_agree_on_the_largest_step_of_their_cores(
-    cores: tuple[float, float] | None, link: float | None, expected: str,
+    cores: tuple[float, float] | None, link: float | None, expected: str, most: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    steps = GroupSteps(monkeypatch)
+    steps = GroupSteps(monkeypatch, most=most)
     steps.least = native.STEP_TOKENS - 8
     kernels = [rank.kernel for rank in steps.ranks]
     for rank in steps.ranks:

@@ -26,11 +26,11 @@ class Gpu:
 
     def __init__(self, seconds: float, tokens: int = 8192) -> None:
         self._seconds = seconds
-        self._tokens = tokens
+        self.tokens = tokens
         self.asked: list[tuple[int, ...]] = []
 
     def suits(self, data: Any, tokens: int) -> bool:
-        return tokens <= self._tokens
+        return tokens <= self.tokens
 
     def linear(self, x: Any, data: Any, bias: Any) -> None:
         self.asked.append(tuple(x.shape))
