@@ -17,6 +17,7 @@ class GlooLink:
     """The link over Gloo, which every neighbour can be reached by."""
 
     name = "Gloo"
+    is_one_memory = False
 
     def offer(self, terms: Terms, neighbour: Neighbour) -> GlooEnd:
         """Hold the sending end ready."""

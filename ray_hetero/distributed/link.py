@@ -118,6 +118,10 @@ class Link(Protocol):
     def name(self) -> str:
         """Name of the link, as the log and the neighbour's rank know it."""
 
+    @property
+    def is_one_memory(self) -> bool:
+        """Whether both ends see the same messages, so that each sees the marks of the other."""
+
     def offer(self, terms: Terms, neighbour: Neighbour) -> Offer | None:
         """Hold the sending end ready; None where this rank cannot serve such a link."""
 

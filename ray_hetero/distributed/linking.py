@@ -11,7 +11,6 @@ import torch.distributed as dist
 from placement.host.sysfs import machine_id
 from ray_hetero.distributed.link import Link, Reached, Receiver, Sender, Terms, WaitUntilRead
 from ray_hetero.distributed.neighbour import Neighbour
-from ray_hetero.distributed.shared_memory_link import SharedMemoryLink
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels import stage_output
 from ray_hetero.kernels.stage_output import GpuOffer, StageOutput
@@ -135,7 +134,8 @@ class Linking:
             neighbour.tell(Answer(None, problem))
             raise AgreementError(problem)
         gpu = None
-        if heard.gpu is not None and name == SharedMemoryLink.name and self.terms.is_on_gpu:
+        is_one_memory = any(link.is_one_memory for link in self.links if link.name == name)
+        if heard.gpu is not None and is_one_memory and self.terms.is_on_gpu:
             gpu = stage_output.accept(heard.gpu, self.terms.device)
         neighbour.tell(Answer(name, sees_gpu=gpu is not None))
         is_clock_shared = heard.machine == machine_id() != ""

@@ -31,6 +31,7 @@ class SharedMemoryLink:
     """The link of two ranks that can map the same memory: of one host and one user."""
 
     name = "shared memory"
+    is_one_memory = True
 
     def offer(self, terms: Terms, neighbour: Neighbour) -> SharedMemoryOffer | None:
         """Make the memory; None where the system gives none."""

@@ -447,7 +447,11 @@ def widened(weight: BlockScaled) -> torch.Tensor:
 
 
 @needs_native
-def test_fp8_experts_that_are_timed_compute_what_their_codes_say() -> None:
+def test_fp8_experts_that_are_timed_compute_what_their_codes_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Imported, the benchmark says so to all that this process starts.
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     from experts import fp8_layer
 
     from ray_hetero import _streaming_linear as native
@@ -471,7 +475,11 @@ def test_fp8_experts_that_are_timed_compute_what_their_codes_say() -> None:
 
 
 @needs_native
-def test_fp8_experts_that_are_timed_are_held_as_a_rank_holds_a_checkpoints() -> None:
+def test_fp8_experts_that_are_timed_are_held_as_a_rank_holds_a_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Imported, the benchmark says so to all that this process starts.
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     pytest.importorskip("vllm")
     from experts import fp8_weight
 
