@@ -16,6 +16,7 @@ import torch
 
 from ray_hetero.distributed.expert_memory import HandoverMemory, native
 from ray_hetero.log import logger
+from ray_hetero.runtime import gpu_memory
 from ray_hetero.runtime.locked_pages import lock_pages
 
 _WAIT_VALUE_32 = 1
@@ -43,18 +44,6 @@ def _operations(*given: tuple[int, int, int]) -> Any:
     return (_Operation * len(made))(*made)
 
 
-class _HostBytes:
-    """Locked memory of the host, for torch to see as a GPU's; see the CUDA Array Interface."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tuple(memory.shape),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-            "version": 3,
-        }
-
-
 def mapped(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Locked memory of the host as a tensor of a GPU, which reads and writes it over its link.
 
@@ -63,7 +52,7 @@ def mapped(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
         device: the GPU.
 
     """
-    return torch.as_tensor(_HostBytes(memory), device=device)
+    return gpu_memory.seen(memory.data_ptr(), memory.nbytes, device)
 
 
 class GpuSignals:

@@ -125,19 +125,18 @@ class Linking:
         """
         heard: Introduction = neighbour.hear()
         problem = self._difference(heard, neighbour)
-        name, reached = (None, None) if problem else self._reached(heard, neighbour)
-        if reached is None:
+        found = None if problem else self._reached(heard, neighbour)
+        if found is None:
             problem = problem or (
                 f"rank {dist.get_rank()} reaches rank {neighbour.rank} by none of the links that "
                 f"it offers: {', '.join(name for name, _ in heard.offers) or 'none'}"
             )
             neighbour.tell(Answer(None, problem))
             raise AgreementError(problem)
-        gpu = None
-        is_one_memory = any(link.is_one_memory for link in self.links if link.name == name)
-        if heard.gpu is not None and is_one_memory and self.terms.is_on_gpu:
+        (link, reached), gpu = found, None
+        if heard.gpu is not None and link.is_one_memory and self.terms.is_on_gpu:
             gpu = stage_output.accept(heard.gpu, self.terms.device)
-        neighbour.tell(Answer(name, sees_gpu=gpu is not None))
+        neighbour.tell(Answer(link.name, sees_gpu=gpu is not None))
         is_clock_shared = heard.machine == machine_id() != ""
         return Incoming(reached.take(wait_until_read), is_clock_shared, gpu)
 
@@ -150,13 +149,11 @@ class Linking:
             f"rank {dist.get_rank()} takes {self.signature}"
         )
 
-    def _reached(
-        self, heard: Introduction, neighbour: Neighbour
-    ) -> tuple[str | None, Reached | None]:
+    def _reached(self, heard: Introduction, neighbour: Neighbour) -> tuple[Link, Reached] | None:
         known = {link.name: link for link in self.links}
         for name, address in heard.offers:
             if name in known:
                 reached = known[name].reach(address, self.terms, neighbour)
                 if reached is not None:
-                    return name, reached
-        return None, None
+                    return known[name], reached
+        return None

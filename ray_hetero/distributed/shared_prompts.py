@@ -101,16 +101,16 @@ def _settle_steps(offer: PromptOffer, layers: WholeLayers | None, gather: Gather
     if kernel is None or not step_limit.is_open(kernel, offer.from_tokens, offer.tokens):
         return
     gather(None)  # they read the same memory: all begin together
-    cores = gather(step_limit.on_cores(kernel, _linears(offer.runs)))
+    cores = gather(step_limit.on_cores(kernel, _measured(offer.runs[0])))
     link = None
     if layers is not None:
         run = layers.runs[0]
-        link = step_limit.over_link(kernel, run.gpu, _linears([run.layers]))
+        link = step_limit.over_link(kernel, run.gpu, _measured(run.layers))
     step_limit.choose(kernel, offer.from_tokens, max(cores), gather(link)[0])
 
 
-def _linears(runs: Sequence[Sequence[Layer]]) -> list[tuple[Linear, ...]]:
-    return [linears_of(layer) for run in runs for layer in run]
+def _measured(run: Sequence[Layer]) -> list[Linear]:
+    return step_limit.first([linears_of(layer) for layer in run])
 
 
 def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gather) -> Made | None:

@@ -26,6 +26,7 @@ from ray_hetero.kernels import adapters, decode_step, gpu_layers, layer_tokens
 from ray_hetero.kernels.attention import Attention
 from ray_hetero.kernels.decode_step import DecodeStep
 from ray_hetero.kernels.gpu_layers import AttentionMemory, Caches, GpuLayers
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import PostAttention, QkvInput
 from ray_hetero.kernels.post_attention import PostAttentionBlock, add_and_norm, norm
@@ -66,17 +67,16 @@ class DecoderLayers:
         kernel: what computes linear layers.
         memory: for attention on the GPU that computes prompts, if it computes whole layers.
         group: what computes prompts for all ranks of this one's group.
-        output: where results stay on that GPU, if these are the stage's last layers.
 
     """
 
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear,
         memory: AttentionMemory | None = None, group: GroupLayers | None = None,
-        output: StageOutput | None = None,
     ) -> None:  # fmt: skip
         self._kernel = kernel
-        self._output = output
+        self.output: StageOutput | None = None
+        """Where results stay on that GPU, if these are the stage's last layers."""
         self._input = layers[0].input
         following = [*(layer.input for layer in layers[1:]), None]
         self._layers = [
@@ -96,6 +96,11 @@ class DecoderLayers:
             assert kernel.prompts is not None
             self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
             self._least = kernel.prompts.from_tokens
+
+    @property
+    def gpu(self) -> GpuPrefill | None:
+        """The GPU that computes prompts for this rank; None if there is none here."""
+        return None if self._on_gpu is None else self._on_gpu.gpu
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -166,7 +171,7 @@ class DecoderLayers:
                     self._decode_step.decode(rows, contexts, positions, hidden, residual)
                 )
 
-        output = self._output
+        output = self.output
         if output is not None and caches is not None and output.may_take(tokens):
             on_gpu(positions, hidden, residual, rows, caches, decode, output)
             for others in decoded:

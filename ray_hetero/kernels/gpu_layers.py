@@ -204,10 +204,7 @@ class GpuLayers:
         """
         staged = self._gpu.stage(hidden, residual, rows.rows)
         step = _Step(self, rows, positions[rows.rows], caches)
-        if output is None:
-            ordered = self._memory.order(lambda: step.received(*staged))
-        else:
-            ordered = self._memory.order(lambda: step.left(*staged, len(positions), output))
+        ordered = self._memory.order(lambda: step.compute(*staged, len(positions), output))
         ordered.add_done_callback(lambda _: self._memory.returns.end())
         meanwhile()
         self._write(caches)
@@ -265,39 +262,39 @@ class _Step:
         self._caches = caches
         self._turning: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def received(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute all layers from staged input; results in host memory."""
-        with torch.inference_mode(), current(self._gpu.computing):
-            x, total = self._gpu.received(*self._compute(hidden, residual), into=self._into)
-        return x, total
+    def compute(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, tokens: int,
+        output: StageOutput | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute all layers from staged input.
 
-    def left(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, tokens: int, output: StageOutput
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute all layers from staged input; results on their way to `output`."""
-        with torch.inference_mode(), current(self._gpu.computing):
-            y, total = self._compute(hidden, residual)
-            output.put(tokens, self._rows.rows, y, total)
-        return y, total
+        Args:
+            hidden: as `GpuPrefill.stage` gives it.
+            residual: the same.
+            tokens: of the step, of which some rows are computed here.
+            output: where results stay on the GPU.
 
-    def _compute(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute all layers from staged input; results on the GPU."""
+        Returns:
+            Results in host memory, or on their way to `output`.
+
+        """
         gpu = self._gpu
-        # What this thread waits for comes first: the rest is ordered ahead of the GPU.
-        for layer in self._layers:
-            self._angles(layer.attention.cos_sin)
-        self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
-        self._spans = self._begin_uploads()
-        y, total = gpu.sent(hidden, residual)
-        for layer in self._layers:
-            x = gpu.add_and_norm(y, total, layer.input.norm)
-            attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
-            y = gpu.behind(layer.parts, attended, total)
-        assert y is not None
+        with torch.inference_mode(), current(gpu.computing):
+            # What this thread waits for comes first: the rest is ordered ahead of the GPU.
+            for layer in self._layers:
+                self._angles(layer.attention.cos_sin)
+            self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
+            self._spans = self._begin_uploads()
+            y, total = gpu.sent(hidden, residual)
+            for layer in self._layers:
+                x = gpu.add_and_norm(y, total, layer.input.norm)
+                attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
+                y = gpu.behind(layer.parts, attended, total)
+            assert y is not None
+            if output is None:
+                y, total = gpu.received(y, total, into=self._into)
+            else:
+                output.put(tokens, self._rows.rows, y, total)
         return y, total
 
     def _begin_uploads(self) -> list[Span]:

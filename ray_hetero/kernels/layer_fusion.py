@@ -172,10 +172,9 @@ def install(
     for place, run in enumerate(found.runs):
         of_group = None if group is None else group[place]
         memory = _memory(run.layers, kernel, memories) if of_group is None else None
-        output = None
+        made = DecoderLayers(run.layers, kernel, memory, of_group)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
-            output = _output(of_group.gpu if of_group is not None else _gpu_of(memory, kernel))
-        made = DecoderLayers(run.layers, kernel, memory, of_group, output)
+            made.output = _output(made.gpu)
         layers = getattr(run.decoder, run.attribute)
         adapters = run.adapters or adapters
         for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
@@ -360,10 +359,6 @@ def _memory(
         memory.gpu_bytes / GIB,
     )
     return memory
-
-
-def _gpu_of(memory: AttentionMemory | None, kernel: StreamingLinear) -> GpuPrefill | None:
-    return None if memory is None or kernel.prompts is None else kernel.prompts.gpu
 
 
 def _output(gpu: GpuPrefill | None) -> StageOutput | None:

@@ -36,14 +36,9 @@ def settle(
         layers: the linear layers of each decoder layer.
 
     """
-    some = [
-        linear
-        for layer in layers[:MEASURED_LAYERS]
-        for linear in layer
-        if gpu.suits(linear.weight.data, kernel.step_tokens)
-    ]
+    some = [one for one in first(layers) if gpu.suits(one.weight.data, kernel.step_tokens)]
     if some and is_open(kernel, from_tokens, gpu.tokens):
-        choose(kernel, from_tokens, on_cores(kernel, [some]), over_link(kernel, gpu, [some]))
+        choose(kernel, from_tokens, on_cores(kernel, some), over_link(kernel, gpu, some))
 
 
 def is_open(kernel: StreamingLinear, from_tokens: int, tokens: int) -> bool:
@@ -58,19 +53,24 @@ def is_open(kernel: StreamingLinear, from_tokens: int, tokens: int) -> bool:
     return from_tokens <= kernel.step_tokens <= tokens
 
 
-def on_cores(kernel: StreamingLinear, layers: Sequence[Sequence[Linear]]) -> float:
-    """Seconds that this rank's cores take for the largest step's products of some layers."""
+def first(layers: Sequence[Sequence[Linear]]) -> list[Linear]:
+    """The linear layers that are measured: those of the first decoder layers."""
+    return [linear for layer in layers[:MEASURED_LAYERS] for linear in layer]
+
+
+def on_cores(kernel: StreamingLinear, linears: Sequence[Linear]) -> float:
+    """Seconds that this rank's cores take for the largest step's products of linear layers."""
     return _seconds(
-        lambda x, linear: kernel.compute(x, linear.weight, linear.bias), kernel.step_tokens, layers
+        lambda x, linear: kernel.compute(x, linear.weight, linear.bias), kernel.step_tokens, linears
     )
 
 
-def over_link(
-    kernel: StreamingLinear, gpu: GpuPrefill, layers: Sequence[Sequence[Linear]]
-) -> float:
+def over_link(kernel: StreamingLinear, gpu: GpuPrefill, linears: Sequence[Linear]) -> float:
     """Seconds that a GPU takes for the same, with weights that it reads over its link."""
     return _seconds(
-        lambda x, linear: gpu.linear(x, linear.weight.data, linear.bias), kernel.step_tokens, layers
+        lambda x, linear: gpu.linear(x, linear.weight.data, linear.bias),
+        kernel.step_tokens,
+        linears,
     )
 
 
@@ -98,10 +98,8 @@ def choose(kernel: StreamingLinear, from_tokens: int, cores: float, link: float)
 
 
 def _seconds(
-    compute: Callable[[torch.Tensor, Linear], object], tokens: int,
-    layers: Sequence[Sequence[Linear]],
-) -> float:  # fmt: skip
-    linears = [linear for layer in layers[:MEASURED_LAYERS] for linear in layer]
+    compute: Callable[[torch.Tensor, Linear], object], tokens: int, linears: Sequence[Linear]
+) -> float:
     inputs = {linear.weight.shape[1] for linear in linears}
     given = {size: torch.randn(tokens, size).bfloat16() for size in inputs}
     taken = []

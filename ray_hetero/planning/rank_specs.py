@@ -35,6 +35,10 @@ def rank_specs(
         for node in nodes
     }
     own = {node.node_id: _with(spare[node.node_id], _computing(plan, node)) for node in nodes}
+    own_near_gpus = {
+        node.node_id: world_plan.cpus_on_nodes_of_gpus(node.host, own[node.node_id])
+        for node in nodes
+    }
     meeting = uuid.uuid4().hex
     return tuple(
         RankSpec(
@@ -48,7 +52,7 @@ def rank_specs(
             forecast=plan.forecast(seat.rank),
             gpus_beside=world_plan.gpus_beside(seat, hosts[seat.node_id]),
             near_gpus=near_gpus[seat.node_id],
-            own_near_gpus=world_plan.cpus_on_nodes_of_gpus(hosts[seat.node_id], own[seat.node_id]),
+            own_near_gpus=own_near_gpus[seat.node_id],
             meeting=meeting,
         )
         for seat in plan.world.members

@@ -9,7 +9,7 @@ from placement.cluster.assignment import ALONE, Node, Seat, Turn, assign, gpus_n
 from placement.cluster.layout import auto_layout, given_layout
 from placement.errors import LayoutError
 from placement.given import numbers
-from placement.host.topology import Core, Host, Socket
+from placement.host.topology import Core, Gpu, Host, Socket
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.world import World
@@ -241,13 +241,18 @@ def cpus_near_gpus(
     """
     near = {}
     for gpu in host.gpus:
-        cores = next((node.cores for node in host.numa_nodes if node.id == gpu.numa_node), ())
+        cores = _cores_beside(gpu, host)
         idle = _idle(cores, threads)
         if len(idle) == len(cores):
             idle = idle[: _kept(len(cores), config, is_driver_node=is_driver_node)]
         if idle:
             near[gpu.index] = _cpus(idle)
     return near
+
+
+def _cores_beside(gpu: Gpu, host: Host) -> tuple[Core, ...]:
+    """Cores of a GPU's NUMA node; none where that is not known."""
+    return next((node.cores for node in host.numa_nodes if node.id == gpu.numa_node), ())
 
 
 def cpus_on_nodes_of_gpus(host: Host, cpus: Collection[int]) -> dict[int, tuple[int, ...]]:
@@ -263,7 +268,7 @@ def cpus_on_nodes_of_gpus(host: Host, cpus: Collection[int]) -> dict[int, tuple[
     """
     found = {}
     for gpu in host.gpus:
-        cores = next((node.cores for node in host.numa_nodes if node.id == gpu.numa_node), ())
+        cores = _cores_beside(gpu, host)
         if near := [cpu for cpu in _cpus(cores) if cpu in cpus]:
             found[gpu.index] = tuple(near)
     return found

@@ -1,4 +1,4 @@
-"""Memory of a GPU that another process of the host reads.
+"""Memory of a GPU, as tensors: taken for another process of the host, or by its address.
 
 CUDA's driver API: cuMemAlloc, and cuIpcGetMemHandle and cuIpcOpenMemHandle of its section "Memory
 Management".  PyTorch's own way to share tensors keeps count of readers in files of /dev/shm, which
@@ -58,7 +58,7 @@ def made(device: torch.device, nbytes: int) -> tuple[torch.Tensor, bytes]:
     except RuntimeError:
         _call("cuMemFree_v2", address)
         raise
-    return _tensor(address.value, nbytes, device), bytes(handle)
+    return seen(address.value, nbytes, device), bytes(handle)
 
 
 def give_back(memory: torch.Tensor) -> None:
@@ -81,10 +81,21 @@ def opened(device: torch.device, handle: bytes, nbytes: int) -> torch.Tensor:
     address = ctypes.c_uint64()
     flags = ctypes.c_uint(_MAY_BE_OF_A_PEER)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), flags)
-    return _tensor(address.value, nbytes, device)
+    return seen(address.value, nbytes, device)
 
 
-def _tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+def seen(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that a GPU reaches by an address, its own or locked memory of the host.
+
+    Args:
+        address: where it begins; it outlives what is returned.
+        nbytes: its size.
+        device: the GPU.
+
+    Returns:
+        uint8, [nbytes].
+
+    """
     return torch.as_tensor(_Bytes(address, nbytes), device=device)
 
 

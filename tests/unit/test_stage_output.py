@@ -87,7 +87,7 @@ class Stage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = Steps(monkeypatch)
         layers: Any = self.steps.made
-        self.output = layers._output = StageOutput(layers._on_gpu.gpu)
+        self.output = layers.output = StageOutput(layers._on_gpu.gpu)
         offer = self.output.offer(PACKING, CAPACITY)
         assert offer is not None
         found = accept(offer, CPU)
@@ -143,7 +143,7 @@ def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
     group = GroupSteps(monkeypatch)
     group.join()
     first: Any = group.ranks[0].made
-    output = first._output = StageOutput(first._on_gpu.gpu)
+    output = first.output = StageOutput(first._on_gpu.gpu)
     offer = output.offer(PACKING, CAPACITY)
     assert offer is not None
     rows = memory.of_handle[offer.handle].view(CAPACITY, PACKING.row_bytes)
