@@ -28,7 +28,15 @@ from ray_hetero.weight_formats.scaled import Codes
 LEVELS = {level.name: level for level in _streaming_linear.levels()[2:]}
 """Sets of instructions that this processor has, without those for tests."""
 HELD = (*FORMATS, *SCALED_FORMATS)
-KERNELS = ("onednn", "sgl", "torch", *(f"{name}-{level}" for name in HELD for level in LEVELS))
+KERNELS = (
+    "onednn",
+    "sgl",
+    "torch",
+    "torch-packed",
+    *(f"{name}-{level}" for name in HELD for level in LEVELS),
+)
+OF_VLLM = {"onednn", "sgl"}
+"""Kernels that need vLLM's build for CPUs; the others need torch alone, which has a oneDNN too."""
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
@@ -41,21 +49,33 @@ class Kernel:
     """Of its weight, all of which a call reads."""
 
 
-def kernels(weight: torch.Tensor, wanted: Collection[str]) -> dict[str, Kernel]:
-    """Each of the wanted kernels over its own copy of the weight, [N, K]."""
-    from vllm import _custom_ops as ops
+def kernels(weight: torch.Tensor, wanted: Collection[str], most_tokens: int) -> dict[str, Kernel]:
+    """Each of the wanted kernels over its own copy of the weight, [N, K].
 
+    `torch-packed` is oneDNN with weights in the blocks that it chooses for `most_tokens`, as
+    Inductor calls it when it freezes a model; `torch` gives oneDNN the weight as it is.
+    """
     made: dict[str, Kernel] = {}
     packed = pack(weight)
     made["torch"] = Kernel(lambda x: torch.nn.functional.linear(x, weight), weight.nbytes)
-    # Builds of vLLM for AVX2 lack some of these.
-    if "onednn" in wanted and hasattr(torch.ops._C, "create_onednn_mm_handler"):
-        handler = ops.create_onednn_mm(weight.t(), 32)
-        made["onednn"] = Kernel(lambda x: ops.onednn_mm(handler, x, None), weight.nbytes)
-    if hasattr(torch.ops._C, "weight_packed_linear"):
-        made["sgl"] = Kernel(
-            lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None), weight.nbytes
+    if "torch-packed" in wanted:
+        blocks = torch.ops.mkldnn._reorder_linear_weight(weight, most_tokens)
+        made["torch-packed"] = Kernel(
+            lambda x: torch.ops.mkldnn._linear_pointwise(x, blocks, None, "none", [], ""),
+            weight.nbytes,
         )
+    if OF_VLLM & set(wanted):
+        from vllm import _custom_ops as ops
+
+        # Builds of vLLM for AVX2 lack some of these.
+        if "onednn" in wanted and hasattr(torch.ops._C, "create_onednn_mm_handler"):
+            handler = ops.create_onednn_mm(weight.t(), 32)
+            made["onednn"] = Kernel(lambda x: ops.onednn_mm(handler, x, None), weight.nbytes)
+        if hasattr(torch.ops._C, "weight_packed_linear"):
+            made["sgl"] = Kernel(
+                lambda x: ops.weight_packed_linear_cpu(x, packed, weight.shape[0], None),
+                weight.nbytes,
+            )
     for name in HELD:
         if any(f"{name}-{level}" in wanted for level in LEVELS):
             held = _held(name, packed)
@@ -106,10 +126,12 @@ def main() -> None:
     parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
     wanted = options.kernels.split(",")
+    most_tokens = max(map(int, options.tokens.split(",")))
+    if OF_VLLM & set(wanted):
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
     layers = []
     nbytes = 0
     drawn = drawn_values()
@@ -123,7 +145,7 @@ def main() -> None:
         for shape in SHAPES.values():
             weight = random[shape].clone()
             nbytes += weight.nbytes
-            layers.append((shape[1], kernels(weight, wanted)))
+            layers.append((shape[1], kernels(weight, wanted, most_tokens)))
     for name in (name for name in wanted if name in layers[0][1]):
         for tokens in map(int, options.tokens.split(",")):
             inputs = {k: torch.randn(tokens, k).to(torch.bfloat16) for k in (4096, 14336)}
