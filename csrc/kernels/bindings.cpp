@@ -215,9 +215,11 @@ void run_post_attention(const PostAttention& layer, std::uintptr_t attended,
 
 DecoderLayers decoder_layers(
     const std::tuple<AsNorm, AsLinear>& first,
-    const std::vector<std::tuple<Rotation, Scores, PostAttention>>& layers) {
+    const std::vector<std::tuple<Rotation, Scores, PostAttention>>& layers, bool ends_attended) {
   if (layers.empty()) throw py::value_error("expected at least one layer");
-  DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))}, {}};
+  DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))},
+                     {},
+                     ends_attended};
   const std::int64_t hidden = made.first.qkv.w.k();
   const Rotation& like = std::get<0>(layers.front());
   for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -313,8 +315,8 @@ void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests
                   pointer<std::uint16_t>(y), pointer<std::uint16_t>(sum),
                   pointer<const std::int64_t>(slots)};
   std::int64_t least = least_slots(layers.first.qkv);
-  for (const DecoderLayer& layer : layers.layers) {
-    least = std::min(least, least_slots(layer.post_attention));
+  for (std::size_t i = 0; i < layers.post_attentions(); ++i) {
+    least = std::min(least, least_slots(layers.layers[i].post_attention));
   }
   check_slots(step.slots, requests.front().m, least);
   py::gil_scoped_release release;
@@ -587,17 +589,22 @@ PYBIND11_MODULE(_streaming_linear, module) {
   py::class_<DecoderLayers>(module, "DecoderLayers",
                                         "Decoder layers that follow one another.")
       .def(py::init(&decoder_layers), py::kw_only(), py::arg("first"), py::arg("layers"),
+           py::arg("ends_attended") = false,
            "`first` is a norm and the qkv layer of queries, keys and values, each layer its\n"
-           "Rotation, Scores and PostAttention; what they point at must outlive this.\n"
+           "Rotation, Scores and PostAttention; what they point at must outlive this.  With\n"
+           "`ends_attended` nothing is computed behind the last layer's attention; its\n"
+           "PostAttention is still given, without a next one.\n"
            "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_step, py::kw_only(), py::arg("requests"), py::arg("caches"),
            py::arg("hidden"), py::arg("residual"), py::arg("y"), py::arg("sum"), py::arg("level"),
            py::arg("slots") = 0,
            "A decode step: hidden, residual (or 0) → y, which is still to be added to sum, all\n"
-           "[m, N], bf16, by address.  `requests` has the same tokens several times where layers\n"
-           "have their keys and values in different blocks.  Each layer's cache is (address of\n"
-           "[blocks, heads of keys, keys and values of a block], strides of blocks and of heads in\n"
-           "elements, index of its requests).  `slots` are as in PostAttention.\n"
+           "[m, N], bf16, by address.  With `ends_attended` y is the last layer's attention\n"
+           "[m, queries] instead, row by row, whose output projection is still to be added to\n"
+           "sum.  `requests` has the same tokens several times where layers have their keys and\n"
+           "values in different blocks.  Each layer's cache is (address of [blocks, heads of\n"
+           "keys, keys and values of a block], strides of blocks and of heads in elements, index\n"
+           "of its requests).  `slots` are as in PostAttention.\n"
            "Raises ValueError: not as many caches as layers, a position that cos_sin does not have,\n"
            "a slot that adapters do not have.");
 }

@@ -150,6 +150,10 @@ struct DecoderLayer {
 struct DecoderLayers {
   QkvInput first;
   std::vector<DecoderLayer> layers;
+  bool ends_attended = false;  // whether nothing is computed behind the last layer's attention
+
+  // So many layers, from the first on, are computed behind their attention too.
+  std::size_t post_attentions() const { return layers.size() - (ends_attended ? 1 : 0); }
 };
 
 // How gate and up of a mixture's expert become one: gate · sigmoid(alpha · gate) · (up + beta).
@@ -189,6 +193,8 @@ struct RoutedTokens {
 using AdapterSlots = const std::int64_t*;
 
 // hidden [m][n], residual [m][n] or nullptr → y [m][n], still to be added to sum [m][n]; all bf16.
+// Of layers that end with an attention y is that, [m][queries], whose output projection is still to
+// be added to sum.
 struct Step {
   const std::uint16_t* hidden = nullptr;
   const std::uint16_t* residual = nullptr;

@@ -250,9 +250,9 @@ class Decoder:
             scale=0.2, window=family.window, soft_cap=family.soft_cap,
             sinks=address(sinks) if family.has_sinks else 0,
         )  # fmt: skip
-        self.layers = module.DecoderLayers(
-            first=qkv(), layers=[(self.rotation, scores, block) for block in self.blocks]
-        )
+        first, layers = qkv(), [(self.rotation, scores, block) for block in self.blocks]
+        self.layers = module.DecoderLayers(first=first, layers=layers)
+        self._attended = module.DecoderLayers(first=first, layers=layers, ends_attended=True)
 
     def _keep(self, kept: Any) -> Any:
         self._kept.append(kept)
@@ -279,8 +279,16 @@ class Decoder:
         )  # fmt: skip
         return both
 
-    def stepped(self, level: Any, lengths: list[int], *, tiles: bool) -> Bits:
-        """Y and sum of a decode step, and the caches that it has written."""
+    def stepped(self, level: Any, lengths: list[int], *, tiles: bool, is_cut: bool = False) -> Bits:
+        """Y and sum of a decode step, and the caches that it has written.
+
+        Args:
+            level: of the kernels.
+            lengths: of the requests, with the token of this step.
+            tiles: whether keys and values lie in tiles.
+            is_cut: whether what lies behind the last attention is a call of its own.
+
+        """
         random = np.random.default_rng(len(lengths))
         m, most = len(lengths), -(-max(lengths) // BLOCK)
         table = np.arange(m * most, dtype=np.int32).reshape(m, most)
@@ -300,11 +308,15 @@ class Decoder:
             blocks=address(table), most_blocks=most, block=BLOCK, cache_blocks=m * most,
             tiles=tiles,
         )  # fmt: skip
-        self.layers.run(
+        attended = np.zeros((m, HEADS * SIZE), dtype=np.uint16)
+        (self._attended if is_cut else self.layers).run(
             requests=[requests], caches=[(address(cache), *strides, 0) for cache in caches],
-            hidden=address(hidden), residual=address(residual), y=address(out[0]),
-            sum=address(out[1]), level=level,
+            hidden=address(hidden), residual=address(residual),
+            y=address(attended if is_cut else out[0]), sum=address(out[1]), level=level,
         )  # fmt: skip
+        if is_cut:
+            at = address(out[1])
+            self.blocks[-1].run(address(attended), at, m, at, address(out[0]), level)
         return np.concatenate([out.reshape(-1), caches.reshape(-1)])
 
 
@@ -344,6 +356,27 @@ def layers(module: Any, level: Any, operation: str) -> Iterator[float]:
         yield share(mine, compute(portable))
 
 
+def cuts(module: Any, level: Any) -> Iterator[float]:
+    """Differences that it makes to cut a decode step behind its last attention.
+
+    There are none, bit by bit: no sum here is so long that it is cut into parts, which for more
+    than few tokens would be others.
+    """
+    for family in FAMILIES.values():
+        decoder = Decoder(module, "packed", family)
+        for lengths in [*FEW_LENGTHS, *([MANY_LENGTHS] if family == FAMILIES["Llama"] else [])]:
+            for tiles in (False, True):
+                whole, cut = (
+                    of_threads(
+                        lambda d=decoder, some=lengths, tiles=tiles, is_cut=is_cut: d.stepped(
+                            level, some, tiles=tiles, is_cut=is_cut
+                        )
+                    )
+                    for is_cut in (False, True)
+                )
+                yield 0.0 if np.array_equal(cut, whole) else float("inf")
+
+
 def main(arguments: list[str]) -> int:
     """Compare, print, and give the exit status."""
     with tempfile.TemporaryDirectory() as folder:
@@ -363,6 +396,7 @@ def main(arguments: list[str]) -> int:
                 "linear, compact": max(products(module, level, "compact")),
                 **{one: max(layers(module, level, one))
                    for one in ("rotation", "post_attention", "decode_step")},
+                "cut step": max(cuts(module, level)),
             }  # fmt: skip
             right &= all(value <= 1 for value in worst.values())
             shown = "  ".join(f"{name} {value:.3f}" for name, value in worst.items())

@@ -56,6 +56,7 @@ class Requests:
         lengths: tokens of each request, with those that come.
         block: tokens of a block.
         rows: tokens of each request that come.
+        layers: how many.
         parts: more arguments of `decoder_parts.model`.
 
     """
@@ -63,7 +64,7 @@ class Requests:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, lengths: list[int], *, block: int = 32,
         heads: int = 6, kv_heads: int = 2, impl: dict[str, Any] | None = None,
-        rows: list[int] | None = None, **parts: Any,
+        rows: list[int] | None = None, layers: int = LAYERS, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(sum(lengths) + block)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -81,11 +82,11 @@ class Requests:
         self.slots = places * block + self.positions % block
         self.shape = (self.blocks.numel(), kv_heads, block, 2 * HEAD)
         self.keys, self.values = torch.randn(
-            2, LAYERS, self.blocks.numel() * block, kv_heads, HEAD
+            2, layers, self.blocks.numel() * block, kv_heads, HEAD
         ).bfloat16()
         # Some tokens count for much: a part that is lost, or weighted wrongly, would show.
         self.keys *= 2
-        self.decoder = model(LAYERS, heads=heads, kv_heads=kv_heads, **parts)
+        self.decoder = model(layers, heads=heads, kv_heads=kv_heads, **parts)
         # Filled when a step begins.
         self.contexts: dict[str, Any] = {}
         given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
@@ -142,7 +143,7 @@ class Requests:
             "block_table": self.blocks, "slot_mapping": self.slots, "scheduler_metadata": plan,
         } | metadata  # fmt: skip
         made = cpu_attn.CPUAttentionMetadata(**described)
-        caches = [self.cache(number, isa) for number in range(LAYERS)]
+        caches = [self.cache(number, isa) for number in range(len(self.keys))]
         for cache, layer in zip(caches, self.layers, strict=True):
             attention = attends(layer)
             attention.isa, attention._k_scale_float, attention._v_scale_float = isa, 1.0, 1.0
