@@ -105,6 +105,10 @@ class CpuConfig(_Section):
     reading the weights over its link; auto does beside a GPU rank where linear layers stream."""
     prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] = 96
     """Minimum tokens of a step before a GPU computes the layers of CPU ranks."""
+    decode_gpu_share: Annotated[float, Field(ge=0, le=1)] | Auto = "auto"
+    """Share of a CPU rank's layers whose output and MLP matrices that GPU computes in decode steps
+    too, while the cores compute the other layers; auto measures at the start, for several numbers
+    of tokens, which share is fastest; 0 leaves decode steps to the cores."""
     install_kernels: bool = False
     """Whether nodes that lack the CPU kernels beside a CUDA install fetch them at start-up, as
     `ray-hetero install-cpu-kernels` does; else the engine names these nodes and ends."""

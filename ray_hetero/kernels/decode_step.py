@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
+from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.adapters import Adapters
 from ray_hetero.kernels.attention import SPAN, Attention
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
@@ -25,6 +26,10 @@ from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.token_rows import is_few_rows, token_rows
+from ray_hetero.log import logger
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.shared_decode import SharedDecode
 
 Context = tuple[Any, Any, torch.Tensor, torch.Tensor]
 """Metadata of a step, vLLM's attention, its cache, and where its keys and values go."""
@@ -41,6 +46,67 @@ class _Requests:
     """[requests], int32."""
     blocks: torch.Tensor
     """[requests, most blocks], int32."""
+
+
+CacheAddress = tuple[int, int, int, int]
+"""Address of a layer's keys and values, strides of blocks and of heads, and which of the requests
+of `NativeLayers.run` are its own."""
+
+
+class NativeLayers:
+    """Decoder layers that follow one another in one native call.
+
+    Args:
+        kernel: what computes linear layers.
+        first: how the first layer begins.
+        layers: at least one, each with known scores.
+        ends_attended: whether nothing is computed behind the last layer's attention.
+
+    """
+
+    def __init__(
+        self, kernel: StreamingLinear, first: QkvInput,
+        layers: Sequence[tuple[Attention, PostAttentionBlock]], *, ends_attended: bool = False,
+    ) -> None:  # fmt: skip
+        self._kernel = kernel
+        native = kernel.native
+        self._layers = native.DecoderLayers(
+            first=first.native,
+            layers=[(attention.rotation, attention.scores.native(native), block.native)
+                    for attention, block in layers if attention.scores is not None],
+            ends_attended=ends_attended,
+        )  # fmt: skip
+        self._kept = first, layers
+        """What the native object points at."""
+
+    def run(
+        self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
+        residual: torch.Tensor | None, y: torch.Tensor, total: torch.Tensor,
+        slots: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Compute a decode step.
+
+        Args:
+            requests: the native module's, once for each group of layers with KV blocks of its own.
+            caches: of each layer.
+            hidden: [M, N], bf16, contiguous.
+            residual: [M, N], bf16, contiguous; None at the beginning of a model.
+            y: for what is still to be added to the residual [M, N], contiguous; where nothing is
+                computed behind the last attention, for what that gives [M, queries].
+            total: for the residual [M, N], contiguous.
+            slots: of adapters, [M], if some token has one.
+
+        """
+        self._layers.run(
+            requests=requests,
+            caches=caches,
+            hidden=hidden.data_ptr(),
+            residual=0 if residual is None else residual.data_ptr(),
+            y=y.data_ptr(),
+            sum=total.data_ptr(),
+            level=self._kernel.level,
+            slots=0 if slots is None else slots.data_ptr(),
+        )
 
 
 class DecodeStep:
@@ -64,12 +130,9 @@ class DecodeStep:
         self._kernel = kernel
         self._names = [attention.name for attention, _ in layers]
         self._adapters = adapters
-        native = kernel.native
-        self._layers = native.DecoderLayers(
-            first=first.native,
-            layers=[(attention.rotation, attention.scores.native(native), block.native)
-                    for attention, block in layers if attention.scores is not None],
-        )  # fmt: skip
+        self._layers = NativeLayers(kernel, first, layers)
+        self.shared: SharedDecode | None = None
+        """What computes steps in which a GPU computes some layers, if one does."""
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -94,7 +157,11 @@ class DecodeStep:
             lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
             requests.append(_Requests(positions, slots, lengths, blocks))
         slots = None if self._adapters is None else self._adapters.slots(tokens)
-        return self._run(requests, groups, contexts, hidden, residual, slots)
+        shared = self.shared if slots is None else None  # adapters are not on the GPU
+        count = 0 if shared is None else shared.count(tokens)
+        layer_tokens.count(len(self._names) - count, native=tokens)
+        layer_tokens.count(count, on_gpu=tokens)
+        return self._run(requests, groups, contexts, hidden, residual, slots, count)
 
     def decode(
         self,
@@ -131,39 +198,43 @@ class DecodeStep:
     def _run(
         self, requests: Sequence[_Requests], groups: Sequence[Context],
         contexts: Sequence[Context], hidden: torch.Tensor, residual: torch.Tensor | None,
-        slots: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None, given: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
-        y, total = torch.empty_like(hidden), torch.empty_like(hidden)
         number = {id(metadata): place for place, (metadata, *_) in enumerate(groups)}
-        with meeting(self._kernel.sums):
-            self._layers.run(
-                requests=[
-                    self._kernel.native.Requests(
-                        m=len(one.positions),
-                        positions=one.positions.data_ptr(),
-                        slots=one.slots.data_ptr(),
-                        lengths=one.lengths.data_ptr(),
-                        blocks=one.blocks.data_ptr(),
-                        most_blocks=one.blocks.stride(0),
-                        block=cache.shape[2],
-                        cache_blocks=cache.shape[0],
-                        tiles=module.isa == TILES,
-                    )
-                    for one, (_, module, cache, _) in zip(requests, groups, strict=True)
-                ],
-                caches=[
-                    (cache.data_ptr(), cache.stride(0), cache.stride(1), number[id(metadata)])
-                    for metadata, _, cache, _ in contexts
-                ],
-                hidden=hidden.data_ptr(),
-                residual=0 if residual is None else residual.data_ptr(),
-                y=y.data_ptr(),
-                sum=total.data_ptr(),
-                level=self._kernel.level,
-                slots=0 if slots is None else slots.data_ptr(),
+        of_step = [
+            self._kernel.native.Requests(
+                m=len(one.positions),
+                positions=one.positions.data_ptr(),
+                slots=one.slots.data_ptr(),
+                lengths=one.lengths.data_ptr(),
+                blocks=one.blocks.data_ptr(),
+                most_blocks=one.blocks.stride(0),
+                block=cache.shape[2],
+                cache_blocks=cache.shape[0],
+                tiles=module.isa == TILES,
             )
+            for one, (_, module, cache, _) in zip(requests, groups, strict=True)
+        ]
+        caches = [
+            (cache.data_ptr(), cache.stride(0), cache.stride(1), number[id(metadata)])
+            for metadata, _, cache, _ in contexts
+        ]
+        if given and self.shared is not None:
+            try:
+                return self.shared(of_step, caches, hidden, residual, given)
+            except torch.OutOfMemoryError as error:
+                logger.warning(
+                    "the GPU that computes some layers of this rank's decode steps has run out of "
+                    "memory (%s): from now on the cores compute all. Lower "
+                    "gpu.memory_utilization or --max-num-batched-tokens.",
+                    str(error).splitlines()[0],
+                )
+                self.shared = None
+        y, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        with meeting(self._kernel.sums):
+            self._layers.run(of_step, caches, hidden, residual, y, total, slots)
         return y, total
 
 

@@ -30,6 +30,7 @@ from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import PostAttention, QkvInput
 from ray_hetero.kernels.post_attention import PostAttentionBlock, add_and_norm, norm
+from ray_hetero.kernels.shared_decode import SharedDecode
 from ray_hetero.kernels.stage_output import StageOutput
 from ray_hetero.kernels.step_rows import StepRows, one_prompt, step_rows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -97,6 +98,11 @@ class DecoderLayers:
             self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
             self._least = kernel.prompts.from_tokens
 
+    def share(self, shared: SharedDecode) -> None:
+        """Have decode steps computed with a GPU's help."""
+        assert self._decode_step is not None
+        self._decode_step.shared = shared
+
     @property
     def gpu(self) -> GpuPrefill | None:
         """The GPU that computes prompts for this rank; None if there is none here."""
@@ -118,9 +124,7 @@ class DecoderLayers:
         """
         positions = positions.to(torch.int64).contiguous()
         step = self._decode_step(positions, hidden, residual) if self._decode_step else None
-        if step is not None:
-            layer_tokens.count(len(self._layers), native=len(positions))
-        elif self._on_gpu is not None:
+        if step is None and self._on_gpu is not None:
             try:
                 step = self._with_gpu(self._on_gpu, positions, hidden, residual)
             except torch.OutOfMemoryError as error:

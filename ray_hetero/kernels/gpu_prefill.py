@@ -21,7 +21,7 @@ from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import gpu_rows
 from ray_hetero.kernels.weight_pieces import PieceReader, Placed, WholeWeight, current, cut
-from ray_hetero.planning.prefill_memory import gpu_bytes
+from ray_hetero.planning.prefill_memory import SHARED_TOKENS, gpu_bytes, product_values
 from ray_hetero.runtime.locked_pages import lock_pages
 from ray_hetero.weight_formats.base import HostWeight
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
@@ -70,6 +70,8 @@ class GpuPrefill:
         self._weights: dict[int, WholeWeight] = {}
         self._pieces: dict[int, list[Placed]] = {}
         self._constants: dict[int, _Constant] = {}
+        self._whole: dict[int, torch.Tensor] = {}
+        """Weights that are there in whole, by their address."""
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
@@ -80,8 +82,11 @@ class GpuPrefill:
         """Have a weight computed here whose parts begin with pages of their own."""
         self._weights[weight.data.data_ptr()] = weight
 
-    def take(self) -> Taken:
+    def take(self, whole: int = 0) -> Taken:
         """Lock the weights' pages and take memory of the GPU.
+
+        Args:
+            whole: most values of weights that are expanded together (`expand`).
 
         Raises:
             UnsupportedError: the pages cannot be locked, or the GPU has too little memory left.
@@ -92,11 +97,11 @@ class GpuPrefill:
             return Taken(0, 0)
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
         of_parts = max(part.source.shape[1] for weight in weights for part in weight.parts)
-        needed = gpu_bytes(outputs, inputs, self._tokens)
+        needed = gpu_bytes(outputs, inputs, self._tokens, whole)
         needed += sum(weight.gpu_bytes for weight in weights)
         try:
             self._lock_pages()
-            self._allocate(outputs, inputs, of_parts)
+            self._allocate(outputs, inputs, of_parts, whole)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
@@ -117,7 +122,7 @@ class GpuPrefill:
             for part in weight.parts:
                 lock_pages(part.source.data)
 
-    def _allocate(self, outputs: int, inputs: int, inputs_of_parts: int) -> None:
+    def _allocate(self, outputs: int, inputs: int, inputs_of_parts: int, whole: int) -> None:
         device = self._device
         # vLLM's CPU worker puts things that do nothing into their places in torch.cuda.
         module: Any = torch.cuda.streams if device.type == "cuda" else torch.cpu
@@ -129,7 +134,9 @@ class GpuPrefill:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
         self._reader = PieceReader(device, module, self._computing, inputs_of_parts)
-        self._x, self._y = memory(self._tokens * inputs), memory(self._tokens * outputs)
+        self._x = memory(self._tokens * inputs)
+        self._y = memory(product_values(outputs, self._tokens, whole))
+        self._behind_products = self._y[SHARED_TOKENS * outputs :] if whole else self._y[:0]
         self._x_host = self.host_memory(self._tokens * inputs)
         # A residual is the input of some layer.
         self._residual = memory(self._tokens * inputs)
@@ -191,13 +198,33 @@ class GpuPrefill:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `PostAttentionBlock` computes; shapes as there, all in host memory."""
         with current(self._computing):
-            x = self._sent(attended, self._x_host, self._x)
-            total = self._sent(residual, self._residual_host, self._residual)
-            y = self.behind(parts, x, total)
+            attended, residual = (
+                _like(host, x).copy_(x)
+                for host, x in ((self._x_host, attended), (self._residual_host, residual))
+            )
+            y, total = self.behind_from(parts, attended, residual)
             if parts.next is not None:
                 y = self.product(self.add_and_norm(y, total, parts.next.norm), parts.next.qkv)
             y_host, total_host = self.received(y, total)
         return y_host, total_host
+
+    def behind_from(
+        self, parts: PostAttention, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `behind` computes, from page-locked host memory; on the stream of products.
+
+        Args:
+            parts: of the layer; what comes next is left out.
+            attended: [M, K].
+            residual: [M, N].
+
+        Returns:
+            [M, N], which is to be added to the residual, and it.
+
+        """
+        x = _like(self._x, attended).copy_(attended, non_blocking=True)
+        total = _like(self._residual, residual).copy_(residual, non_blocking=True)
+        return self.behind(parts, x, total), total
 
     def behind(
         self, parts: PostAttention, attended: torch.Tensor, total: torch.Tensor
@@ -272,7 +299,15 @@ class GpuPrefill:
     def received(
         self, *results: torch.Tensor, into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """Results in host memory; waits for all that was computed before.
+        """As `send`; waits for all that was computed before."""
+        received = self.send(*results, into=into)
+        self.wait()
+        return received
+
+    def send(
+        self, *results: torch.Tensor, into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Results on their way to host memory.
 
         Args:
             results: on the GPU, bf16.
@@ -285,13 +320,48 @@ class GpuPrefill:
             received = [_like(one, result) for one, result in zip(into, results, strict=True)]
         for host, result in zip(received, results, strict=True):
             host.copy_(result, non_blocking=True)
-        self.wait()
         return received
 
     def wait(self) -> None:
         """Wait for all that was ordered on the stream of products."""
+        self.mark()
+        self.wait_for_mark()
+
+    def mark(self) -> None:
+        """Mark what was ordered on the stream of products up to now."""
         self._done.record(self._computing)
+
+    def wait_for_mark(self) -> None:
+        """Wait for what was marked last."""
         self._done.synchronize()
+
+    def expand(self, linears: Sequence[Linear]) -> None:
+        """Have weights come and be expanded in whole, which their next products use.
+
+        They take the place of products of larger steps, so that those must not come before
+        `forget`; and all together at most what `take` was told.
+        """
+        memory = self._behind_products
+        self.forget()
+        with current(self._computing):
+            for linear in linears:
+                at = linear.weight.data.data_ptr()
+                outputs, inputs = self._weights[at].shape
+                whole = memory[: outputs * inputs].view(outputs, inputs)
+                memory = memory[outputs * inputs :]
+                for placed in self._pieces[at]:
+                    assert not placed.is_added
+                    self._reader.expanded(placed.piece, whole[placed.outputs])
+                self._whole[at] = whole
+
+    @property
+    def whole_values(self) -> int:
+        """Most values of weights that can be expanded together."""
+        return self._behind_products.numel() if self._pieces else 0
+
+    def forget(self) -> None:
+        """Have no weights in whole any more."""
+        self._whole.clear()
 
     def product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """x · Wᵀ + bias, [M, N], in memory that the next product overwrites."""
@@ -305,6 +375,10 @@ class GpuPrefill:
         y = self._y[: tokens * outputs].view(tokens, outputs)
         # It was bf16 before vLLM widened it.
         added = None if bias is None else self.constant(bias)
+        if (whole := self._whole.get(at)) is not None:
+            if added is None:
+                return torch.mm(x, whole.t(), out=y)
+            return torch.addmm(added, x, whole.t(), out=y)
         for placed in self._pieces[at]:
             weight = self._reader.expanded(placed.piece).t()
             part, own = y[:, placed.outputs], x[:, placed.inputs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from placement.units import GIB
 from ray_hetero.compat.compilation import is_compiled, leave_uncompiled
 from ray_hetero.compat.lora import base_layer
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import attention, gpu_layers, stage_output
+from ray_hetero.kernels import attention, gpu_layers, shared_decode, stage_output
 from ray_hetero.kernels.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.attention import Attention, as_norm
 from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
@@ -37,6 +37,7 @@ from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
 from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.kernels.shared_decode import SharedDecode, Shares
 from ray_hetero.kernels.stage_output import StageOutput
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.structures import STRUCTURES, Calls, LayerModules, structure_of
@@ -83,6 +84,15 @@ class Run:
         )
 
 
+@dataclass(frozen=True)
+class Fused:
+    """What was fused of a model."""
+
+    layers: int
+    is_shared: bool
+    """Whether a GPU computes some layers of decode steps."""
+
+
 @dataclass(frozen=True, eq=False)
 class Fusible:
     """What can be fused of a model."""
@@ -111,7 +121,7 @@ def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
         How many layers were fused.
 
     """
-    return install(find(model, linears, kernel), kernel)
+    return install(find(model, linears, kernel), kernel).layers
 
 
 def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible:
@@ -153,8 +163,8 @@ def _callers(model: nn.Module, whole: Mapping[nn.Module, bool]) -> list[nn.Modul
 
 def install(
     found: Fusible, kernel: StreamingLinear, group: Sequence[GroupLayers] | None = None,
-    *, sends_alone: bool = False,
-) -> int:  # fmt: skip
+    *, sends_alone: bool = False, share: float | Literal["auto"] = 0.0,
+) -> Fused:  # fmt: skip
     """Put operators into the places of layers, and log what is left.
 
     Args:
@@ -162,17 +172,18 @@ def install(
         kernel: what computes its linear layers.
         group: by run, what computes prompts for all ranks of this one's group, if something does.
         sends_alone: whether no other rank of this stage sends results to the next one.
-
-    Returns:
-        How many layers were fused.
+        share: of the layers that a GPU computes in decode steps, see `CpuConfig.decode_gpu_share`.
 
     """
     memories: Memories = {}
     adapters: Adapters | None = None
+    shares: Shares | None = None
     for place, run in enumerate(found.runs):
         of_group = None if group is None else group[place]
         memory = _memory(run.layers, kernel, memories) if of_group is None else None
         made = DecoderLayers(run.layers, kernel, memory, of_group)
+        if memory is not None and share and kernel.prompts is not None:
+            shares = _share(made, run.layers, kernel, memory, share if shares is None else shares)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)
         layers = getattr(run.decoder, run.attribute)
@@ -198,7 +209,8 @@ def install(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
             layers_left, why,
         )  # fmt: skip
-    return sum(len(run.layers) for run in found.runs)
+    layers_fused = sum(len(run.layers) for run in found.runs)
+    return Fused(layers_fused, shares is not None and not shares.is_empty)
 
 
 def _layers_attribute(decoder: Any) -> str | None:
@@ -359,6 +371,35 @@ def _memory(
         memory.gpu_bytes / GIB,
     )
     return memory
+
+
+def _share(
+    made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear, memory: AttentionMemory,
+    wanted: float | Literal["auto"] | Shares,
+) -> Shares | None:  # fmt: skip
+    """Share decode steps of layers with the GPU that computes their prompts, if that can be.
+
+    Args:
+        made: what computes the layers.
+        layers: its layers.
+        kernel: that has prompts.
+        memory: for attention on that GPU.
+        wanted: shares; auto measures them.
+
+    Returns:
+        The shares; None where these layers cannot be shared.
+
+    """
+    assert kernel.prompts is not None
+    gpu = kernel.prompts.gpu
+    if not shared_decode.suits(layers, kernel, gpu):
+        return None
+    if isinstance(wanted, float | int):
+        wanted = Shares(((1, wanted),))
+    shares = shared_decode.measured(layers, kernel, gpu, memory) if wanted == "auto" else wanted
+    if not shares.is_empty:
+        made.share(SharedDecode(layers, kernel, gpu, memory, shares))
+    return shares
 
 
 def _output(gpu: GpuPrefill | None) -> StageOutput | None:

@@ -17,11 +17,11 @@ from placement.units import GIB
 from ray_hetero.compat import cpu_linear, quantised_kernels
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import quantised_linear, step_limit, streaming_linear
+from ray_hetero.kernels import quantised_linear, shared_decode, step_limit, streaming_linear
 from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer
-from ray_hetero.kernels.layer_fusion import Fusible, find, install
+from ray_hetero.kernels.layer_fusion import Fused, Fusible, find, install
 from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms
 from ray_hetero.kernels.shared_weights import SharedWeights
@@ -211,7 +211,7 @@ class LinearLayers:
                 self._bytes_before / GIB,
             )
         self._kernel.sums = sums
-        found, fused = Fusible.none(), 0
+        found, fused = Fusible.none(), Fused(0, is_shared=False)
         if self._config.fuse_layers:
             found = find(model, self._linears, self._kernel)
         group = None if sums is None or join is None else join(self._offer(found))
@@ -224,15 +224,20 @@ class LinearLayers:
                 )
             self._take_gpu(self._kernel, found)
         if self._config.fuse_layers:
-            fused = install(found, self._kernel, group, sends_alone=self._sends_alone)
-            logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused)
+            fused = install(
+                found, self._kernel, group, sends_alone=self._sends_alone,
+                share=self._config.decode_gpu_share,
+            )  # fmt: skip
+            logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused.layers)
+        if group is None and not fused.is_shared:
+            self._settle(self._kernel, found)
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)
         formats = Counter(weight.name for weight in self._kernel.weights.values())
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         experts = self._experts.loaded(model) if self._experts is not None else "vllm's experts"
-        return f"streaming, {fused} decoder_layers, {held}, {experts}"
+        return f"streaming, {fused.layers} decoder_layers, {held}, {experts}"
 
     def _offer(self, found: Fusible) -> PromptOffer | None:
         """What this rank brings for one GPU to compute the prompts of its group."""
@@ -247,15 +252,12 @@ class LinearLayers:
         if self._gpu is None:
             return
         try:
-            taken = self._gpu.take()
+            taken = self._gpu.take(self._shared_values(found))
         except UnsupportedError as error:
             if self._config.prefill_on_gpu is True:
                 raise
             logger.warning("%s", error)
             return
-        layers = [[layer.input.qkv, *layer.parts.linears] for run in found.runs
-                  for layer in run.layers]  # fmt: skip
-        step_limit.settle(kernel, self._gpu, self._config.prefill_on_gpu_tokens, layers)
         kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens, self._spare)
         logger.info(
             "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
@@ -264,3 +266,22 @@ class LinearLayers:
             taken.weight_bytes / GIB,
             taken.gpu_bytes / GIB,
         )
+
+    def _shared_values(self, found: Fusible) -> int:
+        """Weights that the GPU expands together in decode steps; 0 if it has no part in them."""
+        if self._kernel is None or self._kernel.sums is not None:
+            return 0
+        if self._config.decode_gpu_share == 0 or not self._config.fuse_layers:
+            return 0
+        return max((shared_decode.values_of(run.layers) for run in found.runs), default=0)
+
+    def _settle(self, kernel: StreamingLinear, found: Fusible) -> None:
+        """Choose who computes the largest decode steps, where they are not shared."""
+        prompts = kernel.prompts
+        if prompts is None:
+            return
+        layers = [[layer.input.qkv, *layer.parts.linears] for run in found.runs
+                  for layer in run.layers]  # fmt: skip
+        kernel.prompts = None  # what the cores take is measured too
+        step_limit.settle(kernel, prompts.gpu, prompts.from_tokens, layers)
+        kernel.prompts = prompts

@@ -281,10 +281,14 @@ class PieceReader(LinkReader[Piece]):
         """All of it."""
         yield piece.weight.view(torch.uint8).view(-1), 0
 
-    def expanded(self, piece: Piece) -> torch.Tensor:
-        """The piece on the GPU, [outputs, inputs], bf16, in memory that the next one overwrites.
+    def expanded(self, piece: Piece, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The piece on the GPU, [outputs, inputs], bf16; the next ones are on their way then.
 
-        The next ones are on their way then.
+        Args:
+            piece: of one of the weights.
+            into: where it is expanded to, [outputs, inputs], contiguous; None for memory that the
+                next piece overwrites.
+
         """
         if self._last is not None:
             self._last.after = piece
@@ -292,7 +296,7 @@ class PieceReader(LinkReader[Piece]):
         slot = self._slot_of(piece)
         self._computing.wait_event(slot.ready)
         rows, inputs = piece.end - piece.begin, piece.inputs
-        weight = self._expanded[: rows * inputs]
+        weight = self._expanded[: rows * inputs] if into is None else into.view(-1)
         piece.expansion(slot.memory[: piece.weight.nbytes], weight)
         slot.free.record(self._computing)
         self.read_ahead(piece)

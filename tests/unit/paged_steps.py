@@ -18,11 +18,12 @@ from native_module import native
 from vllm.v1.attention.backends import cpu_attn
 
 from ray_hetero.kernels import attention as attention_module
-from ray_hetero.kernels import decode_step, decoder_layers
+from ray_hetero.kernels import decode_step, decoder_layers, shared_decode
 from ray_hetero.kernels.decoder_layers import DecoderLayers
 from ray_hetero.kernels.gpu_layers import AttentionMemory, shape_of
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Linear
+from ray_hetero.kernels.shared_decode import SharedDecode, Shares
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
@@ -71,6 +72,7 @@ class Steps:
         least: tokens of a step from which they are.
         most: tokens of a step.
         is_compact: whether weights are.
+        share: of the layers of a decode step that the device computes.
         parts: more arguments of `decoder_parts.model`.
 
     """
@@ -78,7 +80,8 @@ class Steps:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
         least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
-        is_compact: bool = False, isa: str = "vec", has_memory: bool = True, **parts: Any,
+        is_compact: bool = False, isa: str = "vec", has_memory: bool = True,
+        share: float = 0.0, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         heads, kv_heads = parts.setdefault("heads", 6), parts.setdefault("kv_heads", 2)
@@ -108,12 +111,12 @@ class Steps:
             self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
         for module in (attention_module, decoder_layers, decode_step):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
-        self.made = self._made(device, least, most, is_compact, has_memory)
+        self.made = self._made(device, least, most, is_compact, has_memory, share)
         self._free = torch.randperm(blocks - 1).add(1).tolist()
 
     def _made(
         self, device: torch.device, least: int, most: int, is_compact: bool,
-        has_memory: bool,
+        has_memory: bool, share: float,
     ) -> DecoderLayers:  # fmt: skip
         kernel = StreamingLinear(native)
         linears, gpu = {}, GpuPrefill(device, most)
@@ -124,13 +127,20 @@ class Steps:
                 assert held is not None
                 linears[module] = Linear(held, module.added)
                 gpu.add(held)
-        gpu.take()
         kernel.prompts = Prompts(gpu, least)
         self.known = known_layers(self.decoder, linears, kernel)
+        gpu.take(shared_decode.values_of(self.known) if share else 0)
         shape = shape_of(self.known)
         assert shape is not None
         memory = AttentionMemory(gpu, shape) if has_memory else None
-        return DecoderLayers(self.known, kernel, memory)
+        made = DecoderLayers(self.known, kernel, memory)
+        self.shared: SharedDecode | None = None
+        if share:
+            assert memory is not None
+            assert shared_decode.suits(self.known, kernel, gpu)
+            self.shared = SharedDecode(self.known, kernel, gpu, memory, Shares(((1, share),)))
+            made.share(self.shared)
+        return made
 
     def request(
         self, tokens: int, after: Conversation | None = None, shared: int = 0

@@ -1,0 +1,307 @@
+"""Decode steps whose layers the cores share with the GPU that computes prompts.
+
+A decode step reads all weights of a stage from the socket's memory, and from some number of tokens
+on the cores multiply for longer than they read.  Meanwhile the link to the GPU is idle.  Here the
+GPU computes for some of the layers what lies behind the attention: the output projection and the
+perceptron, eight ninths of the weights of an 8B model's layer.  These weights cross the link, and
+are expanded, while the cores compute the layers before.  The attention of every layer stays on the
+cores, where keys and values are, so that a layer costs the same on the link however long the
+requests are.
+
+How many layers are given away depends on the host and on the number of tokens, so that it is
+measured at the start: whole steps of some layers, with the cores alone and with more and more of
+the layers on the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ray_hetero.kernels.decode_step import CacheAddress, NativeLayers
+from ray_hetero.kernels.gpu_layers import LIMIT_S, AttentionMemory
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.layer_parts import Linear
+from ray_hetero.kernels.post_attention import PostAttentionBlock
+from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.kernels.weight_pieces import current
+from ray_hetero.log import logger
+from ray_hetero.planning.prefill_memory import SHARED_TOKENS
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.decoder_layers import Layer
+
+MEASURED_LAYERS = 8
+"""Of a run of layers, those that are measured: the first ones.  Of an 8B model they have many times
+the bytes of a third-level cache."""
+MEASURED_TOKENS = (1, 8, 32, 64, 128)
+"""Tokens of steps that are measured; a step of another number takes the share of the next smaller
+one."""
+ROUNDS = 3
+"""Of a measured step, of which the fastest counts; in the first one the GPU builds its kernels."""
+GAIN = 0.96
+"""Of the time of the cores alone, above which nothing is given away."""
+BLOCK = 32
+"""Tokens of a KV block of measured steps."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Share of the layers that is given away, by tokens of a step."""
+
+    measured: tuple[tuple[int, float], ...]
+    """Tokens, ascending, and the share from so many on."""
+
+    def of(self, tokens: int) -> float:
+        """The share for a step of so many tokens."""
+        return max((one for one in self.measured if one[0] <= tokens), default=(0, 0.0))[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step gives anything away."""
+        return not any(share for _, share in self.measured)
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """Layers that the cores compute in one call."""
+
+    layers: NativeLayers
+    begin: int
+    end: int
+    is_given: bool
+    """Whether the GPU computes what lies behind the last one's attention."""
+
+
+class SharedDecode:
+    """Computes decode steps of layers that follow one another, some of them partly on a GPU.
+
+    Args:
+        layers: at least one, each with known scores and a perceptron.
+        kernel: what computes linear layers on the cores.
+        gpu: has the layers' weights, and memory for those of one in whole.
+        memory: whose thread orders the GPU's work.
+        shares: of layers that are given away, by tokens; can be set later.
+
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill,
+        memory: AttentionMemory, shares: Shares,
+    ) -> None:  # fmt: skip
+        self._layers = layers
+        self._kernel = kernel
+        self._gpu = gpu
+        self._memory = memory
+        self.shares = shares
+        self._divisions: dict[int, list[_Segment]] = {}
+        hidden, queries = layers[0].parts.output.weight.shape
+        self._attended = gpu.host_memory(SHARED_TOKENS, queries)
+        self._sums = gpu.host_memory(SHARED_TOKENS, hidden)
+        self._results = [gpu.host_memory(SHARED_TOKENS * hidden) for _ in range(2)]
+
+    def count(self, tokens: int) -> int:
+        """Layers of a step of so many tokens whose rest the GPU computes."""
+        if tokens > SHARED_TOKENS:
+            return 0
+        return round(self.shares.of(tokens) * len(self._layers))
+
+    def __call__(
+        self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
+        residual: torch.Tensor | None, count: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute a decode step.
+
+        Args:
+            requests: as of `NativeLayers.run`.
+            caches: of each layer.
+            hidden: [M, N], bf16, contiguous.
+            residual: [M, N], bf16, contiguous; None at the beginning of a model.
+            count: layers whose rest the GPU computes.
+
+        Returns:
+            [M, N], which is still to be added to the residual, and it.
+
+        Raises:
+            RuntimeError: what CUDA says; the GPU's memory may have run out.
+            TimeoutError: ordering the GPU's work takes too long.
+
+        """
+        segments = self._divided(count)
+        tokens = len(hidden)
+        given = [segment.end - 1 for segment in segments if segment.is_given]
+        ordered = self._order(given.pop(0)) if given else None
+        try:
+            for segment in segments:
+                if segment.is_given:
+                    y, total = self._attended[:tokens], self._sums[:tokens]
+                else:
+                    y, total = torch.empty_like(hidden), torch.empty_like(hidden)
+                own = caches[segment.begin : segment.end]
+                segment.layers.run(requests, own, hidden, residual, y, total)
+                if not segment.is_given:
+                    return y, total
+                assert ordered is not None
+                ordered.result(timeout=LIMIT_S)
+                hidden, residual = self._ordered_behind(self._layers[segment.end - 1], y, total)
+                ordered = self._order(given.pop(0)) if given else None
+                self._gpu.wait_for_mark()
+            assert residual is not None
+            return hidden.clone(), residual.clone()
+        finally:
+            if ordered is not None:
+                ordered.result(timeout=LIMIT_S)
+            self._gpu.forget()
+
+    def _order(self, place: int) -> Future[None]:
+        """Have the weights behind a layer's attention come, ordered from a thread of its own."""
+        linears = self._layers[place].parts.linears
+
+        def expand() -> None:
+            with torch.inference_mode():
+                self._gpu.expand(linears)
+
+        return self._memory.order(expand)
+
+    def _ordered_behind(
+        self, layer: Layer, attended: torch.Tensor, total: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is to be added to the residual, and it, once the GPU has come to its mark."""
+        gpu = self._gpu
+        with torch.inference_mode(), current(gpu.computing):
+            y, total = gpu.behind_from(layer.parts, attended, total)
+            results = gpu.send(y, total, into=self._results)
+            gpu.mark()
+        return results[0], results[1]
+
+    def _divided(self, count: int) -> list[_Segment]:
+        """Calls of a step in which so many layers are given away, evenly among all."""
+        if count not in self._divisions:
+            total = len(self._layers)
+            ends = [(2 * number + 1) * total // (2 * count) + 1 for number in range(count)]
+            begins = [0, *ends]
+            if begins[-1] < total:
+                ends.append(total)
+            self._divisions[count] = [
+                self._segment(begin, end, is_given=number < count)
+                for number, (begin, end) in enumerate(zip(begins, ends, strict=False))
+            ]
+        return self._divisions[count]
+
+    def _segment(self, begin: int, end: int, *, is_given: bool) -> _Segment:
+        some = self._layers[begin:end]
+        following = [*(layer.input for layer in some[1:]), None]
+        blocks = [
+            (layer.attention, PostAttentionBlock(replace(layer.parts, next=next_one), self._kernel))
+            for layer, next_one in zip(some, following, strict=True)
+        ]
+        layers = NativeLayers(self._kernel, some[0].input, blocks, ends_attended=is_given)
+        return _Segment(layers, begin, end, is_given)
+
+
+def suits(layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill) -> bool:
+    """Whether decode steps of layers can be shared with a GPU that has their weights.
+
+    Args:
+        layers: that follow one another.
+        kernel: what computes them on the cores.
+        gpu: that computes their prompts.
+
+    """
+    return (
+        kernel.sums is None
+        and all(layer.attention.scores is not None for layer in layers)
+        and all(layer.parts.down is not None and layer.mlp is None for layer in layers)
+        and values_of(layers) <= gpu.whole_values
+    )
+
+
+def values_of(layers: Sequence[Layer]) -> int:
+    """Most weights that lie behind the attention of one of the layers."""
+
+    def values(linears: Sequence[Linear]) -> int:
+        return sum(one.weight.shape[0] * one.weight.shape[1] for one in linears)
+
+    return max((values(layer.parts.linears) for layer in layers), default=0)
+
+
+def measured(
+    layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill, memory: AttentionMemory
+) -> Shares:
+    """The shares with which steps of these layers take the least time on this host.
+
+    Args:
+        layers: those that `suits`.
+        kernel: what computes them on the cores.
+        gpu: that computes their prompts.
+        memory: for attention there.
+
+    """
+    some = layers[:MEASURED_LAYERS]
+    step = SharedDecode(some, kernel, gpu, memory, Shares(()))
+    shape = some[0].attention.shape
+    most = min(max(MEASURED_TOKENS), kernel.step_tokens)
+    cache = torch.zeros(most, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
+    address = cache.data_ptr(), cache.stride(0), cache.stride(1), 0
+
+    def seconds(tokens: int, count: int) -> float:
+        own = torch.arange(tokens)
+        positions, slots, blocks = torch.zeros_like(own), own * BLOCK, own.int().unsqueeze(1)
+        lengths = torch.ones(tokens, dtype=torch.int32)
+        requests = [
+            kernel.native.Requests(
+                m=tokens, positions=positions.data_ptr(), slots=slots.data_ptr(),
+                lengths=lengths.data_ptr(), blocks=blocks.data_ptr(), most_blocks=1, block=BLOCK,
+                cache_blocks=most, tiles=kernel.level.name == "amx",
+            )
+        ]  # fmt: skip
+        hidden = torch.randn(tokens, some[0].parts.output.weight.shape[0]).bfloat16()
+        taken = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            step(requests, [address] * len(some), hidden, None, count)
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+    asked = [tokens for tokens in MEASURED_TOKENS if tokens <= kernel.step_tokens]
+    return best_shares(seconds, len(some), asked)
+
+
+def best_shares(seconds: Callable[[int, int], float], layers: int, asked: Sequence[int]) -> Shares:
+    """Choose shares by the time of steps, and say so.
+
+    Args:
+        seconds: of a step of so many tokens that gives so many layers away.
+        layers: of the step.
+        asked: tokens of steps, ascending.  The more tokens, the more layers are given away.
+
+    """
+    found: list[tuple[int, float]] = []
+    said = []
+    least = 0
+    for tokens in asked:
+        alone = best = seconds(tokens, 0)
+        chosen = 0
+        for count in range(max(least, 1), layers + 1):
+            taken = seconds(tokens, count)
+            if taken < best:
+                best, chosen = taken, count
+            elif chosen < count - 1:
+                break
+        if best > GAIN * alone:
+            best, chosen = alone, 0
+        least = max(least, chosen)
+        found.append((tokens, chosen / layers))
+        said.append(f"{tokens}: {chosen} ({1e3 * alone:.1f} to {1e3 * best:.1f} ms)")
+    logger.info(
+        "of %d layers in a decode step the GPU computes the output and MLP matrices of so many "
+        "while the cores compute the others, by tokens: %s (cpu.decode_gpu_share)",
+        layers,
+        ", ".join(said),
+    )
+    return Shares(tuple(found))
