@@ -243,11 +243,22 @@ def measured(
 
     """
     some = layers[:MEASURED_LAYERS]
-    step = SharedDecode(some, kernel, gpu, memory, Shares(()))
-    shape = some[0].attention.shape
+    seconds = step_seconds(some, kernel, gpu, memory)
+    asked = [tokens for tokens in MEASURED_TOKENS if tokens <= kernel.step_tokens]
+    return best_shares(seconds, len(some), asked)
+
+
+def step_seconds(
+    layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill, memory: AttentionMemory
+) -> Callable[[int, int], float]:
+    """What measures a step of so many tokens, of which so many layers are given away; in seconds.
+
+    Requests have one token each; arguments as of `measured`.
+    """
+    step = SharedDecode(layers, kernel, gpu, memory, Shares(()))
+    shape = layers[0].attention.shape
     most = min(max(MEASURED_TOKENS), kernel.step_tokens)
     cache = torch.zeros(most, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
-    address = cache.data_ptr(), cache.stride(0), cache.stride(1), 0
 
     def seconds(tokens: int, count: int) -> float:
         own = torch.arange(tokens)
@@ -260,16 +271,16 @@ def measured(
                 cache_blocks=most, tiles=kernel.level.name == "amx",
             )
         ]  # fmt: skip
-        hidden = torch.randn(tokens, some[0].parts.output.weight.shape[0]).bfloat16()
+        address = cache.data_ptr(), cache.stride(0), cache.stride(1), 0
+        hidden = torch.randn(tokens, layers[0].parts.output.weight.shape[0]).bfloat16()
         taken = []
         for _ in range(ROUNDS):
             began = time.perf_counter()
-            step(requests, [address] * len(some), hidden, None, count)
+            step(requests, [address] * len(layers), hidden, None, count)
             taken.append(time.perf_counter() - began)
         return min(taken)
 
-    asked = [tokens for tokens in MEASURED_TOKENS if tokens <= kernel.step_tokens]
-    return best_shares(seconds, len(some), asked)
+    return seconds
 
 
 def best_shares(seconds: Callable[[int, int], float], layers: int, asked: Sequence[int]) -> Shares:

@@ -1,0 +1,167 @@
+"""Decode steps that cores and a GPU share: milliseconds by tokens and by layers given away.
+
+    python benchmarks/shared_decode.py                      # 16 layers of the 8B shape
+    python benchmarks/shared_decode.py --tokens 32,128 --counts 0,4,8,12
+    python benchmarks/shared_decode.py --device cpu --shape 1b --layers 2   # to try it
+
+Whole steps of decoder layers with heavy-tailed weights in 12 bits, requests of one token each, no
+engine around them.  What lies behind the attention of `given` layers is computed by the GPU with
+weights that cross its link meanwhile (ray_hetero/kernels/shared_decode.py).  `link_ms` is what a
+layer's weights behind the attention take on the link, nothing computed; `order_ms` what a thread
+takes to order them; `behind_ms` what the GPU computes in when they are there, the way to it and
+back included.
+Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+import torch
+from gpu_timing import copied
+from heavy_tailed import drawn_values
+from shapes import SHAPES, head_size
+
+from placement.host.cpulist import parse_cpulist
+from ray_hetero import _streaming_linear as native
+from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
+from ray_hetero.kernels.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
+from ray_hetero.kernels.shared_decode import (
+    SharedDecode,
+    Shares,
+    best_shares,
+    step_seconds,
+    values_of,
+)
+from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.weight_formats import CompactWeight
+from ray_hetero.weight_formats.base import pack
+
+
+def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
+    """Layers as `SharedDecode` takes them, each with weights of its own in memory."""
+    shape = SHAPES[options.shape]
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    heads, kv_heads, size = (
+        shape["num_attention_heads"], shape["num_key_value_heads"], head_size(shape),
+    )  # fmt: skip
+    drawn = drawn_values()
+    sizes = {
+        "qkv": ((heads + 2 * kv_heads) * size, hidden), "output": (hidden, heads * size),
+        "gate_up": (2 * inner, hidden), "down": (hidden, inner),
+    }  # fmt: skip
+    first: dict[str, CompactWeight] = {}
+    for name, (outputs, inputs) in sizes.items():
+        values = drawn.repeat(-(-outputs * inputs // len(drawn)))[: outputs * inputs]
+        made = CompactWeight.made(pack(values.view(outputs, inputs)), native)
+        assert made is not None
+        first[name] = made
+    cos_sin = torch.rand(8, size).bfloat16()
+    norm = Norm(torch.ones(hidden).bfloat16(), 1e-5)
+    attention = SimpleNamespace(
+        rotation=native.Rotation(
+            heads=heads, kv_heads=kv_heads, size=size, cos_sin=cos_sin.data_ptr(), positions=8,
+            rotated=size, is_interleaved=False, query_norm=None, key_norm=None,
+        ),
+        scores=Scores(size**-0.5), shape=AttentionShape(heads, kv_heads, size), kept=cos_sin,
+    )  # fmt: skip
+
+    def product(name: str) -> Linear:
+        weight = replace(first[name], data=first[name].data.clone())
+        gpu.add(weight)
+        return Linear(weight, None)
+
+    return [
+        SimpleNamespace(
+            input=QkvInput(norm, product("qkv")), attention=attention, mlp=None,
+            parts=PostAttention(
+                product("output"), norm, product("gate_up"), product("down")
+            ),
+        )
+        for _ in range(options.layers)
+    ]  # fmt: skip
+
+
+def behind_ms(layers: list[Any], step: SharedDecode, gpu: GpuPrefill, tokens: int) -> float:
+    """Milliseconds of what lies behind an attention, its weights on the GPU: median of 20."""
+    gpu.expand(layers[0].parts.linears)
+    gpu.wait()
+    taken = []
+    for _ in range(20):
+        began = time.perf_counter()
+        step._ordered_behind(layers[0], step._attended[:tokens], step._sums[:tokens])
+        gpu.wait_for_mark()
+        taken.append(time.perf_counter() - began)
+    gpu.forget()
+    return round(1e3 * statistics.median(taken), 3)
+
+
+def order_ms(layers: list[Any], gpu: GpuPrefill) -> float:
+    """Milliseconds in which a thread orders what is behind an attention: median of all layers."""
+    taken = []
+    for layer in layers:
+        began = time.perf_counter()
+        gpu.expand(layer.parts.linears)
+        taken.append(time.perf_counter() - began)
+        gpu.wait()
+    gpu.forget()
+    return round(1e3 * statistics.median(taken), 3)
+
+
+def link_ms(layers: list[Any], gpu: GpuPrefill) -> float:
+    """Milliseconds in which a layer's weights behind its attention cross the link."""
+    # Private names: what only a benchmark leaves out.
+    wanted = [linear.weight.data.data_ptr() for layer in layers for linear in layer.parts.linears]
+    began = time.perf_counter()
+    copied(gpu._reader, (placed.piece for at in wanted for placed in gpu._pieces[at]))
+    return round(1e3 * (time.perf_counter() - began) / len(layers), 3)
+
+
+def main() -> None:
+    """Measure, and print a line for each number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tokens", default="1,8,32,64,128")
+    parser.add_argument("--counts", default="", help="layers given away; all that help, if empty")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--cores", default="", help="of the thread that orders the GPU's work")
+    options = parser.parse_args()
+    kernel = StreamingLinear(native)
+    gpu = GpuPrefill(torch.device(options.device), 2048)
+    layers = made_layers(options, gpu)
+    taken = gpu.take(values_of(layers))
+    memory = AttentionMemory(gpu, layers[0].attention.shape, parse_cpulist(options.cores))
+    step = SharedDecode(layers, kernel, gpu, memory, Shares(()))
+    seconds = step_seconds(layers, kernel, gpu, memory)
+    about = {
+        "level": kernel.level.name, "threads": torch.get_num_threads(), "device": options.device,
+        "torch": torch.__version__, "layers": len(layers),
+        "weight_gib": round(taken.weight_bytes / 2**30, 2), "gpu_bytes": taken.gpu_bytes,
+        "order_ms": order_ms(layers, gpu),
+        "link_ms": link_ms(layers, gpu) if gpu.device.type == "cuda" else None,
+    }  # fmt: skip
+    print("ABOUT " + json.dumps(about), flush=True)
+    asked = [int(one) for one in options.tokens.split(",")]
+    if not options.counts:
+        print(best_shares(seconds, len(layers), asked), flush=True)
+    counts = [int(one) for one in options.counts.split(",") if one] or range(len(layers) + 1)
+    for tokens in asked:
+        found = {count: round(1e3 * seconds(tokens, count), 2) for count in counts}
+        result = {
+            "tokens": tokens, "behind_ms": behind_ms(layers, step, gpu, tokens), "given_ms": found,
+        }  # fmt: skip
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
