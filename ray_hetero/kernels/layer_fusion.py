@@ -398,7 +398,15 @@ def _share(
         wanted = Shares(((1, wanted),))
     shares = shared_decode.measured(layers, kernel, gpu, memory) if wanted == "auto" else wanted
     if not shares.is_empty:
-        made.share(SharedDecode(layers, kernel, gpu, memory, shares))
+        shared = SharedDecode(layers, kernel, gpu, memory, shares)
+        made.share(shared)
+        logger.info(
+            "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, "
+            "which it reads over its link while the cores compute the others "
+            "(cpu.decode_gpu_share)",
+            max(shared.count(tokens) for tokens, _ in shares.measured),
+            len(layers),
+        )
     return shares
 
 

@@ -310,8 +310,8 @@ def best_shares(seconds: Callable[[int, int], float], layers: int, asked: Sequen
         found.append((tokens, chosen / layers))
         said.append(f"{tokens}: {chosen} ({1e3 * alone:.1f} to {1e3 * best:.1f} ms)")
     logger.info(
-        "of %d layers in a decode step the GPU computes the output and MLP matrices of so many "
-        "while the cores compute the others, by tokens: %s (cpu.decode_gpu_share)",
+        "decode steps of %d layers take least time if the GPU computes output and MLP matrices of "
+        "so many, by tokens: %s (cpu.decode_gpu_share)",
         layers,
         ", ".join(said),
     )

@@ -1,7 +1,7 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
-The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "long", "shares",
-"experts", "linked", "drafts"};
+The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "long", "share",
+"shares", "experts", "linked", "drafts"};
 an empty layout is stock vLLM on one GPU.
 """
 
@@ -65,6 +65,7 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
             "compact_weights": True,
             "prefill_on_gpu": True,
             "prefill_on_gpu_tokens": 8,
+            "decode_gpu_share": run["share"],
         }
     if run["long"]:
         # Prompts come in chunks, beside those that decode; small chunks stay on the cores.
@@ -127,16 +128,19 @@ def answer(run: dict[str, Any]) -> dict[str, Any]:
         "drafted": counted(llm, "num_draft_tokens"),
         "accepted": counted(llm, "num_accepted_tokens"),
         "is_v2_runner": config.use_v2_model_runner,
-        "linked_tokens": _linked_tokens(llm) if run["linked"] else 0,
+        "linked_tokens": _most(llm, "linked_expert_tokens") if run["linked"] else 0,
+        # Tokens times layers that the cores have decoded, and the GPU for them.
+        "native_tokens": _most(llm, "native_layer_tokens") if run["borrowing"] else 0,
+        "gpu_tokens": _most(llm, "gpu_layer_tokens") if run["borrowing"] else 0,
         "is_async": config.scheduler_config.async_scheduling,
         "start_s": started - start,
         "seconds": time.monotonic() - start,
     }  # fmt: skip
 
 
-def _linked_tokens(llm: LLM) -> int:
-    """Tokens times layers whose experts a GPU has read over its link."""
-    return int(max(totals["linked_expert_tokens"] for totals in llm.collective_rpc("step_totals")))
+def _most(llm: LLM, name: str) -> int:
+    """One of the totals of steps, of the rank that has most."""
+    return int(max(totals[name] for totals in llm.collective_rpc("step_totals")))
 
 
 def counted(llm: LLM, name: str) -> int:

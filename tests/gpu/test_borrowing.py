@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ CASES = [
     Case("llama-wide", "bfloat16", "g/c", is_borrowing=True),
     Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, is_long=True),
     Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True),
+    Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, share=0.5),
+    Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True, share=1.0),
 ]
 
 
@@ -80,3 +83,9 @@ def test_tokens_are_those_of_the_gpu_alone(
     assert f"steps of {tokens} tokens and more are computed by the GPU" in log
     if "opt" not in case.model:
         assert "prompts are computed by the GPU in whole layers" in log
+    if case.share:
+        assert "in decode steps the GPU computes output and MLP matrices of" in log
+        assert answers[case]["gpu_tokens"] > 0
+        alone = replace(case, share=0.0)
+        if alone in answers:  # else this run was asked for other tests
+            assert answers[case]["native_tokens"] < answers[alone]["native_tokens"]

@@ -62,6 +62,8 @@ class Case:
     is_long: bool = False
     """Whether prompts are long, come in chunks, share prefixes and are asked twice; CPU ranks then
     have a GPU compute steps of 64 tokens and more."""
+    share: float = 0.0
+    """Share of a CPU rank's layers that a GPU computes in decode steps too."""
     experts: int = 0
     """Expert ranks beside the stages."""
     is_linked: bool = False
@@ -76,12 +78,13 @@ class Case:
         compiled = ["compiled"] if self.is_compiled else []
         borrowing = ["borrowing"] if self.is_borrowing else []
         long = ["long"] if self.is_long else []
+        share = ["sharing"] if self.share else []
         experts = [f"experts{self.experts}"] if self.experts else []
         link = ["split" if self.is_split else "link"] if self.is_linked else []
         drafts = [self.drafts] if self.drafts else []
         parts = [
-            self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *experts, *link,
-            *drafts,
+            self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *share, *experts,
+            *link, *drafts,
         ]  # fmt: skip
         return "-".join(parts)
 
@@ -184,6 +187,7 @@ def _run(
             "compiled": case.is_compiled,
             "borrowing": case.is_borrowing,
             "long": case.is_long,
+            "share": case.share,
             "shares": SHARES,
             "experts": case.experts,
             "linked": case.is_linked,

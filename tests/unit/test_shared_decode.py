@@ -180,7 +180,7 @@ def test_steps_of_these_layers_are_measured(
     found = shared_decode.measured(made._layers, made._kernel, made._gpu, made._memory)
     assert [tokens for tokens, _ in found.measured] == [1, 5]
     (line,) = said
-    assert line.startswith(f"of {LAYERS} layers in a decode step the GPU computes")
+    assert line.startswith(f"decode steps of {LAYERS} layers take least time if the GPU computes")
     # Nothing of it is left in a cache.
     assert all(bool(cache.isnan().all()) for cache in steps.caches)
 
