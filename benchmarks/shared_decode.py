@@ -9,7 +9,7 @@ engine around them.  What lies behind the attention of `given` layers is compute
 weights that cross its link meanwhile (ray_hetero/kernels/shared_decode.py).  `link_ms` is what a
 layer's weights behind the attention take on the link, nothing computed; `order_ms` what a thread
 takes to order them; `behind_ms` what the GPU computes in when they are there, the way to it and
-back included.
+back included; `last_given_ms` the same with the last layers given away.
 Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
 """
 
@@ -110,6 +110,7 @@ def order_ms(layers: list[Any], gpu: GpuPrefill) -> float:
     taken = []
     for layer in layers:
         began = time.perf_counter()
+        gpu.forget()
         gpu.expand(layer.parts.linears)
         taken.append(time.perf_counter() - began)
         gpu.wait()
@@ -156,9 +157,13 @@ def main() -> None:
         print(best_shares(seconds, len(layers), asked), flush=True)
     counts = [int(one) for one in options.counts.split(",") if one] or range(len(layers) + 1)
     for tokens in asked:
-        found = {count: round(1e3 * seconds(tokens, count), 2) for count in counts}
+        found, late = (
+            {count: round(1e3 * seconds(tokens, count, is_late), 2) for count in some}
+            for is_late, some in ((False, counts), (True, range(1, 4)))
+        )
         result = {
             "tokens": tokens, "behind_ms": behind_ms(layers, step, gpu, tokens), "given_ms": found,
+            "last_given_ms": late,
         }  # fmt: skip
         print("RESULT " + json.dumps(result), flush=True)
 

@@ -161,7 +161,9 @@ class DecodeStep:
         count = 0 if shared is None else shared.count(tokens)
         layer_tokens.count(len(self._names) - count, native=tokens)
         layer_tokens.count(count, on_gpu=tokens)
-        return self._run(requests, groups, contexts, hidden, residual, slots, count)
+        return self._run(
+            requests, groups, contexts, hidden, residual, slots, shared if count else None
+        )
 
     def decode(
         self,
@@ -198,7 +200,7 @@ class DecodeStep:
     def _run(
         self, requests: Sequence[_Requests], groups: Sequence[Context],
         contexts: Sequence[Context], hidden: torch.Tensor, residual: torch.Tensor | None,
-        slots: torch.Tensor | None = None, given: int = 0,
+        slots: torch.Tensor | None = None, shared: SharedDecode | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
@@ -221,9 +223,9 @@ class DecodeStep:
             (cache.data_ptr(), cache.stride(0), cache.stride(1), number[id(metadata)])
             for metadata, _, cache, _ in contexts
         ]
-        if given and self.shared is not None:
+        if shared is not None:
             try:
-                return self.shared(of_step, caches, hidden, residual, given)
+                return shared(of_step, caches, hidden, residual)
             except torch.OutOfMemoryError as error:
                 logger.warning(
                     "the GPU that computes some layers of this rank's decode steps has run out of "

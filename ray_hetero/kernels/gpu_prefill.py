@@ -11,7 +11,8 @@ holds a few pieces of them and the tokens of one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_
 if TYPE_CHECKING:
     from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
 
+LIMIT_S = 600.0
+"""Longest wait for another thread that orders work."""
 LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
 CHUNK_TOKENS = 2048
@@ -72,6 +75,8 @@ class GpuPrefill:
         self._constants: dict[int, _Constant] = {}
         self._whole: dict[int, torch.Tensor] = {}
         """Weights that are there in whole, by their address."""
+        self._ordered: Future[None] | None = None
+        """What another thread orders of them."""
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
@@ -188,6 +193,7 @@ class GpuPrefill:
             [M, N], bf16, in host memory.
 
         """
+        self.settle()
         with current(self._computing):
             y = self._multiply(self._sent(x, self._x_host, self._x), packed, bias)
             (y_host,) = self.received(y)
@@ -197,6 +203,7 @@ class GpuPrefill:
         self, parts: PostAttention, attended: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `PostAttentionBlock` computes; shapes as there, all in host memory."""
+        self.settle()
         with current(self._computing):
             attended, residual = (
                 _like(host, x).copy_(x)
@@ -276,6 +283,7 @@ class GpuPrefill:
             rows: which tokens the GPU computes.
 
         """
+        self.settle()
         return (
             _gathered(hidden, rows, self._x_host),
             None if residual is None else _gathered(residual, rows, self._residual_host),
@@ -335,15 +343,45 @@ class GpuPrefill:
         """Wait for what was marked last."""
         self._done.synchronize()
 
+    def expand_by(
+        self, order: Callable[[Callable[[], None]], Future[None]], linears: Sequence[Linear]
+    ) -> None:
+        """Have `expand` called by another thread; nothing else may be asked for before `settle`.
+
+        Args:
+            order: has something called there.
+            linears: whose weights are expanded; nothing is done where they are already.
+
+        """
+        self.settle()
+        if not self.has(linears):
+            self._ordered = order(lambda: self.expand(linears))
+
+    def settle(self) -> None:
+        """Wait until the other thread has ordered everything.
+
+        Raises:
+            RuntimeError: what CUDA has said there.
+            TimeoutError: it takes too long.
+
+        """
+        ordered, self._ordered = self._ordered, None
+        if ordered is not None:
+            ordered.result(timeout=LIMIT_S)
+
+    def has(self, linears: Sequence[Linear]) -> bool:
+        """Whether weights are there in whole, or on their way."""
+        return all(linear.weight.data.data_ptr() in self._whole for linear in linears)
+
     def expand(self, linears: Sequence[Linear]) -> None:
         """Have weights come and be expanded in whole, which their next products use.
 
-        They take the place of products of larger steps, so that those must not come before
-        `forget`; and all together at most what `take` was told.
+        They take the place of products of larger steps, which forget them, and of those before.
+        All together are at most what `take` was told.
         """
         memory = self._behind_products
         self.forget()
-        with current(self._computing):
+        with torch.inference_mode(), current(self._computing):
             for linear in linears:
                 at = linear.weight.data.data_ptr()
                 outputs, inputs = self._weights[at].shape
@@ -363,6 +401,11 @@ class GpuPrefill:
         """Have no weights in whole any more."""
         self._whole.clear()
 
+    def wait_for_link(self) -> None:
+        """Wait until all that was ordered ahead has come."""
+        self._reader.wait()
+        self.wait()
+
     def product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """x · Wᵀ + bias, [M, N], in memory that the next product overwrites."""
         return self._multiply(x, linear.weight.data, linear.bias)
@@ -372,6 +415,8 @@ class GpuPrefill:
     ) -> torch.Tensor:
         at = packed.data_ptr()
         tokens, outputs = x.shape[0], self._weights[at].shape[0]
+        if tokens > SHARED_TOKENS:
+            self.forget()
         y = self._y[: tokens * outputs].view(tokens, outputs)
         # It was bf16 before vLLM widened it.
         added = None if bias is None else self.constant(bias)

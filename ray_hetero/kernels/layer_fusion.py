@@ -37,7 +37,7 @@ from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
 from ray_hetero.kernels.rank_sums import RankSums
-from ray_hetero.kernels.shared_decode import SharedDecode, Shares
+from ray_hetero.kernels.shared_decode import Share, SharedDecode, Shares
 from ray_hetero.kernels.stage_output import StageOutput
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.structures import STRUCTURES, Calls, LayerModules, structure_of
@@ -395,7 +395,7 @@ def _share(
     if not shared_decode.suits(layers, kernel, gpu):
         return None
     if isinstance(wanted, float | int):
-        wanted = Shares(((1, wanted),))
+        wanted = Shares((Share(1, wanted),))
     shares = shared_decode.measured(layers, kernel, gpu, memory) if wanted == "auto" else wanted
     if not shares.is_empty:
         shared = SharedDecode(layers, kernel, gpu, memory, shares)
@@ -404,7 +404,7 @@ def _share(
             "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, "
             "which it reads over its link while the cores compute the others "
             "(cpu.decode_gpu_share)",
-            max(shared.count(tokens) for tokens, _ in shares.measured),
+            max(shared.count(one.tokens) for one in shares.measured),
             len(layers),
         )
     return shares

@@ -15,16 +15,16 @@ the layers on the GPU.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ray_hetero.kernels.decode_step import CacheAddress, NativeLayers
-from ray_hetero.kernels.gpu_layers import LIMIT_S, AttentionMemory
+from ray_hetero.kernels.gpu_layers import AttentionMemory
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.post_attention import PostAttentionBlock
@@ -42,8 +42,13 @@ the bytes of a third-level cache."""
 MEASURED_TOKENS = (1, 8, 32, 64, 128)
 """Tokens of steps that are measured; a step of another number takes the share of the next smaller
 one."""
+LATE_LAYERS = 2
+"""Most layers that are measured as the last ones: those that the GPU has room for."""
 ROUNDS = 3
-"""Of a measured step, of which the fastest counts; in the first one the GPU builds its kernels."""
+"""Of a measured step, of which the fastest counts but the first: in that one the GPU may build its
+kernels, and other weights have come ahead."""
+WORSE = 1.03
+"""Of the best time up to then, beyond which no more layers are tried."""
 GAIN = 0.96
 """Of the time of the cores alone, above which nothing is given away."""
 BLOCK = 32
@@ -51,24 +56,40 @@ BLOCK = 32
 
 
 @dataclass(frozen=True)
+class Share:
+    """What is given away in steps of some number of tokens."""
+
+    tokens: int
+    """From so many on."""
+    of_layers: float
+    is_late: bool = False
+    """Whether it is the last layers, else layers evenly among all.
+
+    The GPU has room for the weights of about two layers, which come while other stages compute.
+    The last layers take these, and nothing crosses the link while the cores read theirs.
+    """
+
+
+@dataclass(frozen=True)
 class Shares:
     """Share of the layers that is given away, by tokens of a step."""
 
-    measured: tuple[tuple[int, float], ...]
-    """Tokens, ascending, and the share from so many on."""
+    measured: tuple[Share, ...]
+    """By tokens, ascending."""
 
-    def of(self, tokens: int) -> float:
+    def of(self, tokens: int) -> Share:
         """The share for a step of so many tokens."""
-        return max((one for one in self.measured if one[0] <= tokens), default=(0, 0.0))[1]
+        known = [one for one in self.measured if one.tokens <= tokens]
+        return known[-1] if known else Share(0, 0.0)
 
     @property
     def is_empty(self) -> bool:
         """Whether no step gives anything away."""
-        return not any(share for _, share in self.measured)
+        return not any(one.of_layers for one in self.measured)
 
 
 @dataclass(frozen=True, eq=False)
-class _Segment:
+class Segment:
     """Layers that the cores compute in one call."""
 
     layers: NativeLayers
@@ -99,7 +120,7 @@ class SharedDecode:
         self._gpu = gpu
         self._memory = memory
         self.shares = shares
-        self._divisions: dict[int, list[_Segment]] = {}
+        self._divisions: dict[tuple[int, bool], list[Segment]] = {}
         hidden, queries = layers[0].parts.output.weight.shape
         self._attended = gpu.host_memory(SHARED_TOKENS, queries)
         self._sums = gpu.host_memory(SHARED_TOKENS, hidden)
@@ -109,20 +130,19 @@ class SharedDecode:
         """Layers of a step of so many tokens whose rest the GPU computes."""
         if tokens > SHARED_TOKENS:
             return 0
-        return round(self.shares.of(tokens) * len(self._layers))
+        return round(self.shares.of(tokens).of_layers * len(self._layers))
 
     def __call__(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
-        residual: torch.Tensor | None, count: int,
+        residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Compute a decode step.
 
         Args:
             requests: as of `NativeLayers.run`.
             caches: of each layer.
-            hidden: [M, N], bf16, contiguous.
+            hidden: [M, N], bf16, contiguous; as many tokens as give some layers away.
             residual: [M, N], bf16, contiguous; None at the beginning of a model.
-            count: layers whose rest the GPU computes.
 
         Returns:
             [M, N], which is still to be added to the residual, and it.
@@ -132,41 +152,41 @@ class SharedDecode:
             TimeoutError: ordering the GPU's work takes too long.
 
         """
-        segments = self._divided(count)
+        tokens = len(hidden)
+        is_late = self.shares.of(tokens).is_late
+        return self.run(self.divided(self.count(tokens), is_late=is_late), requests, caches,
+                        hidden, residual)  # fmt: skip
+
+    def run(
+        self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],
+        hidden: torch.Tensor, residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """As a call, with the calls of the cores given."""
         tokens = len(hidden)
         given = [segment.end - 1 for segment in segments if segment.is_given]
-        ordered = self._order(given.pop(0)) if given else None
-        try:
-            for segment in segments:
-                if segment.is_given:
-                    y, total = self._attended[:tokens], self._sums[:tokens]
-                else:
-                    y, total = torch.empty_like(hidden), torch.empty_like(hidden)
-                own = caches[segment.begin : segment.end]
-                segment.layers.run(requests, own, hidden, residual, y, total)
-                if not segment.is_given:
-                    return y, total
-                assert ordered is not None
-                ordered.result(timeout=LIMIT_S)
-                hidden, residual = self._ordered_behind(self._layers[segment.end - 1], y, total)
-                ordered = self._order(given.pop(0)) if given else None
-                self._gpu.wait_for_mark()
-            assert residual is not None
-            return hidden.clone(), residual.clone()
-        finally:
-            if ordered is not None:
-                ordered.result(timeout=LIMIT_S)
-            self._gpu.forget()
+        # Weights that the step needs first have come since the step before, as a rule.
+        following = itertools.cycle(given)
+        if given:
+            self._order(next(following))
+        for segment in segments:
+            if segment.is_given:
+                y, total = self._attended[:tokens], self._sums[:tokens]
+            else:
+                y, total = torch.empty_like(hidden), torch.empty_like(hidden)
+            own = caches[segment.begin : segment.end]
+            segment.layers.run(requests, own, hidden, residual, y, total)
+            if not segment.is_given:
+                return y, total
+            self._gpu.settle()
+            hidden, residual = self._ordered_behind(self._layers[segment.end - 1], y, total)
+            self._order(next(following))
+            self._gpu.wait_for_mark()
+        assert residual is not None
+        return hidden.clone(), residual.clone()
 
-    def _order(self, place: int) -> Future[None]:
+    def _order(self, place: int) -> None:
         """Have the weights behind a layer's attention come, ordered from a thread of its own."""
-        linears = self._layers[place].parts.linears
-
-        def expand() -> None:
-            with torch.inference_mode():
-                self._gpu.expand(linears)
-
-        return self._memory.order(expand)
+        self._gpu.expand_by(self._memory.order, self._layers[place].parts.linears)
 
     def _ordered_behind(
         self, layer: Layer, attended: torch.Tensor, total: torch.Tensor
@@ -179,21 +199,30 @@ class SharedDecode:
             gpu.mark()
         return results[0], results[1]
 
-    def _divided(self, count: int) -> list[_Segment]:
-        """Calls of a step in which so many layers are given away, evenly among all."""
-        if count not in self._divisions:
-            total = len(self._layers)
-            ends = [(2 * number + 1) * total // (2 * count) + 1 for number in range(count)]
-            begins = [0, *ends]
-            if begins[-1] < total:
-                ends.append(total)
-            self._divisions[count] = [
-                self._segment(begin, end, is_given=number < count)
-                for number, (begin, end) in enumerate(zip(begins, ends, strict=False))
-            ]
-        return self._divisions[count]
+    def divided(self, count: int, *, is_late: bool = False) -> list[Segment]:
+        """Calls of a step in which so many layers are given away.
 
-    def _segment(self, begin: int, end: int, *, is_given: bool) -> _Segment:
+        Args:
+            count: of layers, of which the last one is always one.
+            is_late: whether they are the last ones, else evenly among all.
+
+        """
+        total = len(self._layers)
+        if (count, is_late) not in self._divisions:
+            ends = (
+                list(range(total - count + 1, total + 1))
+                if is_late
+                else [(number + 1) * total // count for number in range(count)]
+            )
+            # Without any the cores compute all.
+            begins, ends = [0, *ends[:-1]], ends or [total]
+            self._divisions[count, is_late] = [
+                self._segment(begin, end, is_given=count > 0)
+                for begin, end in zip(begins, ends, strict=True)
+            ]
+        return self._divisions[count, is_late]
+
+    def _segment(self, begin: int, end: int, *, is_given: bool) -> Segment:
         some = self._layers[begin:end]
         following = [*(layer.input for layer in some[1:]), None]
         blocks = [
@@ -201,7 +230,7 @@ class SharedDecode:
             for layer, next_one in zip(some, following, strict=True)
         ]
         layers = NativeLayers(self._kernel, some[0].input, blocks, ends_attended=is_given)
-        return _Segment(layers, begin, end, is_given)
+        return Segment(layers, begin, end, is_given)
 
 
 def suits(layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill) -> bool:
@@ -248,19 +277,24 @@ def measured(
     return best_shares(seconds, len(some), asked)
 
 
+Seconds = Callable[[int, int, bool], float]
+"""Of a step of so many tokens that gives so many layers away, evenly or the last ones."""
+
+
 def step_seconds(
     layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill, memory: AttentionMemory
-) -> Callable[[int, int], float]:
-    """What measures a step of so many tokens, of which so many layers are given away; in seconds.
+) -> Seconds:
+    """What measures a step of these layers, each request of one token; arguments as of `measured`.
 
-    Requests have one token each; arguments as of `measured`.
+    Before each step the link has had the time that it needs to come ahead, as while other stages
+    compute.
     """
     step = SharedDecode(layers, kernel, gpu, memory, Shares(()))
     shape = layers[0].attention.shape
     most = min(max(MEASURED_TOKENS), kernel.step_tokens)
     cache = torch.zeros(most, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
 
-    def seconds(tokens: int, count: int) -> float:
+    def seconds(tokens: int, count: int, is_late: bool) -> float:
         own = torch.arange(tokens)
         positions, slots, blocks = torch.zeros_like(own), own * BLOCK, own.int().unsqueeze(1)
         lengths = torch.ones(tokens, dtype=torch.int32)
@@ -272,47 +306,61 @@ def step_seconds(
             )
         ]  # fmt: skip
         address = cache.data_ptr(), cache.stride(0), cache.stride(1), 0
+        caches = [address] * len(layers)
         hidden = torch.randn(tokens, layers[0].parts.output.weight.shape[0]).bfloat16()
+        segments = step.divided(count, is_late=is_late)
         taken = []
         for _ in range(ROUNDS):
+            gpu.settle()
+            gpu.wait_for_link()
             began = time.perf_counter()
-            step(requests, [address] * len(layers), hidden, None, count)
+            step.run(segments, requests, caches, hidden, None)
             taken.append(time.perf_counter() - began)
-        return min(taken)
+        return min(taken[1:])
 
     return seconds
 
 
-def best_shares(seconds: Callable[[int, int], float], layers: int, asked: Sequence[int]) -> Shares:
+def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:
     """Choose shares by the time of steps, and say so.
 
     Args:
-        seconds: of a step of so many tokens that gives so many layers away.
+        seconds: measures a step.
         layers: of the step.
         asked: tokens of steps, ascending.  The more tokens, the more layers are given away.
 
     """
-    found: list[tuple[int, float]] = []
+    found: list[Share] = []
     said = []
-    least = 0
+    least = 1
     for tokens in asked:
-        alone = best = seconds(tokens, 0)
-        chosen = 0
-        for count in range(max(least, 1), layers + 1):
-            taken = seconds(tokens, count)
+        alone = best = seconds(tokens, 0, False)
+        chosen, is_late = 0, False
+        for count in range(1, min(LATE_LAYERS, layers) + 1):
+            taken = seconds(tokens, count, True)
             if taken < best:
-                best, chosen = taken, count
-            elif chosen < count - 1:
+                best, chosen, is_late = taken, count, True
+        of_these = float("inf")
+        for count in range(least, layers + 1):
+            taken = seconds(tokens, count, False)
+            if taken < best:
+                best, chosen, is_late = taken, count, False
+            if taken > WORSE * of_these:
                 break
+            of_these = min(of_these, taken)
         if best > GAIN * alone:
-            best, chosen = alone, 0
-        least = max(least, chosen)
-        found.append((tokens, chosen / layers))
-        said.append(f"{tokens}: {chosen} ({1e3 * alone:.1f} to {1e3 * best:.1f} ms)")
+            best, chosen, is_late = alone, 0, False
+        if not is_late:
+            least = max(least, chosen)
+        found.append(Share(tokens, chosen / layers, is_late))
+        said.append(
+            f"{tokens}: {chosen}{' (the last)' if is_late else ''}, "
+            f"{1e3 * alone:.1f} to {1e3 * best:.1f} ms"
+        )
     logger.info(
         "decode steps of %d layers take least time if the GPU computes output and MLP matrices of "
         "so many, by tokens: %s (cpu.decode_gpu_share)",
         layers,
-        ", ".join(said),
+        "; ".join(said),
     )
     return Shares(tuple(found))

@@ -246,6 +246,11 @@ class LinkReader(ABC, Generic[Read]):
         slot.piece = piece
         self._ahead.append(slot)
 
+    def wait(self) -> None:
+        """Wait until all pieces that were ordered have come."""
+        for slot in self._ahead:
+            slot.ready.synchronize()
+
     def read_ahead(self, last: Read) -> None:
         """Order what comes after the last piece that was ordered, as far as there are slots.
 

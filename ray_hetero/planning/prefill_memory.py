@@ -10,8 +10,9 @@ from placement.units import GIB
 PIECE_BYTES = 64 << 20
 """Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
 and a product costs."""
-SLOTS = 4
-"""Pieces on the GPU: one that is computed with, others on their way."""
+SLOTS = 6
+"""Pieces on the GPU: one that is computed with, others on their way.  In decode steps they hold the
+weights of an 8B model's layer behind its attention, in 12 bits, before they are needed."""
 CUDA_BYTES = 620 << 20
 """What CUDA takes of a GPU for a process, with the libraries of matrix products; measured on an
 H100."""

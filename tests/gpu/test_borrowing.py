@@ -28,7 +28,7 @@ CASES = [
     Case("llama-wide", "bfloat16", "g/c", is_borrowing=True),
     Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, is_long=True),
     Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True),
-    Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, share=0.5),
+    Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, share=1.0),
     Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True, share=1.0),
 ]
 

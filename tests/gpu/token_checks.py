@@ -31,8 +31,9 @@ INT8_TOLERANCE = 0.5
 """The same where activations are rounded to eight bits; in a tensor-parallel group every rank
 rounds its share of them with a scale of its own."""
 
-ENGINE_S = 60.0
-"""Longest time of an engine of a lane, on average; 30 to 45 s were seen beside others."""
+ENGINE_S = 90.0
+"""Longest time of an engine of a lane, on average; 30 to 45 s were seen beside others, and 80 s of
+a lane's first one, which imports vLLM."""
 COMPILED_S = 60.0
 """More of one that is compiled; 45 s were seen."""
 PRETENDED = 5

@@ -23,7 +23,7 @@ from ray_hetero.kernels.decoder_layers import DecoderLayers
 from ray_hetero.kernels.gpu_layers import AttentionMemory, shape_of
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Linear
-from ray_hetero.kernels.shared_decode import SharedDecode, Shares
+from ray_hetero.kernels.shared_decode import Share, SharedDecode, Shares
 from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
@@ -73,6 +73,7 @@ class Steps:
         most: tokens of a step.
         is_compact: whether weights are.
         share: of the layers of a decode step that the device computes.
+        is_late: whether these are the last ones.
         parts: more arguments of `decoder_parts.model`.
 
     """
@@ -81,7 +82,7 @@ class Steps:
         self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
         least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
         is_compact: bool = False, isa: str = "vec", has_memory: bool = True,
-        share: float = 0.0, **parts: Any,
+        share: float = 0.0, is_late: bool = False, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         heads, kv_heads = parts.setdefault("heads", 6), parts.setdefault("kv_heads", 2)
@@ -111,12 +112,12 @@ class Steps:
             self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
         for module in (attention_module, decoder_layers, decode_step):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
-        self.made = self._made(device, least, most, is_compact, has_memory, share)
+        self.made = self._made(device, least, most, is_compact, has_memory, share, is_late)
         self._free = torch.randperm(blocks - 1).add(1).tolist()
 
     def _made(
         self, device: torch.device, least: int, most: int, is_compact: bool,
-        has_memory: bool, share: float,
+        has_memory: bool, share: float, is_late: bool,
     ) -> DecoderLayers:  # fmt: skip
         kernel = StreamingLinear(native)
         linears, gpu = {}, GpuPrefill(device, most)
@@ -138,7 +139,9 @@ class Steps:
         if share:
             assert memory is not None
             assert shared_decode.suits(self.known, kernel, gpu)
-            self.shared = SharedDecode(self.known, kernel, gpu, memory, Shares(((1, share),)))
+            self.shared = SharedDecode(
+                self.known, kernel, gpu, memory, Shares((Share(1, share, is_late),))
+            )
             made.share(self.shared)
         return made
 

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.kernels import decode_step, gpu_prefill, layer_tokens, shared_decode  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.kernels.shared_decode import SharedDecode, Shares, best_shares  # noqa: E402
+from ray_hetero.kernels.shared_decode import Share, SharedDecode, Shares, best_shares  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -49,11 +49,12 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", GPU_FAMILIES)
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(("count", "is_late"), [(1, False), (2, False), (2, True), (5, False)])
 def test_steps_of_several_requests(
-    count: int, family: str, monkeypatch: pytest.MonkeyPatch
+    count: int, is_late: bool, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=count / LAYERS, family=family)
+    share = count / LAYERS
+    steps = Steps(monkeypatch, layers=LAYERS, share=share, is_late=is_late, family=family)
     one, other, third = (steps.request(tokens) for tokens in (70, 33, 12))
     steps.check((one, 0, 66), (other, 0, 30), (third, 0, 9))
     layer_tokens.take()
@@ -68,14 +69,17 @@ def test_prompts_and_drafts_come_in_between(
     isa: str, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, share=0.6, isa=isa, is_compact=is_compact)
-    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 290))
     steps.check((one, 0, 55), (other, 0, 84))
     steps.check((one, 55, 56), (other, 84, 85))
-    # While a GPU computes a prompt the cores decode alone; its pieces are expected anew then.
+    # While a GPU computes a prompt the cores decode alone.  A small one leaves whole weights where
+    # they are, a larger one takes their place; other pieces are expected than come then.
     steps.check((one, 56, 57), (prompt, 0, 70), (other, 85, 86))
-    steps.check((one, 57, 58), (other, 86, 89))
-    steps.check((prompt, 70, 150))
-    steps.check((one, 58, 60), (other, 89, 92))
+    steps.check((one, 57, 58), (other, 86, 88))
+    steps.check((prompt, 70, 220))
+    steps.check((one, 58, 59), (other, 88, 90))
+    steps.check((one, 59, 60), (prompt, 220, 290), (other, 90, 91))
+    steps.check((other, 91, 92))
 
 
 def test_a_residual_is_added_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,27 +114,64 @@ def test_more_tokens_than_a_shared_step_has(monkeypatch: pytest.MonkeyPatch) -> 
     assert layer_tokens.take() == LayerTokens(native=2 * 3, on_gpu=2 * 2)
 
 
-def test_calls_are_even_and_end_where_layers_are_given_away(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("count", "is_late", "expected"),
+    [
+        (0, False, [(0, 5)]),
+        (1, False, [(0, 5)]),
+        (2, False, [(0, 2), (2, 5)]),
+        (3, False, [(0, 1), (1, 3), (3, 5)]),
+        (5, False, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]),
+        (2, True, [(0, 4), (4, 5)]),
+    ],
+)
+def test_calls_end_where_layers_are_given_away(
+    count: int, is_late: bool, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
     assert steps.shared is not None
-    for count, expected in {
-        1: [(0, 3, True), (3, 5, False)],
-        2: [(0, 2, True), (2, 4, True), (4, 5, False)],
-        3: [(0, 1, True), (1, 3, True), (3, 5, True)],
-        5: [(at, at + 1, True) for at in range(5)],
-    }.items():
-        found = steps.shared._divided(count)
-        assert [(one.begin, one.end, one.is_given) for one in found] == expected
+    found = steps.shared.divided(count, is_late=is_late)
+    assert [(one.begin, one.end, one.is_given) for one in found] == [
+        (begin, end, count > 0) for begin, end in expected
+    ]
 
 
-def test_weights_are_dropped_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.4)
-    request = steps.request(2)
+def test_what_the_next_step_needs_first_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, share=0.6)
+    ordered: list[Any] = []
+    expand = GpuPrefill.expand
+
+    def expand_and_note(self: GpuPrefill, linears: Any) -> None:
+        ordered.append(linears)
+        expand(self, linears)
+
+    monkeypatch.setattr(GpuPrefill, "expand", expand_and_note)
+    request = steps.request(160)
     steps.check((request, 0, 1))
+    layers = [steps.known[place].parts.linears for place in (0, 2, 4)]
     assert steps.made.gpu is not None
-    assert not steps.made.gpu._whole
+    steps.made.gpu.settle()
+    assert ordered == [*layers, layers[0]]
+    steps.check((request, 1, 2))
+    steps.made.gpu.settle()
+    assert ordered[4:] == [*layers[1:], layers[0]]
+    # A prompt takes their place.
+    steps.check((request, 2, 150))
+    steps.check((request, 150, 151))
+    assert ordered[7:10] == layers
+
+
+def test_one_layer_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, share=0.2)
+    ordered: list[Any] = []
+    expand = GpuPrefill.expand
+    monkeypatch.setattr(
+        GpuPrefill, "expand", lambda *given: ordered.append(given[1]) or expand(*given)
+    )
+    request = steps.request(3)
+    for at in range(3):
+        steps.check((request, at, at + 1))
+    assert len(ordered) == 1
 
 
 def test_without_memory_of_the_gpu_the_cores_compute_the_step(
@@ -178,7 +219,7 @@ def test_steps_of_these_layers_are_measured(
     made = steps.shared
     assert made is not None
     found = shared_decode.measured(made._layers, made._kernel, made._gpu, made._memory)
-    assert [tokens for tokens, _ in found.measured] == [1, 5]
+    assert [one.tokens for one in found.measured] == [1, 5]
     (line,) = said
     assert line.startswith(f"decode steps of {LAYERS} layers take least time if the GPU computes")
     # Nothing of it is left in a cache.
@@ -188,23 +229,30 @@ def test_steps_of_these_layers_are_measured(
 def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
     asked = []
 
-    def seconds(tokens: int, count: int) -> float:
-        asked.append((tokens, count))
-        # Layers of the cores, and the link beside them.
-        return max((8 - count) * tokens * 1.0, count * 20.0) + 0.5 * count
+    def seconds(tokens: int, count: int, is_late: bool) -> float:
+        asked.append((tokens, count, is_late))
+        # Layers of the cores, and the link beside them, on which the last layers come ahead.
+        return max((8 - count) * tokens * 1.0, (count - 2 * is_late) * 20.0) + 0.5 * count
 
     found = best_shares(seconds, 8, (1, 8, 32, 64))
-    # 1 token: 8 s alone.  8: 64 s alone, 49 s with two.  32: 256 s alone, 102.5 s with five.
-    assert found == Shares(((1, 0.0), (8, 2 / 8), (32, 5 / 8), (64, 6 / 8)))
-    assert "8: 2 (64000.0 to 49000.0 ms)" in said[0]
+    assert found == Shares(
+        (
+            Share(1, 2 / 8, is_late=True),  # 8 s alone, 7 s with two
+            Share(8, 2 / 8, is_late=True),  # 64 s alone, 49 s
+            Share(32, 5 / 8),  # 256 s alone, 102.5 s
+            Share(64, 6 / 8),  # 512 s alone, 131 s
+        )
+    )
+    assert "8: 2 (the last), 64000.0 to 49000.0 ms" in said[0]
     # It ends where more takes longer, and begins with what fewer tokens give away.
-    assert max(count for tokens, count in asked if tokens == 8) == 4
-    assert min(count for tokens, count in asked if tokens == 64 and count) == 5
-    assert [found.of(tokens) for tokens in (0, 1, 7, 8, 40, 128)] == [0, 0, 0, 0.25, 0.625, 0.75]
+    evenly = [one[:2] for one in asked if not one[2]]
+    assert [count for tokens, count in evenly if tokens == 32] == [0, 1, 2, 3, 4, 5, 6]
+    assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 6, 7]
+    assert [found.of(tokens).of_layers for tokens in (0, 7, 40, 128)] == [0, 0.25, 0.625, 0.75]
 
 
 def test_a_gain_that_noise_may_be_is_none() -> None:
-    assert best_shares(lambda tokens, count: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
+    assert best_shares(lambda tokens, count, late: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
