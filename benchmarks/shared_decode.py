@@ -32,16 +32,11 @@ from shapes import SHAPES, head_size
 
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
+from ray_hetero.kernels.behind_attention import OnGpu
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
-from ray_hetero.kernels.shared_decode import (
-    SharedDecode,
-    Shares,
-    best_shares,
-    step_seconds,
-    values_of,
-)
+from ray_hetero.kernels.shared_decode import best_shares, step_seconds, values_of
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.weight_formats import CompactWeight
 from ray_hetero.weight_formats.base import pack
@@ -91,17 +86,15 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
     ]  # fmt: skip
 
 
-def behind_ms(layers: list[Any], step: SharedDecode, gpu: GpuPrefill, tokens: int) -> float:
+def behind_ms(behind: OnGpu, tokens: int) -> float:
     """Milliseconds of what lies behind an attention, its weights on the GPU: median of 20."""
-    gpu.expand(layers[0].parts.linears)
-    gpu.wait()
+    behind.order(0)
+    behind.wait_for_link()
     taken = []
     for _ in range(20):
         began = time.perf_counter()
-        step._ordered_behind(layers[0], step._attended[:tokens], step._sums[:tokens])
-        gpu.wait_for_mark()
+        behind.compute(0, *behind.memory(tokens), following=0)
         taken.append(time.perf_counter() - began)
-    gpu.forget()
     return round(1e3 * statistics.median(taken), 3)
 
 
@@ -142,8 +135,8 @@ def main() -> None:
     layers = made_layers(options, gpu)
     taken = gpu.take(values_of(layers))
     memory = AttentionMemory(gpu, layers[0].attention.shape, parse_cpulist(options.cores))
-    step = SharedDecode(layers, kernel, gpu, memory, Shares(()))
-    seconds = step_seconds(layers, kernel, gpu, memory)
+    behind = OnGpu(layers, gpu, memory)
+    seconds = step_seconds(layers, kernel, behind)
     about = {
         "level": kernel.level.name, "threads": torch.get_num_threads(), "device": options.device,
         "torch": torch.__version__, "layers": len(layers),
@@ -162,7 +155,7 @@ def main() -> None:
             for is_late, some in ((False, counts), (True, range(1, 4)))
         )
         result = {
-            "tokens": tokens, "behind_ms": behind_ms(layers, step, gpu, tokens), "given_ms": found,
+            "tokens": tokens, "behind_ms": behind_ms(behind, tokens), "given_ms": found,
             "last_given_ms": late,
         }  # fmt: skip
         print("RESULT " + json.dumps(result), flush=True)

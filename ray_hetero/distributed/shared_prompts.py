@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import step_limit
+from ray_hetero.kernels import shared_decode, step_limit
+from ray_hetero.kernels.behind_attention import BehindAttention, InGroup
 from ray_hetero.kernels.gpu_prefill import give_back
 from ray_hetero.kernels.group_layers import (
     GroupLayers,
@@ -30,6 +31,7 @@ from ray_hetero.kernels.group_layers import (
 )
 from ray_hetero.kernels.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.kernels.shared_decode import Share, Shares
 from ray_hetero.kernels.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory
@@ -82,17 +84,37 @@ def joined(
     if made is None:
         return None
     results, layers = made
-    _settle_steps(offer, layers, gather)
     prompts = PromptGroup(sums, results.view(torch.bfloat16).view(RESULTS, -1))
-    runs = [None] * len(offer.runs) if layers is None else layers.runs
-    return [
-        GroupLayers(prompts, run, tokens=terms.tokens, from_tokens=terms.from_tokens)
-        for run in runs
+    none: list[Any] = [None] * len(offer.runs)
+    behind = [
+        InGroup(prompts, sums, (terms.hidden, terms.shape.queries), one)
+        for one in ((layers.behind or none) if layers else none)
     ]
+    shares = _shares(offer, behind[0], gather)
+    if shares.is_empty:
+        _settle_steps(offer, layers, gather)
+    return [
+        GroupLayers(
+            prompts, run, tokens=terms.tokens, from_tokens=terms.from_tokens, behind=one,
+            shares=shares,
+        )
+        for run, one in zip(layers.runs if layers else none, behind, strict=True)
+    ]  # fmt: skip
 
 
 Made = tuple[torch.Tensor, WholeLayers | None]
 """Memory for results, and what is on the GPU of the first rank."""
+
+
+def _shares(offer: PromptOffer, behind: BehindAttention, gather: Gather) -> Shares:
+    """Shares of layers that the GPU computes in decode steps; the same on all ranks."""
+    kernel, layers = offer.kernel, offer.runs[0]
+    if kernel is None or not offer.share or not shared_decode.suits(layers):
+        return Shares(())
+    if offer.share != "auto":
+        return Shares((Share(1, offer.share),))
+    gather(None)  # they read the same memory: all begin together
+    return shared_decode.measured(layers, kernel, behind, lambda taken: max(gather(taken)))
 
 
 def _settle_steps(offer: PromptOffer, layers: WholeLayers | None, gather: Gather) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +46,36 @@ class _Constant:
     there: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    """Pieces that are neighbours, of a weight that is there in whole."""
+
+    outputs: slice
+    inputs: slice
+    is_added: bool
+    """As in `Placed`."""
+    values: torch.Tensor
+    """[outputs · inputs], bf16."""
+
+    def is_before(self, other: _Whole) -> bool:
+        """Whether another one's outputs follow those of this one, in memory too."""
+        return (
+            (self.inputs, self.is_added) == (other.inputs, other.is_added)
+            and self.outputs.stop == other.outputs.start
+        )  # fmt: skip
+
+    def with_next(self, other: _Whole) -> _Whole:
+        """Both in one."""
+        outputs = slice(self.outputs.start, other.outputs.stop)
+        values = self.values.as_strided((len(self.values) + len(other.values),), (1,))
+        return replace(self, outputs=outputs, values=values)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[inputs, outputs]."""
+        return self.values.view(-1, self.inputs.stop - self.inputs.start).t()
+
+
 @dataclass(frozen=True)
 class Taken:
     """What a rank has taken of a GPU."""
@@ -73,7 +103,7 @@ class GpuPrefill:
         self._weights: dict[int, WholeWeight] = {}
         self._pieces: dict[int, list[Placed]] = {}
         self._constants: dict[int, _Constant] = {}
-        self._whole: dict[int, torch.Tensor] = {}
+        self._whole: dict[int, list[_Whole]] = {}
         """Weights that are there in whole, by their address."""
         self._ordered: Future[None] | None = None
         """What another thread orders of them."""
@@ -384,13 +414,16 @@ class GpuPrefill:
         with torch.inference_mode(), current(self._computing):
             for linear in linears:
                 at = linear.weight.data.data_ptr()
-                outputs, inputs = self._weights[at].shape
-                whole = memory[: outputs * inputs].view(outputs, inputs)
-                memory = memory[outputs * inputs :]
+                parts: list[_Whole] = []
                 for placed in self._pieces[at]:
-                    assert not placed.is_added
-                    self._reader.expanded(placed.piece, whole[placed.outputs])
-                self._whole[at] = whole
+                    count = (placed.piece.end - placed.piece.begin) * placed.piece.inputs
+                    weight, memory = memory[:count], memory[count:]
+                    self._reader.expanded(placed.piece, weight)
+                    part = _Whole(placed.outputs, placed.inputs, placed.is_added, weight)
+                    if parts and parts[-1].is_before(part):
+                        part = parts.pop().with_next(part)
+                    parts.append(part)
+                self._whole[at] = parts
 
     @property
     def whole_values(self) -> int:
@@ -420,12 +453,7 @@ class GpuPrefill:
         y = self._y[: tokens * outputs].view(tokens, outputs)
         # It was bf16 before vLLM widened it.
         added = None if bias is None else self.constant(bias)
-        if (whole := self._whole.get(at)) is not None:
-            if added is None:
-                return torch.mm(x, whole.t(), out=y)
-            return torch.addmm(added, x, whole.t(), out=y)
-        for placed in self._pieces[at]:
-            weight = self._reader.expanded(placed.piece).t()
+        for placed, weight in self._placed(at):
             part, own = y[:, placed.outputs], x[:, placed.inputs]
             if placed.is_added:
                 # Rounded once a part, as where ranks on GPUs add theirs up.
@@ -435,6 +463,14 @@ class GpuPrefill:
             else:
                 torch.addmm(added[placed.outputs], own, weight, out=part)
         return y
+
+    def _placed(self, at: int) -> Iterator[tuple[Placed | _Whole, torch.Tensor]]:
+        """The pieces of a weight, each with its values [inputs, outputs], in their order."""
+        if (whole := self._whole.get(at)) is not None:
+            yield from ((part, part.weight) for part in whole)
+        else:
+            for placed in self._pieces[at]:
+                yield placed, self._reader.expanded(placed.piece).t()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A bias or a norm's weight, which the GPU keeps."""

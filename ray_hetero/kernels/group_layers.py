@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.behind_attention import BehindAttention, OnGpu
 from ray_hetero.kernels.gpu_layers import (
     AttentionMemory,
     AttentionShape,
@@ -26,6 +27,7 @@ from ray_hetero.kernels.gpu_layers import (
 from ray_hetero.kernels.gpu_prefill import GpuPrefill, Taken
 from ray_hetero.kernels.layer_parts import Linear, QkvInput
 from ray_hetero.kernels.prompt_group import RESULTS, PromptGroup
+from ray_hetero.kernels.shared_decode import Shares, values_of
 from ray_hetero.kernels.shared_weights import LinkedLinear, SharedWeights
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -77,6 +79,8 @@ class PromptOffer:
     """Tokens of a step from which the GPU computes it."""
     cores: tuple[int, ...] = ()
     """Logical CPUs of the thread that orders the GPU's work."""
+    share: float | Literal["auto"] = 0.0
+    """Of the layers that the GPU computes in decode steps, see `CpuConfig.decode_gpu_share`."""
     kernel: StreamingLinear | None = None
     """What computes decode steps, whose largest size is measured then (step_limit.py)."""
 
@@ -118,6 +122,8 @@ class WholeLayers:
     """The layers of all ranks on the GPU of the first one."""
 
     runs: Sequence[GpuLayers]
+    behind: Sequence[OnGpu]
+    """Of each run, in decode steps; none where the GPU has no part in them."""
     taken: Taken
 
     @classmethod
@@ -143,7 +149,8 @@ class WholeLayers:
             for layer in run:
                 for linear in linears_of(layer):
                     gpu.add_whole(cast("WholeWeight", linear.weight))
-        taken = gpu.take()
+        values = max(values_of(run) for run in runs) if offer.share else 0
+        taken = gpu.take(values)
         own, ranks = offer.runs[0][0].attention.shape, 1 + len(others)
         shape = AttentionShape(ranks * own.heads, ranks * own.kv_heads, own.size)
         memory = AttentionMemory(gpu, shape, offer.cores)
@@ -155,7 +162,8 @@ class WholeLayers:
                     f"memory for results cannot be locked: {str(error).splitlines()[0]}"
                 ) from None
         made = [GpuLayers(run, gpu, memory, results) for run in runs]
-        return cls(made, Taken(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes))
+        behind = [OnGpu(run, gpu, memory, results) for run in runs] if values else []
+        return cls(made, behind, Taken(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes))
 
 
 def whole_layer(layer: Layer, others: Sequence[Sequence[LinkedLinear]]) -> Layer:
@@ -206,6 +214,8 @@ class GroupLayers:
         layers: of all ranks, on the GPU; None where this rank is not the first.
         tokens: most of a step.
         from_tokens: of a step, from which the GPU computes it.
+        behind: what computes what lies behind attentions in decode steps.
+        shares: of layers of which it does.
 
     """
 
@@ -215,9 +225,12 @@ class GroupLayers:
     """Caches of the other ranks, in the first."""
 
     def __init__(
-        self, group: PromptGroup, layers: GpuLayers | None, *, tokens: int, from_tokens: int
-    ) -> None:
+        self, group: PromptGroup, layers: GpuLayers | None, *, tokens: int, from_tokens: int,
+        behind: BehindAttention, shares: Shares,
+    ) -> None:  # fmt: skip
         assert (layers is not None) == group.is_first
+        self.behind = behind
+        self.shares = shares
         self.from_tokens = from_tokens
         self._group = group
         self._layers = layers

@@ -30,6 +30,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import attention, gpu_layers, shared_decode, stage_output
 from ray_hetero.kernels.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.attention import Attention, as_norm
+from ray_hetero.kernels.behind_attention import BehindAttention, OnGpu
 from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
 from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES, keep_parts
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
@@ -182,8 +183,19 @@ def install(
         of_group = None if group is None else group[place]
         memory = _memory(run.layers, kernel, memories) if of_group is None else None
         made = DecoderLayers(run.layers, kernel, memory, of_group)
-        if memory is not None and share and kernel.prompts is not None:
-            shares = _share(made, run.layers, kernel, memory, share if shares is None else shares)
+        if of_group is not None:
+            shares = of_group.shares
+            _share(made, run.layers, kernel, of_group.behind, shares)
+        elif memory is not None and share and shared_decode.suits(run.layers):
+            assert kernel.prompts is not None
+            behind = OnGpu(run.layers, kernel.prompts.gpu, memory)
+            if shares is None:
+                shares = (
+                    shared_decode.measured(run.layers, kernel, behind)
+                    if share == "auto"
+                    else Shares((Share(1, share),))
+                )
+            _share(made, run.layers, kernel, behind, shares)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)
         layers = getattr(run.decoder, run.attribute)
@@ -374,40 +386,29 @@ def _memory(
 
 
 def _share(
-    made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear, memory: AttentionMemory,
-    wanted: float | Literal["auto"] | Shares,
-) -> Shares | None:  # fmt: skip
-    """Share decode steps of layers with the GPU that computes their prompts, if that can be.
+    made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear,
+    behind: BehindAttention, shares: Shares,
+) -> None:  # fmt: skip
+    """Share decode steps of layers with the GPU that computes their prompts.
 
     Args:
         made: what computes the layers.
         layers: its layers.
-        kernel: that has prompts.
-        memory: for attention on that GPU.
-        wanted: shares; auto measures them.
-
-    Returns:
-        The shares; None where these layers cannot be shared.
+        kernel: what computes them on the cores.
+        behind: what computes what lies behind their attention.
+        shares: of layers, none if they are empty.
 
     """
-    assert kernel.prompts is not None
-    gpu = kernel.prompts.gpu
-    if not shared_decode.suits(layers, kernel, gpu):
-        return None
-    if isinstance(wanted, float | int):
-        wanted = Shares((Share(1, wanted),))
-    shares = shared_decode.measured(layers, kernel, gpu, memory) if wanted == "auto" else wanted
-    if not shares.is_empty:
-        shared = SharedDecode(layers, kernel, gpu, memory, shares)
-        made.share(shared)
-        logger.info(
-            "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, "
-            "which it reads over its link while the cores compute the others "
-            "(cpu.decode_gpu_share)",
-            max(shared.count(one.tokens) for one in shares.measured),
-            len(layers),
-        )
-    return shares
+    if shares.is_empty:
+        return
+    shared = SharedDecode(layers, kernel, behind, shares)
+    made.share(shared)
+    logger.info(
+        "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, which "
+        "it reads over its link while the cores compute the others (cpu.decode_gpu_share)",
+        max(shared.count(one.tokens) for one in shares.measured),
+        len(layers),
+    )
 
 
 def _output(gpu: GpuPrefill | None) -> StageOutput | None:

@@ -245,7 +245,8 @@ class LinearLayers:
             return None
         return PromptOffer(
             [run.layers for run in found.runs], self._shared, self._device, self._tokens,
-            self._config.prefill_on_gpu_tokens, self._spare, self._kernel,
+            self._config.prefill_on_gpu_tokens, self._spare, self._config.decode_gpu_share,
+            self._kernel,
         )  # fmt: skip
 
     def _take_gpu(self, kernel: StreamingLinear, found: Fusible) -> None:

@@ -67,6 +67,7 @@ class RankSums:
         self.connections = tuple(connections)
         self.ranks = tuple(ranks)
         self.own = own
+        self.elements = elements
         self.limit_s = limit_s
         self.size = len(ranks)
         self.is_first = own == 0
@@ -86,6 +87,21 @@ class RankSums:
 
         self.missing: type[Exception] = native.MissingRank
         """What native calls raise where another rank is missing."""
+        self._level = native.levels()[-1]
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Let y be the sums of all ranks' x; all of them have to call this.
+
+        Args:
+            x: a multiple of 16 elements, at most `elements`, float32, contiguous.
+            y: as many, bf16, contiguous.
+
+        Raises:
+            torch.distributed.DistError: as `meeting` says.
+
+        """
+        with meeting(self):
+            self.native.run(x=x.data_ptr(), elements=x.numel(), y=y.data_ptr(), level=self._level)
 
 
 @contextmanager

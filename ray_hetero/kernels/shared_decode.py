@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ray_hetero.kernels.behind_attention import BehindAttention
 from ray_hetero.kernels.decode_step import CacheAddress, NativeLayers
-from ray_hetero.kernels.gpu_layers import AttentionMemory
-from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.post_attention import PostAttentionBlock
+from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
-from ray_hetero.kernels.weight_pieces import current
 from ray_hetero.log import logger
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
@@ -105,26 +104,20 @@ class SharedDecode:
     Args:
         layers: at least one, each with known scores and a perceptron.
         kernel: what computes linear layers on the cores.
-        gpu: has the layers' weights, and memory for those of one in whole.
-        memory: whose thread orders the GPU's work.
-        shares: of layers that are given away, by tokens; can be set later.
+        behind: what computes what lies behind the attention of some of them.
+        shares: of layers that are given away, by tokens.
 
     """
 
     def __init__(
-        self, layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill,
-        memory: AttentionMemory, shares: Shares,
+        self, layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
+        shares: Shares,
     ) -> None:  # fmt: skip
         self._layers = layers
         self._kernel = kernel
-        self._gpu = gpu
-        self._memory = memory
+        self._behind = behind
         self.shares = shares
         self._divisions: dict[tuple[int, bool], list[Segment]] = {}
-        hidden, queries = layers[0].parts.output.weight.shape
-        self._attended = gpu.host_memory(SHARED_TOKENS, queries)
-        self._sums = gpu.host_memory(SHARED_TOKENS, hidden)
-        self._results = [gpu.host_memory(SHARED_TOKENS * hidden) for _ in range(2)]
 
     def count(self, tokens: int) -> int:
         """Layers of a step of so many tokens whose rest the GPU computes."""
@@ -148,8 +141,10 @@ class SharedDecode:
             [M, N], which is still to be added to the residual, and it.
 
         Raises:
-            RuntimeError: what CUDA says; the GPU's memory may have run out.
+            torch.OutOfMemoryError: the GPU's memory has run out; in a group on all ranks.
+            RuntimeError: what else CUDA says.
             TimeoutError: ordering the GPU's work takes too long.
+            torch.distributed.DistError: another rank of the group has ended, or is late.
 
         """
         tokens = len(hidden)
@@ -167,37 +162,20 @@ class SharedDecode:
         # Weights that the step needs first have come since the step before, as a rule.
         following = itertools.cycle(given)
         if given:
-            self._order(next(following))
+            self._behind.order(next(following))
         for segment in segments:
             if segment.is_given:
-                y, total = self._attended[:tokens], self._sums[:tokens]
+                y, total = self._behind.memory(tokens)
             else:
                 y, total = torch.empty_like(hidden), torch.empty_like(hidden)
             own = caches[segment.begin : segment.end]
-            segment.layers.run(requests, own, hidden, residual, y, total)
+            with meeting(self._kernel.sums):
+                segment.layers.run(requests, own, hidden, residual, y, total)
             if not segment.is_given:
                 return y, total
-            self._gpu.settle()
-            hidden, residual = self._ordered_behind(self._layers[segment.end - 1], y, total)
-            self._order(next(following))
-            self._gpu.wait_for_mark()
+            hidden, residual = self._behind.compute(segment.end - 1, y, total, next(following))
         assert residual is not None
         return hidden.clone(), residual.clone()
-
-    def _order(self, place: int) -> None:
-        """Have the weights behind a layer's attention come, ordered from a thread of its own."""
-        self._gpu.expand_by(self._memory.order, self._layers[place].parts.linears)
-
-    def _ordered_behind(
-        self, layer: Layer, attended: torch.Tensor, total: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is to be added to the residual, and it, once the GPU has come to its mark."""
-        gpu = self._gpu
-        with torch.inference_mode(), current(gpu.computing):
-            y, total = gpu.behind_from(layer.parts, attended, total)
-            results = gpu.send(y, total, into=self._results)
-            gpu.mark()
-        return results[0], results[1]
 
     def divided(self, count: int, *, is_late: bool = False) -> list[Segment]:
         """Calls of a step in which so many layers are given away.
@@ -233,20 +211,11 @@ class SharedDecode:
         return Segment(layers, begin, end, is_given)
 
 
-def suits(layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill) -> bool:
-    """Whether decode steps of layers can be shared with a GPU that has their weights.
-
-    Args:
-        layers: that follow one another.
-        kernel: what computes them on the cores.
-        gpu: that computes their prompts.
-
-    """
-    return (
-        kernel.sums is None
-        and all(layer.attention.scores is not None for layer in layers)
-        and all(layer.parts.down is not None and layer.mlp is None for layer in layers)
-        and values_of(layers) <= gpu.whole_values
+def suits(layers: Sequence[Layer]) -> bool:
+    """Whether decode steps of layers that follow one another can be shared with a GPU."""
+    return all(
+        layer.attention.scores is not None and layer.parts.down is not None and layer.mlp is None
+        for layer in layers
     )
 
 
@@ -260,21 +229,22 @@ def values_of(layers: Sequence[Layer]) -> int:
 
 
 def measured(
-    layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill, memory: AttentionMemory
-) -> Shares:
+    layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
+    agreed: Callable[[float], float] = float,
+) -> Shares:  # fmt: skip
     """The shares with which steps of these layers take the least time on this host.
 
     Args:
-        layers: those that `suits`.
+        layers: those that `suits`; in a group this rank's parts of them.
         kernel: what computes them on the cores.
-        gpu: that computes their prompts.
-        memory: for attention there.
+        behind: what computes what lies behind their attention.
+        agreed: makes of this rank's seconds those that all ranks of its group choose by.
 
     """
     some = layers[:MEASURED_LAYERS]
-    seconds = step_seconds(some, kernel, gpu, memory)
+    measure = step_seconds(some, kernel, behind)
     asked = [tokens for tokens in MEASURED_TOKENS if tokens <= kernel.step_tokens]
-    return best_shares(seconds, len(some), asked)
+    return best_shares(lambda *step: agreed(measure(*step)), len(some), asked)
 
 
 Seconds = Callable[[int, int, bool], float]
@@ -282,14 +252,14 @@ Seconds = Callable[[int, int, bool], float]
 
 
 def step_seconds(
-    layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill, memory: AttentionMemory
+    layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention
 ) -> Seconds:
     """What measures a step of these layers, each request of one token; arguments as of `measured`.
 
     Before each step the link has had the time that it needs to come ahead, as while other stages
     compute.
     """
-    step = SharedDecode(layers, kernel, gpu, memory, Shares(()))
+    step = SharedDecode(layers, kernel, behind, Shares(()))
     shape = layers[0].attention.shape
     most = min(max(MEASURED_TOKENS), kernel.step_tokens)
     cache = torch.zeros(most, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
@@ -311,8 +281,7 @@ def step_seconds(
         segments = step.divided(count, is_late=is_late)
         taken = []
         for _ in range(ROUNDS):
-            gpu.settle()
-            gpu.wait_for_link()
+            behind.wait_for_link()
             began = time.perf_counter()
             step.run(segments, requests, caches, hidden, None)
             taken.append(time.perf_counter() - began)

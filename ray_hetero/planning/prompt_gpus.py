@@ -64,8 +64,8 @@ def borrowed_bytes(
     # Gate and up are one matrix, of which a rank has its tensor-parallel share.
     size = 1 if is_whole else min(sizes, default=1)
     wide = shape.intermediate_size // size
-    # In decode steps stages of one rank have what lies behind an attention expanded at once.
-    is_shared = is_whole and 1 in sizes and config.cpu.decode_gpu_share != 0
+    # In decode steps what lies behind an attention is expanded at once.
+    is_shared = is_whole and config.cpu.decode_gpu_share != 0
     behind = hidden * (shape.num_heads * shape.head_dim + 3 * wide) if is_shared else 0
     linears = gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), tokens, behind)
     if not is_whole:

@@ -30,6 +30,7 @@ CASES = [
     Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True),
     Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, share=1.0),
     Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True, share=1.0),
+    Case("llama-wide", "bfloat16", "cc/g", is_borrowing=True, share=1.0),
 ]
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import decoder_parts
 import pytest
@@ -28,6 +28,7 @@ from ray_hetero.kernels.decoder_layers import DecoderLayers
 from ray_hetero.kernels.group_layers import PromptOffer
 from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.kernels.shared_decode import SharedDecode
 from ray_hetero.kernels.shared_weights import SharedWeights
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.runtime.shared_pages import STEP, SharedPages
@@ -132,7 +133,10 @@ class Rank:
         if own and is_shared:
             self._share_caches()
         self.known = known_layers(self.decoder, linears, self.kernel)
-        self.offer = PromptOffer([self.known], self.weights, whole.device, whole.most, whole.least)
+        self.offer = PromptOffer(
+            [self.known], self.weights, whole.device, whole.most, whole.least,
+            share=whole.of_layers, kernel=self.kernel if whole.of_layers else None,
+        )  # fmt: skip
         self.made: Any = None
 
     def _take(self, module: Product, other: Product, own: int, count: int, layer: Any) -> None:
@@ -184,6 +188,7 @@ class GroupSteps(Steps):
         device: where the first rank has prompts computed.
         layers: of the stage.
         kv_heads: of all ranks, each of which has one; None is one for each rank.
+        share: of the layers of a decode step that the device computes.
         parts: other arguments of `decoder_parts.model`.
 
     """
@@ -192,7 +197,8 @@ class GroupSteps(Steps):
         self, monkeypatch: pytest.MonkeyPatch, count: int = 2, *, family: str = "llama",
         is_compact: bool = False, is_shared: bool = True, limit_s: float = 60.0, least: int = 8,
         most: int = 512, isa: str = "vec", device: torch.device = CPU,
-        layers: int = 2, kv_heads: int | None = None, **parts: Any,
+        layers: int = 2, kv_heads: int | None = None, share: float | Literal["auto"] = 0.0,
+        **parts: Any,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", 64 * count)
         super().__init__(
@@ -200,7 +206,7 @@ class GroupSteps(Steps):
             least=least, most=most, isa=isa, has_memory=False, layers=layers, **parts,
         )  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", 64)
-        self.count, self.family, self.parts = count, family, parts
+        self.count, self.family, self.parts, self.of_layers = count, family, parts, share
         self.least, self.most, self.device = least, most, device
         self.threads = Threads(count)
         monkeypatch.setattr(
@@ -227,6 +233,8 @@ class GroupSteps(Steps):
                 raise groups
             group = None if groups is None else groups[0]
             rank.made = DecoderLayers(rank.known, rank.kernel, group=group)
+            if group is not None and not group.shares.is_empty:
+                rank.made.share(SharedDecode(rank.known, rank.kernel, group.behind, group.shares))
         return found
 
     def step(

@@ -19,6 +19,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from ray_hetero.kernels import attention as attention_module
 from ray_hetero.kernels import decode_step, decoder_layers, shared_decode
+from ray_hetero.kernels.behind_attention import OnGpu
 from ray_hetero.kernels.decoder_layers import DecoderLayers
 from ray_hetero.kernels.gpu_layers import AttentionMemory, shape_of
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
@@ -138,9 +139,10 @@ class Steps:
         self.shared: SharedDecode | None = None
         if share:
             assert memory is not None
-            assert shared_decode.suits(self.known, kernel, gpu)
+            assert shared_decode.suits(self.known)
+            self.behind = OnGpu(self.known, gpu, memory)
             self.shared = SharedDecode(
-                self.known, kernel, gpu, memory, Shares((Share(1, share, is_late),))
+                self.known, kernel, self.behind, Shares((Share(1, share, is_late),))
             )
             made.share(self.shared)
         return made

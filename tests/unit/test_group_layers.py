@@ -5,6 +5,7 @@ The GPU is the CPU here, the ranks are threads.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +14,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from decoder_parts import HIDDEN  # noqa: E402
-from group_steps import GroupSteps  # noqa: E402
+from decoder_parts import HEAD, HIDDEN  # noqa: E402
+from group_steps import HEADS, GroupSteps  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
 from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_tokens, step_limit  # noqa: E402
+from ray_hetero.kernels import (  # noqa: E402
+    gpu_layers,
+    gpu_prefill,
+    layer_tokens,
+    shared_decode,
+    step_limit,
+)
+from ray_hetero.kernels.behind_attention import InGroup  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.gpu_layers import GpuLayers  # noqa: E402
+from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.shared_weights import SharedWeights, linked  # noqa: E402
@@ -319,3 +328,103 @@ def test_ranks_agree_on_the_largest_step_of_their_cores(
     limits = {kernel.step_tokens for kernel in kernels}
     by_gpu, by_cores = {steps.least - 1}, {native.STEP_TOKENS}
     assert limits in {"gpu": [by_gpu], "cores": [by_cores], "either": [by_gpu, by_cores]}[expected]
+
+
+@pytest.mark.parametrize(("count", "isa", "given"), [
+    (2, "vec", {}),
+    (2, "amx", {"has_bias": True, "is_compact": True}),
+    (3, "vec", {"family": "qwen3"}),
+])  # fmt: skip
+def test_decode_steps_are_shared_with_the_gpu(
+    count: int, isa: str, given: Any, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+) -> None:
+    steps = GroupSteps(monkeypatch, count, isa=isa, layers=5, share=0.6, **given)
+    steps.join()
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 290))
+    steps.check((one, 0, 55), (other, 0, 88))
+    layer_tokens.take()
+    steps.check((one, 55, 56), (other, 88, 89))
+    steps.check((one, 56, 58))
+    assert layer_tokens.take() == LayerTokens(native=4 * 2 * count, on_gpu=4 * 3 * count)
+    # Beside prompts the cores decode alone; a large one takes the place of whole weights.
+    steps.check((prompt, 0, 80), (one, 58, 59))
+    steps.check((other, 89, 90))
+    steps.check((prompt, 80, 240), (other, 90, 91))
+    steps.check((one, 59, 60), (other, 91, 92))
+    assert on_gpu == [143, 80, 160]
+
+
+def test_more_tokens_than_a_sum_of_all_heads_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = GroupSteps(monkeypatch, layers=3, share=1.0)
+    steps.join()
+    for sums in steps.sums:
+        sums.elements = 16 * 2 * HEADS * HEAD
+    requests = [steps.request(2) for _ in range(40)]
+    for at in range(2):
+        steps.check(*((request, at, at + 1) for request in requests))
+
+
+def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 6))
+    steps = GroupSteps(monkeypatch, layers=3, share="auto")
+    own = {}
+    measured = shared_decode.best_shares
+
+    def best(seconds: Any, layers: int, asked: Any) -> Any:
+        # In truth the link is a copy by the cores here; a third of the layers is what it says.
+        def said(tokens: int, count: int, is_late: bool) -> float:
+            seconds(tokens, count, is_late)
+            return 1.0 + (count != 1)
+
+        found = measured(said, layers, asked)
+        own[threading.get_ident()] = found
+        return found
+
+    monkeypatch.setattr(shared_decode, "best_shares", best)
+    steps.join()
+    first, other = own.values()
+    assert first == other
+    assert [one.of_layers for one in first.measured] == [1 / 3, 1 / 3]
+    assert {rank.kernel.step_tokens for rank in steps.ranks} == {native.STEP_TOKENS}
+    request = steps.request(6)
+    steps.check((request, 0, 4))
+    steps.check((request, 4, 5))
+
+
+def test_without_memory_of_the_gpu_all_ranks_decode_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = GroupSteps(monkeypatch, layers=3, share=1.0)
+    steps.join()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(GpuPrefill, "behind_from", fail)
+    request = steps.request(4)
+    steps.check((request, 0, 3))
+    steps.check((request, 3, 4))
+    assert caplog.text.count("from now on the cores compute all") == 2
+    assert all(rank.made._decode_step.shared is None for rank in steps.ranks)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_ends_in_a_shared_step_is_named(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = GroupSteps(monkeypatch, layers=3, share=1.0)
+    steps.join()
+    behind = steps.ranks[lost].made._decode_step.shared._behind
+    calls = []
+
+    def ends(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            steps.end(lost)
+            raise RuntimeError("killed")
+        return InGroup.compute(behind, *given)
+
+    behind.compute = ends
+    found = steps.step((steps.request(4), 0, 4))
+    assert str(found[lost]) == "killed"
+    assert str(found[1 - lost]) == f"rank {4 + lost}, of the same tensor-parallel group, has ended"

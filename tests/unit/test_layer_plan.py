@@ -176,7 +176,8 @@ def test_a_group_of_cpu_ranks_borrows_a_gpu_once() -> None:
         return gpu.usable_bytes
 
     group = [["cpu", "cpu"], ["gpu"]]
-    whole = gpu_bytes(28672, 14336, 2048) + attention_bytes(32, 8, 128, 2048)
+    behind_attention = 4096 * (4096 + 3 * 14336)
+    whole = gpu_bytes(28672, 14336, 2048, behind_attention) + attention_bytes(32, 8, 128, 2048)
     whole += output_bytes(4096, 2048)
     assert usable(group) - usable(group, linear_kernel="streaming") == whole
     # Each of them has its part of the linear layers computed.

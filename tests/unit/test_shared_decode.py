@@ -21,7 +21,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.kernels import decode_step, gpu_prefill, layer_tokens, shared_decode  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.kernels.shared_decode import Share, SharedDecode, Shares, best_shares  # noqa: E402
+from ray_hetero.kernels.shared_decode import Share, Shares, best_shares  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -216,9 +216,8 @@ def test_steps_of_these_layers_are_measured(
 ) -> None:
     monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 5))
     steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
-    made = steps.shared
-    assert made is not None
-    found = shared_decode.measured(made._layers, made._kernel, made._gpu, made._memory)
+    assert steps.shared is not None
+    found = shared_decode.measured(steps.known, steps.shared._kernel, steps.behind)
     assert [one.tokens for one in found.measured] == [1, 5]
     (line,) = said
     assert line.startswith(f"decode steps of {LAYERS} layers take least time if the GPU computes")
@@ -255,16 +254,5 @@ def test_a_gain_that_noise_may_be_is_none() -> None:
     assert best_shares(lambda tokens, count, late: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
 
 
-@pytest.mark.parametrize("share", [0.25, 1.0])
-def test_no_room_for_whole_weights(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=share)
-    made = steps.shared
-    assert made is not None
-    assert shared_decode.suits(made._layers, made._kernel, made._gpu)
-    without = GpuPrefill(torch.device("cpu"), 512)
-    assert not shared_decode.suits(made._layers, made._kernel, without)
-
-
 def test_steps_of_no_more_tokens_than_the_native_module_takes() -> None:
     assert max(shared_decode.MEASURED_TOKENS) == prefill_memory.SHARED_TOKENS == native.STEP_TOKENS
-    assert SharedDecode.count.__doc__
