@@ -33,7 +33,7 @@ from shapes import SHAPES, head_size
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.behind_attention import OnGpu
-from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
+from ray_hetero.kernels.gpu_layers import AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
 from ray_hetero.kernels.shared_decode import best_shares, step_seconds, values_of
@@ -131,11 +131,10 @@ def main() -> None:
     parser.add_argument("--cores", default="", help="of the thread that orders the GPU's work")
     options = parser.parse_args()
     kernel = StreamingLinear(native)
-    gpu = GpuPrefill(torch.device(options.device), 2048)
+    gpu = GpuPrefill(torch.device(options.device), 2048, parse_cpulist(options.cores))
     layers = made_layers(options, gpu)
     taken = gpu.take(values_of(layers))
-    memory = AttentionMemory(gpu, layers[0].attention.shape, parse_cpulist(options.cores))
-    behind = OnGpu(layers, gpu, memory)
+    behind = OnGpu(layers, gpu)
     seconds = step_seconds(layers, kernel, behind)
     about = {
         "level": kernel.level.name, "threads": torch.get_num_threads(), "device": options.device,

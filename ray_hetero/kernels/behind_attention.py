@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ray_hetero.kernels.gpu_layers import AttentionMemory
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompt_group import RESULTS, PromptGroup
 from ray_hetero.kernels.rank_sums import RankSums
@@ -68,18 +67,15 @@ class OnGpu:
     Args:
         layers: with their whole weights.
         gpu: has them, and memory for those of one layer.
-        ahead: whose thread orders the GPU's work.
         into: page-locked memory for both results, [2, elements], bf16; None for new memory.
 
     """
 
     def __init__(
-        self, layers: Sequence[Layer], gpu: GpuPrefill, ahead: AttentionMemory,
-        into: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, layers: Sequence[Layer], gpu: GpuPrefill, into: torch.Tensor | None = None
+    ) -> None:
         self._layers = layers
         self._gpu = gpu
-        self._ahead = ahead
         hidden, queries = layers[0].parts.output.weight.shape
         self._attended = gpu.host_memory(SHARED_TOKENS, queries)
         self._residual = gpu.host_memory(SHARED_TOKENS, hidden)
@@ -95,8 +91,8 @@ class OnGpu:
         return self._attended[:tokens], self._residual[:tokens]
 
     def order(self, place: int) -> None:
-        """Have them ordered from a thread of its own; nothing is done where they are there."""
-        self._gpu.expand_by(self._ahead.order, self._layers[place].parts.linears)
+        """Have them come and be expanded, unless they are there."""
+        self._gpu.expand_ahead(self._layers[place].parts.linears)
 
     def compute(
         self, place: int, attended: torch.Tensor, residual: torch.Tensor, following: int

@@ -8,9 +8,7 @@ step, and writes keys and values into the cache.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,15 +88,13 @@ class AttentionMemory:
     Args:
         gpu: where layers are computed.
         shape: of every layer's attention.
-        cores: logical CPUs for the thread that orders the GPU's work; without any, those of the
-            thread that makes this.
 
     Raises:
         UnsupportedError: the GPU has too little memory left.
 
     """
 
-    def __init__(self, gpu: GpuPrefill, shape: AttentionShape, cores: Collection[int] = ()) -> None:
+    def __init__(self, gpu: GpuPrefill, shape: AttentionShape) -> None:
         self.shape = shape
         self.gpu_bytes = attention_bytes(shape.heads, shape.kv_heads, shape.size, gpu.tokens)
         try:
@@ -116,22 +112,6 @@ class AttentionMemory:
                 "of thousands of tokens take several times as long. Lower gpu.memory_utilization "
                 "or --max-num-batched-tokens."
             ) from None
-        self._ordering = ThreadPoolExecutor(
-            1, thread_name_prefix="GpuLayers", initializer=_begin_thread, initargs=(gpu, cores)
-        )
-
-    def order(self, work: Callable[[], Any]) -> Future[Any]:
-        """Have the GPU's work ordered beside this thread."""
-        return self._ordering.submit(work)
-
-
-def _begin_thread(gpu: GpuPrefill, cores: Collection[int]) -> None:
-    if cores:
-        os.sched_setaffinity(0, cores)
-    # Workers of OpenMP belong to the main thread.
-    torch.set_num_threads(1)
-    if gpu.device.type == "cuda":
-        torch.cuda.set_device(gpu.device)
 
 
 class GpuLayers:
@@ -204,7 +184,7 @@ class GpuLayers:
         """
         staged = self._gpu.stage(hidden, residual, rows.rows)
         step = _Step(self, rows, positions[rows.rows], caches)
-        ordered = self._memory.order(lambda: step.compute(*staged, len(positions), output))
+        ordered = self._gpu.order(lambda: step.compute(*staged, len(positions), output))
         ordered.add_done_callback(lambda _: self._memory.returns.end())
         meanwhile()
         self._write(caches)

@@ -11,8 +11,9 @@ holds a few pieces of them and the tokens of one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +93,17 @@ class GpuPrefill:
     Args:
         device: the GPU; for tests the CPU, with the same sequence of copies and products.
         tokens: most tokens of a step.
+        cores: logical CPUs for the thread that orders work beside the main one; without any, those
+            of the thread that makes this.
 
     """
 
-    def __init__(self, device: torch.device, tokens: int) -> None:
+    def __init__(self, device: torch.device, tokens: int, cores: Collection[int] = ()) -> None:
         self._device = device
+        self._ordering = ThreadPoolExecutor(
+            1, thread_name_prefix="GpuPrefill", initializer=_begin_thread,
+            initargs=(device, cores),
+        )  # fmt: skip
         self.uses_triton = choose_expand(device) is expand_with_triton
         """Whether kernels of Triton compute what has one, instead of several operators."""
         self._tokens = tokens
@@ -373,19 +380,18 @@ class GpuPrefill:
         """Wait for what was marked last."""
         self._done.synchronize()
 
-    def expand_by(
-        self, order: Callable[[Callable[[], None]], Future[None]], linears: Sequence[Linear]
-    ) -> None:
-        """Have `expand` called by another thread; nothing else may be asked for before `settle`.
+    def order(self, work: Callable[[], Any]) -> Future[Any]:
+        """Have the GPU's work ordered beside this thread."""
+        return self._ordering.submit(work)
 
-        Args:
-            order: has something called there.
-            linears: whose weights are expanded; nothing is done where they are already.
+    def expand_ahead(self, linears: Sequence[Linear]) -> None:
+        """Have `expand` called by the other thread, unless all is there.
 
+        What is asked for next waits until it has ordered everything.
         """
         self.settle()
         if not self.has(linears):
-            self._ordered = order(lambda: self.expand(linears))
+            self._ordered = self.order(lambda: self.expand(linears))
 
     def settle(self) -> None:
         """Wait until the other thread has ordered everything.
@@ -515,6 +521,15 @@ class GpuPrefill:
         for rows in chunks(tokens):
             x[rows] = parts.activated(y[rows])
         return x
+
+
+def _begin_thread(device: torch.device, cores: Collection[int]) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
+    # Workers of OpenMP belong to the main thread.
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def give_back(device: torch.device) -> None:

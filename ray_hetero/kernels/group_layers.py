@@ -144,7 +144,7 @@ class WholeLayers:
         of_ranks = [iter(one) for one in others]
         runs = [[whole_layer(one, [[next(rank) for _ in linears_of(one)] for rank in of_ranks])
                  for one in run] for run in offer.runs]  # fmt: skip
-        gpu = GpuPrefill(offer.device, offer.tokens)
+        gpu = GpuPrefill(offer.device, offer.tokens, offer.cores)
         for run in runs:
             for layer in run:
                 for linear in linears_of(layer):
@@ -153,7 +153,7 @@ class WholeLayers:
         taken = gpu.take(values)
         own, ranks = offer.runs[0][0].attention.shape, 1 + len(others)
         shape = AttentionShape(ranks * own.heads, ranks * own.kv_heads, own.size)
-        memory = AttentionMemory(gpu, shape, offer.cores)
+        memory = AttentionMemory(gpu, shape)
         if gpu.device.type == "cuda":
             try:
                 lock_pages(results)
@@ -162,7 +162,7 @@ class WholeLayers:
                     f"memory for results cannot be locked: {str(error).splitlines()[0]}"
                 ) from None
         made = [GpuLayers(run, gpu, memory, results) for run in runs]
-        behind = [OnGpu(run, gpu, memory, results) for run in runs] if values else []
+        behind = [OnGpu(run, gpu, results) for run in runs] if values else []
         return cls(made, behind, Taken(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes))
 
 

@@ -186,9 +186,7 @@ def install(
         if of_group is not None:
             shares = of_group.shares
             _share(made, run.layers, kernel, of_group.behind, shares)
-        elif memory is not None and share and shared_decode.suits(run.layers):
-            assert kernel.prompts is not None
-            behind = OnGpu(run.layers, kernel.prompts.gpu, memory)
+        elif share and (behind := _behind(run.layers, kernel)) is not None:
             if shares is None:
                 shares = (
                     shared_decode.measured(run.layers, kernel, behind)
@@ -371,7 +369,7 @@ def _memory(
     if shape in made:
         return made[shape]
     try:
-        memory = made[shape] = AttentionMemory(many.gpu, shape, many.cores)
+        memory = made[shape] = AttentionMemory(many.gpu, shape)
     except UnsupportedError as error:
         made[shape] = None
         logger.warning("%s", error)
@@ -383,6 +381,20 @@ def _memory(
         memory.gpu_bytes / GIB,
     )
     return memory
+
+
+def _behind(layers: Sequence[Layer], kernel: StreamingLinear) -> OnGpu | None:
+    """What computes what lies behind layers' attention in decode steps, if a GPU can."""
+    prompts = kernel.prompts
+    if (
+        prompts is None
+        or kernel.sums is not None  # see group_layers.py
+        or not shared_decode.suits(layers)
+        or not _has_weights(layers, prompts.gpu)
+        or shared_decode.values_of(layers) > prompts.gpu.whole_values
+    ):
+        return None
+    return OnGpu(layers, prompts.gpu)
 
 
 def _share(

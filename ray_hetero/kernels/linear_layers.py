@@ -86,7 +86,7 @@ class LinearLayers:
         self._kernel.sums = None
         self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
-            self._gpu = GpuPrefill(gpu, tokens)
+            self._gpu = GpuPrefill(gpu, tokens, spare)
             if is_shared and config.fuse_layers:
                 self._shared = SharedWeights()
         quantised_linear.use_holder(self._stored)
@@ -259,7 +259,7 @@ class LinearLayers:
                 raise
             logger.warning("%s", error)
             return
-        kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens, self._spare)
+        kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens)
         logger.info(
             "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
             "over its link, %.1f GiB of its memory are taken (cpu.prefill_on_gpu)",

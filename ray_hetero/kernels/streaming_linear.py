@@ -42,8 +42,6 @@ class Prompts:
 
     gpu: GpuPrefill
     from_tokens: int
-    cores: tuple[int, ...] = ()
-    """Logical CPUs of the thread that orders the GPU's work; none leaves it where it starts."""
 
 
 class StreamingLinear:

@@ -140,7 +140,7 @@ class Steps:
         if share:
             assert memory is not None
             assert shared_decode.suits(self.known)
-            self.behind = OnGpu(self.known, gpu, memory)
+            self.behind = OnGpu(self.known, gpu)
             self.shared = SharedDecode(
                 self.known, kernel, self.behind, Shares((Share(1, share, is_late),))
             )

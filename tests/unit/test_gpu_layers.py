@@ -194,7 +194,7 @@ def test_memory_that_is_not_there_is_said_with_what_it_costs(
 
     monkeypatch.setattr(gpu_layers, "KvReturns", no_memory)
     with pytest.raises(UnsupportedError, match=r"0\.0 GiB more .* allocate 2\.00 GiB\. Prompts"):
-        AttentionMemory(gpu, AttentionShape(4, 2, 64), ())
+        AttentionMemory(gpu, AttentionShape(4, 2, 64))
 
 
 def test_memory_by_hand() -> None:
