@@ -28,8 +28,17 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.kernels import attention as attention_module  # noqa: E402
-from ray_hetero.kernels import decode_step, decoder_layers  # noqa: E402
+from ray_hetero.kernels import (  # noqa: E402
+    decode_step,
+    decoder_layers,
+    gpu_prefill,
+    layer_tokens,
+    shared_decode,
+)
+from ray_hetero.kernels.behind_attention import OnGpu  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.kernels.shared_decode import Share, SharedDecode, Shares  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
@@ -355,10 +364,26 @@ def test_drafts_see_their_own_windows(isa: str, monkeypatch: pytest.MonkeyPatch)
     expect_the_same(requests, isa=isa)
 
 
-def test_layers_with_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def share(requests: Requests, layers: DecoderLayers, of_layers: float) -> None:
+    """Have what lies behind some attentions computed by the pretended GPU."""
+    given, kernel = linears(requests.decoder), kernel_of(LEVELS[-1])
+    known = known_layers(requests.decoder, given, kernel)
+    gpu = GpuPrefill(torch.device("cpu"), 64)
+    for linear in given.values():
+        gpu.add(linear.weight)
+    gpu.take(shared_decode.values_of(known))
+    shares = Shares((Share(1, of_layers),))
+    layers.share(SharedDecode(known, kernel, OnGpu(known, gpu), shares))
+
+
+@pytest.mark.parametrize("of_layers", [0.0, 0.5, 1.0])
+def test_layers_with_blocks_of_their_own(of_layers: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     requests = Requests(monkeypatch, [300, 64, 90])
     attends(requests.layers[1]).impl.sliding_window = 50
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
+    if of_layers:
+        share(requests, layers, of_layers)
 
     def begin() -> None:
         """The second layer has other blocks; those before its window are nobody's."""
@@ -378,8 +403,10 @@ def test_layers_with_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = layers._layer_by_layer(requests.positions, hidden, residual)
     begin()
     assert layers._decode_step is not None
+    layer_tokens.take()
     found = layers._decode_step(requests.positions, hidden, residual)
     assert found is not None
+    assert layer_tokens.take().on_gpu == 2 * of_layers * 3
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), **CLOSE)
 
