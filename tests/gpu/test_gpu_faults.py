@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
 END_SECONDS = 60.0
 GPU_SECONDS = 30.0
+EXPERTS_S = 8
+"""Longest wait for an expert rank."""
 PIPELINE, MIXED = [["cpu"], ["gpu"]], [["gpu", "cpu"]]
 SIZES = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(1 << 30))
 
@@ -40,6 +42,8 @@ def serving(
     model: Path,
     layout: list[list[str]],
     fault: dict[str, Any] | None = None,
+    cpu: dict[str, Any] | None = None,
+    **keys: Any,
 ) -> FaultyServer:
     return FaultyServer(
         scene,
@@ -50,7 +54,8 @@ def serving(
         more=SIZES,
         extra=environment(),
         layout=layout,
-        cpu={"ranks_per_socket": SHARES},
+        cpu={"ranks_per_socket": SHARES, **(cpu or {})},
+        **keys,
     )
 
 
@@ -102,6 +107,46 @@ def test_a_rank_that_is_killed_while_it_serves(
     assert f"rank {rank} ({kind}, " in server.last_line()
     assert f"pid {pid}" in server.last_line()
     assert "SIGKILL" in server.last_line()
+
+
+def test_a_rank_that_is_killed_while_the_gpu_computes_its_prompts(
+    scene: Scene, logs: Path, checkpoint: Checkpoint, before: GpuState
+) -> None:
+    borrowing = {
+        "linear_kernel": "streaming", "prefill_on_gpu": True, "prefill_on_gpu_tokens": 8,
+        "decode_gpu_share": 1.0,
+    }  # fmt: skip
+    model = checkpoint("llama-wide", "bfloat16")
+    server = serving(scene, logs / "kill-prompt", model, PIPELINE, cpu=borrowing)
+    clients = server.wait_until_in("prefill")
+    computing = on_the_gpu(server)
+    pid = server.send(signal.SIGKILL, 0)
+    check_end(server, before, computing)
+    assert errors_of(clients)
+    assert "steps of 8 tokens and more are computed by the GPU" in server.log
+    assert f"pid {pid}" in server.last_line()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_expert_rank_that_ends_or_stops(
+    number: signal.Signals, scene: Scene, logs: Path, checkpoint: Checkpoint, before: GpuState
+) -> None:
+    model = checkpoint("mixtral", "bfloat16")
+    server = serving(
+        scene, logs / f"expert-{number.name}", model, [["gpu"]],
+        experts={"ranks": 1, "layers": "all"}, exchange={"timeout_s": EXPERTS_S},
+    )  # fmt: skip
+    clients = server.wait_until_in("decode")
+    computing = on_the_gpu(server)
+    pid = server.send(number, 1)
+    if number is signal.SIGSTOP:
+        # One that is not in the middle of a step waits there for ever.
+        clients.append(Client(server.server, {"prompt": prompts()[1], "max_tokens": 4}))
+    check_end(server, before, computing)
+    assert errors_of(clients)
+    assert "rank 1 (experts, socket " in server.last_line()
+    said = f"pid {pid}" if number is signal.SIGKILL else f"in {EXPERTS_S} s (exchange.timeout_s)"
+    assert said in server.last_line()
 
 
 def test_an_error_of_the_gpu_ends_with_it(
