@@ -17,7 +17,8 @@ class LayerTokens:
     native: int = 0
     """In native calls of decode steps."""
     on_gpu: int = 0
-    """By the GPU that computes this rank's prompts, as whole layers."""
+    """By the GPU that computes this rank's prompts: whole layers, and in decode steps what lies
+    behind a layer's attention."""
     by_operators: int = 0
     """By one operator after the other, on this rank's cores or with its GPU's linear layers."""
     experts_on_gpu: int = 0
