@@ -60,9 +60,10 @@ class Share:
 
     tokens: int
     """From so many on."""
-    of_layers: float
-    is_late: bool = False
-    """Whether it is the last layers, else layers evenly among all.
+    of_layers: float = 0.0
+    """Share of all layers, which are evenly among them."""
+    last: int = 0
+    """In place of that, so many of the last layers.
 
     The GPU has room for the weights of about two layers, which come while other stages compute.
     The last layers take these, and nothing crosses the link while the cores read theirs.
@@ -79,12 +80,12 @@ class Shares:
     def of(self, tokens: int) -> Share:
         """The share for a step of so many tokens."""
         known = [one for one in self.measured if one.tokens <= tokens]
-        return known[-1] if known else Share(0, 0.0)
+        return known[-1] if known else Share(0)
 
     @property
     def is_empty(self) -> bool:
         """Whether no step gives anything away."""
-        return not any(one.of_layers for one in self.measured)
+        return not any(one.of_layers or one.last for one in self.measured)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +124,8 @@ class SharedDecode:
         """Layers of a step of so many tokens whose rest the GPU computes."""
         if tokens > SHARED_TOKENS:
             return 0
-        return round(self.shares.of(tokens).of_layers * len(self._layers))
+        share, layers = self.shares.of(tokens), len(self._layers)
+        return min(share.last, layers) or round(share.of_layers * layers)
 
     def __call__(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
@@ -148,9 +150,9 @@ class SharedDecode:
 
         """
         tokens = len(hidden)
-        is_late = self.shares.of(tokens).is_late
-        return self.run(self.divided(self.count(tokens), is_late=is_late), requests, caches,
-                        hidden, residual)  # fmt: skip
+        is_late = self.shares.of(tokens).last > 0
+        segments = self.divided(self.count(tokens), is_late=is_late)
+        return self.run(segments, requests, caches, hidden, residual)
 
     def run(
         self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],
@@ -321,7 +323,7 @@ def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:
             best, chosen, is_late = alone, 0, False
         if not is_late:
             least = max(least, chosen)
-        found.append(Share(tokens, chosen / layers, is_late))
+        found.append(Share(tokens, last=chosen) if is_late else Share(tokens, chosen / layers))
         said.append(
             f"{tokens}: {chosen}{' (the last)' if is_late else ''}, "
             f"{1e3 * alone:.1f} to {1e3 * best:.1f} ms"

@@ -74,7 +74,7 @@ class Steps:
         most: tokens of a step.
         is_compact: whether weights are.
         share: of the layers of a decode step that the device computes.
-        is_late: whether these are the last ones.
+        last: in place of that, so many of the last layers.
         parts: more arguments of `decoder_parts.model`.
 
     """
@@ -83,7 +83,7 @@ class Steps:
         self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
         least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
         is_compact: bool = False, isa: str = "vec", has_memory: bool = True,
-        share: float = 0.0, is_late: bool = False, **parts: Any,
+        share: float = 0.0, last: int = 0, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         heads, kv_heads = parts.setdefault("heads", 6), parts.setdefault("kv_heads", 2)
@@ -113,12 +113,12 @@ class Steps:
             self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
         for module in (attention_module, decoder_layers, decode_step):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
-        self.made = self._made(device, least, most, is_compact, has_memory, share, is_late)
+        self.made = self._made(device, least, most, is_compact, has_memory, share, last)
         self._free = torch.randperm(blocks - 1).add(1).tolist()
 
     def _made(
         self, device: torch.device, least: int, most: int, is_compact: bool,
-        has_memory: bool, share: float, is_late: bool,
+        has_memory: bool, share: float, last: int,
     ) -> DecoderLayers:  # fmt: skip
         kernel = StreamingLinear(native)
         linears, gpu = {}, GpuPrefill(device, most)
@@ -131,18 +131,21 @@ class Steps:
                 gpu.add(held)
         kernel.prompts = Prompts(gpu, least)
         self.known = known_layers(self.decoder, linears, kernel)
-        gpu.take(shared_decode.values_of(self.known) if share else 0)
+        gpu.take(shared_decode.values_of(self.known) if share or last else 0)
         shape = shape_of(self.known)
         assert shape is not None
         memory = AttentionMemory(gpu, shape) if has_memory else None
         made = DecoderLayers(self.known, kernel, memory)
         self.shared: SharedDecode | None = None
-        if share:
+        if share or last:
             assert memory is not None
             assert shared_decode.suits(self.known)
             self.behind = OnGpu(self.known, gpu)
             self.shared = SharedDecode(
-                self.known, kernel, self.behind, Shares((Share(1, share, is_late),))
+                self.known,
+                kernel,
+                self.behind,
+                Shares((Share(1, last=last) if last else Share(1, share),)),
             )
             made.share(self.shared)
         return made

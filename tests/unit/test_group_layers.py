@@ -374,7 +374,7 @@ def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
         # In truth the link is a copy by the cores here; a third of the layers is what it says.
         def said(tokens: int, count: int, is_late: bool) -> float:
             seconds(tokens, count, is_late)
-            return 1.0 + (count != 1)
+            return 1.0 + (count != 1 or is_late)
 
         found = measured(said, layers, asked)
         own[threading.get_ident()] = found

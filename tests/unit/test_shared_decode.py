@@ -53,8 +53,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_of_several_requests(
     count: int, is_late: bool, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share = count / LAYERS
-    steps = Steps(monkeypatch, layers=LAYERS, share=share, is_late=is_late, family=family)
+    given: dict[str, Any] = {"last": count} if is_late else {"share": count / LAYERS}
+    steps = Steps(monkeypatch, layers=LAYERS, family=family, **given)
     one, other, third = (steps.request(tokens) for tokens in (70, 33, 12))
     steps.check((one, 0, 66), (other, 0, 30), (third, 0, 9))
     layer_tokens.take()
@@ -236,8 +236,8 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
     found = best_shares(seconds, 8, (1, 8, 32, 64))
     assert found == Shares(
         (
-            Share(1, 2 / 8, is_late=True),  # 8 s alone, 7 s with two
-            Share(8, 2 / 8, is_late=True),  # 64 s alone, 49 s
+            Share(1, last=2),  # 8 s alone, 7 s with two
+            Share(8, last=2),  # 64 s alone, 49 s
             Share(32, 5 / 8),  # 256 s alone, 102.5 s
             Share(64, 6 / 8),  # 512 s alone, 131 s
         )
@@ -247,7 +247,8 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
     evenly = [one[:2] for one in asked if not one[2]]
     assert [count for tokens, count in evenly if tokens == 32] == [0, 1, 2, 3, 4, 5, 6]
     assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 6, 7]
-    assert [found.of(tokens).of_layers for tokens in (0, 7, 40, 128)] == [0, 0.25, 0.625, 0.75]
+    assert [found.of(tokens).of_layers for tokens in (0, 7, 40, 128)] == [0, 0, 0.625, 0.75]
+    assert [found.of(tokens).last for tokens in (0, 7, 40, 128)] == [0, 2, 0, 0]
 
 
 def test_a_gain_that_noise_may_be_is_none() -> None:
