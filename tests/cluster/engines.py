@@ -269,6 +269,12 @@ def vllm_command() -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
+def ray_command() -> list[str]:
+    """The `ray` command of this environment, as `vllm_command`."""
+    script = Path(sys.executable).with_name("ray")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "ray.scripts.scripts"]
+
+
 NAME = "demo"
 """Name that servers give their model."""
 

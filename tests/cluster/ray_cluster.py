@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import STOP_SECONDS, environment_of, free_port, start
+from engines import STOP_SECONDS, environment_of, free_port, ray_command, start
 from leftovers import Scene, wait_until
 
 LOOK = """
@@ -38,7 +38,7 @@ def cluster(scene: Scene, log: Path, *options: str) -> Iterator[str]:
     """
     port = free_port()
     command = [
-        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
+        *ray_command(), "start", "--head", "--block",
         f"--port={port}", "--num-cpus=2",
         "--object-store-memory=100000000", "--include-dashboard=false", "--disable-usage-stats",
         f"--temp-dir={scene.temporary / 'ray'}", *options,

@@ -9,15 +9,32 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from engines import STOP_SECONDS, batch, run_engines, serve, tokens, wait_until_healthy
+from engines import (
+    NAME,
+    START_SECONDS,
+    STOP_SECONDS,
+    batch,
+    environment_of,
+    free_port,
+    ray_command,
+    run_engines,
+    serve,
+    tokens,
+    vllm_command,
+    wait_until_healthy,
+)
 from gpu_host import IS_PRETENDED, environment, needs_gpus
-from leftovers import Scene
+from leftovers import Scene, wait_until
 from quiet import noise
+from ray_cluster import cluster
 
 from placement.host.gpus import read_gpus
 from placement.units import GIB
@@ -39,6 +56,7 @@ USABLE_GIB = 6.5
 """Of the GPU: with vLLM's defaults the weights, their KV cache for one request of the longest
 length, and what sampling takes do not fit."""
 FLAG = ("--distributed-executor-backend", "ray_hetero")
+JOB = "one-flag"
 PROMPTS = [[7], [100, 5000, 128000], [(31 * i) % 128000 + 3 for i in range(700)]]
 ANSWER = 24
 CHOSEN = r"stages: chose (\[gpu\] → \[cpu\]|\[cpu\] → \[gpu\]) .* does not fit on the GPUs alone"
@@ -66,6 +84,17 @@ def check(prompt: list[int], answer: list[int]) -> None:
     assert [token % alike for token in answer] == expected
 
 
+def check_server(url: str) -> None:
+    """Its answers to the prompts, as a client gets them."""
+    for prompt in PROMPTS:
+        asked = {
+            "model": NAME, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        answered = httpx.post(f"{url}/v1/completions", json=asked, trust_env=False, timeout=120)
+        check(prompt, answered.json()["choices"][0]["token_ids"])
+
+
 def report(way: str, figures: dict[str, Any]) -> None:
     """Keep a way's seconds where RAY_HETERO_GPU_REPORT says, a folder."""
     if folder := os.environ.get("RAY_HETERO_GPU_REPORT"):
@@ -79,13 +108,7 @@ def test_a_server(scene: Scene, logs: Path, model: Path, share: float) -> None:
     server = serve(scene, logs / "serve", model, *FLAG, *more, extra=environment())
     wait_until_healthy(server)
     server.child.saw("ready")
-    with server.client() as client:
-        for prompt in PROMPTS:
-            answered = client.completions.create(
-                model="demo", prompt=prompt, max_tokens=ANSWER, temperature=0,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )  # fmt: skip
-            check(prompt, answered.choices[0].model_dump()["token_ids"])
+    check_server(server.url)
     server.child.signal(signal.SIGTERM)
     assert server.child.wait(STOP_SECONDS) == 0, server.child.tail()
     assert re.search(CHOSEN, server.child.log)
@@ -110,4 +133,49 @@ def test_a_notebook(scene: Scene, logs: Path, model: Path, share: float) -> None
     found = re.search(r"Start-up: ([0-9.]+) s", log)
     assert found
     report("notebook", {"start": float(found[1])})
+    scene.assert_clean()
+
+
+def test_a_job(scene: Scene, logs: Path, model: Path, share: float) -> None:
+    port, dashboard = free_port(), free_port()
+    options = (
+        "--include-dashboard=true", f"--dashboard-port={dashboard}",
+        "--dashboard-agent-listen-port=0",
+    )  # fmt: skip
+    submit = (
+        "submit", "--no-wait", "--submission-id", JOB,
+        "--runtime-env-json", json.dumps({"env_vars": environment()}),
+        "--", *vllm_command(), "serve", str(model), "--served-model-name", NAME,
+        "--host", "127.0.0.1", "--port", str(port), *FLAG, "--pipeline-parallel-size", "2",
+        "--gpu-memory-utilization", str(share), "--skip-tokenizer-init",
+    )  # fmt: skip
+
+    def job(*words: str) -> subprocess.CompletedProcess[str]:
+        address = {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+        return subprocess.run(
+            [*ray_command(), "job", *words], env=environment_of(scene, address),
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    def is_taken() -> bool:
+        ran = job(*submit)
+        # The agent comes up a little after the head.
+        assert ran.returncode == 0 or "No available agent" in ran.stderr, ran.stderr
+        return ran.returncode == 0
+
+    def is_healthy() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).is_success
+        except httpx.TransportError:
+            return False
+
+    with cluster(scene, logs / "head", *options):
+        assert wait_until(is_taken, START_SECONDS, 1)
+        began = time.monotonic()
+        assert wait_until(is_healthy, START_SECONDS, 0.5), job("logs", JOB).stdout
+        report("ray job submit", {"ready": time.monotonic() - began})
+        check_server(f"http://127.0.0.1:{port}")
+        log = job("logs", JOB).stdout
+        assert job("stop", JOB).returncode == 0
+    assert set(re.findall(r"started rank \d+ \((?:.*, )?(cpu|gpu)\b", log)) == {"cpu", "gpu"}
     scene.assert_clean()
