@@ -97,6 +97,8 @@ def with_gpu(
             "layers": [inside, split.outside]}, **ours),
         hetero("ray_hetero 2cpu-gpu", ["cpu", "cpu"], ["gpu"], config=config | {
             "layers": [split.outside, inside], "cpu": {"ranks_per_socket": 2}}, **ours),
+        hetero("ray_hetero cpu-gpu unshared", ["cpu"], ["gpu"], config=config | {
+            "layers": [split.outside, inside], "cpu": {"decode_gpu_share": 0}}, **ours),
         *of_experts(split, config, ours),
         stock_engine("all on gpu", dict(engine), "gpu"),
         Contender("accelerate", (*ACCELERATE, "--outside", str(split.outside)), "link"),

@@ -36,7 +36,7 @@ from ray_hetero.kernels.behind_attention import OnGpu
 from ray_hetero.kernels.gpu_layers import AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
-from ray_hetero.kernels.shared_decode import best_shares, step_seconds, values_of
+from ray_hetero.kernels.shared_decode import best_shares, step_seconds
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.weight_formats import CompactWeight
 from ray_hetero.weight_formats.base import pack
@@ -128,13 +128,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", default="1,8,32,64,128")
     parser.add_argument("--counts", default="", help="layers given away; all that help, if empty")
+    parser.add_argument("--step-tokens", type=int, default=8192, help="--max-num-batched-tokens")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--cores", default="", help="of the thread that orders the GPU's work")
     options = parser.parse_args()
     kernel = StreamingLinear(native)
-    gpu = GpuPrefill(torch.device(options.device), 2048, parse_cpulist(options.cores))
+    gpu = GpuPrefill(
+        torch.device(options.device), options.step_tokens, parse_cpulist(options.cores)
+    )
     layers = made_layers(options, gpu)
-    taken = gpu.take(values_of(layers))
+    taken = gpu.take()
     behind = OnGpu(layers, gpu)
     seconds = step_seconds(layers, kernel, behind)
     about = {

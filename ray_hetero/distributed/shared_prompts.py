@@ -88,7 +88,7 @@ def joined(
     none: list[Any] = [None] * len(offer.runs)
     behind = [
         InGroup(prompts, sums, (terms.hidden, terms.shape.queries), one)
-        for one in ((layers.behind or none) if layers else none)
+        for one in (layers.behind if layers else none)
     ]
     shares = _shares(offer, behind[0], gather)
     if shares.is_empty:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import gpu_rows
 from ray_hetero.kernels.weight_pieces import PieceReader, Placed, WholeWeight, current, cut
-from ray_hetero.planning.prefill_memory import SHARED_TOKENS, gpu_bytes, product_values
+from ray_hetero.planning.prefill_memory import SHARED_TOKENS, gpu_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
 from ray_hetero.weight_formats.base import HostWeight
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
@@ -48,8 +48,8 @@ class _Constant:
 
 
 @dataclass(frozen=True, eq=False)
-class _Whole:
-    """Pieces that are neighbours, of a weight that is there in whole."""
+class _Part:
+    """Pieces of a weight that are neighbours."""
 
     outputs: slice
     inputs: slice
@@ -58,14 +58,14 @@ class _Whole:
     values: torch.Tensor
     """[outputs · inputs], bf16."""
 
-    def is_before(self, other: _Whole) -> bool:
+    def is_before(self, other: _Part) -> bool:
         """Whether another one's outputs follow those of this one, in memory too."""
         return (
             (self.inputs, self.is_added) == (other.inputs, other.is_added)
             and self.outputs.stop == other.outputs.start
         )  # fmt: skip
 
-    def with_next(self, other: _Whole) -> _Whole:
+    def with_next(self, other: _Part) -> _Part:
         """Both in one."""
         outputs = slice(self.outputs.start, other.outputs.stop)
         values = self.values.as_strided((len(self.values) + len(other.values),), (1,))
@@ -75,6 +75,22 @@ class _Whole:
     def weight(self) -> torch.Tensor:
         """[inputs, outputs]."""
         return self.values.view(-1, self.inputs.stop - self.inputs.start).t()
+
+
+@dataclass(eq=False)
+class _Whole:
+    """The first pieces of a weight, or all, expanded ahead."""
+
+    pieces: int = 0
+    parts: list[_Part] = field(default_factory=list)
+
+    def add(self, placed: Placed, values: torch.Tensor) -> None:
+        """Add the next piece, whose memory follows that of the last one."""
+        part = _Part(placed.outputs, placed.inputs, placed.is_added, values)
+        if self.parts and self.parts[-1].is_before(part):
+            part = self.parts.pop().with_next(part)
+        self.parts.append(part)
+        self.pieces += 1
 
 
 @dataclass(frozen=True)
@@ -110,8 +126,10 @@ class GpuPrefill:
         self._weights: dict[int, WholeWeight] = {}
         self._pieces: dict[int, list[Placed]] = {}
         self._constants: dict[int, _Constant] = {}
-        self._whole: dict[int, list[_Whole]] = {}
-        """Weights that are there in whole, by their address."""
+        self._ahead: list[int] = []
+        """Addresses of the weights that were expanded ahead, as far as there is room."""
+        self._whole: dict[int, _Whole] = {}
+        """What is there of them, by address."""
         self._ordered: Future[None] | None = None
         """What another thread orders of them."""
 
@@ -124,11 +142,8 @@ class GpuPrefill:
         """Have a weight computed here whose parts begin with pages of their own."""
         self._weights[weight.data.data_ptr()] = weight
 
-    def take(self, whole: int = 0) -> Taken:
+    def take(self) -> Taken:
         """Lock the weights' pages and take memory of the GPU.
-
-        Args:
-            whole: most values of weights that are expanded together (`expand`).
 
         Raises:
             UnsupportedError: the pages cannot be locked, or the GPU has too little memory left.
@@ -139,11 +154,11 @@ class GpuPrefill:
             return Taken(0, 0)
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
         of_parts = max(part.source.shape[1] for weight in weights for part in weight.parts)
-        needed = gpu_bytes(outputs, inputs, self._tokens, whole)
+        needed = gpu_bytes(outputs, inputs, self._tokens)
         needed += sum(weight.gpu_bytes for weight in weights)
         try:
             self._lock_pages()
-            self._allocate(outputs, inputs, of_parts, whole)
+            self._allocate(outputs, inputs, of_parts)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
@@ -164,7 +179,7 @@ class GpuPrefill:
             for part in weight.parts:
                 lock_pages(part.source.data)
 
-    def _allocate(self, outputs: int, inputs: int, inputs_of_parts: int, whole: int) -> None:
+    def _allocate(self, outputs: int, inputs: int, inputs_of_parts: int) -> None:
         device = self._device
         # vLLM's CPU worker puts things that do nothing into their places in torch.cuda.
         module: Any = torch.cuda.streams if device.type == "cuda" else torch.cpu
@@ -176,9 +191,9 @@ class GpuPrefill:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
         self._reader = PieceReader(device, module, self._computing, inputs_of_parts)
-        self._x = memory(self._tokens * inputs)
-        self._y = memory(product_values(outputs, self._tokens, whole))
-        self._behind_products = self._y[SHARED_TOKENS * outputs :] if whole else self._y[:0]
+        self._x, self._y = memory(self._tokens * inputs), memory(self._tokens * outputs)
+        # In smaller steps whole weights lie behind products.
+        self._behind_products = self._y[SHARED_TOKENS * outputs :]
         self._x_host = self.host_memory(self._tokens * inputs)
         # A residual is the input of some layer.
         self._residual = memory(self._tokens * inputs)
@@ -406,38 +421,32 @@ class GpuPrefill:
             ordered.result(timeout=LIMIT_S)
 
     def has(self, linears: Sequence[Linear]) -> bool:
-        """Whether weights are there in whole, or on their way."""
-        return all(linear.weight.data.data_ptr() in self._whole for linear in linears)
+        """Whether weights were expanded ahead, and nothing has taken their place."""
+        return self._ahead == _addresses(linears)
 
     def expand(self, linears: Sequence[Linear]) -> None:
-        """Have weights come and be expanded in whole, which their next products use.
+        """Have weights come and be expanded, which their next products use in this order.
 
         They take the place of products of larger steps, which forget them, and of those before.
-        All together are at most what `take` was told.
+        What there is no room for comes ahead as other pieces do.
         """
         memory = self._behind_products
         self.forget()
+        self._ahead = _addresses(linears)
         with torch.inference_mode(), current(self._computing):
-            for linear in linears:
-                at = linear.weight.data.data_ptr()
-                parts: list[_Whole] = []
+            for at in self._ahead:
+                whole = self._whole[at] = _Whole()
                 for placed in self._pieces[at]:
                     count = (placed.piece.end - placed.piece.begin) * placed.piece.inputs
+                    if count > len(memory):
+                        return
                     weight, memory = memory[:count], memory[count:]
                     self._reader.expanded(placed.piece, weight)
-                    part = _Whole(placed.outputs, placed.inputs, placed.is_added, weight)
-                    if parts and parts[-1].is_before(part):
-                        part = parts.pop().with_next(part)
-                    parts.append(part)
-                self._whole[at] = parts
-
-    @property
-    def whole_values(self) -> int:
-        """Most values of weights that can be expanded together."""
-        return self._behind_products.numel() if self._pieces else 0
+                    whole.add(placed, weight)
 
     def forget(self) -> None:
-        """Have no weights in whole any more."""
+        """Have nothing ahead any more."""
+        self._ahead = []
         self._whole.clear()
 
     def wait_for_link(self) -> None:
@@ -470,13 +479,12 @@ class GpuPrefill:
                 torch.addmm(added[placed.outputs], own, weight, out=part)
         return y
 
-    def _placed(self, at: int) -> Iterator[tuple[Placed | _Whole, torch.Tensor]]:
+    def _placed(self, at: int) -> Iterator[tuple[Placed | _Part, torch.Tensor]]:
         """The pieces of a weight, each with its values [inputs, outputs], in their order."""
-        if (whole := self._whole.get(at)) is not None:
-            yield from ((part, part.weight) for part in whole)
-        else:
-            for placed in self._pieces[at]:
-                yield placed, self._reader.expanded(placed.piece).t()
+        whole = self._whole.get(at, _Whole())
+        yield from ((part, part.weight) for part in whole.parts)
+        for placed in self._pieces[at][whole.pieces :]:
+            yield placed, self._reader.expanded(placed.piece).t()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A bias or a norm's weight, which the GPU keeps."""
@@ -521,6 +529,10 @@ class GpuPrefill:
         for rows in chunks(tokens):
             x[rows] = parts.activated(y[rows])
         return x
+
+
+def _addresses(linears: Sequence[Linear]) -> list[int]:
+    return [linear.weight.data.data_ptr() for linear in linears]
 
 
 def _begin_thread(device: torch.device, cores: Collection[int]) -> None:

@@ -27,7 +27,7 @@ from ray_hetero.kernels.gpu_layers import (
 from ray_hetero.kernels.gpu_prefill import GpuPrefill, Taken
 from ray_hetero.kernels.layer_parts import Linear, QkvInput
 from ray_hetero.kernels.prompt_group import RESULTS, PromptGroup
-from ray_hetero.kernels.shared_decode import Shares, values_of
+from ray_hetero.kernels.shared_decode import Shares
 from ray_hetero.kernels.shared_weights import LinkedLinear, SharedWeights
 from ray_hetero.kernels.step_rows import StepRows
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -123,7 +123,7 @@ class WholeLayers:
 
     runs: Sequence[GpuLayers]
     behind: Sequence[OnGpu]
-    """Of each run, in decode steps; none where the GPU has no part in them."""
+    """Of each run, in decode steps."""
     taken: Taken
 
     @classmethod
@@ -149,8 +149,7 @@ class WholeLayers:
             for layer in run:
                 for linear in linears_of(layer):
                     gpu.add_whole(cast("WholeWeight", linear.weight))
-        values = max(values_of(run) for run in runs) if offer.share else 0
-        taken = gpu.take(values)
+        taken = gpu.take()
         own, ranks = offer.runs[0][0].attention.shape, 1 + len(others)
         shape = AttentionShape(ranks * own.heads, ranks * own.kv_heads, own.size)
         memory = AttentionMemory(gpu, shape)
@@ -162,7 +161,7 @@ class WholeLayers:
                     f"memory for results cannot be locked: {str(error).splitlines()[0]}"
                 ) from None
         made = [GpuLayers(run, gpu, memory, results) for run in runs]
-        behind = [OnGpu(run, gpu, results) for run in runs] if values else []
+        behind = [OnGpu(run, gpu, results) for run in runs]
         return cls(made, behind, Taken(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes))
 
 

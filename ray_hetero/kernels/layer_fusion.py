@@ -391,7 +391,6 @@ def _behind(layers: Sequence[Layer], kernel: StreamingLinear) -> OnGpu | None:
         or kernel.sums is not None  # see group_layers.py
         or not shared_decode.suits(layers)
         or not _has_weights(layers, prompts.gpu)
-        or shared_decode.values_of(layers) > prompts.gpu.whole_values
     ):
         return None
     return OnGpu(layers, prompts.gpu)

@@ -17,7 +17,7 @@ from placement.units import GIB
 from ray_hetero.compat import cpu_linear, quantised_kernels
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import quantised_linear, shared_decode, step_limit, streaming_linear
+from ray_hetero.kernels import quantised_linear, step_limit, streaming_linear
 from ray_hetero.kernels.expert_layers import ExpertLayers
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer
@@ -253,7 +253,7 @@ class LinearLayers:
         if self._gpu is None:
             return
         try:
-            taken = self._gpu.take(self._shared_values(found))
+            taken = self._gpu.take()
         except UnsupportedError as error:
             if self._config.prefill_on_gpu is True:
                 raise
@@ -267,14 +267,6 @@ class LinearLayers:
             taken.weight_bytes / GIB,
             taken.gpu_bytes / GIB,
         )
-
-    def _shared_values(self, found: Fusible) -> int:
-        """Weights that the GPU expands together in decode steps; 0 if it has no part in them."""
-        if self._kernel is None or self._kernel.sums is not None:
-            return 0
-        if self._config.decode_gpu_share == 0 or not self._config.fuse_layers:
-            return 0
-        return max((shared_decode.values_of(run.layers) for run in found.runs), default=0)
 
     def _settle(self, kernel: StreamingLinear, found: Fusible) -> None:
         """Choose who computes the largest decode steps, where they are not shared."""

@@ -25,7 +25,6 @@ import torch
 
 from ray_hetero.kernels.behind_attention import BehindAttention
 from ray_hetero.kernels.decode_step import CacheAddress, NativeLayers
-from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.post_attention import PostAttentionBlock
 from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -219,15 +218,6 @@ def suits(layers: Sequence[Layer]) -> bool:
         layer.attention.scores is not None and layer.parts.down is not None and layer.mlp is None
         for layer in layers
     )
-
-
-def values_of(layers: Sequence[Layer]) -> int:
-    """Most weights that lie behind the attention of one of the layers."""
-
-    def values(linears: Sequence[Linear]) -> int:
-        return sum(one.weight.shape[0] * one.weight.shape[1] for one in linears)
-
-    return max((values(layer.parts.linears) for layer in layers), default=0)
 
 
 def measured(

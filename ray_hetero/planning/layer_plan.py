@@ -281,7 +281,7 @@ def _stages(
         threads=threads,
         bandwidth=bandwidth,
         gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
-        borrowed_bytes=borrowed_bytes(config, facts, world, is_whole=is_whole),
+        borrowed_bytes=borrowed_bytes(facts, world, is_whole=is_whole),
         borrows_by_stage=is_whole,
         is_eager=facts.is_eager,
         is_bf16=facts.is_bf16,

@@ -25,31 +25,17 @@ BLOCK_OUTPUTS = 32
 """Outputs of a block, the least that a piece can hold."""
 
 
-def gpu_bytes(outputs: int, inputs: int, tokens: int, whole: int = 0) -> int:
+def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
     """Bytes of GPU memory that a rank with weights up to [outputs, inputs] takes.
 
     Args:
         outputs: most outputs of one of its linear layers.
         inputs: most inputs of one.
         tokens: most tokens of a step.
-        whole: weights that are expanded together in steps that the GPU shares with the cores.
 
     """
     pieces = (SLOTS + 1) * piece_bytes(inputs)
-    values = product_values(outputs, tokens, whole) + 2 * tokens * inputs
-    return CUDA_BYTES + WORKING_BYTES + pieces + BF16_BYTES * values
-
-
-def product_values(outputs: int, tokens: int, whole: int) -> int:
-    """Values of the memory for products, and in smaller steps for whole weights behind them.
-
-    Args:
-        outputs: most outputs of a product.
-        tokens: most tokens of a step.
-        whole: weights that are expanded together, 0 if none are.
-
-    """
-    return max(tokens * outputs, SHARED_TOKENS * outputs + whole if whole else 0)
+    return CUDA_BYTES + WORKING_BYTES + pieces + BF16_BYTES * tokens * (outputs + 2 * inputs)
 
 
 def piece_bytes(inputs: int) -> int:

@@ -44,13 +44,10 @@ def has_whole_layers(config: HeteroConfig, facts: EngineFacts, world: World) -> 
     )
 
 
-def borrowed_bytes(
-    config: HeteroConfig, facts: EngineFacts, world: World, *, is_whole: bool
-) -> int:
-    """Memory of a GPU that is taken for computing prompts, and parts of decode steps.
+def borrowed_bytes(facts: EngineFacts, world: World, *, is_whole: bool) -> int:
+    """Memory of a GPU that is taken for computing prompts.
 
     Args:
-        config: as for `plan_layers`.
         facts: of the engine.
         world: its ranks.
         is_whole: whether one CPU rank of a stage has whole layers computed for all of them; else
@@ -64,10 +61,7 @@ def borrowed_bytes(
     # Gate and up are one matrix, of which a rank has its tensor-parallel share.
     size = 1 if is_whole else min(sizes, default=1)
     wide = shape.intermediate_size // size
-    # In decode steps what lies behind an attention is expanded at once.
-    is_shared = is_whole and config.cpu.decode_gpu_share != 0
-    behind = hidden * (shape.num_heads * shape.head_dim + 3 * wide) if is_shared else 0
-    linears = gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), tokens, behind)
+    linears = gpu_bytes(max(hidden, 2 * wide), max(hidden, wide), tokens)
     if not is_whole:
         return linears
     # Ranks that are more than there are heads of keys have one each.

@@ -131,7 +131,7 @@ class Steps:
                 gpu.add(held)
         kernel.prompts = Prompts(gpu, least)
         self.known = known_layers(self.decoder, linears, kernel)
-        gpu.take(shared_decode.values_of(self.known) if share or last else 0)
+        gpu.take()
         shape = shape_of(self.known)
         assert shape is not None
         memory = AttentionMemory(gpu, shape) if has_memory else None

@@ -33,7 +33,6 @@ from ray_hetero.kernels import (  # noqa: E402
     decoder_layers,
     gpu_prefill,
     layer_tokens,
-    shared_decode,
 )
 from ray_hetero.kernels.behind_attention import OnGpu  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
@@ -371,7 +370,7 @@ def share(requests: Requests, layers: DecoderLayers, of_layers: float) -> None:
     gpu = GpuPrefill(torch.device("cpu"), 64)
     for linear in given.values():
         gpu.add(linear.weight)
-    gpu.take(shared_decode.values_of(known))
+    gpu.take()
     shares = Shares((Share(1, of_layers),))
     layers.share(SharedDecode(known, kernel, OnGpu(known, gpu), shares))
 

@@ -159,11 +159,8 @@ def test_what_cpu_ranks_borrow_of_a_gpu_is_left_free_on_it(sockets: int, ranks: 
 
     # Gate and up are 28672 outputs of 4096 inputs, down has 14336 inputs; 2048 tokens.
     beside = attention_bytes(32, 8, 128, 2048) + output_bytes(4096, 2048)
-    behind_attention = 4096 * (4096 + 3 * 14336)
-    share = gpu_bytes(28672, 14336, 2048, behind_attention) + beside
+    share = gpu_bytes(28672, 14336, 2048) + beside
     assert usable() - usable(linear_kernel="streaming") == ranks * share
-    unshared = {"linear_kernel": "streaming", "decode_gpu_share": 0}
-    assert usable() - usable(**unshared) == ranks * (gpu_bytes(28672, 14336, 2048) + beside)
     assert usable(linear_kernel="streaming", prefill_on_gpu=False) == usable()
 
 
@@ -176,8 +173,7 @@ def test_a_group_of_cpu_ranks_borrows_a_gpu_once() -> None:
         return gpu.usable_bytes
 
     group = [["cpu", "cpu"], ["gpu"]]
-    behind_attention = 4096 * (4096 + 3 * 14336)
-    whole = gpu_bytes(28672, 14336, 2048, behind_attention) + attention_bytes(32, 8, 128, 2048)
+    whole = gpu_bytes(28672, 14336, 2048) + attention_bytes(32, 8, 128, 2048)
     whole += output_bytes(4096, 2048)
     assert usable(group) - usable(group, linear_kernel="streaming") == whole
     # Each of them has its part of the linear layers computed.

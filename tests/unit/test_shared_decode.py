@@ -161,6 +161,25 @@ def test_what_the_next_step_needs_first_is_on_its_way(monkeypatch: pytest.Monkey
     assert ordered[7:10] == layers
 
 
+@pytest.mark.parametrize("most", [128, 300, 512, 2048])
+def test_room_for_none_some_or_all_of_a_layer(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, share=0.6, most=most, is_compact=True)
+    one, other = steps.request(70), steps.request(33)
+    steps.check((one, 0, 66), (other, 0, 30))
+    for at in range(2):
+        steps.check((one, 66 + at, 67 + at), (other, 30 + at, 31 + at))
+    gpu = steps.made.gpu
+    assert gpu is not None
+    gpu.settle()
+    first = steps.known[0].parts.linears
+    assert gpu.has(first)
+    pieces = [len(gpu._pieces[linear.weight.data.data_ptr()]) for linear in first]
+    there = sum(whole.pieces for whole in gpu._whole.values())
+    assert {128: there == 0, 300: 0 < there < sum(pieces), 512: 0 < there < sum(pieces),
+            2048: there == sum(pieces)}[most]  # fmt: skip
+    steps.check((one, 68, 70), (other, 32, 33))
+
+
 def test_one_layer_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, share=0.2)
     ordered: list[Any] = []
