@@ -87,7 +87,7 @@ def joined(
     prompts = PromptGroup(sums, results.view(torch.bfloat16).view(RESULTS, -1))
     none: list[Any] = [None] * len(offer.runs)
     behind = [
-        InGroup(prompts, sums, (terms.hidden, terms.shape.queries), one)
+        InGroup(prompts, sums, (terms.hidden, terms.shape.queries), terms.tokens, one)
         for one in (layers.behind if layers else none)
     ]
     shares = _shares(offer, behind[0], gather)

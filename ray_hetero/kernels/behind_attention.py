@@ -30,6 +30,10 @@ STATUS_ELEMENTS = 16
 class BehindAttention(Protocol):
     """Computes what lies behind the attention of some layers."""
 
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a step; on all ranks of a group the same."""
+
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the cores leave an attention [tokens, queries] and the residual [tokens, N]."""
 
@@ -82,9 +86,9 @@ class OnGpu:
         self._results = gpu.host_memory(RESULTS, SHARED_TOKENS * hidden) if into is None else into
 
     @property
-    def gpu(self) -> GpuPrefill:
-        """Where they are computed."""
-        return self._gpu
+    def tokens(self) -> int:
+        """Most tokens of a step."""
+        return min(SHARED_TOKENS, self._gpu.tokens)
 
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Page-locked memory."""
@@ -121,19 +125,27 @@ class InGroup:
         group: with memory for results that all ranks map.
         sums: of the same ranks, by which they meet.
         shape: hidden state's elements, and queries' of this rank's heads.
+        tokens: most of a step.
         first: what computes them; None where this rank is not the first.
 
     """
 
     def __init__(
-        self, group: PromptGroup, sums: RankSums, shape: tuple[int, int], first: OnGpu | None
-    ) -> None:
+        self, group: PromptGroup, sums: RankSums, shape: tuple[int, int], tokens: int,
+        first: OnGpu | None,
+    ) -> None:  # fmt: skip
         self._group = group
         self._sums = sums
         self._hidden, self._queries = shape
+        self._tokens = tokens
         self._first = first
         self._attended = torch.empty(SHARED_TOKENS, self._queries, dtype=torch.bfloat16)
         self._residual = torch.empty(SHARED_TOKENS, self._hidden, dtype=torch.bfloat16)
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a step."""
+        return min(SHARED_TOKENS, self._tokens)
 
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of this rank."""

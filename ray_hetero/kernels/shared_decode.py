@@ -29,7 +29,6 @@ from ray_hetero.kernels.post_attention import PostAttentionBlock
 from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
-from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.decoder_layers import Layer
@@ -121,7 +120,7 @@ class SharedDecode:
 
     def count(self, tokens: int) -> int:
         """Layers of a step of so many tokens whose rest the GPU computes."""
-        if tokens > SHARED_TOKENS:
+        if tokens > self._behind.tokens:
             return 0
         share, layers = self.shares.of(tokens), len(self._layers)
         return min(share.last, layers) or round(share.of_layers * layers)
@@ -235,7 +234,8 @@ def measured(
     """
     some = layers[:MEASURED_LAYERS]
     measure = step_seconds(some, kernel, behind)
-    asked = [tokens for tokens in MEASURED_TOKENS if tokens <= kernel.step_tokens]
+    most = min(kernel.step_tokens, behind.tokens)
+    asked = [tokens for tokens in MEASURED_TOKENS if tokens <= most]
     return best_shares(lambda *step: agreed(measure(*step)), len(some), asked)
 
 
@@ -253,7 +253,7 @@ def step_seconds(
     """
     step = SharedDecode(layers, kernel, behind, Shares(()))
     shape = layers[0].attention.shape
-    most = min(max(MEASURED_TOKENS), kernel.step_tokens)
+    most = min(kernel.step_tokens, behind.tokens)
     cache = torch.zeros(most, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
 
     def seconds(tokens: int, count: int, is_late: bool) -> float:

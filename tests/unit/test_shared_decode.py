@@ -18,7 +18,13 @@ from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import decode_step, gpu_prefill, layer_tokens, shared_decode  # noqa: E402
+from ray_hetero.kernels import (  # noqa: E402
+    behind_attention,
+    decode_step,
+    gpu_prefill,
+    layer_tokens,
+    shared_decode,
+)
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.shared_decode import Share, Shares, best_shares  # noqa: E402
@@ -105,7 +111,7 @@ def test_results_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_tokens_than_a_shared_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_decode, "SHARED_TOKENS", 2)
+    monkeypatch.setattr(behind_attention, "SHARED_TOKENS", 2)
     steps = Steps(monkeypatch, layers=LAYERS, share=0.4)
     request = steps.request(5)
     steps.check((request, 0, 3))
@@ -242,6 +248,14 @@ def test_steps_of_these_layers_are_measured(
     assert line.startswith(f"decode steps of {LAYERS} layers take least time if the GPU computes")
     # Nothing of it is left in a cache.
     assert all(bool(cache.isnan().all()) for cache in steps.caches)
+
+
+def test_steps_are_measured_that_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, share=1.0, most=9)
+    assert steps.shared is not None
+    found = shared_decode.measured(steps.known, steps.shared._kernel, steps.behind)
+    assert [one.tokens for one in found.measured] == [1, 8]
+    assert [steps.shared.count(tokens) for tokens in (9, 10)] == [LAYERS, 0]
 
 
 def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
