@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
-from heavy_tailed import drawn_values
+from heavy_tailed import drawn_matrix, drawn_values
 
 from ray_hetero import _streaming_linear
 from ray_hetero.weight_formats import FORMATS, SCALED_FORMATS, HostWeight
@@ -135,12 +135,7 @@ def main() -> None:
     layers = []
     nbytes = 0
     drawn = drawn_values()
-    random = {
-        (outputs, inputs): drawn.repeat(-(-outputs * inputs // len(drawn)))[
-            : outputs * inputs
-        ].view(outputs, inputs)
-        for outputs, inputs in SHAPES.values()
-    }
+    random = {shape: drawn_matrix(drawn, *shape) for shape in SHAPES.values()}
     for _ in range(options.layers):
         for shape in SHAPES.values():
             weight = random[shape].clone()

@@ -54,6 +54,12 @@ def drawn_values() -> torch.Tensor:
     return torch.from_numpy(SPREAD * values).bfloat16()
 
 
+def drawn_matrix(drawn: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """A matrix [outputs, inputs] of the block's values, over and over."""
+    values = outputs * inputs
+    return drawn.repeat(-(-values // len(drawn)))[:values].view(outputs, inputs)
+
+
 def write_checkpoint(name: str, folder: Path) -> Path:
     """Write config.json and a safetensors file for each layer; answers the folder.
 

@@ -27,7 +27,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
 from gpu_timing import copied
-from heavy_tailed import drawn_values
+from heavy_tailed import drawn_matrix, drawn_values
 from shapes import SHAPES, head_size
 
 from placement.host.cpulist import parse_cpulist
@@ -56,8 +56,7 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
     }  # fmt: skip
     first: dict[str, CompactWeight] = {}
     for name, (outputs, inputs) in sizes.items():
-        values = drawn.repeat(-(-outputs * inputs // len(drawn)))[: outputs * inputs]
-        made = CompactWeight.made(pack(values.view(outputs, inputs)), native)
+        made = CompactWeight.made(pack(drawn_matrix(drawn, outputs, inputs)), native)
         assert made is not None
         first[name] = made
     cos_sin = torch.rand(8, size).bfloat16()
@@ -103,7 +102,6 @@ def order_ms(layers: list[Any], gpu: GpuPrefill) -> float:
     taken = []
     for layer in layers:
         began = time.perf_counter()
-        gpu.forget()
         gpu.expand(layer.parts.linears)
         taken.append(time.perf_counter() - began)
         gpu.wait()

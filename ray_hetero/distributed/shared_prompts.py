@@ -31,7 +31,7 @@ from ray_hetero.kernels.group_layers import (
 )
 from ray_hetero.kernels.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.rank_sums import RankSums
-from ray_hetero.kernels.shared_decode import Share, Shares
+from ray_hetero.kernels.shared_decode import Shares
 from ray_hetero.kernels.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory
@@ -111,10 +111,10 @@ def _shares(offer: PromptOffer, behind: BehindAttention, gather: Gather) -> Shar
     kernel, layers = offer.kernel, offer.runs[0]
     if kernel is None or not offer.share or not shared_decode.suits(layers):
         return Shares(())
-    if offer.share != "auto":
-        return Shares((Share(1, offer.share),))
     gather(None)  # they read the same memory: all begin together
-    return shared_decode.measured(layers, kernel, behind, lambda taken: max(gather(taken)))
+    return shared_decode.shares_of(
+        offer.share, layers, kernel, behind, lambda taken: max(gather(taken))
+    )
 
 
 def _settle_steps(offer: PromptOffer, layers: WholeLayers | None, gather: Gather) -> None:

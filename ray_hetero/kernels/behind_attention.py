@@ -140,7 +140,11 @@ class InGroup:
         self._tokens = tokens
         self._first = first
         self._attended = torch.empty(SHARED_TOKENS, self._queries, dtype=torch.bfloat16)
-        self._residual = torch.empty(SHARED_TOKENS, self._hidden, dtype=torch.bfloat16)
+        self._residual = (
+            torch.empty(SHARED_TOKENS, self._hidden, dtype=torch.bfloat16)
+            if first is None
+            else first.memory(SHARED_TOKENS)[1]
+        )
 
     @property
     def tokens(self) -> int:
@@ -148,9 +152,8 @@ class InGroup:
         return min(SHARED_TOKENS, self._tokens)
 
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of this rank."""
-        residual = self._residual if self._first is None else self._first.memory(SHARED_TOKENS)[1]
-        return self._attended[:tokens], residual[:tokens]
+        """Memory of this rank; for the residual what the first rank's GPU reads."""
+        return self._attended[:tokens], self._residual[:tokens]
 
     def order(self, place: int) -> None:
         """In the first rank."""

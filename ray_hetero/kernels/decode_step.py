@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ Context = tuple[Any, Any, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Requests:
+class StepRequests:
     """Requests of one token each, of which several may be one of vLLM's."""
 
     positions: torch.Tensor
@@ -47,10 +48,36 @@ class _Requests:
     blocks: torch.Tensor
     """[requests, most blocks], int32."""
 
+    def native(self, module: ModuleType, cache: torch.Tensor, isa: str) -> Any:
+        """The native module's object, which points at these.
+
+        Args:
+            module: the native module.
+            cache: of a layer, see `is_known`.
+            isa: how keys and values lie in its blocks.
+
+        """
+        return module.Requests(
+            m=len(self.positions),
+            positions=self.positions.data_ptr(),
+            slots=self.slots.data_ptr(),
+            lengths=self.lengths.data_ptr(),
+            blocks=self.blocks.data_ptr(),
+            most_blocks=self.blocks.stride(0),
+            block=cache.shape[2],
+            cache_blocks=cache.shape[0],
+            tiles=isa == TILES,
+        )
+
 
 CacheAddress = tuple[int, int, int, int]
 """Address of a layer's keys and values, strides of blocks and of heads, and which of the requests
 of `NativeLayers.run` are its own."""
+
+
+def address_of(cache: torch.Tensor, number: int = 0) -> CacheAddress:
+    """The address of a layer's cache, see `is_known`, by the number of its requests."""
+    return cache.data_ptr(), cache.stride(0), cache.stride(1), number
 
 
 class NativeLayers:
@@ -155,7 +182,7 @@ class DecodeStep:
         requests = []
         for metadata, _, cache, slots in groups:
             lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
-            requests.append(_Requests(positions, slots, lengths, blocks))
+            requests.append(StepRequests(positions, slots, lengths, blocks))
         slots = None if self._adapters is None else self._adapters.slots(tokens)
         shared = self.shared if slots is None else None  # adapters are not on the GPU
         count = 0 if shared is None else shared.count(tokens)
@@ -188,7 +215,7 @@ class DecodeStep:
         """
         metadata, _, _, slots = contexts[0]
         own = rows.decoding_rows
-        requests = _Requests(
+        requests = StepRequests(
             positions[own], slots[own], rows.decoding_lengths,
             metadata.block_table[rows.decoding],
         )  # fmt: skip
@@ -198,7 +225,7 @@ class DecodeStep:
         )  # fmt: skip
 
     def _run(
-        self, requests: Sequence[_Requests], groups: Sequence[Context],
+        self, requests: Sequence[StepRequests], groups: Sequence[Context],
         contexts: Sequence[Context], hidden: torch.Tensor, residual: torch.Tensor | None,
         slots: torch.Tensor | None = None, shared: SharedDecode | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -206,23 +233,10 @@ class DecodeStep:
         residual = None if residual is None else residual.contiguous()
         number = {id(metadata): place for place, (metadata, *_) in enumerate(groups)}
         of_step = [
-            self._kernel.native.Requests(
-                m=len(one.positions),
-                positions=one.positions.data_ptr(),
-                slots=one.slots.data_ptr(),
-                lengths=one.lengths.data_ptr(),
-                blocks=one.blocks.data_ptr(),
-                most_blocks=one.blocks.stride(0),
-                block=cache.shape[2],
-                cache_blocks=cache.shape[0],
-                tiles=module.isa == TILES,
-            )
+            one.native(self._kernel.native, cache, module.isa)
             for one, (_, module, cache, _) in zip(requests, groups, strict=True)
         ]
-        caches = [
-            (cache.data_ptr(), cache.stride(0), cache.stride(1), number[id(metadata)])
-            for metadata, _, cache, _ in contexts
-        ]
+        caches = [address_of(cache, number[id(metadata)]) for metadata, _, cache, _ in contexts]
         if shared is not None:
             try:
                 return shared(of_step, caches, hidden, residual)

@@ -23,7 +23,7 @@ from ray_hetero.kernels.gpu_attention import (
     attend,
     put_together,
 )
-from ray_hetero.kernels.gpu_prefill import GpuPrefill, chunks
+from ray_hetero.kernels.gpu_prefill import LIMIT_S, GpuPrefill, chunks
 from ray_hetero.kernels.gpu_rotation import rotate
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.kv_transfer import KvReturns, KvUploads, Span, spans_of
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.attention import Attention
     from ray_hetero.kernels.decoder_layers import Layer
     from ray_hetero.kernels.stage_output import StageOutput
-
-LIMIT_S = 600.0
-"""Longest wait for the GPU at the end of a step."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
 
 LIMIT_S = 600.0
-"""Longest wait for another thread that orders work."""
+"""Longest wait for the thread that orders work beside the main one."""
 LEAST_BYTES = 1 << 20
 """Of a weight; smaller ones may share pages, which can be locked only once."""
 CHUNK_TOKENS = 2048
@@ -257,10 +257,8 @@ class GpuPrefill:
         """What `PostAttentionBlock` computes; shapes as there, all in host memory."""
         self.settle()
         with current(self._computing):
-            attended, residual = (
-                _like(host, x).copy_(x)
-                for host, x in ((self._x_host, attended), (self._residual_host, residual))
-            )
+            attended = _gathered(attended, slice(None), self._x_host)
+            residual = _gathered(residual, slice(None), self._residual_host)
             y, total = self.behind_from(parts, attended, residual)
             if parts.next is not None:
                 y = self.product(self.add_and_norm(y, total, parts.next.norm), parts.next.qkv)

@@ -38,7 +38,7 @@ from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
 from ray_hetero.kernels.rank_sums import RankSums
-from ray_hetero.kernels.shared_decode import Share, SharedDecode, Shares
+from ray_hetero.kernels.shared_decode import SharedDecode, Shares
 from ray_hetero.kernels.stage_output import StageOutput
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.structures import STRUCTURES, Calls, LayerModules, structure_of
@@ -188,11 +188,7 @@ def install(
             _share(made, run.layers, kernel, of_group.behind, shares)
         elif share and (behind := _behind(run.layers, kernel)) is not None:
             if shares is None:
-                shares = (
-                    shared_decode.measured(run.layers, kernel, behind)
-                    if share == "auto"
-                    else Shares((Share(1, share),))
-                )
+                shares = shared_decode.shares_of(share, run.layers, kernel, behind)
             _share(made, run.layers, kernel, behind, shares)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)

@@ -275,6 +275,4 @@ class LinearLayers:
             return
         layers = [[layer.input.qkv, *layer.parts.linears] for run in found.runs
                   for layer in run.layers]  # fmt: skip
-        kernel.prompts = None  # what the cores take is measured too
         step_limit.settle(kernel, prompts.gpu, prompts.from_tokens, layers)
-        kernel.prompts = prompts

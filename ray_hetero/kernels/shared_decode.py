@@ -19,12 +19,18 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ray_hetero.kernels.behind_attention import BehindAttention
-from ray_hetero.kernels.decode_step import CacheAddress, NativeLayers
+from ray_hetero.kernels.decode_step import (
+    CacheAddress,
+    NativeLayers,
+    StepRequests,
+    address_of,
+)
+from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.post_attention import PostAttentionBlock
 from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -219,6 +225,16 @@ def suits(layers: Sequence[Layer]) -> bool:
     )
 
 
+def shares_of(
+    wanted: float | Literal["auto"], layers: Sequence[Layer], kernel: StreamingLinear,
+    behind: BehindAttention, agreed: Callable[[float], float] = float,
+) -> Shares:  # fmt: skip
+    """The shares that `CpuConfig.decode_gpu_share` asks for; arguments as of `measured`."""
+    if wanted == "auto":
+        return measured(layers, kernel, behind, agreed)
+    return Shares((Share(1, wanted),))
+
+
 def measured(
     layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
     agreed: Callable[[float], float] = float,
@@ -258,17 +274,11 @@ def step_seconds(
 
     def seconds(tokens: int, count: int, is_late: bool) -> float:
         own = torch.arange(tokens)
-        positions, slots, blocks = torch.zeros_like(own), own * BLOCK, own.int().unsqueeze(1)
         lengths = torch.ones(tokens, dtype=torch.int32)
-        requests = [
-            kernel.native.Requests(
-                m=tokens, positions=positions.data_ptr(), slots=slots.data_ptr(),
-                lengths=lengths.data_ptr(), blocks=blocks.data_ptr(), most_blocks=1, block=BLOCK,
-                cache_blocks=most, tiles=kernel.level.name == "amx",
-            )
-        ]  # fmt: skip
-        address = cache.data_ptr(), cache.stride(0), cache.stride(1), 0
-        caches = [address] * len(layers)
+        of_step = StepRequests(torch.zeros_like(own), own * BLOCK, lengths, own.int().unsqueeze(1))
+        isa = TILES if kernel.level.name == "amx" else ROWS
+        requests = [of_step.native(kernel.native, cache, isa)]
+        caches = [address_of(cache)] * len(layers)
         hidden = torch.randn(tokens, layers[0].parts.output.weight.shape[0]).bfloat16()
         segments = step.divided(count, is_late=is_late)
         taken = []

@@ -30,7 +30,7 @@ def settle(
     """Leave steps of so many tokens and more to the GPU where its link is faster than the cores.
 
     Args:
-        kernel: of this rank, without prompts on a GPU yet; its `step_tokens` is set.
+        kernel: of this rank; its `step_tokens` is set.
         gpu: has the weights.
         from_tokens: of a step, from which the GPU computes linear layers.
         layers: the linear layers of each decoder layer.
@@ -61,7 +61,9 @@ def first(layers: Sequence[Sequence[Linear]]) -> list[Linear]:
 def on_cores(kernel: StreamingLinear, linears: Sequence[Linear]) -> float:
     """Seconds that this rank's cores take for the largest step's products of linear layers."""
     return _seconds(
-        lambda x, linear: kernel.compute(x, linear.weight, linear.bias), kernel.step_tokens, linears
+        lambda x, linear: kernel.on_cores(x, linear.weight, linear.bias),
+        kernel.step_tokens,
+        linears,
     )
 
 

@@ -98,6 +98,14 @@ class StreamingLinear:
         if many is not None and tokens >= many.from_tokens and many.gpu.suits(weight.data, tokens):
             y = many.gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
             return y.view(*x.shape[:-1], outputs)
+        return self.on_cores(x, weight, bias)
+
+    def on_cores(
+        self, x: torch.Tensor, weight: HostWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The same on this process's cores, whatever the number of tokens."""
+        outputs, inputs = weight.shape
+        tokens = x.numel() // inputs
         rows = x.reshape(tokens, inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()

@@ -311,16 +311,19 @@ def serve(
     return Server(start(scene, command, log, extra), f"http://127.0.0.1:{port}")
 
 
+def is_healthy(url: str) -> bool:
+    """Whether a server answers and is well."""
+    try:
+        return httpx.get(f"{url}/health", trust_env=False, timeout=30).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def wait_until_healthy(server: Server) -> None:
     """Wait until the server answers; fails the test when it ends or is too late."""
 
     def ended_or_healthy() -> bool:
-        if server.child.process.poll() is not None:
-            return True
-        try:
-            return server.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
+        return server.child.process.poll() is not None or is_healthy(server.url)
 
     in_time = wait_until(ended_or_healthy, START_SECONDS, 0.5)
     assert in_time and server.child.process.poll() is None, server.child.tail()  # noqa: PT018

@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import STOP_SECONDS, environment_of, free_port, ray_command, start
+from engines import START_SECONDS, STOP_SECONDS, environment_of, free_port, ray_command, start
 from leftovers import Scene, wait_until
 
 LOOK = """
@@ -50,6 +50,20 @@ def cluster(scene: Scene, log: Path, *options: str) -> Iterator[str]:
     finally:
         child.signal(signal.SIGTERM)
         child.wait(STOP_SECONDS)
+
+
+def wait_until_taken(submit: Callable[[], subprocess.CompletedProcess[str]]) -> None:
+    """Have `ray job submit` typed until the cluster takes the job.
+
+    Its agent comes up a little after its head; any other error fails the test.
+    """
+
+    def is_taken() -> bool:
+        ran = submit()
+        assert ran.returncode == 0 or "No available agent" in ran.stderr, ran.stderr
+        return ran.returncode == 0
+
+    assert wait_until(is_taken, START_SECONDS, 1), "the job's agent did not come up"
 
 
 def look(scene: Scene, address: str) -> dict[str, Any]:

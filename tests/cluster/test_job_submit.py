@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from engines import (
     environment_of,
     free_port,
     hetero,
+    is_healthy,
     prompts,
     start,
 )
 from leftovers import MARKER, Scene, clean_scene, marked_processes, wait_until
 from quiet import noise
-from ray_cluster import cluster, look
+from ray_cluster import cluster, look, wait_until_taken
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -118,25 +119,11 @@ def url(
         "--pipeline-parallel-size", "2",
         "--additional-config", json.dumps(backend["additional_config"]),
     )  # fmt: skip
-    assert wait_until(lambda: _is_taken(head, submit), START_SECONDS, 1), head.job(*submit)
+    wait_until_taken(lambda: head.type("ray", "job", *submit, address=head.dashboard))
     found = f"http://127.0.0.1:{port}"
-    assert wait_until(lambda: _is_healthy(found), START_SECONDS, 0.5), head.job("logs", JOB)
+    assert wait_until(lambda: is_healthy(found), START_SECONDS, 0.5), head.job("logs", JOB)
     yield found
     head.type("ray", "job", "stop", JOB, address=head.dashboard)
-
-
-def _is_taken(head: Head, submit: Sequence[str]) -> bool:
-    """Whether the cluster takes the job; its agent comes up a little after its head."""
-    ran = head.type("ray", "job", *submit, address=head.dashboard)
-    assert ran.returncode == 0 or "No available agent" in ran.stderr, ran.stderr
-    return ran.returncode == 0
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture(scope="module")

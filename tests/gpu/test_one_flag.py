@@ -24,6 +24,7 @@ from engines import (
     batch,
     environment_of,
     free_port,
+    is_healthy,
     ray_command,
     run_engines,
     serve,
@@ -34,7 +35,7 @@ from engines import (
 from gpu_host import IS_PRETENDED, environment, needs_gpus
 from leftovers import Scene, wait_until
 from quiet import noise
-from ray_cluster import cluster
+from ray_cluster import cluster, wait_until_taken
 
 from placement.host.gpus import read_gpus
 from placement.units import GIB
@@ -157,24 +158,13 @@ def test_a_job(scene: Scene, logs: Path, model: Path, share: float) -> None:
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
 
-    def is_taken() -> bool:
-        ran = job(*submit)
-        # The agent comes up a little after the head.
-        assert ran.returncode == 0 or "No available agent" in ran.stderr, ran.stderr
-        return ran.returncode == 0
-
-    def is_healthy() -> bool:
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).is_success
-        except httpx.TransportError:
-            return False
-
+    url = f"http://127.0.0.1:{port}"
     with cluster(scene, logs / "head", *options):
-        assert wait_until(is_taken, START_SECONDS, 1)
+        wait_until_taken(lambda: job(*submit))
         began = time.monotonic()
-        assert wait_until(is_healthy, START_SECONDS, 0.5), job("logs", JOB).stdout
+        assert wait_until(lambda: is_healthy(url), START_SECONDS, 0.5), job("logs", JOB).stdout
         report("ray job submit", {"ready": time.monotonic() - began})
-        check_server(f"http://127.0.0.1:{port}")
+        check_server(url)
         log = job("logs", JOB).stdout
         assert job("stop", JOB).returncode == 0
     assert set(re.findall(r"started rank \d+ \((\w+),", log)) == {"cpu", "gpu"}

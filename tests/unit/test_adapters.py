@@ -238,7 +238,7 @@ def test_ranks_of_a_group_add_their_parts(
     assert alone._decode_step is not None
     contexts = [whole.contexts[layer.self_attn.attn.layer_name] for layer in whole.layers]
     before = [cache.clone() for cache in caches]
-    requests = decode_step._Requests(whole.positions, whole.slots, whole.lengths, whole.blocks)
+    requests = decode_step.StepRequests(whole.positions, whole.slots, whole.lengths, whole.blocks)
     of_tokens = torch.tensor(slots)
     expected = alone._decode_step._run(
         [requests], contexts[:1], contexts, hidden, residual, of_tokens

@@ -23,7 +23,7 @@ from test_rank_sums import FEW, Whole, shared, together  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels import decode_step  # noqa: E402
-from ray_hetero.kernels.decode_step import DecodeStep  # noqa: E402
+from ray_hetero.kernels.decode_step import DecodeStep, NativeLayers, address_of  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
@@ -61,15 +61,10 @@ class CutStep:
         attention, block = made._layers[cut]
         self._behind = last_of(block, self._kernel)
         self._queries = attention.shape.queries
-        self._front = native.DecoderLayers(
-            first=made._input.native,
-            layers=[
-                (one.rotation, one.scores.native(native), behind.native)
-                for one, behind in [*made._layers[:cut], (attention, self._behind)]
-                if one.scores is not None
-            ],
+        self._front = NativeLayers(
+            self._kernel, made._input, [*made._layers[:cut], (attention, self._behind)],
             ends_attended=True,
-        )
+        )  # fmt: skip
         following = block.parts.next
         self._rest = (
             None
@@ -86,21 +81,9 @@ class CutStep:
         attended = torch.full((tokens + 1, self._queries), torch.nan, dtype=torch.bfloat16)
         total = torch.full((tokens + 1, HIDDEN), torch.nan, dtype=torch.bfloat16)
         self._front.run(
-            requests=[
-                native.Requests(
-                    m=tokens, positions=requests.positions.data_ptr(),
-                    slots=requests.slots.data_ptr(), lengths=requests.lengths.data_ptr(),
-                    blocks=requests.blocks.data_ptr(), most_blocks=requests.blocks.stride(0),
-                    block=cache.shape[2], cache_blocks=cache.shape[0], tiles=module.isa == "amx",
-                )
-            ],
-            caches=[
-                (cache.data_ptr(), cache.stride(0), cache.stride(1), 0)
-                for _, _, cache, _ in contexts[: self._count]
-            ],
-            hidden=hidden.data_ptr(), residual=0 if residual is None else residual.data_ptr(),
-            y=attended.data_ptr(), sum=total.data_ptr(), level=self._kernel.level,
-            slots=0 if slots is None else slots.data_ptr(),
+            [requests.native(native, cache, module.isa)],
+            [address_of(cache) for _, _, cache, _ in contexts[: self._count]],
+            hidden, residual, attended, total, slots,
         )  # fmt: skip
         for one in (attended, total):
             assert bool(one[:-1].isfinite().all())
@@ -125,7 +108,7 @@ class CutStep:
 
 def given(requests: Requests) -> tuple[Any, list[Any]]:
     """The requests, and the context of each layer, of a step that has begun."""
-    own = decode_step._Requests(
+    own = decode_step.StepRequests(
         requests.positions, requests.slots, requests.lengths, requests.blocks
     )
     return own, [requests.contexts[attends(layer).layer_name] for layer in requests.layers]

@@ -81,7 +81,7 @@ def in_steps_of_few(requests: Requests, layers: DecoderLayers, hidden: Any, resi
     found = []
     for begin in range(0, requests.tokens, native.FEW_TOKENS):
         some = slice(begin, begin + native.FEW_TOKENS)
-        own = decode_step._Requests(
+        own = decode_step.StepRequests(
             requests.positions[some], requests.slots[some], requests.lengths[some],
             requests.blocks[some],
         )  # fmt: skip

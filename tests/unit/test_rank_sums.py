@@ -325,7 +325,7 @@ def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     assert alone._decode_step is not None
     contexts = [whole.contexts[layer.self_attn.attn.layer_name] for layer in whole.layers]
     before = [cache.clone() for cache in caches]
-    requests = decode_step._Requests(whole.positions, whole.slots, whole.lengths, whole.blocks)
+    requests = decode_step.StepRequests(whole.positions, whole.slots, whole.lengths, whole.blocks)
     expected = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
     calls, kept, written = [], [], []
     for own, sums in enumerate(shared(count, native.STEP_TOKENS * decoder_parts.HIDDEN)):

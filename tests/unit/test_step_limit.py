@@ -53,14 +53,14 @@ def test_the_faster_of_both_computes_the_largest_steps() -> None:
     assert settled(Gpu(0.2)) == native.STEP_TOKENS
     # A product of the cores takes some microseconds; two threads that wait for each other more.
     slow = StreamingLinear(native)
-    slow.compute = lambda *given: time.sleep(0.05)  # type: ignore[method-assign, assignment, misc]
+    slow.on_cores = lambda *given: time.sleep(0.05)  # type: ignore[method-assign, assignment, misc]
     settle(slow, Gpu(0.0), FROM_TOKENS, layers(1))  # type: ignore[arg-type]
     assert slow.step_tokens == FROM_TOKENS - 1
 
 
 def test_few_tokens_stay_on_the_cores_in_any_case() -> None:
     slow = StreamingLinear(native)
-    slow.compute = lambda *given: time.sleep(0.05)  # type: ignore[method-assign, assignment, misc]
+    slow.on_cores = lambda *given: time.sleep(0.05)  # type: ignore[method-assign, assignment, misc]
     settle(slow, Gpu(0.0), 8, layers(1))  # type: ignore[arg-type]
     assert slow.step_tokens == native.FEW_TOKENS
 
