@@ -172,7 +172,7 @@ def in_flight(
     return [with_batches(2, points), with_batches(1, [*halves, *points])]
 
 
-DRAFTS = (0, 1, 3, 7)
+DRAFTS = (1, 3, 7)
 NGRAM = {
     "method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 4
 }  # fmt: skip
@@ -216,7 +216,8 @@ def drafting(split: Split, *, sockets: int | None, share: float | None = None) -
         return replace(made, command=(*made.command, *more))
 
     return [
-        *(one(f"{count} drafts", "--drafts", str(count), "--accepted", "0.7") for count in DRAFTS),
+        one("no drafts"),
+        one("forced drafts", "--drafts", ",".join(map(str, DRAFTS)), "--accepted", "0.7"),
         one("n-grams", speculative_config=NGRAM),
         *([one("draft model", speculative_config=DRAFT_MODEL)] if has_drafter else []),
     ]

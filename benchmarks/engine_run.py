@@ -7,10 +7,10 @@ the engine step by step and takes the time at every step that brings tokens:
     decode    from then until the first request ends: the batch is full all that time
     whole     from the first request to the last token
 
-With `--drafts 3` every request verifies 3 drafts in every step, of which each is accepted with the
-chance of `--accepted` if those before it are: what a step of 1 + 3 tokens costs, whatever drafts
-them.  `--repeating 16` makes prompts of 16 tokens over and over, for drafters that look for n-grams
-(`--engine '{"speculative_config": {…}}'`, in which `model` may be one of the shapes).
+With `--drafts 1,3` every request verifies 1 draft in every step, then 3, of which each is accepted
+with the chance of `--accepted` if those before it are: what a step of 1 + 3 tokens costs, whatever
+drafts them.  Drafters of vLLM's own are asked for by `--engine '{"speculative_config": {…}}'`, in
+which `model` may be one of the shapes; greedy text repeats itself with `--heavy-tailed`.
 
 Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}` at the end.  With
 `--turns` it measures once for each line that it reads, and prints `DONE {}` after each.
@@ -109,7 +109,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arrival", type=int, default=0,
                         help="tokens of a prompt that comes while others decode")  # fmt: skip
     parser.add_argument("--arrival-points", help="points at which it comes; else all")
-    parser.add_argument("--drafts", type=int, default=0, help="draft tokens of every request")
+    parser.add_argument("--drafts", default="0", help="draft tokens of every request, with commas")
     parser.add_argument("--accepted", type=float, default=0.0, help="chance of each draft token")
     parser.add_argument("--stored", choices=QUANTISED, help="how linear layers are; else bf16")
     parser.add_argument("--heavy-tailed", action="store_true",
@@ -134,12 +134,17 @@ def points_of(options: argparse.Namespace) -> list[tuple[Point, bool]]:
     return [*((point, False) for point in plain), *((point, True) for point in arriving)]
 
 
+def drafts_asked(options: argparse.Namespace) -> list[int]:
+    """Numbers of drafts of a request that are measured one after the other."""
+    return [int(text) for text in options.drafts.split(",")]
+
+
 def engine(options: argparse.Namespace) -> Any:
     """Start the engine that the options describe, with just enough KV cache for all points."""
     from vllm import LLM
 
     points = [point for point, _ in points_of(options)]
-    drafts, given = options.drafts, json.loads(options.engine)
+    drafts, given = max(drafts_asked(options)), json.loads(options.engine)
     if drafts:
         given["speculative_config"] = forced_drafts(drafts, options.accepted)
     elif "speculative_config" in given:
@@ -167,7 +172,8 @@ def engine(options: argparse.Namespace) -> Any:
     }
     if not options.eager and has_gpu(options):
         # Graphs of just these batches: capturing all sizes takes half a minute of every start.
-        sizes = sorted({point.batch * rows for point in points for rows in {1, 1 + drafts}})
+        rows = {1, 1 + drafts, *(1 + count for count in drafts_asked(options))}
+        sizes = sorted({point.batch * of_each for point in points for of_each in rows})
         settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     if options.backend == "ray_hetero":
         layout = json.loads(options.layout)
@@ -207,13 +213,14 @@ def has_gpu(options: argparse.Namespace) -> bool:
     return options.backend == "uni" or "gpu" in options.layout
 
 
-def run_requests(llm: Any, point: Point, salt: int) -> Timeline:
+def run_requests(llm: Any, point: Point, salt: int, drafts: int = 0) -> Timeline:
     """Hand in a batch of requests and take the time of every token.
 
     Args:
         llm: the engine.
         point: what is handed in.
         salt: of the prompts, which are others for each.
+        drafts: of each request in every step, which the first token of its prompt says.
 
     """
     from vllm import SamplingParams
@@ -229,6 +236,8 @@ def run_requests(llm: Any, point: Point, salt: int) -> Timeline:
     start = time.perf_counter()
     for row in range(point.batch):
         tokens = [(salt + 31 * row + 7 * i) % 500 + 3 for i in range(point.prompt)]
+        if drafts:
+            tokens[0] = drafts
         llm.llm_engine.add_request(f"{salt}-{row}", {"prompt_token_ids": tokens}, params)
     started: set[str] = set()
     all_started = first_ended = passed = 0.0
@@ -309,25 +318,26 @@ def measure_arrival(llm: Any, point: Point, options: argparse.Namespace) -> dict
     return asked | medians | {"rounds": rounds}
 
 
-def measure(llm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the repeats of one point, and all of them."""
+def measure(llm: Any, point: Point, options: argparse.Namespace, drafts: int) -> dict[str, Any]:
+    """Medians over the repeats of one point with so many drafts a request, and all of them."""
     # A short round first: what a size needs once is not part of a step.
-    run_requests(llm, replace(point, output=2), 0)
+    run_requests(llm, replace(point, output=2 + drafts), 0, drafts)
     is_ours = options.backend == "ray_hetero"
     before = llm.collective_rpc("step_totals") if is_ours else []
-    drafted = drafts_of(llm)
+    before_drafts = drafts_of(llm)
     begin, rounds = time.monotonic(), []
     for repeat in range(1, options.repeats + 1):
-        rounds.append(run_requests(llm, point, 1000 * repeat))
+        rounds.append(run_requests(llm, point, 1000 * repeat, drafts))
         if time.monotonic() - begin > options.point_seconds:
             break
     seconds = time.monotonic() - begin
     after = llm.collective_rpc("step_totals") if is_ours else []
     ranks = [rank_shares(*both, seconds) for both in zip(before, after, strict=True)]
     found = figures(point, rounds) | ({"ranks": ranks} if ranks else {})
-    if any(new := [now - then for now, then in zip(drafts_of(llm), drafted, strict=True)]):
+    after_drafts = drafts_of(llm)
+    if any(new := [now - then for now, then in zip(after_drafts, before_drafts, strict=True)]):
         found["accepted_share"] = round(new[1] / new[0], 3)
-    return found
+    return found | ({"drafts": drafts} if drafts else {})
 
 
 def drafts_of(llm: Any) -> tuple[int, int]:
@@ -406,7 +416,9 @@ def main() -> None:
                 found = measure_arrival(llm, point, options)
                 print("ARRIVAL " + json.dumps(startup | found), flush=True)
                 continue
-            print("RESULT " + json.dumps(startup | measure(llm, point, options)), flush=True)
+            for drafts in drafts_asked(options):
+                found = measure(llm, point, options, drafts)
+                print("RESULT " + json.dumps(startup | found), flush=True)
         if options.calls:
             print("CALLS " + json.dumps({"call_us": call_us(llm, options.calls)}), flush=True)
         if options.turns:

@@ -35,6 +35,11 @@ SHAPES: dict[str, dict[str, int]] = {
                    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
                    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
                    "moe_intermediate_size": 768},
+    # And 34 of them, 43.6 GB in bf16.
+    "30b-a3b-34": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 34,
+                   "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                   "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+                   "moe_intermediate_size": 768},
 }  # fmt: skip
 """Shapes by name: dense ones of Llama, and one with experts of Qwen3."""
 

@@ -345,8 +345,8 @@ def opened(out: Path, new: dict[str, Any]) -> dict[str, Any]:
 def merged(earlier: dict[str, Any], outcome: dict[str, Any]) -> dict[str, Any]:
     """A contender's newest outcome, with the points that only an earlier one has."""
 
-    def key(point: dict[str, Any]) -> tuple[int, int, int]:
-        return point["batch"], point["prompt"], point["output"]
+    def key(point: dict[str, Any]) -> tuple[int, ...]:
+        return point["batch"], point["prompt"], point["output"], point.get("drafts", 0)
 
     measured = {key(point) for point in outcome["points"]}
     kept = [point for point in earlier["points"] if key(point) not in measured]

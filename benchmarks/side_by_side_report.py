@@ -67,7 +67,9 @@ def table(found: dict[str, Any], width: int) -> str:
         shown.add_column(column, justify="left" if column == "contender" else "right")
     for name, outcome in found["contenders"].items():
         for point in outcome["points"]:
-            shown.add_row(name, *cells(point, floor_ms(found, outcome), outcome["memory"]))
+            drafts = point.get("drafts")
+            label = f"{name}, {drafts} a request" if drafts else name
+            shown.add_row(label, *cells(point, floor_ms(found, outcome), outcome["memory"]))
         if outcome["status"] != 0:
             shown.add_row(name, f"failed: {outcome['status']}")
     console = Console(width=width, file=io.StringIO(), record=True)

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from native_module import LEVELS, needs_compiler, needs_native, run_program
@@ -21,7 +21,6 @@ sys.path.insert(0, str(BENCHMARKS))
 from compact_shares import random_matrices, shares  # noqa: E402
 from contender_process import in_turns, run  # noqa: E402
 from contenders import (  # noqa: E402
-    DRAFTS,
     Contender,
     Split,
     drafting,
@@ -78,20 +77,17 @@ def test_a_step_that_verifies_drafts_brings_several_tokens() -> None:
 def test_drafts_are_forced_on_every_request_that_decodes() -> None:
     given = forced_drafts(3, 0.5)
     assert given["synthetic_acceptance_rates"] == [0.5, 0.25, 0.125]
-    config = SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=given["num_speculative_tokens"])
-    )
-    drafts = ForcedDrafter(config).propose([[5, 6], [], [7]], None, None, slot_mappings=None)
-    assert drafts == [[6, 6, 6], [], [7, 7, 7]]
+    known = np.array([[3, 9, 5, 6], [3, 9, 0, 0], [1, 9, 7, 0]])
+    drafts = ForcedDrafter(None).propose([[5, 6], [], [7]], None, known, slot_mappings=None)
+    assert drafts == [[6, 6, 6], [], [7]]
 
 
 def test_drafts_are_compared_over_one_split() -> None:
     for sockets, layers in ((None, [16, 16]), (1, [11, 11])):
         split = Split("8b", 16) if sockets is None else Split("1b", 22)
         made = drafting(split, sockets=sockets)
-        names = [f"{count} drafts" for count in DRAFTS]
         # The drafting model has the 8B shape's vocabulary.
-        names += ["n-grams"] if sockets else ["n-grams", "draft model"]
+        names = ["no drafts", "forced drafts", "n-grams", *([] if sockets else ["draft model"])]
         assert [one.name for one in made] == names
         for one in made:
             config = json.loads(one.command[one.command.index("--config") + 1])
