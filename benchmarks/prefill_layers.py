@@ -3,6 +3,7 @@
     python benchmarks/prefill_layers.py --tokens 128,512,1024,2048,4096,8192
     python benchmarks/prefill_layers.py --tokens 2048 --cached 0,6144,30720   # later chunks
     python benchmarks/prefill_layers.py --tokens 8192 --profile               # which kernels
+    OMP_NUM_THREADS=30 python benchmarks/prefill_layers.py --tokens 1024 --beside-gib 4.9  # mixed
 
 Needs torch with CUDA, and neither vLLM nor Ray.  Milliseconds a step, medians:
 
@@ -10,6 +11,8 @@ Needs torch with CUDA, and neither vLLM nor Ray.  Milliseconds a step, medians:
     gpu       all computed, the weights not copied
     step      both, hidden states in and out, keys and values down; what a stage takes
     floor     the larger of `link` and `gpu`
+    beside    so many GiB read by all threads of the cores, as by requests that decode beside a
+              prompt, and nothing else; step_beside: `step` while they are read
 
 Weights are random bits of the compact format (12 bits a weight; `--packed` has 16), so results mean
 nothing; the cores write keys and values into the cache with torch, not with vLLM's kernel, which
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +153,7 @@ def main() -> None:
     parser.add_argument("--cached", default="0", help="tokens before the step's, with commas")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--packed", action="store_true", help="16 bits a weight")
+    parser.add_argument("--beside-gib", type=float, help="that the cores read meanwhile")
     parser.add_argument("--profile", action="store_true", help="name the kernels of a step")
     options = parser.parse_args()
     tokens = sorted(map(int, options.tokens.split(",")))
@@ -192,8 +197,8 @@ def measure(
     slots = torch.arange(cached, cached + count)
     places = Caches(tuple(Write() for _ in caches), caches, slots)
 
-    def step() -> None:
-        on_gpu(slots, hidden, None, rows, places, lambda: None)
+    def step(meanwhile: Callable[[], object] = lambda: None) -> None:
+        on_gpu(slots, hidden, None, rows, places, meanwhile)
 
     with without_copies(gpu._reader):
         alone = milliseconds(step, options.repeats)
@@ -203,6 +208,11 @@ def measure(
         "tokens": count, "cached": cached, "link_ms": link, "gpu_ms": alone, "step_ms": both,
         "floor_ms": max(link, alone), "peak_gib": peak,
     }  # fmt: skip
+    if options.beside_gib:
+        # Written once: pages that nobody has written are all one page.
+        there = torch.ones(int(options.beside_gib * 2**28))
+        result["beside_ms"] = milliseconds(there.sum, options.repeats)
+        result["step_beside_ms"] = milliseconds(lambda: step(there.sum), options.repeats)
     print("RESULT " + json.dumps(result), flush=True)
     if options.profile:
         activities = [torch.profiler.ProfilerActivity.CUDA]

@@ -14,6 +14,7 @@ The attentions' own modules stay what they are, and vLLM finds them where it has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,9 @@ from ray_hetero.log import logger
 PROMPT_TOKENS = 16
 """Of a request, from which its attention is worth sending its cached keys to a GPU: for fewer
 queries reading them where they are takes less time."""
+WEIGHTS_FOR_SENT = 16
+"""Weights of the layers for each element of the keys and values that a GPU is sent so that the
+cores need not decode beside it: the link takes a tenth longer for these then."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _runs: list[DecoderLayers] = []
@@ -93,6 +97,7 @@ class DecoderLayers:
         )
         self._on_gpu: GpuLayers | GroupLayers | None = group
         self._least = 0 if group is None else group.from_tokens
+        self._most_sent = most_sent(layers)
         if memory is not None:
             assert kernel.prompts is not None
             self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
@@ -223,7 +228,7 @@ class DecoderLayers:
         can_decode = self._decode_step is not None and decode_step.is_known(cache, first.isa)
         return step_rows(
             metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), metadata.block_table,
-            cache.shape[2], self._kernel.step_tokens if can_decode else 0,
+            cache.shape[2], self._kernel.step_tokens if can_decode else 0, self._most_sent,
         )  # fmt: skip
 
     def _layer_by_layer(
@@ -241,6 +246,19 @@ class DecoderLayers:
         for attention, behind in self._layers:
             x, total = behind(attention(positions, x), total)
         return x, total
+
+
+def most_sent(layers: Sequence[Layer]) -> int:
+    """Cached tokens whose keys and values cross the link rather than that the cores decode.
+
+    The same on all ranks of a group, whose parts of a layer are alike in shape.
+    """
+    weights = sum(
+        math.prod(linear.weight.shape)
+        for layer in layers
+        for linear in (layer.input.qkv, *layer.parts.linears)
+    )
+    return weights // (WEIGHTS_FOR_SENT * sum(2 * layer.attention.shape.keys for layer in layers))
 
 
 def _decoder_layers(

@@ -27,7 +27,13 @@ from placement.units import GIB
 from ray_hetero.compat.compilation import is_compiled, leave_uncompiled
 from ray_hetero.compat.lora import base_layer
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import attention, gpu_layers, shared_decode, stage_output
+from ray_hetero.kernels import (
+    attention,
+    decoder_layers,
+    gpu_layers,
+    shared_decode,
+    stage_output,
+)
 from ray_hetero.kernels.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.attention import Attention, as_norm
 from ray_hetero.kernels.behind_attention import BehindAttention, OnGpu
@@ -373,8 +379,9 @@ def _memory(
     logger.info(
         "prompts are computed by the GPU in whole layers, their attention too, which takes %.1f "
         "GiB more of its memory (cpu.prefill_on_gpu); requests that decode meanwhile stay on the "
-        "cores",
+        "cores where they have more than %d cached tokens, all together",
         memory.gpu_bytes / GIB,
+        decoder_layers.most_sent(layers),
     )
     return memory
 

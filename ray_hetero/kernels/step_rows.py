@@ -4,6 +4,10 @@ A step mixes requests that decode, with a token each or a few drafts more, with 
 They are independent but for one thing: vLLM lets a request use blocks of keys and values that
 another one writes in the same step (a prefix that two prompts share).  A decoding request that
 reads or writes such a block is computed with the prompts.
+
+While the cores decode, they read all weights from the memory that the GPU's link reads them from,
+and the link comes second.  A few tokens more cost the GPU nothing but the way of their cached keys
+and values over the link.  So the cores decode only where these are many.
 """
 
 from __future__ import annotations
@@ -54,8 +58,9 @@ class StepRows:
 
 
 def step_rows(
-    starts: Sequence[int], lengths: Sequence[int], table: torch.Tensor, block: int, most: int
-) -> StepRows:
+    starts: Sequence[int], lengths: Sequence[int], table: torch.Tensor, block: int, most: int,
+    most_sent: int = 0,
+) -> StepRows:  # fmt: skip
     """Divide a step.
 
     Args:
@@ -64,11 +69,13 @@ def step_rows(
         table: [requests, most blocks], the blocks of each.
         block: tokens of a block.
         most: tokens that the cores can decode; if there are more, they decode none.
+        most_sent: cached tokens of all requests that decode, up to which the cores decode none.
 
     """
     counts = [end - begin for begin, end in itertools.pairwise(starts)]
     decoding = [index for index, count in enumerate(counts) if 0 < count <= DECODING_TOKENS]
-    if decoding and sum(counts[index] for index in decoding) <= most:
+    cached = sum(lengths[index] - counts[index] for index in decoding)
+    if cached > most_sent and sum(counts[index] for index in decoding) <= most:
         bound = _bound(counts, lengths, table.numpy(), block)
         decoding = [index for index in decoding if index not in bound]
     else:

@@ -75,6 +75,8 @@ class Steps:
         is_compact: whether weights are.
         share: of the layers of a decode step that the device computes.
         last: in place of that, so many of the last layers.
+        most_sent: cached tokens of decoding requests, up to which the cores decode none beside
+            prompts.
         parts: more arguments of `decoder_parts.model`.
 
     """
@@ -83,9 +85,10 @@ class Steps:
         self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
         least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
         is_compact: bool = False, isa: str = "vec", has_memory: bool = True,
-        share: float = 0.0, last: int = 0, **parts: Any,
+        share: float = 0.0, last: int = 0, most_sent: int = 0, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
+        monkeypatch.setattr(decoder_layers, "most_sent", lambda layers: most_sent)
         heads, kv_heads = parts.setdefault("heads", 6), parts.setdefault("kv_heads", 2)
         self.block, self.isa = block, isa
         self.decoder = model(layers, **parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,13 @@ from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels import gpu_layers, gpu_prefill, layer_fusion, layer_tokens  # noqa: E402
+from ray_hetero.kernels import (  # noqa: E402
+    decoder_layers,
+    gpu_layers,
+    gpu_prefill,
+    layer_fusion,
+    layer_tokens,
+)
 from ray_hetero.kernels.gpu_attention import Lengths, attend, put_together  # noqa: E402
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, GpuLayers  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
@@ -121,6 +128,30 @@ def test_requests_decode_beside_prompts(
     assert on_gpu == [146, 70, 80]
     layers = len(steps.caches)
     assert layer_tokens.take() == LayerTokens(native=4 * layers, on_gpu=80 * layers)
+
+
+def test_requests_with_few_cached_tokens_are_computed_with_the_prompts(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
+) -> None:
+    steps = Steps(monkeypatch, most_sent=58 + 88)
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
+    steps.check((one, 0, 58), (other, 0, 88))
+    steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
+    # Two cached tokens more: the cores decode both.
+    steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
+    assert on_gpu == [146, 72, 80]
+
+
+def test_cached_tokens_that_are_sent_by_hand() -> None:
+    def layer(keys: int) -> Any:
+        linears = [SimpleNamespace(weight=SimpleNamespace(shape=(64, 96))) for _ in range(4)]
+        return SimpleNamespace(
+            input=SimpleNamespace(qkv=linears[0]), parts=SimpleNamespace(linears=linears[1:]),
+            attention=SimpleNamespace(shape=AttentionShape(4, 2, keys // 2)),
+        )  # fmt: skip
+
+    # 2 · 4 · 64 · 96 weights, 2 · 2 · 48 elements of a token: 256 for each, of which a sixteenth.
+    assert decoder_layers.most_sent([layer(48), layer(48)]) == 16
 
 
 def test_a_dummy_run_is_made_on_the_gpu_and_leaves_no_keys(
@@ -273,6 +304,10 @@ def test_more_requests_than_the_cores_decode_are_prompts() -> None:
     rows = step_rows([0, 1, 2, 12], [90, 60, 70], TABLE, 32, 1)
     assert rows.decoding.tolist() == []
     assert [request.tokens for request in rows.requests] == [1, 1, 10]
+    # So are those whose cached tokens, 89 and 59, are few enough to be sent.
+    for most_sent, decoding in ((148, []), (147, [0, 1])):
+        rows = step_rows([0, 1, 2, 12], [90, 60, 70], TABLE, 32, 4, most_sent)
+        assert rows.decoding.tolist() == decoding
     assert one_prompt(5).requests == (Request(0, 5, 0, ()),)
 
 
