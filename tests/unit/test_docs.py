@@ -283,6 +283,24 @@ def test_a_change_of_the_contributing_page_needs_three_rooms_at_most() -> None:
         assert rooms <= set(ROOMS["ray_hetero"])
 
 
+def test_layouts_that_work_beside_gpus_are_tests_for_hosts_with_gpus() -> None:
+    page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- layouts:")[2].partition("<!-- end of layouts -->")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    gpu = ROOT / "tests" / "gpu"
+    checked = 0
+    for layout, _, one, two, _ in rows:
+        codes = re.findall(r"`([cg/]+)`", layout)
+        for cell, file, count in ((one, "test_layouts.py", 1), (two, "test_two_gpus.py", 2)):
+            tested = re.findall(r'Case\("[\w-]+", "\w+", "([cg/]+)"', (gpu / file).read_text())
+            mine = [code for code in codes if code.count("g") in (0, count)]
+            if "**works**" in cell:
+                assert mine, layout
+                assert set(mine) <= set(tested), layout
+                checked += 1
+    assert checked >= 8
+
+
 def test_the_words_of_the_glossary_are_in_order() -> None:
     page = (DOCS / "glossary.md").read_text(encoding="utf-8")
     words = re.findall(r"^\| ([\w -]+) \| \w", page, re.M)[1:]
