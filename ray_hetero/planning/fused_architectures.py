@@ -88,7 +88,7 @@ ARCHITECTURES = (
         "Falcon",
         ("FalconForCausalLM",),
         ("falcon",),
-        parts="layer norms, no gate, MLP parallel to the attention; with ALiBi not the decode steps",
+        parts="layer norms, no gate, MLP beside the attention; decode steps not with ALiBi",
     ),
     Architecture(
         "GPT-NeoX, OLMo to OLMo 3, Phi 1 and 2, GLM-4 (9B), StarCoder 2, SmolLM 3, Seed-OSS",
