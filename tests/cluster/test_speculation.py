@@ -146,6 +146,17 @@ def test_n_grams_in_every_layout(
 
 
 @pytest.mark.slow
+def test_suffixes_of_earlier_answers(
+    scene: Scene, logs: Path, model: Model, repeating: list[list[int]], without: list[list[int]]
+) -> None:
+    pytest.importorskip("arctic_inference", reason="needs arctic-inference, which drafts for it")
+    drafts = {"method": "suffix", "num_speculative_tokens": DRAFTED}
+    layouts = [LAYOUTS[name] for name in (*OF_DRAFTERS, "gpu stage first")]
+    ours = [_speculating(model, layout, drafts) for layout in layouts]
+    _compare(scene, logs / "suffix", ours, batch(repeating, max_tokens=40), without)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_drafters_on_the_last_stage(
     method: str, scene: Scene, logs: Path, model: Model, repeating: list[list[int]],
