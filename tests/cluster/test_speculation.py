@@ -146,14 +146,16 @@ def test_n_grams_in_every_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [*OF_DRAFTERS, "gpu stage first"])
 def test_suffixes_of_earlier_answers(
-    scene: Scene, logs: Path, model: Model, repeating: list[list[int]], without: list[list[int]]
-) -> None:
+    name: str, scene: Scene, logs: Path, model: Model, repeating: list[list[int]],
+    without: list[list[int]],
+) -> None:  # fmt: skip
     pytest.importorskip("arctic_inference", reason="needs arctic-inference, which drafts for it")
     drafts = {"method": "suffix", "num_speculative_tokens": DRAFTED}
-    layouts = [LAYOUTS[name] for name in (*OF_DRAFTERS, "gpu stage first")]
-    ours = [_speculating(model, layout, drafts) for layout in layouts]
-    _compare(scene, logs / "suffix", ours, batch(repeating, max_tokens=40), without)
+    ours = _speculating(model, LAYOUTS[name], drafts)
+    asked = batch(repeating, max_tokens=40)
+    _compare(scene, logs / f"suffix-{name}".replace(" ", "-"), [ours], asked, without)
 
 
 @pytest.mark.slow
