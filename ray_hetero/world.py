@@ -52,6 +52,8 @@ class SharedSettings:
     """Tokens of the steps that GPU ranks of mixed stages hold CUDA graphs of."""
     data_parallel: tuple[tuple[str, object], ...]
     """Data-parallel fields of the driver's ParallelConfig, by name."""
+    kv_engine_id: str | None = None
+    """Name by which the engine's KV connectors know it; None without a connector."""
 
 
 @dataclass(frozen=True)

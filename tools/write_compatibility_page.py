@@ -32,13 +32,14 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def architectures() -> list[tuple[str, ...]]:
-    """Which models' layers are one operator, and why others' are not."""
+    """Which models' layers are one operator, why others' are not, and which ran in engines."""
     return [
         (
             one.models,
             ", ".join(f"`{name}`" for name in one.names),
             f"no: {one.why_not}" if one.why_not else "attention" if one.is_in_parts else "yes",
             one.parts,
+            ", ".join(f"`{name}`" for name in one.in_engines) or "–",
         )
         for one in ARCHITECTURES
     ]
@@ -58,7 +59,10 @@ def _what(row: Refusal[object]) -> str:
 def written(page: str) -> str:
     """The page with its tables written anew."""
     page = replaced(page, BEGIN, END, table(("what", "where", "why", "instead"), rows()))
-    header = ("models", "architectures", "one operator", "what it computes beside Llama's parts")
+    header = (
+        "models", "architectures", "one operator", "beside the parts of Llama",
+        "engine compared with stock vLLM",
+    )  # fmt: skip
     return replaced(page, *MODELS, table(header, architectures()))
 
 

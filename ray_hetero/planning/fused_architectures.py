@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-IN_TRANSFORMERS = "vLLM runs it with Transformers' modelling code, whose layers are not known"
-EXPERTS = "experts in a call of their own"
-OTHER_EXPERTS = "its layers are not known; experts and linear layers stream one by one"
+IN_TRANSFORMERS = "vLLM runs it with Transformers' modelling code, whose layers are not recognised"
+EXPERTS = "experts in a separate call"
+OTHER_EXPERTS = "layers not recognised; experts and linear layers stream one by one"
 LATENT = "multi-head latent attention"
 
 
@@ -24,6 +24,8 @@ class Architecture:
     """In `architectures` of a checkpoint's config.json."""
     model_types: tuple[str, ...] = ()
     """In `model_type` there, of those that are computed as one operator."""
+    in_engines: tuple[str, ...] = ()
+    """Values of `model_type` for which whole engines are compared with stock vLLM by the tests."""
     parts: str = ""
     """What their layers have beside Llama's."""
     is_in_parts: bool = False
@@ -37,46 +39,56 @@ ARCHITECTURES = (
         "Llama, InternLM 3, TeleChat 3",
         ("LlamaForCausalLM", "InternLM3ForCausalLM", "TeleChat3ForCausalLM"),
         ("llama", "internlm3", "telechat3"),
+        ("llama",),
     ),
     Architecture(
         "Mistral, Ministral 3",
         ("MistralForCausalLM", "Ministral3ForCausalLM"),
         ("mistral", "ministral3"),
+        ("mistral",),
         "sliding window",
     ),
-    Architecture("Phi 3, Phi 4", ("Phi3ForCausalLM",), ("phi3",), "two tables of positions"),
-    Architecture("Qwen 2, Qwen 2.5", ("Qwen2ForCausalLM",), ("qwen2",), "biases"),
-    Architecture("Qwen 3", ("Qwen3ForCausalLM",), ("qwen3",), "norms of heads"),
     Architecture(
-        "Gemma", ("GemmaForCausalLM",), ("gemma",), "norms weighted by 1 + w, GELU"
+        "Phi 3, Phi 4", ("Phi3ForCausalLM",), ("phi3",), ("phi3",), "two position tables"
+    ),
+    Architecture("Qwen 2, Qwen 2.5", ("Qwen2ForCausalLM",), ("qwen2",), parts="biases"),
+    Architecture("Qwen 3", ("Qwen3ForCausalLM",), ("qwen3",), ("qwen3",), "per-head norms"),
+    Architecture(
+        "Gemma", ("GemmaForCausalLM",), ("gemma",), parts="norms weighted by 1 + w, GELU"
     ),
     Architecture(
         "Gemma 2, Gemma 3",
         ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
         ("gemma2", "gemma3", "gemma3_text"),
-        "norms behind attention and perceptron, sliding window, soft cap",
+        ("gemma2", "gemma3_text"),
+        "norms after attention and MLP, sliding window, soft cap",
     ),
     Architecture(
         "GLM-4 (0414)",
         ("Glm4ForCausalLM",),
         ("glm4",),
-        "norms behind attention and perceptron, half of each head rotated, neighbours together",
+        ("glm4",),
+        "norms after attention and MLP, interleaved rotation of half of each head",
     ),
     Architecture(
         "Granite",
         ("GraniteForCausalLM", "GraniteSWAForCausalLM"),
         ("granite", "granite_swa"),
+        ("granite",),
         "multipliers, sinks",
     ),
     Architecture(
-        "StableLM", ("StableLmForCausalLM",), ("stablelm",), "layer norms, partial rotation"
+        "StableLM", ("StableLmForCausalLM",), ("stablelm",), ("stablelm",),
+        "layer norms, partial rotation",
     ),
-    Architecture("OPT", ("OPTForCausalLM",), ("opt",), "layer norms, no gate, no rotation"),
+    Architecture(
+        "OPT", ("OPTForCausalLM",), ("opt",), ("opt",), "layer norms, no gate, no rotation"
+    ),
     Architecture(
         "Falcon",
         ("FalconForCausalLM",),
         ("falcon",),
-        "layer norms, no gate, perceptron beside the attention; not the decode steps with ALiBi",
+        parts="layer norms, no gate, MLP beside the attention; decode steps not with ALiBi",
     ),
     Architecture(
         "GPT-NeoX, OLMo to OLMo 3, Phi 1 and 2, GLM-4 (9B), StarCoder 2, SmolLM 3, Seed-OSS",
@@ -88,22 +100,24 @@ ARCHITECTURES = (
         why_not=IN_TRANSFORMERS,
     ),
     Architecture(
-        "Mixtral", ("MixtralForCausalLM",), ("mixtral",), EXPERTS, is_in_parts=True
+        "Mixtral", ("MixtralForCausalLM",), ("mixtral",), ("mixtral",), EXPERTS,
+        is_in_parts=True,
     ),
     Architecture(
         "Qwen 2 MoE, Qwen 3 MoE",
         ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
         ("qwen2_moe", "qwen3_moe"),
-        f"{EXPERTS}, norms of heads",
+        ("qwen2_moe", "qwen3_moe"),
+        f"{EXPERTS}, per-head norms",
         is_in_parts=True,
     ),
     Architecture(
-        "GLM-4.5", ("Glm4MoeForCausalLM",), ("glm4_moe",), f"{EXPERTS}, partial rotation",
-        is_in_parts=True,
+        "GLM-4.5", ("Glm4MoeForCausalLM",), ("glm4_moe",), ("glm4_moe",),
+        f"{EXPERTS}, partial rotation", is_in_parts=True,
     ),
     Architecture(
-        "gpt-oss", ("GptOssForCausalLM",), ("gpt_oss",), f"{EXPERTS}, sliding window, sinks",
-        is_in_parts=True,
+        "gpt-oss", ("GptOssForCausalLM",), ("gpt_oss",), ("gpt_oss",),
+        f"{EXPERTS}, sliding window, sinks", is_in_parts=True,
     ),
     Architecture("OLMoE, Granite MoE, Phi MoE",
         ("OlmoeForCausalLM", "GraniteMoeForCausalLM", "PhiMoEForCausalLM"),
@@ -112,6 +126,7 @@ ARCHITECTURES = (
     Architecture(
         "DeepSeek V2 and V3, Kimi K2, MiniCPM 3",
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM"),
+        in_engines=("deepseek_v2", "deepseek_v3"),
         why_not=LATENT,
     ),
     Architecture(
@@ -120,7 +135,7 @@ ARCHITECTURES = (
             "CohereForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM", "BloomForCausalLM",
             "InternLM2ForCausalLM", "NemotronForCausalLM", "ExaoneForCausalLM",
         ),
-        why_not="nobody has written down what their layers compute",
+        why_not="their layers have not been described yet",
     ),
 )  # fmt: skip
 

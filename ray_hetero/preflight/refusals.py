@@ -85,12 +85,6 @@ ALWAYS: Sequence[Refusal[EngineArgs]] = (
         "every rank is bound to its own socket already",
     ),
     Refusal(
-        "--kv-transfer-config",
-        lambda args: args.kv_transfer_config,
-        "KV blocks of the two kinds have different layouts",
-        seen="A pipeline of CPU ranks ran with vLLM's example connector; nothing else was tried.",
-    ),
-    Refusal(
         "--prefill-context-parallel-size",
         lambda args: args.prefill_context_parallel_size > 1,
         "a layout has pipeline stages and tensor-parallel ranks only",
@@ -123,6 +117,17 @@ WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
         "--decode-context-parallel-size",
         lambda args: args.decode_context_parallel_size > 1,
         "attention on CPUs does not give the sums that it combines",
+    ),
+    Refusal(
+        "--kv-transfer-config",
+        lambda args: args.kv_transfer_config,
+        "KV blocks of the two kinds have different layouts",
+        seen="A pipeline of CPU ranks ran with vLLM's example connector; nothing else was tried.",
+    ),
+    Refusal(
+        "--kv-offloading-size",
+        lambda args: args.kv_offloading_size,
+        "its connector copies KV blocks from GPUs only",
     ),
     Refusal(
         "--async-scheduling",

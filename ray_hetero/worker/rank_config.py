@@ -83,6 +83,7 @@ def shared_settings(
         enable_chunked_prefill=driver.scheduler_config.enable_chunked_prefill,
         graph_tokens=graph_tokens,
         data_parallel=parallel_config.read_data_parallel(driver.parallel_config),
+        kv_engine_id=driver.kv_transfer_config and driver.kv_transfer_config.engine_id,
     )
 
 
@@ -150,6 +151,9 @@ def _impose(vllm_config: VllmConfig, shared: SharedSettings) -> None:
     vllm_config.scheduler_config.enable_chunked_prefill = shared.enable_chunked_prefill
     vllm_config.cache_config.enable_prefix_caching = shared.enable_prefix_caching
     parallel_config.impose_data_parallel(vllm_config.parallel_config, shared.data_parallel)
+    if vllm_config.kv_transfer_config is not None:
+        # vLLM makes one up for each configuration that names none.
+        vllm_config.kv_transfer_config.engine_id = shared.kv_engine_id
 
 
 def fingerprint(rank: int, vllm_config: VllmConfig, physical_gpus: Sequence[int]) -> Fingerprint:

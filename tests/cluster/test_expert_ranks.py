@@ -107,6 +107,35 @@ def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, mo
     assert tokens(of_stages) == tokens(expected)
 
 
+@pytest.mark.slow
+def test_a_connector_of_kv_blocks_works_beside_them(
+    scene: Scene, logs: Path, model: Model, tmp_path: Path
+) -> None:
+    path = model("mixtral", "f32")
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    # What has been computed is found by the connector only.
+    given = {"enable_prefix_caching": False, "kv_transfer_config": connector, "block_size": 32}
+    # It keeps whole blocks of a prompt.
+    asked = [batch([(one * 100)[: 70 + at] for at, one in enumerate(prompts(8))])]
+    (expected,), (first, again) = run_engines(
+        scene,
+        logs / "connector",
+        [
+            (engine(path, dtype="float32"), asked),
+            (arguments(path, ONE, {"ranks": 1}, **given), asked * 2),
+        ],
+        ray=RAY,
+        extra=PRETENDED,
+    )
+    assert tokens(first) == tokens(again) == tokens(expected)
+    assert list(tmp_path.rglob("*.safetensors"))
+    assert "External Cache Hit!" in (logs / "connector" / "log").read_text()
+
+
 LINK_TOKENS = 64
 NEAR_TIE = 0.1
 """Of logprobs in bfloat16: a rounding may exchange tokens that are nearer to each other."""

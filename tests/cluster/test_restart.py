@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -19,7 +21,9 @@ def _answers(server: FaultyServer) -> list[str]:
     return [ask(server.server, prompt=prompt, max_tokens=24) for prompt in prompts()[:6]]
 
 
-def _lives_through(server: FaultyServer, number: signal.Signals, rank: int) -> None:
+def _lives_through(
+    server: FaultyServer, number: signal.Signals, rank: int, kind: str = "cpu"
+) -> None:
     """Clients get an error that says why, others 503, until the server serves again."""
     old = server.pids
     clients = server.wait_until_in("decode")
@@ -32,7 +36,7 @@ def _lives_through(server: FaultyServer, number: signal.Signals, rank: int) -> N
     # A client that came late is answered by the new ranks.
     errors = errors_of(clients)
     assert errors
-    assert all(f"rank {rank} (cpu" in error.message for error in errors)
+    assert all(f"rank {rank} ({kind}" in error.message for error in errors)
 
 
 def test_kill_stop_and_the_end(scene: Scene, logs: Path, model: Model) -> None:
@@ -53,6 +57,34 @@ def test_kill_stop_and_the_end(scene: Scene, logs: Path, model: Model) -> None:
     assert len(errors_of(clients)) == len(clients)
     assert server.last_line().startswith("ray_hetero: rank 1 (cpu, socket 1")
     assert f"pid {pid}, died" in server.last_line()
+    scene.assert_clean()
+
+
+DRAFTS = {
+    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3
+}  # fmt: skip
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "drafts": ("llama", "cpu", {"more": ("--speculative-config", json.dumps(DRAFTS))}),
+    "experts on a socket": ("mixtral", "experts", {
+        "sizes": (1, 1), "layout": [["gpu"]], "experts": {"ranks": 1},
+        "extra": {"RAY_HETERO_PRETEND_GPU": "1", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'},
+    }),
+}  # fmt: skip
+"""Model, kind of rank 1 and arguments of servers that have more than CPU stages."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_do_engines_with(name: str, scene: Scene, logs: Path, model: Model) -> None:
+    architecture, kind, arguments = OTHERS[name]
+    directory = logs / name.replace(" ", "-")
+    server = FaultyServer(scene, directory, model(architecture), max_restarts=2, **arguments)
+    wait_until_healthy(server.server)
+    wanted = _answers(server)
+    for rank, killed in ((1, kind), (0, "cpu" if kind == "cpu" else "gpu")):
+        _lives_through(server, signal.SIGKILL, rank, killed)
+        assert _answers(server) == wanted
+    server.server.child.signal(signal.SIGTERM)
+    server.server.child.wait(STOP_SECONDS)
     scene.assert_clean()
 
 

@@ -146,6 +146,19 @@ def test_n_grams_in_every_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [*OF_DRAFTERS, "gpu stage first"])
+def test_suffixes_of_earlier_answers(
+    name: str, scene: Scene, logs: Path, model: Model, repeating: list[list[int]],
+    without: list[list[int]],
+) -> None:  # fmt: skip
+    pytest.importorskip("arctic_inference", reason="needs arctic-inference, which drafts for it")
+    drafts = {"method": "suffix", "num_speculative_tokens": DRAFTED}
+    ours = _speculating(model, LAYOUTS[name], drafts)
+    asked = batch(repeating, max_tokens=40)
+    _compare(scene, logs / f"suffix-{name}".replace(" ", "-"), [ours], asked, without)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_drafters_on_the_last_stage(
     method: str, scene: Scene, logs: Path, model: Model, repeating: list[list[int]],

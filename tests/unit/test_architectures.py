@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,11 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.models.registry import ModelRegistry
 
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+
+import other_models
+
+from ray_hetero.cli.demo import model as demo
 from ray_hetero.compat import decoder_classes
 from ray_hetero.planning.fused_architectures import (
     ARCHITECTURES,
@@ -60,3 +67,26 @@ def test_no_architecture_is_in_two_rows() -> None:
     assert len(names) == len(set(names))
     assert len(types) == len(set(types))
     assert all(bool(row.model_types) != bool(row.why_not) for row in ARCHITECTURES)
+
+
+ENGINES = Path(__file__).parents[1] / "cluster"
+COMPARING = ("test_tokens.py", "test_expert_ranks.py")
+"""Engine tests that compare tokens of several models with those of stock vLLM."""
+
+
+def test_engines_are_compared_for_the_models_that_the_table_says() -> None:
+    texts = {
+        node.value
+        for name in COMPARING
+        for node in ast.walk(ast.parse((ENGINES / name).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    named = {text.partition("-")[0] for text in texts}
+    shape = demo.DemoShape()
+    common = {
+        "vocab_size": 200_000, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "max_position_embeddings": 64,
+    }  # fmt: skip
+    makers = {**demo.ARCHITECTURES, **other_models.MAKERS}
+    compared = {makers[name](shape, common).model_type for name in makers if name in named}
+    assert {one for row in ARCHITECTURES for one in row.in_engines} == compared

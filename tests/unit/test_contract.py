@@ -102,6 +102,7 @@ from ray_hetero.compat import (
     remote_experts,
     spec_decode,
 )
+from ray_hetero.config import HeteroConfig
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
 from ray_hetero.errors import RankError, UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
@@ -868,6 +869,25 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
     prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]
     assert prints[0].fields == prints[1].fields == fingerprint(9, driver, ()).fields
     assert prints[0].fields["scheduler_config.max_num_seqs"] == "7"
+
+
+def test_all_ranks_know_the_engine_by_one_name_of_its_connector(model: Path) -> None:
+    from ray_hetero.world import EngineSpec, RankSpec
+
+    # For such a connector vLLM makes a name up wherever it builds a configuration.
+    arguments = EngineArgs(
+        model=str(model), max_model_len=128, kv_offloading_size=1.0, max_num_seqs=2
+    )
+    driver = arguments.create_engine_config()
+    assert driver.kv_transfer_config is not None
+    shared = shared_settings(driver, layout("c", "c"))
+    there = world("c", "c", layers=1)
+    spec = EngineSpec(arguments, HeteroConfig(), None)
+    found = [
+        build_rank_config(RankSpec(there, seat, spec, shared, (0,), ())) for seat in there.seats
+    ]
+    names = {one.kv_transfer_config and one.kv_transfer_config.engine_id for one in found}
+    assert names == {driver.kv_transfer_config.engine_id}
 
 
 def test_fused_experts_take_what_is_given() -> None:

@@ -183,7 +183,9 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_every_raw_file_that_is_named_exists_and_every_one_is_named() -> None:
     text = "\n".join(page.read_text("utf-8") for page in [*PAGES, *(ROOT / "tools").glob("*.py")])
-    named = set(re.findall(r"`(?:[\w/-]*/)?(\d{4}-\d\d-\d\d-[\w-]+\.(?:jsonl?|txt))`", text))
+    named = set(
+        re.findall(r"`(?:[\w/-]*/)?(\d{4}-\d\d-\d\d-[\w-]+\.(?:jsonl?|txt)(?:\.gz)?)`", text)
+    )
     files = [path for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()]
     kept = {path.name for path in files}
     assert len(kept) == len(files)
@@ -193,7 +195,7 @@ def test_every_raw_file_that_is_named_exists_and_every_one_is_named() -> None:
     assert {
         name for name in kept - named if Path(name).with_suffix(".json").name not in both
     } == set()
-    assert max(path.stat().st_size for path in files) < 1_000_000
+    assert max(path.stat().st_size for path in files) < 200_000
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -281,6 +283,24 @@ def test_a_change_of_the_contributing_page_needs_three_rooms_at_most() -> None:
         rooms = set(re.findall(r"`ray_hetero/(\w+)/", row))
         assert len(rooms) <= 3, row
         assert rooms <= set(ROOMS["ray_hetero"])
+
+
+def test_layouts_that_work_beside_gpus_are_tests_for_hosts_with_gpus() -> None:
+    page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- layouts:")[2].partition("<!-- end of layouts -->")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    gpu = ROOT / "tests" / "gpu"
+    checked = 0
+    for layout, _, one, two, _ in rows:
+        codes = re.findall(r"`([cg/]+)`", layout)
+        for cell, file, count in ((one, "test_layouts.py", 1), (two, "test_two_gpus.py", 2)):
+            tested = re.findall(r'Case\("[\w-]+", "\w+", "([cg/]+)"', (gpu / file).read_text())
+            mine = [code for code in codes if code.count("g") in (0, count)]
+            if "**works**" in cell:
+                assert mine, layout
+                assert set(mine) <= set(tested), layout
+                checked += 1
+    assert checked >= 8
 
 
 def test_the_words_of_the_glossary_are_in_order() -> None:

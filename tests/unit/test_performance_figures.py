@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import raw_figures as figures  # noqa: E402
 import write_performance_page as pages  # noqa: E402
+import write_speculation_page as drafts  # noqa: E402
 from raw_figures import OURS, PREFETCH  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu-host"
@@ -112,3 +113,8 @@ def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
 def test_as_many_runs_as_the_page_says(name: str, contender: str, runs: set[int]) -> None:
     points = figures.raw(name)["contenders"][contender]["points"]
     assert {len(point["decode_ms_all"]) for point in points} == runs
+
+
+def test_the_page_of_drafts_is_that_of_the_raw_files() -> None:
+    page = text_of("docs/speculation.md")
+    assert drafts.written(page) == page, "type: python tools/write_speculation_page.py"

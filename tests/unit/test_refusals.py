@@ -37,7 +37,6 @@ IN_EVERY_WORLD: dict[str, dict[str, Any]] = {
     "--nnodes": {"nnodes": 2},
     "--device-ids": {"device_ids": [0]},
     "--numa-bind": {"numa_bind": True},
-    "--kv-transfer-config": {"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_both"}},
     "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
 }
 BESIDE_CPU_RANKS: dict[str, dict[str, Any]] = {
@@ -47,6 +46,8 @@ BESIDE_CPU_RANKS: dict[str, dict[str, Any]] = {
     },
     "--enable-sleep-mode": {"enable_sleep_mode": True},
     "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
+    "--kv-transfer-config": {"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_both"}},
+    "--kv-offloading-size": {"kv_offloading_size": 4.0},
     "--async-scheduling": {"async_scheduling": True},
     "VLLM_USE_V2_MODEL_RUNNER=1": {},
     "--watermark-config": {"watermark_config": {"x": 1}},
@@ -196,6 +197,15 @@ def test_without_cpu_ranks_it_is_for_vllm_to_say(
     args = _asked(tmp_path, monkeypatch, option)
     layout = [["gpu"] * args.tensor_parallel_size]
     refuse_unsupported(args, HeteroConfig(layout=layout), is_stock=True)
+
+
+@pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv-offloading-size"])
+def test_connectors_of_gpus_are_not_refused_beside_expert_ranks(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = _asked(tmp_path, monkeypatch, option)
+    config = HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2}})
+    refuse_unsupported(args, config, is_stock=True)
 
 
 @pytest.mark.parametrize("is_stock", [True, False])
