@@ -11,7 +11,12 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 pytest.register_assert_rewrite("server_checks", "token_checks")
 
-from drafters import write_draft_model, write_eagle_head  # noqa: E402
+from drafters import (  # noqa: E402
+    write_draft_model,
+    write_eagle3_head,
+    write_eagle_head,
+    write_mtp_model,
+)
 from gpu_host import Checkpoint  # noqa: E402
 from leftovers import Scene, clean_scene  # noqa: E402
 
@@ -22,16 +27,18 @@ from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Make (once) a demo checkpoint: architecture, `-int8` or `-wide` behind it, and dtype.
 
-    `draft_model` and `eagle` are drafters for the one of Llama in float32.
+    `draft_model`, `eagle` and `eagle3` are drafters for the one of Llama in float32, `mtp` is that
+    one with a layer that drafts.
     """
+    of_target = {"eagle": write_eagle_head, "eagle3": write_eagle3_head, "mtp": write_mtp_model}
     root = tmp_path_factory.mktemp("models")
 
     def make(name: str, dtype: str) -> Path:
         directory = root / f"{name}-{dtype}"
         if name == "draft_model" and not directory.exists():
             write_draft_model(directory)
-        elif name == "eagle" and not directory.exists():
-            write_eagle_head(directory, make("llama", "float32"))
+        elif name in of_target and not directory.exists():
+            of_target[name](directory, make("llama", "float32"))
         elif not directory.exists():
             architecture, _, variant = name.partition("-")
             stored = "f32" if dtype == "float32" else "bf16"

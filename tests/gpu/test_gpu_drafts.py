@@ -13,9 +13,16 @@ CASES = [
     Case("llama", "float32", "g/c", drafts="ngram"),
     Case("llama", "float32", "gc", drafts="ngram"),
     Case("llama", "float32", "c/g", drafts="draft_model"),
+    Case("llama", "float32", "g/c", drafts="draft_model"),
     Case("llama", "float32", "gc", drafts="draft_model"),
     Case("llama", "float32", "c/g", drafts="eagle"),
+    Case("llama", "float32", "g/c", drafts="eagle"),
+    Case("llama", "float32", "gc", drafts="eagle"),
     Case("llama", "float32", "cc/g", drafts="eagle"),
+    Case("llama", "float32", "c/g", drafts="eagle3"),
+    Case("llama", "float32", "gc", drafts="eagle3"),
+    Case("llama", "float32", "c/g", drafts="mtp"),
+    Case("llama", "float32", "gc", drafts="mtp"),
     Case("llama", "bfloat16", "c/g", is_compiled=True, drafts="ngram"),
 ]
 

@@ -98,6 +98,12 @@ class Case:
         return [[kinds[letter] for letter in stage] for stage in self.layout.split("/")]
 
     @property
+    def checkpoint(self) -> tuple[str, str]:
+        """Name and dtype of its checkpoint, which has the layers that draft where these are the
+        model's own."""
+        return ("mtp" if self.drafts == "mtp" else self.model), self.dtype
+
+    @property
     def reference(self) -> Case:
         """What it is compared with."""
         return Case(self.model, self.dtype, is_long=self.is_long)
@@ -152,8 +158,8 @@ def run_cases(
     """
     references = list(dict.fromkeys(case.reference for case in cases))
     lanes = [_lane(references, cases, number) for number in range(LANES)]
-    for case in references:
-        checkpoint(case.model, case.dtype)
+    for case in [*references, *cases]:
+        checkpoint(*case.checkpoint)
     for case in cases:
         drafts(case.drafts, checkpoint)
 
@@ -182,7 +188,7 @@ def _run(
 ) -> dict[Case, Answer]:
     runs = [
         {
-            "model": str(checkpoint(case.model, case.dtype)),
+            "model": str(checkpoint(*case.checkpoint)),
             "dtype": case.dtype,
             "layout": case.stages,
             "compiled": case.is_compiled,
@@ -213,7 +219,8 @@ def drafts(method: str, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The speculative configuration of a method; None without one."""
     if not method:
         return None
-    from_model = {} if method == "ngram" else {"model": str(checkpoint(method, "float32"))}
+    has_none = method in ("ngram", "mtp")
+    from_model = {} if has_none else {"model": str(checkpoint(method, "float32"))}
     lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
     return {"method": method, "num_speculative_tokens": DRAFTED, **from_model, **lookup}
 
