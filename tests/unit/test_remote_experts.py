@@ -75,6 +75,8 @@ MLA: dict[str, Any] = {
     "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
     "first_k_dense_replace": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
 }  # fmt: skip
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Models with multi-head latent attention."""
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {**GATED, "num_experts": 8, "shared_expert_intermediate_size": 64}),
     "deepseek_v2": ("DeepseekV2", {**MLA, "moe_intermediate_size": 64,
@@ -175,7 +177,7 @@ def found(
     work = tmp_path_factory.mktemp("experts") / uuid.uuid4().hex
     work.mkdir()
     cases = {
-        name: case | models_of(work / name.replace(" ", "-"), name)
+        name: case | models_of(work / name.replace(" ", "-"), name) | {"latent": name in LATENT}
         for name, case in CASES.items()
         if name in wanted
     }
@@ -221,7 +223,7 @@ def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[
 @pytest.mark.timeout(300)
 def test_experts_that_only_gpus_compute_are_refused(tmp_path: Path) -> None:
     model = write_demo_model(tmp_path / "m", "qwen3_moe", stored="mxfp4", shape=QUANTISED)
-    case = TWO | {"dtype": "bfloat16", "kernel": "auto", "model": str(model)}
+    case = TWO | {"dtype": "bfloat16", "kernel": "auto", "model": str(model), "latent": False}
     (tmp_path / "request.json").write_text(json.dumps({"mxfp4": case}))
     assert run("expert", tmp_path).wait(250) == 1
     said = (tmp_path / "expert0.log").read_text()
