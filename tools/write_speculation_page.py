@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 from page_blocks import DOCS, replaced, table
-from raw_figures import EXPERT_RANKS, OURS, TWO_RANKS, step_ms
+from raw_figures import EXPERT_RANKS, OURS, TWO_RANKS, raw, step_ms
 from write_performance_page import DAY_BEFORE, EXPERTS, FORMATS, NEWEST
 
 from placement.plan.drafts import tokens_of_step
@@ -35,6 +35,17 @@ ENGINES = (
     ("the same, their experts only", 16, EXPERTS, EXPERT_RANKS, 24),
 )
 """What is outside the GPU, cores of the host, raw file, contender, tokens of an answer."""
+VERIFYING = "gpu-host/2026-11-25-h200-drafts"
+"""Raw file of one engine's steps that verify drafts, in answers of 96 tokens."""
+DRAFTING = {
+    "none": ("no drafts", None),
+    "1, accepted with 0.7": ("forced drafts", 1),
+    "3, accepted with 0.7": ("forced drafts", 3),
+    "7, accepted with 0.7": ("forced drafts", 7),
+    "n-grams, up to 7": ("n-grams", None),
+    "a draft model, 3": ("draft model", None),
+}
+"""Drafts of a request → contender, and the number of drafts where it has several."""
 
 
 def begin(name: str) -> str:
@@ -107,7 +118,32 @@ def engines() -> str:
     return table(head, rows)
 
 
-TABLES = {"steps": steps, "gains": gains, "engines": engines}
+def verifying() -> str:
+    """Steps of one engine that verify drafts, and what these bring it."""
+    contenders = raw(VERIFYING)["contenders"]
+    rows = []
+    for requests in (1, 8):
+        found = {
+            drafts: next(
+                point
+                for point in contenders[contender]["points"]
+                if (point["batch"], point.get("drafts")) == (requests, number)
+            )
+            for drafts, (contender, number) in DRAFTING.items()
+        }
+        plain = found["none"]
+        for drafts, point in found.items():
+            ratios = (point[key] / plain[key] for key in ("step_ms", "tokens_per_s"))
+            rows.append(
+                (str(requests), drafts, f"{point['step_ms']:.1f}", f"{point['tokens_per_s']:.1f}",
+                 *(f"{one:.2f}" for one in ratios))
+            )  # fmt: skip
+    head = ("requests", "drafts of each", "step, ms", "tokens/s", "step relative to no drafts",
+            "speed-up")  # fmt: skip
+    return table(head, rows)
+
+
+TABLES = {"steps": steps, "verifying": verifying, "gains": gains, "engines": engines}
 
 
 def written(page: str) -> str:

@@ -1,8 +1,9 @@
-"""A socket's measured read bandwidth, kept in a file so that the next start does not measure again.
+"""A socket's measured figures, kept in a file so that the next start does not measure again.
 
-One file a host, in the user's cache directory: homes are often shared between the nodes of a
-cluster.  A figure is used again for a week: a measurement that something else disturbed is not
-kept for ever, and a machine may get other memory.
+The read bandwidth is here, what several rows cost is in `row_costs`.  One file a host, in the
+user's cache directory: homes are often shared between the nodes of a cluster.  A figure is used
+again for a week: a measurement that something else disturbed is not kept for ever, and a machine
+may get other memory.
 """
 
 from __future__ import annotations
@@ -53,15 +54,14 @@ def cached_bandwidth(
         NativeError: it cannot be measured here.
 
     """
-    host = socket.gethostname()
-    path = (directory or cache_directory()) / f"bandwidth-{host}.json"
+    path = figures_file(socket.gethostname(), directory)
     key = f"{cpu_model or 'unknown CPU'}, CPUs {format_cpulist(cpus)}"
-    kept = _read(path)
+    kept = read_figures(path)
     if (rate := _fresh(kept.get(key))) is not None:
         return rate
     rate = probe(cpus)
     kept[key] = {"bytes_per_s": rate, "measured_at": time.time()}
-    _write(path, kept)
+    write_figures(path, kept)
     return rate
 
 
@@ -70,12 +70,23 @@ def _fresh(entry: Any) -> float | None:
     if not isinstance(entry, dict):
         return None
     rate, measured = entry.get("bytes_per_s"), entry.get("measured_at")
-    if not isinstance(rate, int | float) or not isinstance(measured, int | float) or rate <= 0:
+    if not isinstance(rate, int | float) or rate <= 0 or not is_fresh(measured):
         return None
-    return float(rate) if 0 <= time.time() - measured < KEPT_SECONDS else None
+    return float(rate)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def is_fresh(measured_at: Any) -> bool:
+    """Whether a figure that was measured then is used again."""
+    return isinstance(measured_at, int | float) and 0 <= time.time() - measured_at < KEPT_SECONDS
+
+
+def figures_file(host: str, directory: Path | None = None) -> Path:
+    """The file with a host's figures; in `cache_directory()` unless another folder is given."""
+    return (directory or cache_directory()) / f"bandwidth-{host}.json"
+
+
+def read_figures(path: Path) -> dict[str, Any]:
+    """The figures of a file; none where it is not there, or is no such file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -83,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write_figures(path: Path, content: dict[str, Any]) -> None:
     """Replace the file in one step; without a place to write there is nothing to keep."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

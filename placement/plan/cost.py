@@ -11,9 +11,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from placement.host.row_costs import RowCosts
 from placement.model.shape import ModelShape
 from placement.model.tensors import KvCache, Layer, Tensor
-from placement.plan.devices import DeviceFigures, Link, Links, StageDevices, group_link
+from placement.plan.devices import (
+    NATIVE_STEP_TOKENS,
+    DeviceFigures,
+    Link,
+    Links,
+    StageDevices,
+    group_link,
+)
 from placement.plan.expert_split import ExpertTimes, best_split, splits
 
 PICO = 10**12
@@ -267,17 +275,28 @@ def _layer_on_rank(
     shape: ModelShape, layer: Layer, figures: DeviceFigures, size: int, run: Pass
 ) -> Step:
     weights = _read(shape, layer.tensors, size, run, figures) / figures.read_bandwidth
-    flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(size) for t in layer.tensors)
+    known = _row_costs(figures, run)
+    measured = () if known is None else tuple(t for t in layer.tensors if t.is_16_bit_matrix)
+    others = tuple(tensor for tensor in layer.tensors if tensor not in measured)
+    flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(size) for t in others)
     kv = 0.0
     if layer.kv is not None:
         kv = run.kv_tokens(layer.kv) * layer.kv.rank_bytes(size) / figures.read_bandwidth
         flops += run.pairs(layer.kv) * layer.kv.flops_per_pair / size
-    compute = max(0.0, flops / figures.compute - weights - kv)
+    read = _read(shape, others, size, run, figures) / figures.read_bandwidth
+    compute = max(0.0, flops / figures.compute - read - kv)
     if figures.kind == "cpu":
         # Half of an 8B model on a socket takes 39.4 ms for one token, 41.9 for 8 and 50.7 for 32
         # (docs/gpu-host/2026-11-22-two-h200-decode-step.md): those behind the first are not hidden
         # behind reading.
         compute = max(compute, (1 - 1 / run.tokens) * flops / figures.compute)
+    if known is not None:
+        compute += sum(
+            _read(shape, (tensor,), size, run, figures)
+            / figures.read_bandwidth
+            * (known.of(_rows(shape, tensor, run)) - 1)
+            for tensor in measured
+        )
     fixed = figures.layer_latency_s
     if figures.is_launching:
         fixed = max(0.0, fixed - weights - kv - compute)
@@ -297,6 +316,20 @@ def _read(
         return held * awake if tensor.role == "expert" else held
 
     return sum(tensor.rank_bytes(size) * share(tensor) for tensor in tensors)
+
+
+def _row_costs(figures: DeviceFigures, run: Pass) -> RowCosts | None:
+    """What rows cost in a decode step; None where it is to be told by operations."""
+    is_known = not run.is_prompt and run.tokens <= NATIVE_STEP_TOKENS
+    return figures.row_costs if is_known else None
+
+
+def _rows(shape: ModelShape, tensor: Tensor, run: Pass) -> float:
+    """Rows that a tensor of a layer is multiplied with; of an expert that is awake, on average."""
+    if tensor.role != "expert":
+        return run.tokens
+    awake = distinct_experts(shape.experts, shape.active_experts, run.tokens)
+    return max(1.0, run.tokens * shape.active_experts / awake)
 
 
 def _used(shape: ModelShape, tensor: Tensor) -> float:
@@ -329,20 +362,21 @@ def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
     """Time of the last norm, the output matrix and drawing tokens, on the last stage."""
     size = stage.size
     is_on_sockets = any(rank.kind == "cpu" for rank in stage.ranks)
-    flops = 2 * run.outputs * sum(tensor.rank_weights(size) for tensor in shape.output_matrix)
+    seconds = max(_output_on_rank(shape, rank.figures, size, run) for rank in stage.ranks)
     return Step(
-        output=max(
-            _pico(
-                max(
-                    _read(shape, shape.output_matrix, size, run, rank.figures)
-                    / rank.figures.read_bandwidth,
-                    flops / rank.figures.compute,
-                )
-            )
-            for rank in stage.ranks
-        ),
+        output=_pico(seconds),
         sampling=_pico(LOGIT_S * run.outputs * shape.vocab_size) if is_on_sockets else 0,
     )
+
+
+def _output_on_rank(shape: ModelShape, figures: DeviceFigures, size: int, run: Pass) -> float:
+    matrix = shape.output_matrix
+    reading = _read(shape, matrix, size, run, figures) / figures.read_bandwidth
+    known = _row_costs(figures, run)
+    if known is not None and all(tensor.is_16_bit_matrix for tensor in matrix):
+        return reading * known.of(run.outputs)
+    flops = 2 * run.outputs * sum(tensor.rank_weights(size) for tensor in matrix)
+    return max(reading, flops / figures.compute)
 
 
 def send_step(

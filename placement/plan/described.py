@@ -17,6 +17,7 @@ from placement.cluster.assignment import Node, Seat
 from placement.cluster.layout import Kind
 from placement.errors import TopologyError
 from placement.given import key_of, listed, shown
+from placement.host.row_costs import RowCosts
 from placement.host.sockets import sockets_of
 from placement.host.topology import Core, Gpu, Host, NumaNode
 from placement.plan.description import (
@@ -228,4 +229,10 @@ def _figures(section: DevicesSection, kind: Kind, link: float | None) -> DeviceF
         host_link=base.host_link if link is None else link * GB,
         source="configured" if section.read_gb_s or section.bf16_tflop_s else "table",
         layer_latency_s=section.layer_latency_us / 1e6,
+        row_costs=_row_costs(section),
     )
+
+
+def _row_costs(section: DevicesSection) -> RowCosts | None:
+    given = section.row_costs if isinstance(section, SocketsSection) else None
+    return None if given is None else RowCosts(tuple(given), is_measured=False)

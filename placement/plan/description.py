@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from placement.host.row_costs import ROWS, are_ratios
 from placement.plan.devices import known_part, known_parts
 
 Positive = Annotated[float, Field(ge=1e-6, le=1e9)]
@@ -105,6 +106,17 @@ class SocketsSection(DevicesSection):
     with the kernels that need it."""
     kv_cache_gib: Positive | None = None
     """Largest KV cache of one CPU rank."""
+    row_costs: list[Annotated[float, Field(ge=1, le=1e6)]] | None = None
+    """What products of 1, 2, 4, 8, 16 and 32 rows cost beside one of one row; predicted from the
+    socket's compute where this is left out."""
+
+    @field_validator("row_costs")
+    @classmethod
+    def _are_costs(cls, given: list[float] | None) -> list[float] | None:
+        if given is not None and not are_ratios(given):
+            rows = ", ".join(map(str, ROWS))
+            raise ValueError(f"expected {len(ROWS)} ascending numbers from 1 on, for {rows} rows")
+        return given
 
 
 class NodeSection(_Section):

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from placement.cluster.layout import Kind
+from placement.host.row_costs import RowCosts
 from placement.units import GB, GIB
 
 Source = Literal["measured", "configured", "table"]
@@ -40,6 +41,8 @@ class DeviceFigures:
     then takes its latency or its reads, whichever is longer, not both."""
     read_share: float = 1.0
     """Of the bytes of 16-bit matrices, what a step reads: less than 1 where they are compact."""
+    row_costs: RowCosts | None = None
+    """What a decode step of several rows costs a socket; None where its operations tell."""
     adds_within_step: bool = False
     """Whether a decode step is one native call, in which the ranks of a group add up too."""
 

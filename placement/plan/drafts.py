@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from placement.host.row_costs import RowCosts
 from placement.model.shape import ModelShape
 from placement.plan import cost
 from placement.plan.cost import Memory, Step, Workload
@@ -101,6 +102,24 @@ class Drafting:
 
 
 @dataclass(frozen=True)
+class SocketRows:
+    """What steps of several rows cost a socket."""
+
+    node: str
+    name: str
+    """Of the processor."""
+    costs: RowCosts | None
+    """None where they are predicted."""
+
+    def __str__(self) -> str:
+        """For people."""
+        if self.costs is None:
+            return f"steps of several rows on {self.name} of {self.node}: predicted, not measured"
+        source = "measured" if self.costs.is_measured else "as described"
+        return f"steps of several rows on {self.name} of {self.node}, {source}: {self.costs}"
+
+
+@dataclass(frozen=True)
 class Speculation:
     """What speculative decoding brings on a plan's ranks."""
 
@@ -110,6 +129,8 @@ class Speculation:
     """Without drafts."""
     best: Drafting
     """The number of drafts with the shortest time for a token."""
+    rows: tuple[SocketRows, ...] = ()
+    """What these prices rest on, where a step is computed by sockets."""
 
     def lines(self) -> Iterator[str]:
         """What to tell of it."""
@@ -122,11 +143,14 @@ class Speculation:
         )
         if best.drafts == 0:
             yield "best here at this acceptance: no drafts"
-        elif best.drafts != asked.drafts:
+        elif best.drafts == asked.drafts:
+            yield f"best here at this acceptance: {best.drafts} drafts, as asked"
+        else:
             yield (
                 f"best here at this acceptance: {best.drafts} drafts, {self.speed(best):.2f} times "
                 "as fast"
             )
+        yield from map(str, self.rows)
 
     def speed(self, drafting: Drafting) -> float:
         """How many times as fast as without drafts."""

@@ -9,7 +9,7 @@ of up to four stages is tried.  The same question always has the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from placement.errors import DoesNotFitError, LayoutError
@@ -17,7 +17,14 @@ from placement.model.shape import ModelShape
 from placement.plan.cost import Workload
 from placement.plan.devices import Links, StageDevices
 from placement.plan.does_not_fit import brief, explain, explain_given
-from placement.plan.drafts import MOST_DRAFTS, Drafter, Drafting, Speculation, tokens_of_step
+from placement.plan.drafts import (
+    MOST_DRAFTS,
+    Drafter,
+    Drafting,
+    SocketRows,
+    Speculation,
+    tokens_of_step,
+)
 from placement.plan.planner import Order, Planner
 from placement.plan.stage_plan import Objective, RankPlan, Split, StagePlan
 
@@ -29,6 +36,7 @@ __all__ = [
     "StagePlan",
     "choose_split",
     "price_drafts",
+    "rows_of_sockets",
 ]
 
 
@@ -162,4 +170,13 @@ def price_drafts(
     numbers = sorted({*range(MOST_DRAFTS + 1), drafter.drafts})
     known = {drafts: drafting(drafts) for drafts in numbers}
     best = min(known.values(), key=lambda one: (one.token_s, one.drafts))
-    return Speculation(acceptance, known[drafter.drafts], known[0], best)
+    rows = tuple(dict.fromkeys(rows_of_sockets(split)))
+    return Speculation(acceptance, known[drafter.drafts], known[0], best, rows)
+
+
+def rows_of_sockets(split: Split) -> Iterator[SocketRows]:
+    """What rows cost each socket of a split, those of expert ranks too."""
+    for stage in split.stages:
+        for rank in (*stage.devices.ranks, *stage.devices.experts):
+            if rank.kind == "cpu":
+                yield SocketRows(rank.node, rank.figures.name, rank.figures.row_costs)

@@ -241,13 +241,18 @@ def _machine(topology: Path | None, config: HeteroConfig, *, cluster: bool) -> I
 
         with connection.cluster():
             from placement.cluster.ray_cluster import discover
+            from ray_hetero.planning.cluster_rows import rows_probe
             from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 
             cpu = config.cpu
             nodes = discover(
                 unit=cpu.unit, shares=cpu.ranks_per_socket, timeout_s=CLUSTER_TIMEOUT_S
             )
-            yield Machine(nodes, bandwidth_probe(nodes, CLUSTER_TIMEOUT_S))
+            yield Machine(
+                nodes,
+                bandwidth_probe(nodes, CLUSTER_TIMEOUT_S),
+                measure_rows=rows_probe(nodes, cpu, CLUSTER_TIMEOUT_S),
+            )
 
 
 def _asked(batch: int | None, context: int | None, max_sequences: int | None) -> Asked | None:

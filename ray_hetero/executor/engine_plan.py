@@ -17,6 +17,7 @@ from ray_hetero.log import logger
 from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.world_table import as_text, placement_table
 from ray_hetero.planning import layer_plan, world_plan
+from ray_hetero.planning.cluster_rows import rows_probe
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.planned_layers import LayerPlan, describe_split
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
@@ -135,6 +136,7 @@ class EnginePlanner:
                 partition=self._partition,
                 measure=bandwidth_probe(nodes, self._config.placement.timeout_s),
                 turn=self._turn,
+                measure_rows=rows_probe(nodes, self._config.cpu, self._config.placement.timeout_s),
             )
         except LayoutError as error:
             if self._external is None:

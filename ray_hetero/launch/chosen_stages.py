@@ -17,6 +17,7 @@ from placement.errors import PlacementError
 from ray_hetero.config import HeteroConfig
 from ray_hetero.launch.early_layout import OVERRIDE
 from ray_hetero.log import logger
+from ray_hetero.planning.cluster_rows import rows_probe
 from ray_hetero.planning.engine_facts import facts_of_model, server_defaults
 from ray_hetero.planning.expert_ranks import with_expert_ranks
 from ray_hetero.planning.layout_choice import choose_layout, config_of
@@ -63,7 +64,10 @@ def choose_stages(
     defaults = server_defaults(machine.nodes)
     try:
         facts = facts_of_model(engine_args, defaults)
-        choice = choose_layout(config, machine.nodes, facts, measure=machine.measure)
+        choice = choose_layout(
+            config, machine.nodes, facts,
+            measure=machine.measure, measure_rows=machine.measure_rows,
+        )  # fmt: skip
     except PlacementError as error:
         # The executor says so again once it has asked Ray, which may know of more.
         logger.warning("stages are not chosen: %s", str(error).splitlines()[0])
@@ -98,7 +102,8 @@ def _machine(config: HeteroConfig) -> Machine | None:
         nodes = ray_cluster.discover(
             unit=config.cpu.unit, shares=config.cpu.ranks_per_socket, timeout_s=timeout_s
         )
-        return Machine(nodes, bandwidth_probe(nodes, timeout_s))
+        rows = rows_probe(nodes, config.cpu, timeout_s)
+        return Machine(nodes, bandwidth_probe(nodes, timeout_s), measure_rows=rows)
     if os.environ.get("RAY_ADDRESS") or os.environ.get(OVERRIDE):
         return None
     return this_host(config.cpu)

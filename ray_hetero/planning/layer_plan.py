@@ -40,6 +40,7 @@ from ray_hetero.planning.rank_devices import (
     expert_devices,
     rank_devices,
 )
+from ray_hetero.planning.socket_rows import MeasureRows
 from ray_hetero.planning.split_search import Asked, SplitSearch
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
@@ -73,6 +74,7 @@ def plan_layers(
     asked: Asked | None = None,
     described: Described | None = None,
     links: Links | None = None,
+    measure_rows: MeasureRows | None = None,
     explained: bool = True,
 ) -> LayerPlan:
     """Decide devices, order of the stages and layers of each.
@@ -89,6 +91,8 @@ def plan_layers(
         asked: the step to price and the sequences to hold; None is the engine's own choice.
         described: what a description of the cluster says of a seat's device.
         links: the ways between ranks; None is what is assumed of them.
+        measure_rows: measures what several rows cost CPU ranks; called only where drafts are to be
+            verified.
         explained: whether an error says by how much a model does not fit, which takes many times
             as long as planning.
 
@@ -114,6 +118,7 @@ def plan_layers(
                 asked=asked,
                 described=described,
                 links=links,
+                measure_rows=measure_rows,
                 explained=explained,
             )
 
@@ -137,7 +142,7 @@ def plan_layers(
         world = replace(world, expert_layers=facts.hidden_layers if remote is None else remote)
     is_given = config.layers != "auto" or bool(partition)
     return _plan_stages(
-        config, world, nodes, facts, threads, measure, asked, described, links,
+        config, world, nodes, facts, threads, measure, measure_rows, asked, described, links,
         explained=explained, is_given=is_given,
     )  # fmt: skip
 
@@ -160,6 +165,7 @@ def _plan_stages(
     facts: EngineFacts,
     threads: dict[int, tuple[int, ...]],
     measure: Measure,
+    measure_rows: MeasureRows | None,
     asked: Asked | None,
     described: Described | None,
     links: Links | None,
@@ -172,7 +178,9 @@ def _plan_stages(
         warning = _equal(facts.why_no_shape) if is_chosen else ""
         return LayerPlan(world, None, warning=warning, threads=threads)
     try:
-        stages = _stages(config, world, nodes, facts, threads, measure, described, links)
+        stages = _stages(
+            config, world, nodes, facts, threads, measure, measure_rows, described, links
+        )
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
         expert_bytes = _expert_bytes(world, facts.shape.with_remote_experts(world.expert_layers))
@@ -267,12 +275,15 @@ def _stages(
     facts: EngineFacts,
     threads: Threads,
     measure: Measure,
+    measure_rows: MeasureRows | None,
     described: Described | None,
     links: Links | None,
 ) -> tuple[StageDevices, ...]:
     has_sockets = world.has_cpu or bool(world.experts)
     known = config.cpu.bandwidth_gb_s is not None or not has_sockets
     bandwidth = {} if known else measure(world.members, threads)
+    verifies = facts.drafter is not None and facts.is_bf16 and has_sockets
+    row_costs = measure_rows(world.members, threads) if verifies and measure_rows else {}
     is_whole = has_whole_layers(config, facts, world)
     devices = rank_devices(
         config,
@@ -287,6 +298,7 @@ def _stages(
         is_bf16=facts.is_bf16,
         can_fuse=can_fuse(facts),
         described=described,
+        row_costs=row_costs,
     )
     experts = expert_devices(
         config,
@@ -296,6 +308,7 @@ def _stages(
         bandwidth=bandwidth,
         is_bf16=facts.is_bf16,
         described=described,
+        row_costs=row_costs,
     )
     stages = with_prompt_gpus(stages_of(devices, world.layout.sizes), config, facts, world, nodes)
     stages = tuple(replace(stage, experts=experts) for stage in stages)

@@ -21,6 +21,7 @@ from ray_hetero.log import logger
 from ray_hetero.planning.layer_plan import Measure
 from ray_hetero.planning.rank_devices import Described
 from ray_hetero.planning.reading_together import reading_together
+from ray_hetero.planning.socket_rows import MeasureRows, rows_probe_here
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Machine:
     """What a description says of a seat's device."""
     links: Links | None = None
     """The ways between ranks; None is what is assumed of them."""
+    measure_rows: MeasureRows | None = None
+    """Measures what several rows cost, where drafts are to be verified; None is never."""
 
 
 def this_host(config: CpuConfig, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -65,7 +68,7 @@ def this_host(config: CpuConfig, environment: Mapping[str, str] = os.environ) ->
     def measure(seats: Sequence[Seat], threads: Mapping[int, Sequence[int]]) -> dict[int, float]:
         return dict(_measured(seats, threads, host.cpu_model))
 
-    return Machine((node,), measure)
+    return Machine((node,), measure, measure_rows=rows_probe_here(host, config))
 
 
 def _measured(

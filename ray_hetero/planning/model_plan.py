@@ -71,6 +71,7 @@ def plan_model(
     assert facts.shape is not None
     how: dict[str, Any] = {
         "asked": asked, "described": machine.described, "links": machine.links,
+        "measure_rows": machine.measure_rows,
     }  # fmt: skip
     sizes = (pipeline_parallel_size, tensor_parallel_size)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from placement.plan.cost import PICO
-from placement.plan.split import Split
+from placement.plan.split import Split, rows_of_sockets
 from placement.plan.stage_plan import ExpertPlan
 from ray_hetero.world import Forecast, World
 
@@ -103,6 +103,8 @@ def describe_split(plan: LayerPlan) -> tuple[str, ...]:
         f"{work.context} ({stages}); KV cache {plan.kv_tokens} tokens; bandwidths: "
         f"{', '.join(sources)}"
     ]
+    known = (rows for rows in rows_of_sockets(split) if rows.costs is not None)
+    lines.extend(dict.fromkeys(map(str, known)))
     if split.gpu_only is not None:
         alone = split.gpu_only
         lines.append(

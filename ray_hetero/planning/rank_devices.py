@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from placement.cluster.assignment import Node, Seat
 from placement.cluster.layout import Kind
+from placement.host.row_costs import RowCosts
 from placement.host.topology import Host, Socket
 from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.part_names import part_called
@@ -59,6 +61,8 @@ EXPERT_LAYER = Latency(0.1e-3, 0.0)
 """Of an expert rank: what a call for a layer's experts takes beside its reads, from 128 experts of
 2048 x 768, eight of them for one token, on 14 cores (docs/gpu-host/2026-11-23.md)."""
 
+NOTHING_MEASURED: Mapping[int, RowCosts] = MappingProxyType({})
+
 Described = Callable[[Seat], RankDevice]
 """What a description of a cluster says of the device of a seat."""
 
@@ -81,6 +85,7 @@ def rank_devices(
     is_bf16: bool = False,
     can_fuse: bool = False,
     described: Described | None = None,
+    row_costs: Mapping[int, RowCosts] = NOTHING_MEASURED,
 ) -> tuple[RankDevice, ...]:
     """The device of each rank with its figures, by rank.
 
@@ -97,6 +102,7 @@ def rank_devices(
         is_bf16: whether what is not quantised is computed in bfloat16.
         can_fuse: whether layers of this model can be one operator.
         described: what a description of the cluster says of a seat's device.
+        row_costs: what several rows cost, by CPU rank; what a description says wins.
 
     Raises:
         UnknownDeviceError: speed or memory of a device is not known.
@@ -137,7 +143,7 @@ def rank_devices(
         if seat.socket is None
         else _socket_in_stage(
             device, stages[seat.stage], config.cpu, hosts[seat.node_id], is_eager=is_eager,
-            is_bf16=is_bf16, can_fuse=can_fuse,
+            is_bf16=is_bf16, can_fuse=can_fuse, row_costs=row_costs.get(seat.rank),
         )
         for device, seat in zip(devices, seats, strict=True)
     )  # fmt: skip
@@ -152,6 +158,7 @@ def expert_devices(
     bandwidth: Mapping[int, float],
     is_bf16: bool,
     described: Described | None = None,
+    row_costs: Mapping[int, RowCosts] = NOTHING_MEASURED,
 ) -> tuple[RankDevice, ...]:
     """The device of each expert rank with its figures.
 
@@ -163,6 +170,7 @@ def expert_devices(
         bandwidth: measured bytes per second by rank.
         is_bf16: whether what is not quantised is computed in bfloat16.
         described: what a description of the cluster says of a seat's device.
+        row_costs: what several rows cost, by rank; what a description says wins.
 
     Raises:
         UnknownDeviceError: speed or memory of a device is not known.
@@ -185,7 +193,9 @@ def expert_devices(
         )
         figures = _with_latency(device.figures, EXPERT_LAYER)
         share = _read_share(config.cpu, host, is_bf16=is_bf16)
-        devices.append(replace(device, figures=replace(figures, read_share=share)))
+        costs = figures.row_costs or row_costs.get(seat.rank)
+        figures = replace(figures, read_share=share, row_costs=costs)
+        devices.append(replace(device, figures=figures))
     return tuple(devices)
 
 
@@ -225,6 +235,7 @@ def _socket_in_stage(
     is_eager: bool,
     is_bf16: bool,
     can_fuse: bool,
+    row_costs: RowCosts | None,
 ) -> RankDevice:
     streams = is_bf16 and _streams(config, host)
     # The ranks of a group add up within their steps where they can share memory.
@@ -236,6 +247,7 @@ def _socket_in_stage(
         figures,
         read_share=_read_share(config, host, is_bf16=is_bf16),
         adds_within_step=is_fused and len(stage) > 1,
+        row_costs=figures.row_costs or row_costs,
     )
     return replace(device, figures=figures)
 
@@ -243,7 +255,7 @@ def _socket_in_stage(
 def _read_share(config: CpuConfig, host: Host, *, is_bf16: bool) -> float:
     """Of the bytes of 16-bit matrices, what a CPU rank reads."""
     streams = is_bf16 and _streams(config, host)
-    name = config.weight_format(_level(host)) if streams else "packed"
+    name = config.weight_format(level_of(host)) if streams else "packed"
     return FORMATS[name].read_share
 
 
@@ -253,14 +265,14 @@ def _with_latency(figures: DeviceFigures, latency: Latency) -> DeviceFigures:
     return replace(figures, layer_latency_s=latency.layer_s, step_latency_s=latency.step_s)
 
 
-def _level(host: Host) -> str | None:
+def level_of(host: Host) -> str | None:
     """The kernels that the host's processor has, as far as planning can tell."""
     return next((name for flag, name in _LEVELS if flag in host.instruction_sets), None)
 
 
 def _streams(config: CpuConfig, host: Host) -> bool:
     """Whether linear layers stream their weights, as far as planning can tell."""
-    return config.streams(_level(host))
+    return config.streams(level_of(host))
 
 
 def borrowers(
@@ -315,10 +327,15 @@ def _as_described(device: RankDevice, said: RankDevice | None) -> RankDevice:
     if said is None:
         return device
     limits = [one for one in (device.kv_limit_bytes, said.kv_limit_bytes) if one is not None]
-    latency = said.figures.layer_latency_s
+    figures = replace(
+        device.figures,
+        name=said.figures.name,
+        layer_latency_s=said.figures.layer_latency_s,
+        row_costs=said.figures.row_costs,
+    )
     return replace(
         device,
-        figures=replace(device.figures, name=said.figures.name, layer_latency_s=latency),
+        figures=figures,
         usable_bytes=min(device.usable_bytes, said.usable_bytes),
         runtime_bytes=said.runtime_bytes,
         kv_limit_bytes=min(limits, default=None),
