@@ -77,6 +77,30 @@ void score_latents(const std::uint16_t* first, const std::uint16_t* second, std:
   if constexpr (kTwo && kRight) store_tile<3>(scores + kTile * kBlock + kTile, kSumStride);
 }
 
+// The same of M tokens without tiles, for queries of which at most 16 lanes are used.
+template <int M>
+void score_left(const std::uint16_t* tokens, std::int64_t stride, const std::uint16_t* queries,
+                std::int64_t size, float* scores) {
+  Floats sums[M];
+  for (Floats& sum : sums) sum = zeros();
+  for (std::int64_t at = 0; at < size; at += 2, queries += kRow) {
+    const Pairs left = load_pairs(queries);
+    for (int i = 0; i < M; ++i) {
+      sums[i] = dot(sums[i], left, spread_pair(tokens + i * stride + at));
+    }
+  }
+  for (int i = 0; i < M; ++i) store_floats(scores + i * kBlock, sums[i]);
+}
+
+using ScoreLeft = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
+                           float*);
+template <int... kLess>
+constexpr std::array<ScoreLeft, kGroup> score_left_of(std::integer_sequence<int, kLess...>) {
+  return {score_left<kLess + 1>...};
+}
+constexpr std::array<ScoreLeft, kGroup> kScoreLeft =
+    score_left_of(std::make_integer_sequence<int, kGroup>());
+
 // A layer's: queries [m][heads][size], bf16 → attended [heads][m][latent], bf16, the tokens of a head
 // in groups of 32 as place_among() says.
 class LatentAttention {
@@ -159,7 +183,7 @@ class LatentAttention {
 
   // What a part keeps of a block of lanes until the parts are put together.
   struct Kept {
-    float* sums;     // [latent / 32][kBlock lanes][32]
+    float* sums;     // [latent / 32][kBlock lanes][16 even elements, 16 odd ones]
     float* largest;  // [kBlock], of scores
     float* shares;   // [kBlock], their sum
   };
@@ -240,33 +264,46 @@ class LatentAttention {
     }
   }
 
-  // Pairs of tokens as rows of a weight, with zeros up to a multiple of 32 tokens.  What lies behind
-  // a request's last token is somebody else's, or nobody's: it may be NaN, and must not be
-  // multiplied, not even with 0.
+  // Pairs of tokens as rows of a weight, with zeros up to a multiple of 32 tokens; of 32 elements the
+  // even ones are left, the odd ones right.  What lies behind a request's last token is somebody
+  // else's, or nobody's: it may be NaN, and must not be multiplied, not even with 0.
   void pack_latents(const Chunk& chunk, std::uint16_t* to) const {
-    const std::int64_t pairs = (chunk.tokens + kSpan - 1) / kSpan * kTile;
-    for (std::int64_t pair = 0; pair < pairs; ++pair) {
-      const std::int64_t token = 2 * pair;
-      const bool has_first = token < chunk.tokens, has_second = token + 1 < chunk.tokens;
-      const std::int64_t of_tile = token % kTile * cache_.token_stride;
-      const std::uint16_t* first = has_first ? chunk.tiles[token / kTile] + of_tile : nullptr;
-      const std::uint16_t* next = chunk.tiles[token / kTile + 1];
-      if (has_first && next != nullptr) prefetch(next + of_tile);
-      for (std::int64_t i = 0; i < shape_.latent; i += kLanes) {
-        const Floats left = has_first ? load_bf16(first + i) : zeros();
-        const Floats right = has_second ? load_bf16(first + cache_.token_stride + i) : zeros();
-        std::uint16_t* row = to + (i / kBlock * kChunkPairs + pair) * kRow;
-        store_pairs(row + i % kBlock * 2, exact_pairs(left, right));
+    const std::int64_t tiles = (chunk.tokens + kSpan - 1) / kSpan * 2;
+    const std::int64_t step = kTile / 2 * kRow;
+    for (std::int64_t tile = 0; tile < tiles; ++tile, to += step) {
+      const std::int64_t tokens = std::clamp<std::int64_t>(chunk.tokens - tile * kTile, 0, kTile);
+      const std::uint16_t *from = chunk.tiles[tile], *next = chunk.tiles[tile + 1];
+      for (std::int64_t i = 0; i < shape_.latent; i += kBlock) {
+        pack_tile(tokens > 0 ? from + i : nullptr, tokens, to + i / kBlock * kChunkPairs * kRow);
+        if (next != nullptr) prefetch(next + i);
       }
+      if (next != nullptr) prefetch_rotated(next + shape_.latent);
     }
   }
 
-  // Two tokens.
-  void prefetch(const std::uint16_t* tokens) const {
-    constexpr std::int64_t kLine = kLineBytes / sizeof(std::uint16_t);
-    for (int token = 0; token < 2; ++token, tokens += cache_.token_stride) {
-      for (std::int64_t i = 0; i < shape_.size(); i += kLine) prefetch_l2(tokens + i);
+  // 32 elements of 16 tokens.
+  void pack_tile(const std::uint16_t* from, std::int64_t tokens, std::uint16_t* to) const {
+    const std::int64_t pairs = tokens / 2;
+    for (std::int64_t pair = 0; pair < pairs; ++pair, from += 2 * cache_.token_stride, to += kRow) {
+      const Pairs first = load_pairs(from), second = load_pairs(from + cache_.token_stride);
+      store_pairs(to, exact_pairs(firsts(first), firsts(second)));
+      store_pairs(to + kBlock, exact_pairs(seconds(first), seconds(second)));
     }
+    if (tokens % 2 != 0) {
+      const Pairs last = load_pairs(from);
+      store_pairs(to, exact_pairs(firsts(last), zeros()));
+      store_pairs(to + kBlock, exact_pairs(seconds(last), zeros()));
+      to += kRow;
+    }
+    std::memset(to, 0, (kTile / 2 - (tokens + 1) / 2) * kRowBytes);
+  }
+
+  // 32 elements of 16 tokens.
+  void prefetch(const std::uint16_t* at) const {
+    for (int token = 0; token < kTile; ++token, at += cache_.token_stride) prefetch_l2(at);
+  }
+  void prefetch_rotated(const std::uint16_t* at) const {
+    for (std::int64_t i = 0; i < shape_.rotated; i += kBlock) prefetch(at + i);
   }
 
   void score(const Chunk& chunk, std::int64_t block, std::int64_t lanes, float* scores) const {
@@ -286,8 +323,13 @@ class LatentAttention {
       for (std::int64_t token = 0, here; token < chunk.tokens; token += here) {
         const std::int64_t of_tile = token % kTile;
         here = std::min({std::int64_t{kGroup}, kTile - of_tile, chunk.tokens - token});
-        kAddRows[here - 1](chunk.tiles[token / kTile] + of_tile * stride, stride, queries, size / 2,
-                           true, scores + token * kBlock);
+        const std::uint16_t* tokens = chunk.tiles[token / kTile] + of_tile * stride;
+        float* to = scores + token * kBlock;
+        if (lanes > kTile) {
+          kAddRows[here - 1](tokens, stride, queries, size / 2, true, to);
+        } else {
+          kScoreLeft[here - 1](tokens, stride, queries, size, to);
+        }
       }
     }
   }
@@ -402,13 +444,16 @@ class LatentAttention {
     }
     const Floats share = spread(1.0f / sum);
     std::uint16_t* to = attended_ + head * requests_.m * shape_.latent;
-    for (std::int64_t i = 0; i < shape_.latent; i += kLanes) {
-      const std::int64_t place = (i / kBlock * kBlock + at) * kBlock + i % kBlock;
-      Floats whole = zeros();
+    for (std::int64_t i = 0; i < shape_.latent; i += kBlock) {
+      Floats even = zeros(), odd = zeros();
       for (std::int64_t part = 0; part < parts; ++part) {
-        whole = times_plus(load_floats(of_part(part).sums + place), spread(weights[part]), whole);
+        const float* from = of_part(part).sums + (i + at) * kBlock;
+        const Floats weight = spread(weights[part]);
+        even = times_plus(load_floats(from), weight, even);
+        odd = times_plus(load_floats(from + kLanes), weight, odd);
       }
-      store_bf16(to + place_among(request, requests_.m, shape_.latent, i), times(whole, share));
+      store_in_turns(to + place_among(request, requests_.m, shape_.latent, i), times(even, share),
+                     times(odd, share));
     }
   }
 

@@ -1,7 +1,7 @@
 """vLLM's multi-head latent attention on a CPU rank: whose weights lie where, and what a step has.
 
-vLLM has two backends for CPUs.  That for AMX keeps the two halves of `kv_b_proj` of each head packed
-for products with tiles, the other one reads them out of the weight as it was loaded.
+vLLM has two backends for CPUs.  That for AMX keeps the two halves of `kv_b_proj` of each head
+packed for products with tiles, the other one reads them out of the weight as it was loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def why_unknown(wrapper: Any) -> str:
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
-    attend = getattr(wrapper, "mla_attn", None)
+    attend: Any = getattr(wrapper, "mla_attn", None)
     if (
         getattr(type(wrapper), "forward", None) is not MultiHeadLatentAttentionWrapper.forward
         or type(attend) is not MLAAttention
@@ -61,7 +61,8 @@ def head_weights(attend: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
         [heads, latent, plain part of a query], [heads, values, latent], and whether each head's
         matrix is packed, see `weight_formats.base.pack`.
 
-    Uses: `AMXMLAImpl._w_uk_packed` and `_w_uv_packed`, `MLAAttention.W_UK_T` and `W_UV`.
+    Uses: `AMXMLAImpl._w_uk_packed`, `AMXMLAImpl._w_uv_packed`, and of `MLAAttention` `W_UK_T` and
+    `W_UV`.
     """
     if type(attend.impl).__name__ == "AMXMLAImpl":
         names = ("_w_uk_packed", "_w_uv_packed")
@@ -71,9 +72,7 @@ def head_weights(attend: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
     return keys.transpose(1, 2), values.transpose(1, 2), False
 
 
-def blocks_of_tokens(
-    metadata: Any, tokens: int, most_rows: int, block: int
-) -> torch.Tensor | None:
+def blocks_of_tokens(metadata: Any, tokens: int, most_rows: int, block: int) -> torch.Tensor | None:
     """The KV blocks of each token of a step, [tokens, blocks], int32.
 
     Args:

@@ -235,7 +235,7 @@ class LatentLayer:
 
     def _is_known(self, cache: torch.Tensor) -> bool:
         """[blocks, tokens of a block, latent and rotated part], tokens row by row."""
-        return (
+        return bool(
             cache.dtype == torch.bfloat16
             and cache.ndim == 3
             and cache.shape[1] % BLOCK_MULTIPLE == 0

@@ -195,6 +195,34 @@ def test_experts_of_this_project(
     assert statistics.fmean(itertools.chain(*(differences(*pair) for pair in pairs))) < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(has_no_native, reason="needs the native module")
+@pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_of_this_project(
+    architecture: str, scene: Scene, logs: Path, model: Model
+) -> None:
+    path = model(architecture, "bf16")
+    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
+    ours_made = engine(path, 2, dtype="bfloat16", **hetero(cpu=cpu))
+    runs = [
+        (made, [batch(prompts(), logprobs=2)])
+        for made in (engine(path, dtype="bfloat16"), ours_made)
+    ]
+    folder = logs / f"latent-{architecture}"
+    (theirs,), (ours,) = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
+    log = (folder / "log").read_text()
+    assert "2 layers are computed as one operator" in log
+    assert "operator by operator" not in log
+    # As experts of this project, see above.
+    pairs = list(zip(ours, theirs, strict=True))
+    found = [(gap_where_different(mine, other), gap_where_different(other, mine))
+             for mine, other in pairs]  # fmt: skip
+    gaps = [min(x, y) for x, y in found if x is not None and y is not None]
+    assert len(gaps) <= 3
+    assert all(gap < NEARLY_EQUAL for gap in gaps)
+    assert statistics.fmean(itertools.chain(*(differences(*pair) for pair in pairs))) < 0.1
+
+
 def differences(mine: Json, wanted: Json) -> Iterator[float]:
     """By how much logprobs of the same tokens differ, as long as the answers are the same."""
     rows = zip(

@@ -328,9 +328,7 @@ def test_it_is_with_blocks_of_any_size(
 
 @pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("heads", [1, 16, 20, 40])
-def test_it_is_with_any_number_of_heads(
-    heads: int, level: str, contexts: dict[str, Any]
-) -> None:
+def test_it_is_with_any_number_of_heads(heads: int, level: str, contexts: dict[str, Any]) -> None:
     expect_the_reference(Step([200, 40], heads=heads), contexts, level=level)
 
 
@@ -479,8 +477,12 @@ WRONG: dict[str, tuple[str, Any]] = {
     "another backend": (
         "another one", lambda step: setattr(step.wrapper.mla_attn, "impl", SimpleNamespace())
     ),
-    "tensor-parallel ranks": ("tensor-parallel", lambda step: setattr(step.wrapper.o_proj, "tp_size", 2)),
-    "another norm": ("norm", lambda step: setattr(step.layer, "input_layernorm", parameter_norm())),
+    "tensor-parallel ranks": (
+        "tensor-parallel", lambda step: setattr(step.wrapper.o_proj, "tp_size", 2)
+    ),
+    "another norm": (
+        "norm", lambda step: setattr(step.layer, "input_layernorm", parameter_norm())
+    ),
     "a drafter": ("drafter", lambda step: setattr(step.model, "aux_hidden_state_layers", (1,))),
 }  # fmt: skip
 
@@ -518,20 +520,20 @@ def test_requests_and_layers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 32"):
         native.LatentLayer(**described(parts) | {"shape": (4, 500, ROTATED, PLAIN, VALUE)})
     layer = step.made()
+    positions = torch.tensor([POSITIONS])
+    requests = native.Requests(
+        m=1, positions=positions.data_ptr(), slots=step.slots.data_ptr(),
+        lengths=step.lengths.data_ptr(), blocks=step.blocks.data_ptr(),
+        most_blocks=step.blocks.stride(0), block=128, cache_blocks=len(step.cache),
+        tiles=False, are_latents=True,
+    )  # fmt: skip
+    given = {
+        "requests": requests, "cache": (step.cache.data_ptr(), step.cache.stride(0), 576),
+        "hidden": step.hidden.data_ptr(), "residual": 0, "y": step.hidden.data_ptr(),
+        "sum": step.hidden.data_ptr(), "level": level_of(BEST),
+    }  # fmt: skip
     with pytest.raises(ValueError, match="a position"):
-        wrong = SimpleNamespace(**vars(step))
-        wrong.positions = torch.tensor([POSITIONS])
-        requests = native.Requests(
-            m=1, positions=wrong.positions.data_ptr(), slots=step.slots.data_ptr(),
-            lengths=step.lengths.data_ptr(), blocks=step.blocks.data_ptr(),
-            most_blocks=step.blocks.stride(0), block=128, cache_blocks=len(step.cache),
-            tiles=False, are_latents=True,
-        )  # fmt: skip
-        layer._native.run(
-            requests=requests, cache=(step.cache.data_ptr(), step.cache.stride(0), 576),
-            hidden=step.hidden.data_ptr(), residual=0, y=step.hidden.data_ptr(),
-            sum=step.hidden.data_ptr(), level=level_of(BEST),
-        )  # fmt: skip
+        layer._native.run(**given)
 
 
 def described(parts: Any) -> dict[str, Any]:
