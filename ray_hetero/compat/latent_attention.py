@@ -51,6 +51,24 @@ def why_unknown(wrapper: Any) -> str:
     return ""
 
 
+def turns_wrongly(rotary: Any) -> bool:
+    """Whether vLLM's module calls an operator that does not turn all of a token's heads.
+
+    The native operator for CPUs takes queries [tokens, heads, size], which latent attention gives
+    it, for another shape, and leaves most of them as they are.  Rotations with a forward function
+    of their own (YaRN), and compiled models, do not call it.
+
+    Args:
+        rotary: of the attention.
+
+    Uses: `CustomOp._forward_method`.
+    """
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    chosen = original(rotary, "_forward_method")
+    return getattr(chosen, "__func__", None) is RotaryEmbedding.forward_cpu
+
+
 def head_weights(attend: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """What makes keys and values of latents, for each head by itself.
 

@@ -12,7 +12,11 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
 
-from ray_hetero.compat.latent_attention import head_weights, why_unknown
+from ray_hetero.compat.latent_attention import (
+    head_weights,
+    turns_wrongly,
+    why_unknown,
+)
 from ray_hetero.compat.lora import base_layer
 from ray_hetero.kernels.attention import as_norm, is_neox
 from ray_hetero.kernels.latent_layers import LatentLayer, LatentParts, LatentShape
@@ -99,6 +103,9 @@ def _why_unsuited(modules: LatentModules, linears: Mapping[nn.Module, Linear]) -
         or rotary.cos_sin_cache.shape[1] != rotated
     ):
         return f"positions are another rotation ({type(rotary).__name__})"
+    if turns_wrongly(rotary):
+        # Prompts, which stay vLLM's, would be turned otherwise than decode steps.
+        return "vLLM's operator for CPUs does not turn all heads (compiled models do not call it)"
     sizes = (attend.kv_lora_rank, attend.qk_nope_head_dim, attend.v_head_dim,
              attend.kv_lora_rank + rotated)  # fmt: skip
     if any(size % BLOCK for size in sizes) or rotated % ROTATED_MULTIPLE:

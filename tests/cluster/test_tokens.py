@@ -203,24 +203,36 @@ def test_latent_attention_of_this_project(
 ) -> None:
     path = model(architecture, "bf16")
     cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
-    ours_made = engine(path, 2, dtype="bfloat16", **hetero(cpu=cpu))
-    runs = [
-        (made, [batch(prompts(), logprobs=2)])
-        for made in (engine(path, dtype="bfloat16"), ours_made)
+    # As published; without scaling vLLM's operator for CPUs does not turn all heads.
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    kind = {"hf_overrides": {"rope_parameters": yarn}}
+    # vLLM's backend for AMX computes bfloat16 only.
+    precise = engine(path, dtype="float32", attention_backend="CPU_MLA", **kind)
+    made = [
+        precise,
+        engine(path, dtype="bfloat16", **kind),
+        engine(path, 2, dtype="bfloat16", **kind, **hetero(cpu=cpu)),
     ]
     folder = logs / f"latent-{architecture}"
-    (theirs,), (ours,) = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
+    runs = [(one, [batch(prompts(), logprobs=2)]) for one in made]
+    (exact,), (theirs,), (ours,) = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
     log = (folder / "log").read_text()
     assert "2 layers are computed as one operator" in log
     assert "operator by operator" not in log
-    # As experts of this project, see above.
-    pairs = list(zip(ours, theirs, strict=True))
-    found = [(gap_where_different(mine, other), gap_where_different(other, mine))
-             for mine, other in pairs]  # fmt: skip
-    gaps = [min(x, y) for x, y in found if x is not None and y is not None]
-    assert len(gaps) <= 3
-    assert all(gap < NEARLY_EQUAL for gap in gaps)
-    assert statistics.fmean(itertools.chain(*(differences(*pair) for pair in pairs))) < 0.1
+    # Routers of these models see experts nearly equal so often that stock vLLM in bfloat16 answers
+    # a third of the prompts otherwise than in float32: this project must be no further from that.
+    apart, of_stock = (
+        statistics.fmean(itertools.chain(*map(differences, some, exact))) for some in (ours, theirs)
+    )
+    assert apart < max(1.25 * of_stock, 0.02), f"{apart} from float32, stock vLLM {of_stock}"
+    print(f"{architecture}: {apart:.4f} from float32, stock vLLM {of_stock:.4f}")
+    gaps = [gap for gap in map(gap_where_different, ours, exact) if gap is not None]
+    of_stock_gaps = [gap for gap in map(gap_where_different, theirs, exact) if gap is not None]
+    print(f"{architecture}: parts {gaps}, stock vLLM {of_stock_gaps}")
+    assert len(gaps) <= len(of_stock_gaps) + 3
 
 
 def differences(mine: Json, wanted: Json) -> Iterator[float]:

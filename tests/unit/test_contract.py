@@ -47,6 +47,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import PunicaWrapperBase, punica_cpu
 from vllm.model_executor import layers
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe import activation as fused_moe_activation
@@ -390,6 +391,7 @@ def test_private_names_exist(where: str, owner: Any, name: str) -> None:
 ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/latent_attention", AMXMLAImpl, "_w_uk_packed"),
     ("compat/latent_attention", AMXMLAImpl, "_w_uv_packed"),
+    ("compat/latent_attention", CustomOp, "_forward_method"),
     *(
         ("compat/latent_attention", mla_attention.MLAAttention, name)
         for name in (

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (  # noqa: E402
     MLACommonPrefillMetadata,
 )
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper  # noqa: E402
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (  # noqa: E402
     DeepseekScalingRotaryEmbedding,
 )
@@ -483,8 +484,30 @@ WRONG: dict[str, tuple[str, Any]] = {
     "another norm": (
         "norm", lambda step: setattr(step.layer, "input_layernorm", parameter_norm())
     ),
+    "an operator that turns wrongly": ("all heads", lambda step: turn_wrongly(step.wrapper)),
     "a drafter": ("drafter", lambda step: setattr(step.model, "aux_hidden_state_layers", (1,))),
 }  # fmt: skip
+
+
+def turn_wrongly(wrapper: Any) -> None:
+    other = bare(
+        RotaryEmbedding, head_size=ROTATED, rotary_dim=ROTATED, is_neox_style=False
+    )  # fmt: skip
+    other.register_buffer("cos_sin_cache", wrapper.rotary_emb.cos_sin_cache)
+    other._forward_method = other.forward_cpu
+    wrapper.rotary_emb = other
+
+
+@pytest.mark.skipif(not hasattr(torch.ops._C, "rotary_embedding"), reason="needs vLLM's operator")
+def test_vllms_operator_does_not_turn_all_heads() -> None:
+    step = Step([40, 50])
+    turn_wrongly(step.wrapper)
+    queries = torch.randn(step.tokens, 4, ROTATED).bfloat16()
+    expected = step.turned(queries.float())
+    keys = torch.randn(step.tokens, 1, ROTATED).bfloat16()
+    found, _ = step.wrapper.rotary_emb._forward_method(step.positions, queries.clone(), keys)
+    # When this is no longer so, such layers need not be left to vLLM.
+    assert not torch.allclose(found.float(), expected, **CLOSE)
 
 
 def parameter_norm() -> Any:
