@@ -31,8 +31,14 @@ inline bool are_neighbours(const Requests& requests, std::int64_t first, std::in
 // requests of its group.
 class Parts {
  public:
+  // `most` parts of a request; of many requests each needs fewer.
   Parts(const Requests& requests, std::int64_t kv_heads, std::int64_t window)
-      : kv_heads_(kv_heads), window_(window), requests_(requests.m), first_{0}, rows_before_{0} {
+      : Parts(requests, kv_heads, window,
+              // All parts together need no more memory than those of few requests.
+              kMostParts * kFewTokens / std::max(requests.m, kFewTokens)) {}
+  Parts(const Requests& requests, std::int64_t kv_heads, std::int64_t window, std::int64_t most)
+      : kv_heads_(kv_heads), window_(window), most_(most), requests_(requests.m), first_{0},
+        rows_before_{0} {
     for (std::int64_t begin = 0, end; begin < requests.m; begin = end) {
       end = begin + 1;
       while (end < requests.m && requests.lengths[begin] >= kTogetherTokens &&
@@ -86,9 +92,7 @@ class Parts {
   void add(std::int64_t request, std::int64_t rows, std::int64_t shortest, std::int64_t length) {
     const std::int64_t begin = seen(shortest) / kSpan * kSpan;
     const std::int64_t chunks = (length - begin + kChunk - 1) / kChunk;
-    // Of many requests each needs fewer, and all parts together no more memory.
-    const std::int64_t most = kMostParts * kFewTokens / std::max(requests_, kFewTokens);
-    const std::int64_t of_part = (chunks + most - 1) / most;
+    const std::int64_t of_part = (chunks + most_ - 1) / most_;
     const std::int64_t parts = (chunks + of_part - 1) / of_part;
     group_of_.insert(group_of_.end(), parts, groups());
     groups_.push_back({request, rows, begin, length, of_part * kChunk});
@@ -96,7 +100,7 @@ class Parts {
     rows_before_.push_back(rows_before_.back() + parts * kv_heads_ * rows);
   }
 
-  std::int64_t kv_heads_, window_, requests_;
+  std::int64_t kv_heads_, window_, most_, requests_;
   std::vector<Group> groups_;
   std::vector<std::int64_t> group_of_;     // of each part
   std::vector<std::int64_t> first_;        // part of each group

@@ -156,6 +156,43 @@ struct DecoderLayers {
   std::size_t post_attentions() const { return layers.size() - (ends_attended ? 1 : 0); }
 };
 
+// Heads of a multi-head latent attention: keys and values of all of them are one latent a token, and
+// a rotated part of the keys.
+struct LatentHeads {
+  std::int64_t heads = 0;
+  std::int64_t latent = 0;   // elements of what is cached of a token, and read as keys and as values
+  std::int64_t rotated = 0;  // elements behind it: the part of keys and queries that is rotated
+  std::int64_t plain = 0;    // elements of a head's queries in front of that part
+  std::int64_t value = 0;    // elements of a head's values
+
+  std::int64_t size() const { return latent + rotated; }  // of a cached token
+  std::int64_t query() const { return plain + rotated; }
+};
+
+// A layer with multi-head latent attention, up to the norm before its perceptron or experts.  Queries
+// are multiplied with what would make keys of latents, so that all heads attend to latents alone.
+struct LatentLayer {
+  LatentHeads shape;
+  Norm norm;                       // before the attention
+  Linear down;                     // gives [latent of queries,] latent, rotated part of keys
+  std::optional<Norm> query_norm;  // of the latent of queries, in models that have one
+  Linear queries;                  // gives [heads][plain, rotated], of that latent or of the hidden state
+  Norm latent_norm;
+  Rotation rotation;               // of the rotated parts; its norms are none
+  Weight to_latent;                // [heads · latent, plain]
+  Weight from_latent;              // [heads · value, latent]
+  float scale = 1;                 // of scores
+  PostAttention behind;            // without a perceptron
+
+  std::int64_t query_latent() const { return query_norm ? queries.w.k() : 0; }
+};
+
+// Latents of a layer, row by row.
+struct LatentCache {
+  std::uint16_t* data;
+  std::int64_t block_stride, token_stride;  // elements
+};
+
 // How gate and up of a mixture's expert become one: gate · sigmoid(alpha · gate) · (up + beta).
 struct Activation {
   float alpha = 1, beta = 0;

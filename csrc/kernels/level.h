@@ -34,11 +34,13 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "attention.h"
 //
 #include "decode_step.h"
+#include "latent_attention.h"
+#include "latent_layer.h"
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 const Kernels& kernels() {
-  static const Kernels made{kHasTiles, run, run, rotate, run, run, run, expand};
+  static const Kernels made{kHasTiles, run, run, rotate, run, run, run, run, expand};
   return made;
 }
 

@@ -38,10 +38,12 @@ class Scratch {
 // that were compact; what is between the products of post_attention.h, parts of attention.h,
 // what is between the layers of decode_step.h, and between the products of adapters.h; tokens by
 // expert, what is between the products of experts.h, and their results; sums of groups of codes.h,
-// their scales, and sums of their inputs.
+// their scales, and sums of their inputs; what is between the products of latent_layer.h, a thread's
+// latents as they are multiplied in latent_attention.h, and its scores.
 enum Buffer {
   kSums, kOwnSums, kSharedTokens, kOwnTokens, kExpanded, kBetween, kPartial, kLayers, kShrunk,
-  kGathered, kActivated, kResults, kGroupSums, kScales, kInputSums, kBuffers
+  kGathered, kActivated, kResults, kGroupSums, kScales, kInputSums,
+  kLatents, kOwnLatents, kOwnScores, kBuffers
 };
 
 inline float* scratch(std::size_t floats, Buffer which) {

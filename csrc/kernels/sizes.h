@@ -33,6 +33,7 @@ constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the m
 
 constexpr std::int64_t kChunk = 128;     // tokens whose scores are kept; parts are multiples of it
 constexpr std::int64_t kMostParts = 64;  // of a request, where a step has few tokens
+constexpr std::int64_t kLatentParts = 128;  // of all requests; each keeps the sums of all heads
 // Cached tokens from which requests that share them are attended together: fewer stay in the caches,
 // and there is more to share out among threads.
 constexpr std::int64_t kTogetherTokens = 1024;

@@ -36,6 +36,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "qwen3_moe": ("Qwen3MoeModel", "Qwen3MoeDecoderLayer", "Qwen3MoeAttention"),
     "glm4_moe": ("Glm4MoeModel", "Glm4MoeDecoderLayer", "Glm4MoeAttention"),
     "gpt_oss": ("GptOssModel", "TransformerBlock", "OAIAttention"),
+    "deepseek_v2": ("DeepseekV2Model", "DeepseekV2DecoderLayer", "DeepseekV2MLAAttention"),
     "falcon": ("FalconModel", "FalconDecoderLayer", "FalconAttention", "FalconMLP"),
 }
 """Classes whose forward functions are compared, by the module that defines them."""

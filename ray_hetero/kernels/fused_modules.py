@@ -108,6 +108,23 @@ class HiddenFirstAttention(AttentionRun):
         return self._computed(positions, hidden_states, residual)
 
 
+class LatentAttentionRun(AttentionRun):
+    """`Calls.RESIDUAL`, of a layer with multi-head latent attention."""
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        scaling: None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the layer; nothing scales queries in the models that are known."""
+        given, total = torch.ops.ray_hetero.latent_layer(
+            positions, hidden_states, residual, self.run
+        )
+        return self.mlp(given), total
+
+
 class SumRun(FusedRun):
     """`Calls.SUM`."""
 

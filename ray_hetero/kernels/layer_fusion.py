@@ -31,6 +31,7 @@ from ray_hetero.kernels import (
     attention,
     decoder_layers,
     gpu_layers,
+    latent_layers,
     shared_decode,
     stage_output,
 )
@@ -38,10 +39,17 @@ from ray_hetero.kernels.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.attention import Attention, as_norm
 from ray_hetero.kernels.behind_attention import BehindAttention, OnGpu
 from ray_hetero.kernels.decoder_layers import DecoderLayers, Layer, register
-from ray_hetero.kernels.fused_modules import MODULES, WITH_MODULES, keep_parts
+from ray_hetero.kernels.fused_modules import (
+    MODULES,
+    WITH_MODULES,
+    LatentAttentionRun,
+    keep_parts,
+)
 from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers
+from ray_hetero.kernels.latent_fusion import latent_layer_of
+from ray_hetero.kernels.latent_layers import LatentLayer
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
 from ray_hetero.kernels.rank_sums import RankSums
 from ray_hetero.kernels.shared_decode import SharedDecode, Shares
@@ -91,6 +99,18 @@ class Run:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class LatentRun:
+    """A layer with multi-head latent attention, which becomes an operator of its own."""
+
+    layers: nn.ModuleList
+    """Where vLLM's model has it."""
+    place: int
+    layer: LatentLayer
+    mlp: nn.Module
+    """What comes behind it: vLLM's module."""
+
+
 @dataclass(frozen=True)
 class Fused:
     """What was fused of a model."""
@@ -109,11 +129,13 @@ class Fusible:
     """Layers that cannot, by why."""
     callers: list[nn.Module]
     """Modules that vLLM compiles, of whose layers all can be fused: little is left to compile."""
+    latents: list[LatentRun]
+    """Layers with multi-head latent attention."""
 
     @classmethod
     def none(cls) -> Fusible:
         """Of a model that nothing was looked for in."""
-        return cls([], Counter(), [])
+        return cls([], Counter(), [], [])
 
 
 def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
@@ -135,6 +157,7 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
     """What can be fused of a model; arguments as of `fuse`."""
     runs: list[Run] = []
     left: Counter[str] = Counter()
+    latents: list[LatentRun] = []
     whole: dict[nn.Module, bool] = {}
     for decoder in model.modules():
         name = _layers_attribute(decoder)
@@ -142,11 +165,18 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
             continue
         layers = getattr(decoder, name)
         own = list(layers)[decoder.start_layer : decoder.end_layer]
-        found = [layer_of(decoder, layer, linears, kernel) for layer in own]
+        found: list[Layer | str] = []
+        for place, layer in enumerate(own, decoder.start_layer):
+            one = latent_layer_of(decoder, layer, linears, kernel)
+            if isinstance(one, tuple):
+                latents.append(LatentRun(layers, place, *one))
+                found.append("")
+                continue
+            found.append(layer_of(decoder, layer, linears, kernel) if one is None else one)
         left.update(
             f"{type(layer).__name__}: {why}"
             for layer, why in zip(own, found, strict=True)
-            if isinstance(why, str)
+            if isinstance(why, str) and why
         )
         # A perceptron that stays vLLM's module is compiled with what is around it.
         whole[decoder] = all(isinstance(one, Layer) and one.mlp is None for one in found)
@@ -154,7 +184,7 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
             Run(decoder, name, decoder.start_layer + first, some)
             for first, some in _following(found)
         ]
-    return Fusible(runs, left, _callers(model, whole))
+    return Fusible(runs, left, _callers(model, whole), latents)
 
 
 def _callers(model: nn.Module, whole: Mapping[nn.Module, bool]) -> list[nn.Module]:
@@ -204,6 +234,9 @@ def install(
             if run.adapters is not None:
                 keep_parts(one, layers[number])
             layers[number] = one
+    for latent in found.latents:
+        number = latent_layers.register(latent.layer)
+        latent.layers[latent.place] = LatentAttentionRun(number, latent.mlp)
     if adapters is not None:
         logger.info(
             "adapters of requests are added in the same call, up to %d at once, of rank %d and "
@@ -221,7 +254,7 @@ def install(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
             layers_left, why,
         )  # fmt: skip
-    layers_fused = sum(len(run.layers) for run in found.runs)
+    layers_fused = sum(len(run.layers) for run in found.runs) + len(found.latents)
     return Fused(layers_fused, shares is not None and not shares.is_empty)
 
 

@@ -124,10 +124,17 @@ ARCHITECTURES = (
         why_not=OTHER_EXPERTS,
     ),
     Architecture(
-        "DeepSeek V2 and V3, Kimi K2, MiniCPM 3",
-        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM"),
-        in_engines=("deepseek_v2", "deepseek_v3"),
-        why_not=LATENT,
+        "DeepSeek V2 and V3, Kimi K2",
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        ("deepseek_v2", "deepseek_v3"),
+        f"{EXPERTS}, {LATENT}; not with a quantised `kv_b_proj`",
+        is_in_parts=True,
+    ),
+    Architecture(
+        "MiniCPM 3",
+        ("MiniCPM3ForCausalLM",),
+        why_not="keys and values of all heads are made of a latent before vLLM's attention",
     ),
     Architecture(
         "Cohere, GPT-2, GPT-J, BLOOM, InternLM 2, Nemotron, EXAONE",

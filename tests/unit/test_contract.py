@@ -47,6 +47,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import PunicaWrapperBase, punica_cpu
 from vllm.model_executor import layers
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe import activation as fused_moe_activation
@@ -59,10 +60,13 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts,
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models import registry as model_registry
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -322,6 +326,23 @@ PRIVATE: list[tuple[str, Any, str]] = [
         for module, names in decoder_classes.CLASSES.items()
         for name in names
     ),
+    ("compat/latent_attention", mla_attention, "MLAAttention"),
+    ("compat/latent_attention", mla_attention.MLACommonDecodeMetadata, "block_table"),
+    *(
+        ("compat/latent_attention", mla_attention.MLACommonMetadata, name)
+        for name in (
+            "num_actual_tokens",
+            "max_query_len",
+            "max_seq_len",
+            "query_start_loc",
+            "causal",
+            "decode",
+            "prefill",
+        )
+    ),
+    ("compat/latent_attention", mla_attention.MLACommonPrefillMetadata, "block_table"),
+    *(("compat/latent_attention", backend, "forward_mqa") for backend in (AMXMLAImpl, CPUMLAImpl)),
+    ("compat/latent_attention", MultiHeadLatentAttentionWrapper, "forward"),
     ("compat/lora", lora_ops, "bgmv_shrink"),
     ("compat/lora", punica_cpu, "bgmv_shrink"),
     ("compat/lora", PunicaWrapperBase, "token_lora_indices"),
@@ -354,6 +375,12 @@ def test_multi_head_latent_attention_marks_the_layer_whose_tensors_it_reads() ->
     assert marked in inspect.getsource(mla_attention), "quantised_linear.py looks at it"
 
 
+@pytest.mark.parametrize("name", ["W_UK_T", "W_UV"])
+def test_multi_head_latent_attention_keeps_the_matrices_of_its_heads(name: str) -> None:
+    replaced = f'replace_parameter(self, "{name}"'
+    assert replaced in inspect.getsource(mla_attention.MLAAttention), "compat/latent_attention.py"
+
+
 @pytest.mark.parametrize(("where", "owner", "name"), PRIVATE)
 def test_private_names_exist(where: str, owner: Any, name: str) -> None:
     fields = getattr(owner, "__dataclass_fields__", {})
@@ -363,6 +390,23 @@ def test_private_names_exist(where: str, owner: Any, name: str) -> None:
 
 
 ASSIGNED: list[tuple[str, type, str]] = [
+    ("compat/latent_attention", AMXMLAImpl, "_w_uk_packed"),
+    ("compat/latent_attention", AMXMLAImpl, "_w_uv_packed"),
+    ("compat/latent_attention", CustomOp, "_forward_method"),
+    *(
+        ("compat/latent_attention", mla_attention.MLAAttention, name)
+        for name in (
+            "use_pcp",
+            "q_pad_num_heads",
+            "non_causal_multi_token_decode",
+            "sliding_window",
+            "kv_cache_dtype",
+        )
+    ),
+    *(
+        ("compat/latent_attention", MultiHeadLatentAttentionWrapper, name)
+        for name in ("indexer", "is_sparse", "g_proj", "dcp_q_replicate", "mla_attn")
+    ),
     ("compat/warmup", GPUModelRunner, "max_num_tokens"),
     ("compat/warmup", GPUModelRunner, "is_pooling_model"),
     ("compat/warmup", GPUModelRunner, "cudagraph_dispatcher"),

@@ -9,10 +9,14 @@ from ray_hetero.kernels.structures.experts import Experts, GptOss
 from ray_hetero.kernels.structures.falcon import Falcon
 from ray_hetero.kernels.structures.gemma import Gemma
 from ray_hetero.kernels.structures.granite import Granite, StableLm
+from ray_hetero.kernels.structures.latent import LatentModules, latent_modules
 from ray_hetero.kernels.structures.llama import Llama
 from ray_hetero.kernels.structures.opt import Opt
 
-__all__ = ["STRUCTURES", "Calls", "LayerModules", "Structure", "structure_of"]
+__all__ = [
+    "STRUCTURES", "Calls", "LatentModules", "LayerModules", "Structure", "latent_modules",
+    "structure_of",
+]  # fmt: skip
 
 STRUCTURES: tuple[Structure, ...] = (
     Llama(), Gemma(), Granite(), StableLm(), Opt(), Falcon(), Experts(), GptOss(),
