@@ -9,9 +9,12 @@ DEMO_ARGS ?= --enforce-eager
 PYTEST_ARGS ?=
 BUILD_ARGS ?=
 JOBS ?= 2
+# Hide what this processor has beyond it from the tests: avx2, avx512 or avx512_bf16.
+MAX_CPU_ISA ?=
 REPORT ?= gpu-report
 
 BIN := $(VENV)/bin
+MASK := $(if $(MAX_CPU_ISA),RAY_HETERO_MAX_CPU_ISA=$(MAX_CPU_ISA) PYTHONPATH=$(CURDIR)/tests/masked)
 STAMP := $(VENV)/.installed
 EXTRAS := cpu,test,docs
 
@@ -42,13 +45,13 @@ demo: env ## Serve a model over two CPU ranks, chat with it and stop (MODEL=path
 
 test: env ## Run all tests, JOBS files at a time; those that need a GPU say why they are skipped
 	@# In this order engines start first: half of their time is waiting, in which unit tests run.
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(MASK) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: env ## Run the tests that `make test` leaves out: two kinds of ranks, several nodes, jobs, restarts, more faults, what the pages say to type
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(MASK) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-unit: env ## Run the tests that need neither Ray nor vLLM engines
-	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+	$(MASK) $(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need a GPU, on a host that has one; the report goes to REPORT
 	$(PYTHON) tests/gpu/run_all.py --report '$(REPORT)'

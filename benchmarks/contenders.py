@@ -184,9 +184,9 @@ DRAFT_MODEL: dict[str, Any] = {
 
 
 def drafting(split: Split, *, sockets: int | None, share: float | None = None) -> list[Contender]:
-    """The same split with so many drafts a request, with drafts from n-grams and of a model.
+    """The same split with drafts of several numbers, with drafts from n-grams and of a model.
 
-    Drafts are accepted with a forced chance, those from n-grams and of a model where they are
+    An engine each.  Drafts of the first are accepted with a forced chance, those from n-grams and of a model where they are
     right: with --heavy-tailed, whose greedy text repeats itself, and is that of the drafting model.
 
     Args:
@@ -217,7 +217,8 @@ def drafting(split: Split, *, sockets: int | None, share: float | None = None) -
 
     return [
         one("no drafts"),
-        one("forced drafts", "--drafts", ",".join(map(str, DRAFTS)), "--accepted", "0.7"),
+        # vLLM captures whole CUDA graphs for an engine's largest number of drafts only.
+        *(one(f"forced {count}", "--drafts", str(count), "--accepted", "0.7") for count in DRAFTS),
         one("n-grams", speculative_config=NGRAM),
         *([one("draft model", speculative_config=DRAFT_MODEL)] if has_drafter else []),
     ]

@@ -15,14 +15,12 @@ from placement.errors import TopologyError
 from placement.host import cgroup
 from placement.host.cpulist import format_cpulist
 from placement.host.gpus import read_gpus
+from placement.host.instruction_sets import INSTRUCTION_SETS, allowed
 from placement.host.topology import Core, Host, NumaNode
 from placement.host.tree import Tree
 
 NODES = "sys/devices/system/node"
 CPUS = "sys/devices/system/cpu"
-INSTRUCTION_SETS = frozenset(
-    ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_tile")
-)
 GIVEN_BACK = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 """What an allocation on the node can get: free pages and cache that the kernel drops for it."""
 KIBIBYTE = 1024
@@ -37,12 +35,13 @@ def read_host(root: Path = Path("/"), *, gpus: bool = True) -> Host:
     """The host as this process may use it.
 
     Args:
-        root: directory that stands for `/`.
+        root: directory that stands for `/`; only the real one's instruction sets are limited by the
+            environment, see `placement.host.instruction_sets`.
         gpus: whether to ask for GPUs too.
 
     Raises:
-        TopologyError: a file is malformed, or nothing usable is left; names the file and what
-            was expected.
+        TopologyError: a file or the environment is malformed, or nothing usable is left; names it
+            and what was expected.
 
     """
     tree = Tree(root)
@@ -52,7 +51,7 @@ def read_host(root: Path = Path("/"), *, gpus: bool = True) -> Host:
         name=(tree.find_text("proc/sys/kernel/hostname") or platform.node()).strip(),
         numa_nodes=numa_nodes,
         gpus=read_gpus(root) if gpus else (),
-        instruction_sets=flags & INSTRUCTION_SETS,
+        instruction_sets=allowed(flags) if root == Path("/") else flags & INSTRUCTION_SETS,
         memory_limit_bytes=cgroup.memory_limit_bytes(tree),
         cpu_limit=cgroup.cpu_limit(tree),
         offline_cpus=_offline(tree),

@@ -87,7 +87,8 @@ def test_drafts_are_compared_over_one_split() -> None:
         split = Split("8b", 16) if sockets is None else Split("1b", 22)
         made = drafting(split, sockets=sockets)
         # The drafting model has the 8B shape's vocabulary.
-        names = ["no drafts", "forced drafts", "n-grams", *([] if sockets else ["draft model"])]
+        forced = [f"forced {count}" for count in (1, 3, 7)]
+        names = ["no drafts", *forced, "n-grams", *([] if sockets else ["draft model"])]
         assert [one.name for one in made] == names
         for one in made:
             config = json.loads(one.command[one.command.index("--config") + 1])
