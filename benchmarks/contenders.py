@@ -186,8 +186,9 @@ DRAFT_MODEL: dict[str, Any] = {
 def drafting(split: Split, *, sockets: int | None, share: float | None = None) -> list[Contender]:
     """The same split with drafts of several numbers, with drafts from n-grams and of a model.
 
-    An engine each.  Drafts of the first are accepted with a forced chance, those from n-grams and of a model where they are
-    right: with --heavy-tailed, whose greedy text repeats itself, and is that of the drafting model.
+    An engine each.  Drafts of the first are accepted with a forced chance, those from n-grams and
+    of a model where they are right: with --heavy-tailed, whose greedy text repeats itself, and is
+    that of the drafting model.
 
     Args:
         split: layers of the CPU stage; the GPU stage, behind it, holds the rest.

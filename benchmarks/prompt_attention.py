@@ -106,8 +106,9 @@ def main() -> None:
         row["of_the_librarys_rate"] = row["gflop_s"]["vllm"] / row["gflop_s"]["torch"]
         found.append(row)
         print(
-            f"{tokens:6} tokens: vLLM {row['ms']['vllm']:9.2f} ms, torch {row['ms']['torch']:9.2f} ms,"
-            f" {row['of_the_librarys_rate']:.2f} of its rate, difference {row['difference']:.4f}",
+            f"{tokens:6} tokens: vLLM {row['ms']['vllm']:9.2f} ms, "
+            f"torch {row['ms']['torch']:9.2f} ms, {row['of_the_librarys_rate']:.2f} of its rate, "
+            f"difference {row['difference']:.4f}",
             flush=True,
         )
     if options.json:
