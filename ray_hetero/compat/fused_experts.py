@@ -48,6 +48,39 @@ def fused_experts(
     )  # fmt: skip
 
 
+TRITON_MULTIPLE = 16
+"""Triton compiles a kernel anew where a number that was a multiple of this one is none."""
+
+
+def kernel_tokens(
+    w13: tuple[int, int, int], w2: tuple[int, int, int], chosen: int, least: int, most: int
+) -> list[int]:
+    """Numbers of tokens that stand for all compiled forms of `fused_experts`, ascending.
+
+    vLLM chooses a kernel's tiles by the number of tokens, and Triton compiles each choice when it
+    is first used, which takes a good part of a second.
+
+    Uses: `fused_moe.try_get_optimal_moe_config`.
+
+    Args:
+        w13: shape of gates and ups, [E, 2 · inner, hidden].
+        w2: shape of downs, [E, hidden, inner].
+        chosen: experts of a token.
+        least: tokens of a step.
+        most: tokens of a step.
+
+    """
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    choose = original(fused_moe, "try_get_optimal_moe_config")
+    found: dict[tuple[Any, ...], int] = {}
+    for tokens in range(least, most + 1):
+        tiles = choose(w13, w2, chosen, None, tokens)
+        form = (*sorted(tiles.items()), tokens * chosen % TRITON_MULTIPLE == 0)
+        found.setdefault(form, tokens)
+    return sorted(found.values())
+
+
 @functools.cache
 def _kernel() -> tuple[Any, Any, Any]:
     from vllm.model_executor.layers.fused_moe import activation, config, fused_moe

@@ -131,7 +131,10 @@ def made(
     seconds = _measured(experts, layers, tokens)
     shares = _shares(config, experts, layers, rates, seconds, len(offers), tokens)
     _say(shares, experts, seconds, rates, tokens)
-    return None if shares is None else ExpertLink(experts, shares, channel)
+    if shares is None:
+        return None
+    _build_kernels(experts, layers, shares, tokens)
+    return ExpertLink(experts, shares, channel)
 
 
 def _say(
@@ -238,6 +241,25 @@ def _cost(rates: CoreRates | None) -> str:
         return ""
     tokens, seconds = rates.points[-1]
     return f"; the cores take {1000 * seconds:.1f} ms a layer for {tokens} tokens"
+
+
+def _build_kernels(
+    experts: GpuExperts, layers: Sequence[RemoteLayer], shares: ExpertShares, tokens: int
+) -> None:
+    """Compute a layer in steps of all sizes that have a kernel of their own.
+
+    Else the first prompt of such a size waits for a compiler.
+    """
+    number = experts.layers[-1]
+    layer, count = layers[number], experts.count(number)
+    for size in experts.kernel_tokens(number, layer.chosen, shares.tokens, tokens):
+        chosen = random_tokens(size, layer.hidden, count, layer.chosen)
+        x, weights, ids = (tensor.to(experts.device) for tensor in chosen)
+        here = shares.experts(size, count)
+        experts.begin(ids, number, here)
+        experts.sums(x, weights, ids, number, here)
+    if experts.device.type == "cuda":
+        torch.cuda.synchronize(experts.device)
 
 
 def _measured(experts: GpuExperts, layers: Sequence[RemoteLayer], tokens: int) -> float:

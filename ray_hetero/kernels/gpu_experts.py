@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from placement.units import GIB
-from ray_hetero.compat.fused_experts import fused_experts
+from ray_hetero.compat.fused_experts import fused_experts, kernel_tokens
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.expert_expansion import ExpertExpansion, LinkedLayer, sizes_of
 from ray_hetero.kernels.expert_pieces import ExpertPieces, ExpertReader, Piece
@@ -135,6 +135,24 @@ class GpuExperts:
     def count(self, layer: int) -> int:
         """Experts of a layer."""
         return self._layers[layer].count
+
+    def kernel_tokens(self, layer: int, chosen: int, least: int, most: int) -> list[int]:
+        """Numbers of tokens whose steps use all forms of the kernel; none where it is not compiled.
+
+        Args:
+            layer: its number.
+            chosen: experts of a token.
+            least: tokens of a step.
+            most: tokens of a step; a longer one is computed in chunks.
+
+        """
+        if self.device.type != "cuda":
+            return []
+        slices = self._layers[layer].slices
+        outputs, hidden = slices[0].halves[0].shape
+        wide, experts = outputs * len(slices), min(self.experts, self.count(layer))
+        shapes = (experts, wide, hidden), (experts, hidden, wide // 2)
+        return kernel_tokens(*shapes, chosen, least, min(most, self._chunk))
 
     def begin(self, ids: torch.Tensor, layer: int, experts: int | None = None) -> None:
         """Order what a layer's `sums` will read, before its tokens are known.

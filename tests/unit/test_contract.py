@@ -282,6 +282,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
     ("compat/quantised_experts", int_wna16, "_process_weights_cpu"),
     ("compat/fused_experts", fused_moe, "fused_experts"),
+    ("compat/fused_experts", fused_moe, "try_get_optimal_moe_config"),
     ("compat/fused_experts", fused_moe_activation, "MoEActivation"),
     ("compat/fused_experts", fused_moe_config, "biased_moe_quant_config"),
     ("compat/remote_experts", RoutedExperts, "_get_quant_method"),

@@ -379,6 +379,28 @@ def test_experts_are_split_where_sockets_and_link_take_as_long(
     assert link.shares.points[0][1] == EXPERTS
 
 
+def test_kernels_of_all_sizes_are_built_before_the_first_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, steps = [], []
+
+    def kernel_tokens(self: GpuExperts, *given: int) -> list[int]:
+        asked.append(given)
+        return [20, 33, 64]
+
+    def sums(self: GpuExperts, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        steps.append((len(x), given[-1]))
+        return real(self, x, *given)
+
+    real = GpuExperts.sums
+    monkeypatch.setattr(GpuExperts, "kernel_tokens", kernel_tokens)
+    monkeypatch.setattr(GpuExperts, "sums", sums)
+    assert linked([offered(None)], prefill_on_gpu_tokens=20, prefill_gpu_share=0.4) is not None
+    assert asked == [(0, CHOSEN, 20, 64)]
+    # Of those that the GPU is to compute; others are measured before.
+    assert steps[-3:] == [(20, 3), (33, 3), (64, 3)]
+
+
 def test_without_memory_to_read_the_cores_compute_all(said: pytest.LogCaptureFixture) -> None:
     missing = offered(((16, 0.01), (64, 0.04)), is_there=False)
     assert linked([missing]) is None
