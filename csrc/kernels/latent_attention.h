@@ -15,92 +15,6 @@
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
-// Where the queries of a step are: a lane for each head of each request, 32 lanes a block.  The
-// requests of a group have neighbouring lanes; each group begins a block.
-class LatentLanes {
- public:
-  LatentLanes(const Parts& parts, std::int64_t heads) : heads_(heads), first_{0} {
-    for (std::int64_t group = 0; group < parts.groups(); ++group) {
-      const std::int64_t rows = parts.rows(group);
-      for (std::int64_t row = 0; row < rows; ++row) of_.push_back({group, row * heads});
-      counts_.push_back(rows * heads);
-      first_.push_back(first_.back() + (rows * heads + kBlock - 1) / kBlock);
-    }
-  }
-
-  std::int64_t all_blocks() const { return first_.back(); }
-  // Of a group: its first block, how many it has, and its lanes.
-  std::int64_t first(std::int64_t group) const { return first_[group]; }
-  std::int64_t blocks(std::int64_t group) const { return first_[group + 1] - first_[group]; }
-  std::int64_t count(std::int64_t group) const { return counts_[group]; }
-
-  std::int64_t group(std::int64_t request) const { return of_[request].group; }
-  // Among those of its group.
-  std::int64_t lane(std::int64_t request, std::int64_t head) const {
-    return of_[request].lane + head;
-  }
-
- private:
-  struct Of {
-    std::int64_t group, lane;
-  };
-  std::int64_t heads_;
-  std::vector<Of> of_;  // each request
-  std::vector<std::int64_t> counts_, first_;
-};
-
-// Scores [tokens][kBlock] of one or two tiles of cached tokens for a block of queries; `kRight` is
-// whether more than 16 of its lanes are used.
-template <bool kTwo, bool kRight>
-void score_latents(const std::uint16_t* first, const std::uint16_t* second, std::int64_t stride,
-                   const std::uint16_t* queries, std::int64_t size, float* scores) {
-  const auto bytes = static_cast<std::int64_t>(stride * sizeof(std::uint16_t));
-  clear_tile<0>();
-  if constexpr (kRight) clear_tile<1>();
-  if constexpr (kTwo) clear_tile<2>();
-  if constexpr (kTwo && kRight) clear_tile<3>();
-  for (std::int64_t at = 0; at < size; at += 2 * kTile, queries += kTile * kRow) {
-    load_tile<6>(queries, kRowBytes);
-    if constexpr (kRight) load_tile<7>(queries + kBlock, kRowBytes);
-    load_tile<4>(first + at, bytes);
-    multiply_tiles<0, 4, 6>();
-    if constexpr (kRight) multiply_tiles<1, 4, 7>();
-    if constexpr (kTwo) {
-      load_tile<5>(second + at, bytes);
-      multiply_tiles<2, 5, 6>();
-      if constexpr (kRight) multiply_tiles<3, 5, 7>();
-    }
-  }
-  store_tile<0>(scores, kSumStride);
-  if constexpr (kRight) store_tile<1>(scores + kTile, kSumStride);
-  if constexpr (kTwo) store_tile<2>(scores + kTile * kBlock, kSumStride);
-  if constexpr (kTwo && kRight) store_tile<3>(scores + kTile * kBlock + kTile, kSumStride);
-}
-
-// The same of M tokens without tiles, for queries of which at most 16 lanes are used.
-template <int M>
-void score_left(const std::uint16_t* tokens, std::int64_t stride, const std::uint16_t* queries,
-                std::int64_t size, float* scores) {
-  Floats sums[M];
-  for (Floats& sum : sums) sum = zeros();
-  for (std::int64_t at = 0; at < size; at += 2, queries += kRow) {
-    const Pairs left = load_pairs(queries);
-    for (int i = 0; i < M; ++i) {
-      sums[i] = dot(sums[i], left, spread_pair(tokens + i * stride + at));
-    }
-  }
-  for (int i = 0; i < M; ++i) store_floats(scores + i * kBlock, sums[i]);
-}
-
-using ScoreLeft = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
-                           float*);
-template <int... kLess>
-constexpr std::array<ScoreLeft, kGroup> score_left_of(std::integer_sequence<int, kLess...>) {
-  return {score_left<kLess + 1>...};
-}
-constexpr std::array<ScoreLeft, kGroup> kScoreLeft =
-    score_left_of(std::make_integer_sequence<int, kGroup>());
-
 // A layer's: queries [m][heads][size], bf16 → attended [heads][m][latent], bf16, the tokens of a head
 // in groups of 32 as place_among() says.
 class LatentAttention {
@@ -109,7 +23,8 @@ class LatentAttention {
                   const Requests& requests, const Parts& parts, const std::uint16_t* queries,
                   std::uint16_t* attended)
       : shape_(shape), scale_(scale), cache_(cache), requests_(requests), parts_(parts),
-        lanes_(parts, shape.heads), queries_(queries), attended_(attended),
+        lanes_(parts, shape.heads), chunks_(shape, cache, requests, parts), queries_(queries),
+        attended_(attended),
         packed_(scratch_bf16(packed(shape, lanes_), kGathered)),
         queue_(parts.units(), omp_get_max_threads()) {
     std::int64_t floats = 0;
@@ -151,7 +66,6 @@ class LatentAttention {
   }
 
  private:
-  static constexpr std::int64_t kChunkPairs = kChunk / 2;
   static constexpr float kHidden = -1e30f;  // finite, so that no NaN comes of it
 
   static std::size_t packed(const LatentHeads& shape, const LatentLanes& lanes) {
@@ -217,31 +131,6 @@ class LatentAttention {
 
   // ---- parts -------------------------------------------------------------------------------------
 
-  // Neighbouring tokens of a group's requests.
-  struct Chunk {
-    std::int64_t group, begin, tokens;
-    bool is_first;  // of its part
-    // Of each 16 of them, and where the part goes on, of the next 16.
-    const std::uint16_t* tiles[kChunk / kTile + 1];
-
-    std::int64_t count() const { return (tokens + kTile - 1) / kTile; }
-  };
-
-  Chunk chunk(std::int64_t group, std::int64_t begin, std::int64_t first, std::int64_t end) const {
-    Chunk made{group, begin, std::min(kChunk, end - begin), begin == first, {}};
-    // The last request has all blocks.
-    const std::int64_t last = parts_.request(group) + parts_.rows(group) - 1;
-    const std::int32_t* blocks = requests_.blocks + last * requests_.most_blocks;
-    const std::int64_t behind = begin + (kChunk / kTile + 1) * kTile;
-    int tile = 0;
-    for (std::int64_t token = begin; token < std::min(end, behind); token += kTile) {
-      const std::int64_t block = blocks[token / requests_.block];
-      made.tiles[tile++] = cache_.data + block * cache_.block_stride +
-                           token % requests_.block * cache_.token_stride;
-    }
-    return made;
-  }
-
   void attend(std::int64_t unit) {
     const std::int64_t group = parts_.group(unit), part = unit - parts_.unit(group, 0, 0);
     const std::int64_t begin = parts_.begin(unit);
@@ -249,8 +138,8 @@ class LatentAttention {
     std::uint16_t* latents = own_latents(shape_);
     const OwnScores own;
     for (std::int64_t token = begin; token < end; token += kChunk) {
-      const Chunk some = chunk(group, token, begin, end);
-      pack_latents(some, latents);
+      const LatentChunk some = chunks_.at(group, token, begin, end);
+      chunks_.pack(some, latents);
       for (std::int64_t block = 0; block < lanes_.blocks(group); ++block) {
         const std::int64_t lane = block * kBlock;
         const std::int64_t lanes = std::min<std::int64_t>(kBlock, lanes_.count(group) - lane);
@@ -264,49 +153,7 @@ class LatentAttention {
     }
   }
 
-  // Pairs of tokens as rows of a weight, with zeros up to a multiple of 32 tokens; of 32 elements the
-  // even ones are left, the odd ones right.  What lies behind a request's last token is somebody
-  // else's, or nobody's: it may be NaN, and must not be multiplied, not even with 0.
-  void pack_latents(const Chunk& chunk, std::uint16_t* to) const {
-    const std::int64_t tiles = (chunk.tokens + kSpan - 1) / kSpan * 2;
-    const std::int64_t step = kTile / 2 * kRow;
-    for (std::int64_t tile = 0; tile < tiles; ++tile, to += step) {
-      const std::int64_t tokens = std::clamp<std::int64_t>(chunk.tokens - tile * kTile, 0, kTile);
-      const std::uint16_t *from = chunk.tiles[tile], *next = chunk.tiles[tile + 1];
-      for (std::int64_t i = 0; i < shape_.latent; i += kBlock) {
-        pack_tile(tokens > 0 ? from + i : nullptr, tokens, to + i / kBlock * kChunkPairs * kRow);
-        if (next != nullptr) prefetch(next + i);
-      }
-      if (next != nullptr) prefetch_rotated(next + shape_.latent);
-    }
-  }
-
-  // 32 elements of 16 tokens.
-  void pack_tile(const std::uint16_t* from, std::int64_t tokens, std::uint16_t* to) const {
-    const std::int64_t pairs = tokens / 2;
-    for (std::int64_t pair = 0; pair < pairs; ++pair, from += 2 * cache_.token_stride, to += kRow) {
-      const Pairs first = load_pairs(from), second = load_pairs(from + cache_.token_stride);
-      store_pairs(to, exact_pairs(firsts(first), firsts(second)));
-      store_pairs(to + kBlock, exact_pairs(seconds(first), seconds(second)));
-    }
-    if (tokens % 2 != 0) {
-      const Pairs last = load_pairs(from);
-      store_pairs(to, exact_pairs(firsts(last), zeros()));
-      store_pairs(to + kBlock, exact_pairs(seconds(last), zeros()));
-      to += kRow;
-    }
-    std::memset(to, 0, (kTile / 2 - (tokens + 1) / 2) * kRowBytes);
-  }
-
-  // 32 elements of 16 tokens.
-  void prefetch(const std::uint16_t* at) const {
-    for (int token = 0; token < kTile; ++token, at += cache_.token_stride) prefetch_l2(at);
-  }
-  void prefetch_rotated(const std::uint16_t* at) const {
-    for (std::int64_t i = 0; i < shape_.rotated; i += kBlock) prefetch(at + i);
-  }
-
-  void score(const Chunk& chunk, std::int64_t block, std::int64_t lanes, float* scores) const {
+  void score(const LatentChunk& chunk, std::int64_t block, std::int64_t lanes, float* scores) const {
     const std::int64_t size = shape_.size(), stride = cache_.token_stride;
     const std::uint16_t* queries = packed_ + block * size / 2 * kRow;
     if constexpr (kHasTiles) {
@@ -336,7 +183,7 @@ class LatentAttention {
 
   // Scores of up to 16 lanes become shares; `lane` is the first of them among its group's, `at` in its
   // block.
-  void soften(const Chunk& chunk, std::int64_t lane, std::int64_t at, std::int64_t lanes,
+  void soften(const LatentChunk& chunk, std::int64_t lane, std::int64_t at, std::int64_t lanes,
               const OwnScores& own, const Kept& to) const {
     const Floats scale = spread(scale_ * kLog2E);
     const Floats before = chunk.is_first ? spread(kHidden) : load_floats(to.largest + at);
@@ -386,7 +233,7 @@ class LatentAttention {
   }
 
   // Scores that leave nothing of a token to lanes whose requests do not see it.
-  Floats without_short(Floats scores, const Chunk& chunk, std::int64_t lane,
+  Floats without_short(Floats scores, const LatentChunk& chunk, std::int64_t lane,
                        std::int64_t token) const {
     float all[kLanes];
     store_floats(all, scores);
@@ -406,7 +253,7 @@ class LatentAttention {
     }
   }
 
-  void add_values(const Chunk& chunk, std::int64_t lanes, const std::uint16_t* latents,
+  void add_values(const LatentChunk& chunk, std::int64_t lanes, const std::uint16_t* latents,
                   const std::uint16_t* shares, float* sums) const {
     for (std::int64_t i = 0; i < shape_.latent; i += kBlock) {
       if constexpr (kHasTiles) {
@@ -463,6 +310,7 @@ class LatentAttention {
   const Requests& requests_;
   const Parts& parts_;
   const LatentLanes lanes_;
+  const LatentChunks chunks_;
   const std::uint16_t* queries_;
   std::uint16_t* attended_;
   std::uint16_t* packed_;  // queries [blocks of lanes][size / 2][32][2]

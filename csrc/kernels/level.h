@@ -34,6 +34,9 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "attention.h"
 //
 #include "decode_step.h"
+#include "latent_lanes.h"
+#include "latent_scores.h"
+#include "latent_chunks.h"
 #include "latent_attention.h"
 #include "latent_layer.h"
 

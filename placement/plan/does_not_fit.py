@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from placement.plan.cost import Workload, asked_sequences, asked_tokens
 from placement.plan.planner import Order, Planner
 from placement.plan.stage_plan import RankPlan, Split
+from placement.plan.workload import Workload, asked_sequences, asked_tokens
 from placement.units import GIB
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from placement.host.row_costs import RowCosts
 from placement.model.shape import ModelShape
 from placement.plan import cost
-from placement.plan.cost import Memory, Step, Workload
 from placement.plan.devices import Links, StageDevices
+from placement.plan.memory import Memory, around_weights, kv_bytes, layer_weights
+from placement.plan.passes import decode_pass
+from placement.plan.step_time import Step, total_step
+from placement.plan.workload import Workload, asked_sequences, asked_tokens
 
 MOST_DRAFTS = 8
 """Drafts of a request in a step up to which the best number is looked for."""
@@ -37,9 +40,9 @@ class Drafter:
         """
         if self.shape is None:
             return 0
-        layers = sum(cost.layer_weights(layer, size) for layer in self.shape.layers)
+        layers = sum(layer_weights(layer, size) for layer in self.shape.layers)
         if self.has_own_vocabulary:
-            return layers + cost.around_weights(self.shape, size, first=True, last=True)
+            return layers + around_weights(self.shape, size, first=True, last=True)
         # An output matrix of its own is one for fewer tokens.
         held = self.shape.output_head + (() if is_first else self.shape.embedding)
         return layers + sum(tensor.rank_bytes(size) for tensor in held)
@@ -48,9 +51,9 @@ class Drafter:
         """KV bytes of a rank, for the sequences that must have room."""
         if self.shape is None:
             return 0
-        tokens, sequences = cost.asked_tokens(work), cost.asked_sequences(work)
+        tokens, sequences = asked_tokens(work), asked_sequences(work)
         return sum(
-            cost.kv_bytes(layer, size, tokens, sequences, work.max_batched_tokens)
+            kv_bytes(layer, size, tokens, sequences, work.max_batched_tokens)
             for layer in self.shape.layers
         )
 
@@ -66,10 +69,10 @@ class Drafter:
         """Time of drafting for a step: one small step after the other."""
         if self.shape is None:
             return Step()
-        run = cost.decode_pass(work.batch, work.context)
+        run = decode_pass(work.batch, work.context)
         layers = (cost.layer_step(self.shape, one, stage, run, links) for one in self.shape.layers)
         vocabulary = self.shape if self.has_own_vocabulary else target
-        once = cost.total_step((*layers, cost.output_step(vocabulary, stage, run)))
+        once = total_step((*layers, cost.output_step(vocabulary, stage, run)))
         return Step(draft=self.drafts * once.total)
 
 

@@ -11,10 +11,11 @@ from typing import Literal
 
 from placement.model.shape import ModelShape
 from placement.plan import cost
-from placement.plan.cost import Memory, Step, Workload
 from placement.plan.devices import Links, RankDevice, StageDevices, boundary_link
 from placement.plan.drafts import Drafter
+from placement.plan.memory import Memory, activation_bytes, around_weights, kv_bytes, layer_weights
 from placement.plan.partition import StageCosts, fits, reach_of, shortest_sum, smallest_peak
+from placement.plan.passes import Pass, decode_pass, prefill_passes
 from placement.plan.stage_plan import (
     Objective,
     RankPlan,
@@ -23,6 +24,8 @@ from placement.plan.stage_plan import (
     kv_room,
     objective_value,
 )
+from placement.plan.step_time import Step, total_step
+from placement.plan.workload import Workload, asked_sequences, asked_tokens
 
 Order = Literal["auto", "fixed"]
 
@@ -104,7 +107,7 @@ class Planner:
                     first_layer=first,
                     layers=count,
                     decode=self._time(row, place, first, count, self._decode),
-                    prefill=cost.total_step(
+                    prefill=total_step(
                         self._time(row, place, first, count, run) * times
                         for times, run in self._prefill
                     ),
@@ -124,7 +127,7 @@ class Planner:
 
     def _budgeted(self, stages: tuple[StagePlan, ...]) -> Split:
         ranks = [rank for stage in stages for rank in stage.ranks]
-        asked = cost.asked_tokens(self.work) * cost.asked_sequences(self.work)
+        asked = asked_tokens(self.work) * asked_sequences(self.work)
         block = self.work.kv_block
         tokens = min(
             (max(0, rank.kv_room) * asked // rank.memory.kv for rank in ranks if rank.memory.kv),
@@ -144,13 +147,13 @@ class Planner:
         return Split(stages, self.objective, self.work, tokens)
 
     @property
-    def _decode(self) -> cost.Pass:
+    def _decode(self) -> Pass:
         drafts = 0 if self.drafter is None else self.drafter.drafts
-        return cost.decode_pass(self.work.batch, self.work.context, drafts)
+        return decode_pass(self.work.batch, self.work.context, drafts)
 
     @property
-    def _prefill(self) -> tuple[tuple[int, cost.Pass], ...]:
-        return cost.prefill_passes(self.work.context, self.work.max_batched_tokens)
+    def _prefill(self) -> tuple[tuple[int, Pass], ...]:
+        return prefill_passes(self.work.context, self.work.max_batched_tokens)
 
     @cached_property
     def _layer_times(self) -> dict[StageDevices, tuple[int, ...]]:
@@ -178,18 +181,18 @@ class Planner:
     def _layer_weights(self) -> dict[int, tuple[int, ...]]:
         """Weight bytes of a rank by layer, by size of its stage."""
         return {
-            size: tuple(cost.layer_weights(layer, size) for layer in self.shape.layers)
+            size: tuple(layer_weights(layer, size) for layer in self.shape.layers)
             for size in self._sizes
         }
 
     @cached_property
     def _layer_kv(self) -> dict[int, tuple[int, ...]]:
         """KV bytes of a rank by layer, by size of its stage."""
-        tokens, sequences = cost.asked_tokens(self.work), cost.asked_sequences(self.work)
+        tokens, sequences = asked_tokens(self.work), asked_sequences(self.work)
         chunk = self.work.max_batched_tokens
         return {
             size: tuple(
-                cost.kv_bytes(layer, size, tokens, sequences, chunk) for layer in self.shape.layers
+                kv_bytes(layer, size, tokens, sequences, chunk) for layer in self.shape.layers
             )
             for size in self._sizes
         }
@@ -199,7 +202,7 @@ class Planner:
         return frozenset(stage.size for stage in self.stages)
 
     def _beside_layers(
-        self, row: Sequence[StageDevices], place: int, run: cost.Pass | None = None
+        self, row: Sequence[StageDevices], place: int, run: Pass | None = None
     ) -> Step:
         run = run or self._decode
         fixed = cost.fixed_step(self.shape, row[place], run)
@@ -212,7 +215,7 @@ class Planner:
         return fixed + cost.send_step(self.shape, row[place], row[place + 1], link, run)
 
     def _time(
-        self, row: Sequence[StageDevices], place: int, first: int, count: int, run: cost.Pass
+        self, row: Sequence[StageDevices], place: int, first: int, count: int, run: Pass
     ) -> Step:
         kinds = Counter(self._first_alike[first : first + count])
         inside = (
@@ -220,7 +223,7 @@ class Planner:
             * times
             for kind, times in kinds.items()
         )
-        return cost.total_step(inside) + self._beside_layers(row, place, run)
+        return total_step(inside) + self._beside_layers(row, place, run)
 
     def _reach(self, stage: StageDevices, place: int) -> tuple[int, ...]:
         beside = self._memory(stage, place, 0, 0)
@@ -242,11 +245,11 @@ class Planner:
     def _memory(self, stage: StageDevices, place: int, first: int, count: int) -> Memory:
         is_first, is_last = place == 0, place == len(self.stages) - 1
         size, end = stage.size, first + count
-        around = cost.around_weights(self.shape, size, first=is_first, last=is_last)
+        around = around_weights(self.shape, size, first=is_first, last=is_last)
         memory = Memory(
             weights=around + sum(self._layer_weights[size][first:end]),
             kv=sum(self._layer_kv[size][first:end]),
-            activations=cost.activation_bytes(self.shape, size, self.work, last=is_last),
+            activations=activation_bytes(self.shape, size, self.work, last=is_last),
         )
         if self.drafter is None or not is_last:
             return memory

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from placement.errors import DoesNotFitError, LayoutError
 from placement.model.shape import ModelShape
-from placement.plan.cost import Workload
 from placement.plan.devices import Links, StageDevices
 from placement.plan.does_not_fit import brief, explain, explain_given
 from placement.plan.drafts import (
@@ -27,6 +26,7 @@ from placement.plan.drafts import (
 )
 from placement.plan.planner import Order, Planner
 from placement.plan.stage_plan import Objective, RankPlan, Split, StagePlan
+from placement.plan.workload import Workload
 
 __all__ = [
     "Objective",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from placement.plan.cost import PICO, Memory, Step, Workload
 from placement.plan.devices import RankDevice, StageDevices
+from placement.plan.memory import Memory
+from placement.plan.step_time import PICO, Step
+from placement.plan.workload import Workload
 
 Objective = Literal["latency", "throughput"]
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from placement.cluster.assignment import Node
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
-from placement.plan.cost import layer_step, prefill_pass
+from placement.plan.cost import layer_step
 from placement.plan.devices import Links, RankDevice, StageDevices
+from placement.plan.passes import prefill_pass
 from placement.units import GIB
 from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import ConfigError

@@ -28,18 +28,13 @@ from ray_hetero.planning.expert_ranks import (
 )
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.prompt_gpus import (
-    borrowed_bytes,
     can_fuse,
     has_whole_layers,
+    prompt_gpu_bytes,
     with_prompt_gpus,
 )
-from ray_hetero.planning.rank_devices import (
-    Described,
-    UnknownDeviceError,
-    can_read_experts,
-    expert_devices,
-    rank_devices,
-)
+from ray_hetero.planning.rank_devices import can_read_experts, expert_devices, rank_devices
+from ray_hetero.planning.seat_devices import Described, UnknownDeviceError
 from ray_hetero.planning.socket_rows import MeasureRows
 from ray_hetero.planning.split_search import Asked, SplitSearch
 from ray_hetero.planning.world_plan import (
@@ -292,8 +287,8 @@ def _stages(
         threads=threads,
         bandwidth=bandwidth,
         gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
-        borrowed_bytes=borrowed_bytes(facts, world, is_whole=is_whole),
-        borrows_by_stage=is_whole,
+        prompt_gpu_bytes=prompt_gpu_bytes(facts, world, is_whole=is_whole),
+        prompts_by_stage=is_whole,
         is_eager=facts.is_eager,
         is_bf16=facts.is_bf16,
         can_fuse=can_fuse(facts),

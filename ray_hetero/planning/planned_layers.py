@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from placement.plan.cost import PICO
 from placement.plan.split import Split, rows_of_sockets
 from placement.plan.stage_plan import ExpertPlan
+from placement.plan.step_time import PICO
 from ray_hetero.world import Forecast, World
 
 

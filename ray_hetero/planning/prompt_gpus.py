@@ -9,13 +9,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from placement.cluster.assignment import Node, Seat
+from placement.host.topology import Host
 from placement.plan.devices import DeviceFigures, PromptGpu, StageDevices
-from ray_hetero.config import HeteroConfig
+from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.fused_architectures import FUSED_MODEL_TYPES
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes, output_bytes
-from ray_hetero.planning.rank_devices import borrowers
+from ray_hetero.planning.socket_kernels import streams_weights
 from ray_hetero.world import World
+
+
+def ranks_of_prompt_gpu(
+    config: CpuConfig, seat: Seat, seats: Sequence[Seat], host: Host, *, by_stage: bool
+) -> int:
+    """Most CPU ranks whose prompts one GPU computes, as far as planning can tell."""
+    if not (config.prefill_on_gpu and streams_weights(config, host)):
+        return 0
+    here = [other for other in seats if other.node_id == seat.node_id]
+    cpus = {other.stage if by_stage else other.rank for other in here if other.kind == "cpu"}
+    return -(-len(cpus) // sum(other.kind == "gpu" for other in here))
 
 
 def can_fuse(facts: EngineFacts) -> bool:
@@ -44,7 +56,7 @@ def has_whole_layers(config: HeteroConfig, facts: EngineFacts, world: World) -> 
     )
 
 
-def borrowed_bytes(facts: EngineFacts, world: World, *, is_whole: bool) -> int:
+def prompt_gpu_bytes(facts: EngineFacts, world: World, *, is_whole: bool) -> int:
     """Memory of a GPU that is taken for computing prompts.
 
     Args:
@@ -103,16 +115,16 @@ def with_prompt_gpus(
             if (other.kind, other.node_id) == ("gpu", seat.node_id) and rank.figures.host_link
         )  # fmt: skip
         found = next(beside, None)
-        is_borrowed = found is not None and borrowers(
+        is_used = found is not None and ranks_of_prompt_gpu(
             config.cpu, seat, world.seats, hosts[seat.node_id], by_stage=True
         )
-        return found if is_borrowed else None
+        return found if is_used else None
 
-    def lent(number: int, stage: StageDevices) -> StageDevices:
+    def with_gpu(number: int, stage: StageDevices) -> StageDevices:
         first = next(seat for seat in world.seats if seat.stage == number)
         gpu = gpu_for(first) if first.kind == "cpu" else None
         if gpu is None:
             return stage
         return replace(stage, prompt_gpu=PromptGpu(gpu, config.cpu.prefill_on_gpu_tokens))
 
-    return tuple(lent(number, stage) for number, stage in enumerate(stages))
+    return tuple(with_gpu(number, stage) for number, stage in enumerate(stages))

@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 from plan_cases import LLAMA_8B, MIXTRAL_8X22B, device, stage
 
-from placement.plan.cost import (
-    PICO,
-    Workload,
-    activation_bytes,
-    decode_pass,
-    layer_step,
-    output_step,
-)
+from placement.plan.cost import layer_step, output_step
 from placement.plan.devices import DeviceFigures, Links, StageDevices
+from placement.plan.memory import activation_bytes
+from placement.plan.passes import decode_pass
 from placement.plan.split import choose_split
+from placement.plan.step_time import PICO
+from placement.plan.workload import Workload
 
 LAYER_BYTES = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
 DECODE = decode_pass(1, 1)

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from placement.errors import DoesNotFitError
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
-from placement.plan.cost import PICO, decode_pass, distinct_experts, layer_step, prefill_pass
+from placement.plan.cost import distinct_experts, layer_step
 from placement.plan.described import described
 from placement.plan.devices import Links, StageDevices
+from placement.plan.passes import decode_pass, prefill_pass
+from placement.plan.step_time import PICO
 from ray_hetero.cli.plan import plan as plan_command
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError

@@ -13,19 +13,12 @@ import pytest
 from plan_cases import config_of
 
 from placement.model.reading import shape_from_config
-from placement.plan.cost import (
-    PICO,
-    Pass,
-    fixed_step,
-    layer_step,
-    output_step,
-    prefill_passes,
-    send_step,
-    total_step,
-)
+from placement.plan.cost import fixed_step, layer_step, output_step, send_step
 from placement.plan.described import described
 from placement.plan.devices import Links, StageDevices
+from placement.plan.passes import Pass, prefill_passes
 from placement.plan.stage_plan import Split
+from placement.plan.step_time import PICO, total_step
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import plan_layers

@@ -24,7 +24,9 @@ from placement.plan import cost
 from placement.plan.described import described
 from placement.plan.devices import Links, StageDevices
 from placement.plan.drafts import Drafter
+from placement.plan.passes import Pass, decode_pass, prefill_pass
 from placement.plan.split import choose_split, price_drafts
+from placement.plan.step_time import PICO
 from ray_hetero.cli.main import commands
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning import cluster_rows, row_timing, socket_rows
@@ -61,23 +63,23 @@ def test_more_rows_never_take_less() -> None:
     )
 
 
-def layer_s(shape: Any, costs: RowCosts | None, run: cost.Pass) -> tuple[float, float]:
+def layer_s(shape: Any, costs: RowCosts | None, run: Pass) -> tuple[float, float]:
     """Seconds that a layer reads weights, and that it computes beside that."""
     step = cost.layer_step(shape, shape.layers[0], socket_with(costs), run, Links())
-    return step.weights / cost.PICO, step.compute / cost.PICO
+    return step.weights / PICO, step.compute / PICO
 
 
 def test_a_step_of_several_rows_takes_the_measured_ratio_of_reading_its_weights() -> None:
-    run = cost.decode_pass(1, 1, drafts=3)
+    run = decode_pass(1, 1, drafts=3)
     weights, compute = layer_s(LLAMA_8B, STEEP, run)
     assert compute == pytest.approx(1.5 * weights, rel=1e-3)
     assert layer_s(LLAMA_8B, FLAT, run)[1] == pytest.approx(0, abs=1e-3 * weights)
     # Four requests that verify one draft each have eight rows too.
-    assert layer_s(LLAMA_8B, STEEP, cost.decode_pass(4, 1, 1))[1] == pytest.approx(
+    assert layer_s(LLAMA_8B, STEEP, decode_pass(4, 1, 1))[1] == pytest.approx(
         3.0 * weights, rel=1e-3
     )
     # Prompts, and steps that are no native call, are priced by their operations.
-    for other in (cost.prefill_pass(8), cost.decode_pass(129, 1)):
+    for other in (prefill_pass(8), decode_pass(129, 1)):
         assert layer_s(LLAMA_8B, STEEP, other) == layer_s(LLAMA_8B, None, other)
 
 
@@ -85,13 +87,13 @@ def test_quantised_weights_are_priced_by_their_operations() -> None:
     layer = LLAMA_8B.layers[0]
     coded = tuple(replace(tensor, dtype_bytes=1) for tensor in layer.tensors)
     shape = replace(LLAMA_8B, layers=(replace(layer, tensors=coded),))
-    run = cost.decode_pass(1, 1, drafts=7)
+    run = decode_pass(1, 1, drafts=7)
     assert layer_s(shape, STEEP, run) == layer_s(shape, None, run)
 
 
 def test_an_expert_has_the_rows_of_the_tokens_that_chose_it() -> None:
     # Eight experts, two a token: 32 tokens wake all and give each eight rows.
-    shape, run = MIXTRAL_8X22B, cost.decode_pass(32, 1)
+    shape, run = MIXTRAL_8X22B, decode_pass(32, 1)
     layer = shape.layers[0]
     only = replace(layer, tensors=tuple(t for t in layer.tensors if t.role == "expert"), kv=None)
     step = cost.layer_step(shape, only, socket_with(STEEP), run, Links())

@@ -1,0 +1,66 @@
+"""What a stage's ranks hold, in bytes: weights, KV cache, activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from placement.model.shape import ModelShape
+from placement.model.tensors import Layer
+from placement.plan.workload import Workload
+
+SAMPLED_BYTES = 2 + 4 * 4
+"""Bytes of a logit while tokens are sampled: in the model's dtype, then float32 logits, their
+working copy for top-k and top-p, probabilities and noise (vLLM's `Sampler` and
+`TopKTopPSampler`)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds."""
+
+    weights: int
+    kv: int
+    activations: int
+    runtime: int = 0
+
+    @property
+    def beside_kv(self) -> int:
+        """All but the KV cache."""
+        return self.weights + self.activations + self.runtime
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.beside_kv + self.kv
+
+
+def kv_bytes(layer: Layer, size: int, tokens: int, sequences: int, chunk: int) -> int:
+    """KV bytes that a rank keeps of one layer for some sequences of `tokens` tokens each."""
+    if layer.kv is None:
+        return 0
+    return layer.kv.rank_bytes(size) * sequences * layer.kv.kept(tokens, chunk)
+
+
+def layer_weights(layer: Layer, size: int) -> int:
+    """Weight bytes that a rank keeps of one layer."""
+    return sum(tensor.rank_bytes(size) for tensor in layer.tensors)
+
+
+def around_weights(shape: ModelShape, size: int, *, first: bool, last: bool) -> int:
+    """Weight bytes that a rank keeps outside the layers."""
+    return sum(tensor.rank_bytes(size) for tensor in shape.around(first=first, last=last))
+
+
+def activation_bytes(shape: ModelShape, size: int, work: Workload, *, last: bool) -> int:
+    """Peak of what a forward pass of `max_batched_tokens` tokens needs beside weights and KV.
+
+    Hidden states, residual and one work copy; the widest of MLP (gate, up and their product) and
+    attention (queries, keys, values, output); on the last stage what sampling the most sequences
+    of a step takes, which vLLM tries before it sizes the KV cache.
+    """
+    attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    widest = max(3 * shape.intermediate_size, attention) // size
+    passing = work.max_batched_tokens * shape.dtype_bytes * (4 * shape.hidden_size + widest)
+    sampled = max(work.batch, work.max_sequences, work.max_num_seqs)
+    logits = SAMPLED_BYTES * sampled * shape.vocab_size
+    return max(passing, logits) if last else passing
