@@ -67,7 +67,7 @@ def test_a_new_block_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     page.parent.mkdir()
     text = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     new = "```sh\nray-hetero new\n```\n\n"
-    page.write_text(text.replace("### A node that goes\n", f"{new}### A node that goes\n"))
+    page.write_text(text.replace("### When a node fails\n", f"{new}### When a node fails\n"))
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     with pytest.raises(AssertionError, match="ray-hetero new"):
         test_every_block_of_a_page_is_run_or_listed("docs/clusters.md")
