@@ -55,68 +55,75 @@ class GpuConfig(_Section):
     """GPU ranks."""
 
     accelerator_type: Word | None = None
-    """Ray's accelerator type the GPU bundles ask for, for example H100; null takes any."""
+    """Ray's accelerator type that GPU bundles request, for example H100; null accepts any."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a GPU's memory for vLLM; null takes vLLM's own --gpu-memory-utilization."""
+    """Share of each GPU's memory that vLLM may use; null means vLLM's own
+    --gpu-memory-utilization."""
     bandwidth_gb_s: GigabytesPerSecond | None = None
-    """What a GPU reads its memory with, in 10^9 bytes per second, for planning; null looks the GPU
-    up in the table of known parts."""
+    """Memory bandwidth of a GPU in 10^9 bytes per second, used for planning; null takes it from the
+    table of known parts."""
     in_mixed_groups: Literal["eager", "compiled", "graphs"] = "graphs"
-    """How GPU ranks run in a tensor-parallel group with CPU ranks: operator by operator, compiled
-    between the collectives, or captured as CUDA graphs between them too."""
+    """How GPU ranks run in a tensor-parallel group with CPU ranks: eager runs operator by operator,
+    compiled compiles the code between collectives, graphs also captures it as CUDA graphs."""
     env: Environment = {}
-    """Added to the environment of GPU ranks."""
+    """Environment variables that GPU ranks get in addition."""
 
 
 class CpuConfig(_Section):
     """CPU ranks."""
 
     unit: Literal["package", "numa"] = "package"
-    """What a CPU rank gets: a whole CPU package, or one NUMA node (sub-NUMA clustering)."""
+    """Unit that counts as a socket: a whole CPU package, or one NUMA node of it (sub-NUMA
+    clustering)."""
     ranks_per_socket: Annotated[int, Field(ge=1, le=64)] = 1
-    """Into how many equal shares of cores each socket is split, one rank a share."""
+    """Number of CPU ranks per socket; each gets an equal share of its cores."""
     sockets: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Auto = "auto"
-    """Sockets of each node that CPU ranks may take, by number (`ray-hetero topology`), in this
-    order; auto is all of them, a rank's own near the GPUs that it exchanges with."""
+    """Numbers of the sockets of each node that CPU ranks may use, in this order (`ray-hetero
+    topology` shows them); auto allows all, and prefers those near the GPUs that a rank exchanges
+    data with."""
     cores: Annotated[int, Field(ge=1)] | Auto = "auto"
-    """Compute threads of each rank; auto is all cores of the socket less the reserved ones."""
+    """Number of compute threads of each CPU rank; auto uses all cores of the socket except the
+    reserved ones."""
     reserved_cores: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """Cores of a socket kept for the engine, the API server and Ray."""
+    """Number of cores of each socket that are kept free for the engine, the API server and Ray."""
     kv_cache_gib: Gibibytes | Auto = "auto"
-    """KV cache of each CPU rank in GiB; auto is room for all sequences at their longest, as far
-    as memory is free. vLLM's VLLM_CPU_KVCACHE_SPACE is not read."""
+    """Size of the KV cache of each CPU rank in GiB; auto makes room for all sequences at their
+    maximum length, as far as memory is free. vLLM's VLLM_CPU_KVCACHE_SPACE is not read."""
     bandwidth_gb_s: GigabytesPerSecond | None = None
-    """What one CPU rank reads its memory with, in 10^9 bytes per second, for planning; null
-    measures it at the first start on a host."""
+    """Memory bandwidth of one CPU rank in 10^9 bytes per second, used for planning; null measures
+    it at the first start on a host."""
     openmp: Literal["auto", "gomp", "iomp", "none"] = "auto"
-    """OpenMP library to preload; none leaves threads and binding to the environment."""
+    """OpenMP library that CPU ranks preload; none leaves threads and their binding to the
+    environment."""
     linear_kernel: Literal["auto", "streaming", "vllm"] = "auto"
-    """What computes linear layers, quantised ones too, and unquantised experts in bfloat16: kernels
-    that read the weights at the socket's bandwidth, or vLLM's own; auto takes the former where
-    there is AVX2 or more, and where vLLM has none for a quantised layer."""
+    """Kernels for linear layers (quantised or not) and for unquantised experts in bfloat16:
+    streaming selects this project's kernels, which read weights at the socket's bandwidth, and vllm
+    selects vLLM's own; auto selects streaming with AVX2 or newer, and for quantised layers that
+    vLLM has no kernel for."""
     fuse_layers: bool = True
-    """Whether the layers of a stage are one operator, where linear layers stream and the model is
-    one it is known for."""
+    """Whether all layers of a stage are computed by one operator, if the linear layers use the
+    streaming kernels and the architecture is supported."""
     compact_weights: bool | Auto = "auto"
-    """Whether linear layers and experts that stream hold their weights in 12 bits instead of 16,
-    without loss, where their values allow that; auto does where there is AVX-512 or AMX."""
+    """Whether the streaming kernels store bfloat16 weights in 12 bits without loss, where the
+    values allow it; auto does so with AVX-512 or AMX."""
     prefill_on_gpu: bool | Auto = "auto"
-    """Whether a CPU rank has a GPU of its node compute its layers in steps of many tokens,
-    reading the weights over its link; auto does beside a GPU rank where linear layers stream."""
+    """Whether a GPU of the same node computes a CPU rank's layers in steps of many tokens, reading
+    the weights over its link; auto does so beside a GPU rank if the linear layers use the streaming
+    kernels."""
     prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] = 96
-    """Minimum tokens of a step before a GPU computes the layers of CPU ranks."""
+    """Minimum number of tokens in a step for which a GPU computes the layers of CPU ranks."""
     decode_gpu_share: Annotated[float, Field(ge=0, le=1)] | Auto = "auto"
-    """Share of a CPU rank's layers whose output and MLP matrices that GPU computes in decode steps
-    too, while the cores compute the other layers; auto measures at the start, for several numbers
-    of tokens, which share is fastest; 0 leaves decode steps to the cores."""
+    """Share of a CPU rank's layers whose attention output and MLP matrices the same GPU multiplies
+    in decode steps, while the cores compute the other layers; auto measures the fastest share at
+    start-up for several numbers of tokens; 0 leaves decode steps to the cores."""
     install_kernels: bool = False
-    """Whether nodes that lack the CPU kernels beside a CUDA install fetch them at start-up, as
-    `ray-hetero install-cpu-kernels` does; else the engine names these nodes and ends."""
+    """Whether nodes with a CUDA build of vLLM that lack the CPU kernels download them at start-up,
+    as `ray-hetero install-cpu-kernels` does; if false, the engine stops and names these nodes."""
     max_remote_memory_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Largest share of a CPU rank's memory on foreign NUMA nodes; more is an error. null only logs
-    the share."""
+    """Largest share of a CPU rank's memory that may lie on NUMA nodes other than its own; a larger
+    share is an error. null only logs the share."""
     env: Environment = {}
-    """Added to the environment of CPU ranks."""
+    """Environment variables that CPU ranks get in addition."""
 
     def streams(self, level: str | None) -> bool:
         """Whether linear layers stream their weights on a processor.
@@ -146,89 +153,91 @@ class ExpertsConfig(_Section):
     """Expert ranks: CPU sockets beside stages of GPUs, which hold and compute routed experts."""
 
     ranks: Annotated[int, Field(ge=0, le=64)] | Auto = "auto"
-    """Sockets, or shares of them, that hold routed experts, each a slice of every one. 0 leaves all
-    experts to the stages; auto takes all sockets of a node for a model with experts that does not
-    fit on the GPUs alone, where that is predicted to be faster than a CPU stage."""
+    """Number of sockets (or shares of sockets) that hold routed experts, each a slice of every
+    expert. 0 leaves all experts to the stages; auto uses all sockets of a node if the model has
+    experts, does not fit on the GPUs alone, and this is predicted to be faster than a CPU stage."""
     layers: Annotated[int, Field(ge=1)] | Literal["all"] | Auto = "auto"
-    """Of how many layers, the model's last ones, the experts lie on expert ranks; auto plans as few
-    as leave room on the GPUs."""
+    """Number of layers, counted from the last one, whose experts are on expert ranks; auto plans
+    the smallest number that leaves enough room on the GPUs."""
     prefill_on_gpu: bool | Auto = "auto"
-    """Whether a stage's GPU computes experts of steps of many tokens itself, reading them over its
-    link from the expert ranks' memory; auto does where they are held in a format of this project's
-    kernels, and where that is measured to be faster than the sockets."""
+    """Whether a GPU computes the experts itself in steps of many tokens, reading them over its link
+    from the memory of the expert ranks; auto does so if this project's kernels hold them and it is
+    measured to be faster than the sockets."""
     prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] | Auto = "auto"
-    """Minimum tokens of a step before it does; auto measures link and sockets at the start."""
+    """Minimum number of tokens in a step for which the GPU reads experts; auto measures link and
+    sockets at start-up."""
     prefill_gpu_share: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
-    """Share of a layer's experts that it computes in such a step, while the sockets compute the
-    others. auto is the share with which both are expected to end together, by the number of tokens;
-    and 1, all of them, where prefill_on_gpu_tokens is a number."""
+    """Share of a layer's experts that the GPU computes in such a step, while the sockets compute
+    the others. auto selects, by the number of tokens, the share with which both are expected to
+    finish at the same time; it is 1 if prefill_on_gpu_tokens is a number."""
     prefill_gpu_gib: Gibibytes | Auto = "auto"
-    """Memory of a GPU, in GiB, for the experts that are read at a time; auto is 1, or what one
-    expert takes if that is more."""
+    """Memory of each GPU, in GiB, for experts that are being read; auto is 1 GiB, or the size of
+    one expert if that is more."""
 
 
 class PlacementConfig(_Section):
     """Discovery and reservation."""
 
     timeout_s: Seconds = 120
-    """Longest wait for the placement group, and for one node to describe itself."""
+    """Longest wait in seconds for the placement group, and for each node's description of
+    itself."""
 
 
 class WarmupConfig(_Section):
     """The warm-up schedule."""
 
     step_timeout_s: Seconds = 600
-    """Longest wait for one warm-up step on every rank."""
+    """Longest wait in seconds until every rank has finished a warm-up step."""
 
 
 class StartupConfig(_Section):
     """Actors on their way up."""
 
     actor_timeout_s: Seconds = 180
-    """Longest wait for an actor's process to start and answer."""
+    """Longest wait in seconds until an actor's process has started and answers."""
     load_timeout_s: Seconds = 3600
-    """Longest wait for a rank to join its groups and load its weights."""
+    """Longest wait in seconds until a rank has joined its groups and loaded its weights."""
 
 
 class ServingConfig(_Section):
     """The engine while it serves."""
 
     step_timeout_s: Seconds | None = None
-    """Longest wait for one step of the engine on every rank; null takes vLLM's
-    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, which is 300 unless set."""
+    """Longest wait in seconds until every rank has finished a step of the engine; null means vLLM's
+    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, whose default is 300."""
 
 
 class PipelineConfig(_Section):
     """Pipeline stages."""
 
     batches_in_flight: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
-    """Batches that are between the first and the last stage at once.  Each one reads every weight
-    of a stage again, so auto is 1 where there are both kinds of stage, unless the objective is
-    throughput, and 1 with speculative decoding; else one per stage.  With a number, or for
-    throughput, requests that decode are divided among the batches."""
+    """Number of batches that the stages of the pipeline work on at the same time.  A stage reads
+    all of its weights for each batch, so auto is 1 with both kinds of stage, unless the objective
+    is throughput, and with speculative decoding; otherwise it is one per stage.  With a number, or
+    for throughput, decoding requests are divided among the batches."""
 
 
 class ExchangeConfig(_Section):
     """Tensor exchange between ranks."""
 
     interface: Word | Auto = "auto"
-    """Network interface of Gloo; auto is the one that holds the node's Ray address."""
+    """Network interface that Gloo uses; auto selects the one with the node's Ray address."""
     timeout_s: Seconds = 600
-    """Longest wait for a peer inside one exchange."""
+    """Longest wait in seconds for another rank during an exchange."""
 
 
 class HeteroConfig(_Section):
     """All settings of the `ray_hetero` backend."""
 
     layout: Auto | Stages = "auto"
-    """A list of stages, each the kinds of its ranks in tensor-parallel order; stages may differ in
-    size.  vLLM's sizes of pipeline and tensor parallelism are taken from it unless given."""
+    """List of stages, each a list of the kinds of its ranks in tensor-parallel order; stages may
+    differ in size.  It sets vLLM's pipeline and tensor parallel sizes unless they are given."""
     layers: Auto | list[Annotated[int, Field(ge=1)]] = "auto"
-    """Layers of each pipeline stage; auto plans them where there are both GPUs and sockets, and
-    shares them out equally where there is one kind."""
+    """Number of layers of each pipeline stage; auto plans it if there are both GPUs and sockets,
+    and divides the layers equally if there is only one kind."""
     objective: Objective = "latency"
-    """What planned layers make best: the decode step of one sequence, or tokens per second with a
-    batch in every stage."""
+    """Goal of the plan: latency minimises the decode step of one sequence, throughput maximises
+    tokens per second with a batch in every stage."""
     gpu: GpuConfig = GpuConfig()
     cpu: CpuConfig = CpuConfig()
     experts: ExpertsConfig = ExpertsConfig()
@@ -239,8 +248,9 @@ class HeteroConfig(_Section):
     pipeline: PipelineConfig = PipelineConfig()
     serving: ServingConfig = ServingConfig()
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0
-    """How often, in all, the engine starts its ranks again after one has died or hangs; requests
-    in flight get an error. 0 ends the engine instead, for a supervisor to start it again."""
+    """Total number of times that the engine restarts its ranks after one has died or hangs;
+    requests in flight fail with an error. With 0, the engine ends instead, so that a supervisor can
+    start it again."""
 
     @field_validator("layout")
     @classmethod

@@ -1,7 +1,7 @@
-"""The blocks of code that README and docs show to a new user: which are run, and why not the rest.
+"""The blocks of code that README and docs show to a user: which are run, and why not the rest.
 
-`test_pages.py` runs them; `tests/unit/test_page_blocks.py` says when a page has one that is neither
-run nor listed here.
+`test_pages.py` runs those that start engines, `tests/unit/test_page_commands.py` the others;
+`tests/unit/test_page_blocks.py` says when a page has one that is neither run nor listed here.
 """
 
 from __future__ import annotations
@@ -12,23 +12,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    "README.md": "",
-    "docs/installation.md": "",
-    "docs/quick-start-serve.md": "",
-    "docs/quick-start-job.md": "",
-    "docs/quick-start-notebook.md": "",
-    "docs/clusters.md": "## Several nodes",
-}
-"""Pages with the heading of their part that is meant, or the whole page."""
+ARCHIVE = "docs/gpu-host/"
+"""Dated reports, whose commands were run for them."""
 
 
 def blocks(page: str) -> list[str]:
-    """The text of every fenced block of a page, or of its part in `PAGES`."""
+    """The text of every fenced block of a page."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    if heading := PAGES[page]:
-        text = text.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"^```\w+\n(.*?)^```$", text, re.M | re.S)
+
+
+def pages() -> tuple[str, ...]:
+    """README, CONTRIBUTING and the pages of docs, the archive aside, that have blocks."""
+    found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))]
+    listed = ["README.md", "CONTRIBUTING.md", *found]
+    return tuple(page for page in listed if not page.startswith(ARCHIVE) and blocks(page))
+
+
+def commands(text: str) -> list[str]:
+    """Lines of a shell without comments, each command whole."""
+    whole = re.sub(r" *\\\n *", " ", text)
+    lines = re.sub(r" +# .*$", "", whole, flags=re.M).splitlines()
+    joined: list[str] = []
+    for line in lines:
+        if joined and joined[-1].count("'") % 2:
+            joined[-1] += f"\n{line}"
+        elif line:
+            joined.append(line)
+    return joined
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,7 @@ class Block:
 
     def commands(self) -> list[str]:
         """Its lines without comments, each command whole."""
-        whole = re.sub(r" *\\\n *", " ", self.text)
-        return [line for line in re.sub(r" +# .*$", "", whole, flags=re.M).splitlines() if line]
+        return commands(self.text)
 
 
 README = "README.md"
@@ -60,6 +70,19 @@ INSTALLATION = "docs/installation.md"
 SERVE = "docs/quick-start-serve.md"
 JOB = "docs/quick-start-job.md"
 NOTEBOOK = "docs/quick-start-notebook.md"
+CLUSTERS = "docs/clusters.md"
+WHICH_MODEL = "docs/which-model.md"
+PLANNING = "docs/placement-and-planning.md"
+TUNING = "docs/tuning.md"
+SPECULATION = "docs/speculation.md"
+EXPERTS = "docs/experts.md"
+CONFIGURATION = "docs/configuration.md"
+DEPLOYMENT = "docs/deployment.md"
+MONITORING = "docs/watching.md"
+RAY_SERVE = "docs/ray-serve.md"
+API = "docs/api.md"
+BENCHMARKS = "docs/benchmarks/index.md"
+NUMA = "docs/numa-qemu.md"
 
 INSTALL = Block(INSTALLATION, "python tools/fix_torchvision.py")
 DEMO = Block(README, "make demo")
@@ -78,15 +101,80 @@ DROP = Block(NOTEBOOK, "del llm")
 END = Block(NOTEBOOK, "engine_core.shutdown()")
 FROM_PYTHON = Block(NOTEBOOK, 'llm = LLM(MODEL, distributed_executor_backend="ray_hetero"')
 GUARD = Block(NOTEBOOK, "__main__")
-SEVERAL_NODES = Block("docs/clusters.md", "ray start --head")
+SEVERAL_NODES = Block(CLUSTERS, "ray start --head")
+
+# Those above start engines; these do not.
+COMPARE = Block(WHICH_MODEL, "plan MODEL --compare")
+PLAN_OF_EXPERTS = Block(WHICH_MODEL, "qwen3-235b-a22b.json")
+PLAN = Block(PLANNING, "--svg plan.svg")
+PLAN_OF_LONG_CONTEXTS = Block(PLANNING, "--max-sequences 8")
+REFUSED = Block(PLANNING, "536.8 GiB too many")
+DESCRIPTION = Block(PLANNING, "links:")
+PLAN_HERE_AND_THERE = Block(TUNING, "--topology cluster.yaml")
+CLUSTER = Block(TUNING, "# cluster.yaml")
+HUGE_PAGES = Block(TUNING, "THP_MEM_ALLOC_ENABLE")
+BUSY = Block(TUNING, "max by (stage)")
+PLAN_OF_DRAFTS = Block(SPECULATION, "--speculative 3,0.7")
+PLANNED_DRAFTS = Block(SPECULATION, "best here at this acceptance")
+CONFIG_FILE = Block(CONFIGURATION, "# RAY_HETERO_CONFIG=/etc/ray_hetero.yaml")
+SAME_AS_FILE = Block(CONFIGURATION, '"layers": [20, 60]')
+CONFIG_COMMAND = Block(CONFIGURATION, "ray-hetero config")
+CONFIG_SHOWN = Block(CONFIGURATION, "key                             value")
+ACTORS = Block(MONITORING, "ray_hetero-ENGINE-status")
+PYTHON = Block(API, "from vllm import LLM")
+DEPLOYMENT_OF_SERVE = Block(RAY_SERVE, "build_openai_app")
 
 SAME = "its commands are those of blocks that are run"
 NEEDS_GPU = "needs a GPU"
+EXAMPLE = "an example of what is shown; its figures depend on the machine"
+NEEDS_ROOT = "needs root and a system that systemd has started"
+MEASURES = "measures for minutes or longer; its options are compared with those of the script"
 NOT_RUN = {
     Block(README, "ray-hetero install-cpu-kernels"): NEEDS_GPU,
     Block(INSTALLATION, "pip install '.[cuda]'\n"): NEEDS_GPU,
     Block(INSTALLATION, "ray start --head"): SAME,
     Block(INSTALLATION, "pip wheel"): "fetches the CUDA build of vLLM, some gigabytes",
     Block(INSTALLATION, "pip install 'dist/"): "tests/packaging installs the wheel",
+    Block("CONTRIBUTING.md", "make env"): "CI runs these commands",
+    Block("docs/index.md", "vllm serve MODEL"): SAME,
+    Block(CLUSTERS, "--data-parallel-size 2"): (
+        "needs a socket for each engine; tests/cluster/test_data_parallel.py serves so on one"
+    ),
+    Block(PLANNING, '"layers": [20, 60]'): NEEDS_GPU,
+    Block(TUNING, "cpu rank 0: 512 steps"): EXAMPLE,
+    Block(TUNING, "measured / predicted"): EXAMPLE,
+    Block(TUNING, "Start-up: 66.2 s"): EXAMPLE,
+    Block(TUNING, "on its own NUMA node 0"): EXAMPLE,
+    Block(SPECULATION, "--speculative-config"): (
+        "needs two sockets; tests/cluster/test_speculating_server.py serves with drafts on one"
+    ),
+    Block(SPECULATION, "--case drafts"): MEASURES,
+    Block(SPECULATION, "rows cost 1.00"): EXAMPLE,
+    Block(SPECULATION, "598 of them verified drafts"): EXAMPLE,
+    Block(EXPERTS, "vllm serve MODEL"): SAME,
+    Block(EXPERTS, "experts rank 1: 412 steps"): EXAMPLE,
+    Block(CONFIGURATION, "yaml-language-server"): "is for an editor",
+    Block(DEPLOYMENT, "docker build"): "needs Docker, and a GPU",
+    Block(DEPLOYMENT, "sudo systemctl"): NEEDS_ROOT,
+    Block(MONITORING, "serving llama, started"): EXAMPLE,
+    Block(MONITORING, "(rank 1 gpu node-a"): EXAMPLE,
+    Block(RAY_SERVE, "pip install 'ray[serve]'"): "needs a package index",
+    Block(RAY_SERVE, "ValueError"): EXAMPLE,
+    Block(BENCHMARKS, "soak.py"): MEASURES,
+    Block(BENCHMARKS, "post_attention.py"): MEASURES,
+    Block(BENCHMARKS, "engine_run.py"): MEASURES,
+    Block(BENCHMARKS, "side_by_side.py --list"): MEASURES,
+    Block(BENCHMARKS, "--points 32x64x16"): MEASURES,
+    Block(BENCHMARKS, "utilisation.py"): MEASURES,
+    Block(BENCHMARKS, "planner_check.py"): MEASURES,
+    Block(BENCHMARKS, "bandwidth_probe.py"): MEASURES,
+    Block(BENCHMARKS, "control_plane.py"): MEASURES,
+    Block(BENCHMARKS, "2026-11-23-avx2-formats"): MEASURES,
+    Block(BENCHMARKS, "against_mp.py"): MEASURES,
+    Block(BENCHMARKS, "2026-11-24-avx512-formats"): MEASURES,
+    Block(BENCHMARKS, "cpu_linear.py"): MEASURES,
+    Block(BENCHMARKS, "compact_shares.py"): MEASURES,
+    Block(NUMA, "boot_guest.py"): "needs QEMU, and fetches a kernel",
+    Block(NUMA, "Linux 6.1.0-56-cloud-amd64"): EXAMPLE,
 }
 """Blocks that no test runs, with the reason."""

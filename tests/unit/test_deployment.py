@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -164,6 +165,32 @@ def test_a_pod_of_an_engine_has_what_it_needs(path: Path) -> None:
         shared = volumes[mounted["/dev/shm"]]["emptyDir"]
         assert shared["medium"] == "Memory"
         assert bytes_of(shared["sizeLimit"]) > 4 * LEAST_SHM_BYTES + GIB
+
+
+def as_pod(template: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"name": "engine", **template.get("metadata", {})}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_kubernetes_knows_every_field(path: Path) -> None:
+    found = [as_pod(pod) for pod in pods(path)]
+    # A job of KubeRay is no resource of Kubernetes; its pods are checked above.
+    found += [one for one in loaded(path) if one["kind"] != "RayJob"]
+    kinds = {one["kind"] for one in found}
+    assert kinds - {"Deployment"} == {"Pod", "ConfigMap", "Service"}
+    for resource in found:
+        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("terminationGraceSeconds", 90), ("restartPolicy", ["Never"])]
+)
+def test_a_field_that_kubernetes_does_not_know_is_noticed(field: str, value: object) -> None:
+    pod = as_pod(next(pods(KUBERNETES / "deployment.yaml")))
+    pod["spec"][field] = value
+    with pytest.raises(kubernetes_validate.ValidationError, match=f"{field}|Never"):
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)

@@ -1,7 +1,8 @@
-"""Every block of code that a new user is shown is run by a test, or listed with a reason."""
+"""Every block of code that a user is shown is run by a test, or listed with a reason."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,13 @@ RUN = {name: value for name, value in vars(pages).items() if isinstance(value, p
 LISTED = [*RUN.values(), *pages.NOT_RUN]
 
 
-@pytest.mark.parametrize("page", pages.PAGES)
+TESTS = "".join(
+    (ROOT / "tests" / name).read_text(encoding="utf-8")
+    for name in ("cluster/test_pages.py", "unit/test_page_commands.py")
+)
+
+
+@pytest.mark.parametrize("page", pages.pages())
 def test_every_block_of_a_page_is_run_or_listed(page: str) -> None:
     shown = pages.blocks(page)
     assert shown
@@ -35,7 +42,16 @@ def test_what_is_listed_is_one_block_of_its_page(block: pages.Block) -> None:
 
 @pytest.mark.parametrize("name", RUN)
 def test_what_is_to_be_run_is_used_by_a_test(name: str) -> None:
-    assert f"pages.{name}" in (ROOT / "tests/cluster/test_pages.py").read_text(encoding="utf-8")
+    assert re.search(rf"\bpages\.{name}\b", TESTS)
+
+
+@pytest.mark.parametrize("page", pages.pages())
+def test_every_block_has_fences_and_a_language(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert len(re.findall(r"^```", text, re.M)) == 2 * len(pages.blocks(page))
+    # Four spaces below an empty line make a block, too, unless a list goes on there.
+    prose = re.sub(r"^```\w+\n.*?^```$", "", text, flags=re.M | re.S)
+    assert re.findall(r"(?:^|\n)(?![-*\d ]).*\n\n    \S.*", prose) == []
 
 
 def test_what_is_said_to_be_the_same_is_the_same() -> None:
@@ -51,7 +67,7 @@ def test_a_new_block_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     page.parent.mkdir()
     text = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     new = "```sh\nray-hetero new\n```\n\n"
-    page.write_text(text.replace("### A node that goes\n", f"{new}### A node that goes\n"))
+    page.write_text(text.replace("### When a node fails\n", f"{new}### When a node fails\n"))
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     with pytest.raises(AssertionError, match="ray-hetero new"):
         test_every_block_of_a_page_is_run_or_listed("docs/clusters.md")
