@@ -51,7 +51,7 @@ from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.latent_fusion import latent_layer_of
 from ray_hetero.kernels.latent_layers import LatentLayer
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
-from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.kernels.rank_sums import RankSums, why_not_added
 from ray_hetero.kernels.shared_decode import SharedDecode, Shares
 from ray_hetero.kernels.stage_output import StageOutput
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -379,17 +379,10 @@ def as_activation(module: Any) -> tuple[Activation, bool] | None:
 
 def _why_not_added(modules: LayerModules, sums: RankSums | None) -> str:
     """Why the ranks of a tensor-parallel group cannot add up in native calls; or ""."""
-    size = 1 if sums is None else sums.size
-    if any(one.tp_size != size for one in modules.linears):
-        return "tensor-parallel ranks add their products up in between"
-    if sums is None:
-        return ""
-    if modules.mlp is not None:
+    if sums is not None and modules.mlp is not None:
         return "tensor-parallel ranks add their experts up in a call of their own"
-    added = (modules.output, modules.down)
-    if not all(one.reduce_results and one.input_is_parallel for one in added):
-        return "tensor-parallel ranks add other products up than those that are known"
-    return ""
+    added = () if sums is None else (modules.output, modules.down)
+    return why_not_added(modules.linears, added, sums)
 
 
 def _memory(

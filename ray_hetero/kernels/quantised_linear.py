@@ -9,6 +9,7 @@ quantising these saves nothing where reading the weights is what takes the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -164,10 +165,37 @@ class _FourBitsOnCpus(_OnCpus):
         return True, None
 
 
+@dataclass(frozen=True, eq=False)
+class BlockFloats:
+    """A checkpoint's floats of eight bits with scales for blocks."""
+
+    weight: torch.Tensor
+    """[N, K], E4M3."""
+    scales: torch.Tensor
+    """[N / rows, K / columns], rounded up."""
+    rows: int
+    """Of a block."""
+    columns: int
+
+    @property
+    def codes(self) -> Codes:
+        """What a format holds of them."""
+        return block_floats(self.weight, self.scales, (self.rows, self.columns))
+
+
 class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """Floats of eight bits with scales for blocks."""
+    """Floats of eight bits with scales for blocks.
+
+    Multi-head latent attention reads the checkpoint's tensors of one layer itself (kv_b_proj).
+    There nothing is replaced, and `checkpoint_blocks` of the layer keeps them for
+    latent_weights.py: vLLM's backend for AMX drops them once it has made its own of them, and
+    does not multiply with that layer any more.  The other backend does, in prompts, with the
+    weight in bf16 that is made of them then.
+    """
 
     apply_input_quant = False
+    _plain: torch.Tensor | None = None
+    """Of a layer that stays as it is: its weight, once it was multiplied with."""
 
     @classmethod
     def can_implement(cls, config: FP8ScaledMMLinearLayerConfig) -> Answer:
@@ -179,12 +207,11 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Take the checkpoint's floats and scales."""
         params = self._get_layer_params(layer)
-        codes = block_floats(params.weight.data, params.block_scale.data, self.weight_group_shape)
+        blocks = self._blocks(layer)
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            # Multi-head latent attention reads the checkpoint's tensors of this layer itself.
-            self._plain = Fp8Weight.expanded(codes)
+            layer.checkpoint_blocks = blocks
             return
-        _replace(layer, params.WEIGHT, Fp8Weight, codes)
+        _replace(layer, params.WEIGHT, Fp8Weight, blocks.codes)
         _forget(layer, params.block_scale_attr)
 
     def apply_weights(
@@ -192,8 +219,14 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
     ) -> torch.Tensor:
         """y = x · Wᵀ + bias."""
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
+            if self._plain is None:
+                self._plain = Fp8Weight.expanded(self._blocks(layer).codes)
             return nn.functional.linear(x, self._plain, bias)
         return _multiply(x, layer.weight, bias)
+
+    def _blocks(self, layer: nn.Module) -> BlockFloats:
+        params, shape = self._get_layer_params(layer), self.weight_group_shape
+        return BlockFloats(params.weight.data, params.block_scale.data, shape.row, shape.col)
 
     def apply_block_scaled_mm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Never called, as activations are not quantised."""
