@@ -481,6 +481,9 @@ PYBIND11_MODULE(_streaming_linear, module) {
   module.def("levels", &levels,
              "Levels that this process may use, from those for tests to the best.\n\n"
              "\"portable\" is plain C++, \"software_tiles\" the same with AMX's tiles in software.");
+  module.def("half_levels", &half_levels,
+             "The same of levels that compute weights and activations in float16, in the place of bf16\n"
+             "wherever an argument is said to be that.  Weights have to be packed.");
   module.def("level", &level, py::arg("name"),
              "The level of a name.  Raises ValueError: this process has none.");
 

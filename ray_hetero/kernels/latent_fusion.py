@@ -48,6 +48,8 @@ def latent_layer_of(
     modules = latent_modules(decoder, layer)
     if modules is None:
         return None
+    if kernel.dtype != torch.bfloat16:
+        return "latent attention is computed here in bfloat16 only (--dtype bfloat16)"
     if getattr(decoder, "aux_hidden_state_layers", ()):
         return "a drafter reads hidden states between layers"
     if why := _why_unsuited(modules, linears) or why_not_added(
@@ -70,10 +72,10 @@ def latent_layer_of(
     assert own_norm is not None
     assert latent_norm is not None
     assert norm is not None
-    parts = LatentParts(
-        shape=shape, norm=own_norm, down=down, query_norm=as_norm(modules.query_norm),
     if kernel.sums is not None and not kernel.sums.is_first:
         output = replace(output, bias=None)
+    parts = LatentParts(
+        shape=shape, norm=own_norm, down=down, query_norm=as_norm(modules.query_norm),
         queries=queries, latent_norm=latent_norm,
         cos_sin=modules.rotary.cos_sin_cache.to(torch.bfloat16).contiguous(),
         is_interleaved=not is_neox(modules.rotary), to_latent=weights[0], from_latent=weights[1],

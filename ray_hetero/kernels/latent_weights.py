@@ -7,8 +7,8 @@ weights, which a step reads whole.
 Of a checkpoint in FP8 with scales for blocks, as DeepSeek V3 and R1 and Kimi K2 are published,
 both are held as the checkpoint's own floats, transposed with their scales: 17 MB for each layer of
 DeepSeek V3, where bf16 would take 34 MB, three in a hundred of the 580 MB that its attention and
-nine experts read for one token.  A product with them rounds no weight.  vLLM's backend for AMX,
-which computes prompts, rounds them once more, to one scale for all heads.
+nine experts read for one token.  Prompts, which vLLM computes, have them in bf16
+(quantised_linear.py).
 
 In other formats they are what vLLM has made of `kv_b_proj`, which is bf16.
 """
@@ -60,7 +60,7 @@ def made(attend: Any, shape: LatentShape, kernel: StreamingLinear) -> HeadWeight
         )
     except UnsupportedError as error:
         raise UnsupportedError(f"{attend.layer_name}, kv_b_proj: {error}") from None
-    # Where vLLM has dropped the checkpoint's tensors, nobody else needs them either.
+    # Nobody else needs the checkpoint's tensors.
     del layer.checkpoint_blocks
     return keys, values
 

@@ -186,16 +186,13 @@ class BlockFloats:
 class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """Floats of eight bits with scales for blocks.
 
-    Multi-head latent attention reads the checkpoint's tensors of one layer itself (kv_b_proj).
-    There nothing is replaced, and `checkpoint_blocks` of the layer keeps them for
-    latent_weights.py: vLLM's backend for AMX drops them once it has made its own of them, and
-    does not multiply with that layer any more.  The other backend does, in prompts, with the
-    weight in bf16 that is made of them then.
+    Multi-head latent attention reads the tensors of one layer itself (kv_b_proj).  Decode steps
+    are given the checkpoint's, which `checkpoint_blocks` of the layer keeps for latent_weights.py;
+    vLLM finds what they say in bf16, with scales of one.  Of floats of eight bits its backend for
+    AMX would make others with one scale for all, which rounds each of them a second time.
     """
 
     apply_input_quant = False
-    _plain: torch.Tensor | None = None
-    """Of a layer that stays as it is: its weight, once it was multiplied with."""
 
     @classmethod
     def can_implement(cls, config: FP8ScaledMMLinearLayerConfig) -> Answer:
@@ -207,9 +204,15 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Take the checkpoint's floats and scales."""
         params = self._get_layer_params(layer)
-        blocks = self._blocks(layer)
+        shape = self.weight_group_shape
+        blocks = BlockFloats(
+            params.weight.data, params.block_scale.data, shape.row, shape.col
+        )  # fmt: skip
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
             layer.checkpoint_blocks = blocks
+            plain, ones = Fp8Weight.expanded(blocks.codes), torch.ones(blocks.scales.shape)
+            for name, values in ((params.WEIGHT, plain), (params.block_scale_attr, ones)):
+                setattr(layer, name, nn.Parameter(values, requires_grad=False))
             return
         _replace(layer, params.WEIGHT, Fp8Weight, blocks.codes)
         _forget(layer, params.block_scale_attr)
@@ -219,14 +222,8 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
     ) -> torch.Tensor:
         """y = x · Wᵀ + bias."""
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            if self._plain is None:
-                self._plain = Fp8Weight.expanded(self._blocks(layer).codes)
-            return nn.functional.linear(x, self._plain, bias)
+            return nn.functional.linear(x, layer.weight, bias)
         return _multiply(x, layer.weight, bias)
-
-    def _blocks(self, layer: nn.Module) -> BlockFloats:
-        params, shape = self._get_layer_params(layer), self.weight_group_shape
-        return BlockFloats(params.weight.data, params.block_scale.data, shape.row, shape.col)
 
     def apply_block_scaled_mm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Never called, as activations are not quantised."""

@@ -33,6 +33,10 @@ from vllm.model_executor.layers.attention.mla_attention import (  # noqa: E402
     MLACommonPrefillMetadata,
 )
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper  # noqa: E402
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod  # noqa: E402
+from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa: E402
+    get_and_maybe_dequant_weights,
+)
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (  # noqa: E402
     DeepseekScalingRotaryEmbedding,
@@ -110,6 +114,24 @@ def exact(blocks: BlockFloats) -> Any:
     return blocks.weight.float() * by_weight.repeat_interleave(blocks.columns, 1)[:, :inputs]
 
 
+def load(layer: Any, blocks: BlockFloats) -> StreamedBlockFloats:
+    """Let a layer be `kv_b_proj` of a checkpoint in FP8; what computes it."""
+    layer.weight, layer.weight_scale_inv = (
+        torch.nn.Parameter(one, requires_grad=False) for one in (blocks.weight, blocks.scales)
+    )
+    layer.weight_block_size = [blocks.rows, blocks.columns]
+    layer._cpu_skip_gemm_dispatch = True
+    layer.quant_method = bare_impl(
+        Fp8LinearMethod, use_marlin=False, use_deep_gemm=False, block_quant=True
+    )
+    kernel = bare_impl(
+        StreamedBlockFloats,
+        weight_group_shape=SimpleNamespace(row=blocks.rows, col=blocks.columns),
+    )
+    kernel.process_weights_after_loading(layer)
+    return kernel
+
+
 def attend(
     heads: int, kv_b: Any, *, has_tiles: bool, blocks: BlockFloats | None = None
 ) -> Any:  # fmt: skip
@@ -138,13 +160,11 @@ def attend(
         is_amx_bmm_enabled=has_tiles, hisparse_cache=None, dcp_manager=None, kv_b_proj=layer,
     )  # fmt: skip
     if blocks is not None:
-        layer.checkpoint_blocks = blocks
-        layer.weight, layer.weight_scale_inv = blocks.weight, blocks.scales
-        layer.weight_block_size = [blocks.rows, blocks.columns]
+        load(layer, blocks)
     if has_tiles and blocks is not None:
         impl.kv_b_proj = layer
         impl.process_weights_after_loading(torch.bfloat16)
-        assert impl._w_uk_packed.dtype == torch.float8_e4m3fn
+        assert impl._w_uk_packed.dtype == torch.bfloat16
     elif has_tiles:
         packed = (pack(one.reshape(-1, one.shape[2])) for one in (keys.transpose(1, 2), values))
         impl._w_uk_packed = next(packed).view(heads, LATENT, PLAIN)
@@ -481,24 +501,18 @@ def test_a_damaged_checkpoint_is_named() -> None:
         step.made()
 
 
-def test_what_vllm_multiplies_with_itself_is_made_when_it_does() -> None:
-    blocks = in_blocks(torch.randn(256, 512).mul_(0.1), 128, 128)
+@pytest.mark.parametrize("are_powers", [False, True])
+def test_vllm_is_given_the_same_weights_in_bf16(are_powers: bool) -> None:
+    blocks = in_blocks(torch.randn(384, 512).mul_(0.1), 128, 128, are_powers=are_powers)
     layer = torch.nn.Module()
-    layer.weight, layer.weight_scale_inv = (
-        torch.nn.Parameter(one, requires_grad=False) for one in (blocks.weight, blocks.scales)
-    )
-    layer._cpu_skip_gemm_dispatch = True
-    kernel = bare_impl(
-        StreamedBlockFloats, weight_group_shape=SimpleNamespace(row=128, col=128)
-    )  # fmt: skip
-    kernel.process_weights_after_loading(layer)
+    kernel = load(layer, blocks)
     kept = layer.checkpoint_blocks
-    assert kept.weight.data_ptr() == layer.weight.data_ptr()
-    assert (kept.rows, kept.columns) == (128, 128)
-    assert kernel._plain is None
+    assert torch.equal(kept.weight.view(torch.uint8), blocks.weight.view(torch.uint8))
+    assert torch.equal(kept.scales, blocks.scales)
+    plain = exact(blocks).bfloat16()
+    assert torch.equal(get_and_maybe_dequant_weights(layer, torch.bfloat16), plain)
     x = torch.randn(3, 512).bfloat16()
-    expected = torch.nn.functional.linear(x, exact(blocks).bfloat16())
-    assert torch.equal(kernel.apply_weights(layer, x), expected)
+    expected = torch.nn.functional.linear(x, plain)
     assert torch.equal(kernel.apply_weights(layer, x), expected)
 
 
@@ -646,7 +660,9 @@ def test_a_rank_that_is_missing_is_named(contexts: dict[str, Any]) -> None:
     for connection in sums[1].connections:
         if connection is not None:
             connection.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(dist.DistError, match="rank 5, of the same tensor-parallel group, has ende"):
+    with pytest.raises(
+        dist.DistError, match="rank 5, of the same tensor-parallel group, has ended"
+    ):
         layer(step.positions, step.hidden, step.residual)
 
 
