@@ -154,9 +154,6 @@ PostAttention post_attention(const AsLinear& output, const std::optional<AsNorm>
   if (is_parallel && made.output_norm) {
     throw py::value_error("expected no norm of an attention that is beside its perceptron");
   }
-  if (sums != nullptr && !made.has_mlp()) {
-    throw py::value_error("expected a perceptron where ranks of a group add up");
-  }
   if (sums != nullptr && sums->elements() < kStepTokens * hidden) {
     throw py::value_error("expected room for the sums of " + std::to_string(kStepTokens) + " × " +
                           std::to_string(hidden) + " elements, got " +
@@ -351,9 +348,7 @@ void check(const LatentLayer& layer) {
                     layer.behind.output.w.n() == hidden &&
                     layer.rotation.size == shape.rotated;
   if (!fits) throw py::value_error("expected the layers' inputs and outputs to fit together");
-  if (layer.behind.has_mlp() || layer.behind.sums != nullptr) {
-    throw py::value_error("expected nothing behind the norm, and no sums over ranks");
-  }
+  if (layer.behind.has_mlp()) throw py::value_error("expected nothing behind the norm");
 }
 
 LatentLayer latent_layer(const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t,
@@ -486,6 +481,9 @@ PYBIND11_MODULE(_streaming_linear, module) {
   module.def("levels", &levels,
              "Levels that this process may use, from those for tests to the best.\n\n"
              "\"portable\" is plain C++, \"software_tiles\" the same with AMX's tiles in software.");
+  module.def("half_levels", &half_levels,
+             "The same of levels that compute weights and activations in float16, in the place of bf16\n"
+             "wherever an argument is said to be that.  Weights have to be packed.");
   module.def("level", &level, py::arg("name"),
              "The level of a name.  Raises ValueError: this process has none.");
 

@@ -8,7 +8,8 @@
 // and values, and the rotated part of keys; K and V are what would make keys and values of a latent,
 // for each head by itself.
 //
-// Rounding is that of vLLM's operators: what each gives is bf16.
+// Rounding is that of vLLM's operators: what each gives is bf16.  Of a tensor-parallel group Q, K, V
+// and O are of the rank's heads; the sums of O·(V·a) over all ranks are rounded once.
 //
 // Included once for each level, see levels.h.
 
@@ -117,6 +118,7 @@ class LatentStep {
   void run() {
     together([this] { reserve_own(); },
              [this](int thread, int threads, Barrier& barrier) { work(thread, threads, barrier); });
+    if (layer_.behind.sums != nullptr) layer_.behind.sums->check();
   }
 
  private:

@@ -3,10 +3,19 @@
 // kernels.h comes before the file turns its instructions on: what is in there is shared by all
 // levels, and the linker takes any level's copy of it.
 
+#if RAY_HETERO_IS_HALF
+// What is called bf16 in the names and comments of all that follows is float16 here.
+namespace ray_hetero::RAY_HETERO_LEVEL {
+RAY_HETERO_INLINE float as_float(std::uint16_t value) { return half_as_float(value); }
+RAY_HETERO_INLINE std::uint16_t as_bf16(float value) { return as_half(value); }
+}  // namespace ray_hetero::RAY_HETERO_LEVEL
+#endif
+
 #include RAY_HETERO_VECTORS
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
+constexpr bool kIsHalf = RAY_HETERO_IS_HALF;
 }
 
 #include RAY_HETERO_TILES
@@ -18,6 +27,7 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "formats/all.h"
 //
 #include "codes.h"
+#include "widened.h"
 #include "row_products.h"
 #include "pieces.h"
 #include "few_tokens.h"

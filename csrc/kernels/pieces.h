@@ -49,6 +49,9 @@ void add_group(const std::uint16_t* x, std::int64_t step, const std::uint16_t* w
 // rows begin at x.
 inline void add_piece(const TokenTiles& x, std::int64_t tokens, const Piece& piece, bool is_first,
                       TileSetUp& set_up, float* sums) {
+  if constexpr (kIsHalf) {
+    return add_widened(x.data, x.token, tokens, piece.data, piece.rows, is_first, sums);
+  }
   constexpr std::int64_t kGroupTokens = kHasTiles ? kFewTokens : kGroup;
   const std::int64_t groups = (tokens + kGroupTokens - 1) / kGroupTokens;
   const std::int64_t turns = groups * (kHasTiles ? piece.rows / kTile : 1);

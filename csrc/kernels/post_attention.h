@@ -2,11 +2,11 @@
 //
 //   r ← r + O·a      h ← D·(silu(G·n) ∘ (U·n))  with n = norm(r)      r ← r + h      q ← Q·norm(r)
 //
-// in one parallel region, adapters of the products included; other models have another activation, no gate, norms of what is added to
-// the residual, or the perceptron beside the attention: n = norm(r) before O·a is added.  As
-// operators of their own, what lies between the products costs a step little arithmetic and much
-// waiting: for the threads to be called together, and for instructions that a layer's weights have
-// driven out of the caches.
+// in one parallel region, adapters of the products included; other models have another activation, no
+// gate, norms of what is added to the residual, or the perceptron beside the attention: n = norm(r)
+// before O·a is added.  As operators of their own, what lies between the products costs a step little
+// arithmetic and much waiting: for the threads to be called together, and for instructions that a
+// layer's weights have driven out of the caches.
 //
 // Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16.  Of a
 // tensor-parallel group O and D are the rank's parts, whose sums over all ranks are rounded once.
@@ -24,7 +24,7 @@ class PostAttentionBlock {
  public:
   // attended [m][output.w.k()] at `places`, residual [m][hidden] → sum [m][hidden],
   // y [m][outputs()], all bf16; sum may be the residual.  reserve() must have been called for all
-  // that work at the same time.
+  // that work at the same time.  The ranks of a group add up in the order in which they make these.
   PostAttentionBlock(const PostAttention& layer, const std::uint16_t* attended, const Places& places,
                     const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y,
                     AdapterSlots slots)
@@ -35,6 +35,7 @@ class PostAttentionBlock {
         gate_up_(normed_ + normed_places_.elements()),
         gated_(gate_up_ + 2 * gated_places_.elements()),
         sum_between_(layer.next ? gated_ + gated_places_.elements() : sum),
+        first_place_(layer.sums == nullptr ? 0 : layer.sums->first_place(layer.has_mlp() ? 2 : 1)),
         output_task_(task_of(layer.output, attended, places, projected_, partial(kOutput))),
         output_(layer.output, output_task_, slots) {
     if (layer.has_mlp()) {
@@ -118,17 +119,19 @@ class PostAttentionBlock {
     return (3 * layer.output.w.n() + 3 * layer.inner()) * m;
   }
 
-  // Where the ranks of a group write what they project.
-  enum Place { kOutput, kDown };
-  float* partial(Place place) const {
-    return layer_.sums == nullptr ? nullptr : layer_.sums->partial(place);
+  // What the ranks of a group project, in turns.
+  enum Sum { kOutput, kDown };
+  int place(Sum sum) const { return (first_place_ + sum) % 2; }
+  // Where they write it.
+  float* partial(Sum sum) const {
+    return layer_.sums == nullptr ? nullptr : layer_.sums->partial(place(sum));
   }
 
   // Have what all threads have projected be in `to`, of all ranks; false if one is missing.
-  bool project(int thread, int threads, Barrier& barrier, ReadAhead& ahead, Place place,
+  bool project(int thread, int threads, Barrier& barrier, ReadAhead& ahead, Sum sum,
                std::uint16_t* to) const {
     if (layer_.sums != nullptr) {
-      return sum_over_ranks(thread, threads, barrier, ahead, *layer_.sums, place,
+      return sum_over_ranks(thread, threads, barrier, ahead, *layer_.sums, place(sum),
                             normed_places_.elements(), to);
     }
     barrier.wait(ahead);
@@ -217,6 +220,7 @@ class PostAttentionBlock {
   const Places normed_places_, gated_places_;
   std::uint16_t *sum_, *y_;
   std::uint16_t *projected_, *normed_, *gate_up_, *gated_, *sum_between_;
+  const int first_place_;  // of the sums over ranks
   Task output_task_, up_task_{}, down_task_{}, next_task_{};
   Product output_;
   std::optional<Product> up_, down_, next_;

@@ -36,8 +36,8 @@ struct MissingRank : std::runtime_error {
 class RankSums {
  public:
   // The memory, zeroed before the first rank uses it: a header, results, and for each rank two places
-  // for partial sums, in turns: while one is written, others may still read the other.  `connections` are sockets that end with the rank at their other end, by rank of the
-  // group; -1 for none.
+  // for partial sums, in turns: while one is written, others may still read the other.  `connections`
+  // are sockets that end with the rank at their other end, by rank of the group; -1 for none.
   RankSums(std::uint8_t* memory, std::int64_t bytes, std::int64_t elements, std::vector<int> ranks,
            std::int64_t own, double limit_s, std::vector<int> connections)
       : memory_(memory), elements_(elements), ranks_(std::move(ranks)), own_(own),
@@ -60,6 +60,13 @@ class RankSums {
   std::int64_t size() const { return static_cast<std::int64_t>(ranks_.size()); }
   std::int64_t own() const { return own_; }
   std::int64_t elements() const { return elements_; }
+  // The place of the first of so many sums, which are in turns from there on.  Every sum's place is to
+  // be asked for, in the order in which they come.
+  int first_place(std::int64_t sums) {
+    const auto first = static_cast<int>(sums_ % 2);
+    sums_ += sums;
+    return first;
+  }
   float* partial(int place) { return partial(place, own_); }
   float* partial(int place, std::int64_t rank) {
     const std::int64_t at = partial_at(size(), elements_, rank) + place * pages(elements_ * 4);
@@ -185,6 +192,7 @@ class RankSums {
   const double limit_s_;
   const std::vector<int> connections_;
   std::uint64_t round_ = 0;
+  std::int64_t sums_ = 0;  // for which there was a place
   std::int32_t lost_ = 0;
 };
 

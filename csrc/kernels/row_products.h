@@ -179,6 +179,9 @@ inline void sum_few(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
     kernels.sum_tiles[m > kTile](x.data, x.tile, stretch, sums);
   } else if (kernels.has_codes) {
     kernels.sum_expanded(x, m, stretch, sums);
+  } else if (kIsHalf && m >= kWideTokens) {
+    const auto* rows = reinterpret_cast<const std::uint16_t*>(stretch.data);
+    add_widened(x.data, x.token, m, rows, stretch.rows, true, sums);
   } else {
     for (std::int64_t token = 0; token < m; token += kGroup) {
       const auto group = std::min<std::int64_t>(kGroup, m - token);

@@ -32,7 +32,7 @@ class VectorShare {
 
 // All threads of a rank: y [elements] ← the sums of what all ranks have written in one of their
 // places, there for all threads; false if a rank is missing.  The next sums must be of the other
-// place.
+// place, see RankSums::first_place.
 inline bool sum_over_ranks(int thread, int threads, Barrier& barrier, ReadAhead& ahead,
                            RankSums& sums, int place, std::int64_t elements, std::uint16_t* y) {
   const auto meet = [&] { sums.meet(elements, ahead); };
@@ -57,16 +57,15 @@ inline bool sum_over_ranks(int thread, int threads, Barrier& barrier, ReadAhead&
 // x [elements], float32 → y [elements], bf16: the same by itself, several times over.
 inline void run(RankSums& sums, const float* x, std::int64_t elements, std::uint16_t* y,
                 std::int64_t times) {
+  const int first = sums.first_place(times);
   together([] {}, [&](int thread, int threads, Barrier& barrier) {
     const VectorShare all(0, elements / kLanes, thread, threads);
     ReadAhead nothing(nullptr, 0);
     for (std::int64_t time = 0; time < times; ++time) {
-      const int place = time % 2;
+      const int place = (first + time) % 2;
       all.copy(x, sums.partial(place));
       if (!sum_over_ranks(thread, threads, barrier, nothing, sums, place, elements, y)) return;
     }
-    // Who comes next begins with the first place.
-    barrier.wait(nothing, [&] { sums.meet(elements, nothing); });
   });
   sums.check();
 }

@@ -52,4 +52,42 @@ RAY_HETERO_INLINE std::uint16_t as_bf16(float value) {
   return static_cast<std::uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
+// A float16's value, as VCVTPH2PS has it.
+RAY_HETERO_INLINE float half_as_float(std::uint16_t value) {
+  const std::uint32_t sign = (value & 0x8000u) << 16, rest = value & 0x7fffu;
+  if (rest < 0x400) {
+    const float small = static_cast<float>(static_cast<std::int32_t>(rest)) * 0x1p-24f;
+    return sign != 0 ? -small : small;
+  }
+  std::uint32_t bits = sign | ((rest << 13) + (112u << 23));
+  if (rest >= 0x7c00) bits = sign | 0x7f800000 | rest << 13 | (rest > 0x7c00 ? 0x400000 : 0);
+  float widened;
+  std::memcpy(&widened, &bits, sizeof(widened));
+  return widened;
+}
+
+// The nearest float16, the even one of two, as VCVTPS2PH has it; NaN stays NaN.
+RAY_HETERO_INLINE std::uint16_t as_half(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000);
+  const std::uint32_t rest = bits & 0x7fffffff;
+  std::uint32_t found;
+  if (rest > 0x7f800000) {
+    found = 0x7e00 | (rest >> 13 & 0x3ff);
+  } else if (rest >= 0x477ff000) {
+    found = 0x7c00;
+  } else if (rest >= 0x38800000) {
+    found = (rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13;
+  } else {
+    // Steps of 2^-24, as those of floats from 1/2 on are.
+    float small;
+    std::memcpy(&small, &rest, sizeof(small));
+    small += 0.5f;
+    std::memcpy(&found, &small, sizeof(found));
+    found -= 0x3f000000;
+  }
+  return static_cast<std::uint16_t>(sign | found);
+}
+
 }  // namespace ray_hetero

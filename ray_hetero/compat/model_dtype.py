@@ -24,9 +24,10 @@ def choose_dtype(
 
     Replaces: `EngineArgs.create_model_config`.
     Why: vLLM takes the dtype that a checkpoint names, and most quantised ones name float16, in
-    which CPU ranks have none of this project's kernels.  What the checkpoint names is known once
-    its configuration is read, and other parts of the engine's configuration are built from it.
-    Can go when: a backend is asked for the dtype, or the kernels compute in float16.
+    which CPU ranks have none of this project's kernels for quantised weights.  What the checkpoint
+    names is known once its configuration is read, and other parts of the engine's configuration
+    are built from it.
+    Can go when: a backend is asked for the dtype, or these kernels compute in float16.
 
     Args:
         engine_args: of the engine; those of other engines are left alone.

@@ -50,10 +50,12 @@ def use_quantised_experts(kernel: Callable[..., None]) -> None:
     """Compute a CPU rank's routed experts of quantised checkpoints with another kernel.
 
     Replaces: `CPUExpertsFp8._supports_current_device`, `CPUExpertsFp8._supports_quant_scheme`,
-    `CPUExpertsFp8.apply`, the same three of `CPUExpertsInt4` and of `CPUExpertsMxfp4`;
-    `cpu_moe.prepare_fp8_moe_layer_for_cpu`, `cpu_moe.prepare_mxfp4_moe_layer_for_cpu`,
-    `int_wna16._process_weights_cpu`.
-    Why: vLLM's kernels for them need AMX, and its choice knows its own kernels only.
+    `CPUExpertsFp8._supports_routing_method`, `CPUExpertsFp8.apply`, the same four of
+    `CPUExpertsInt4` and of `CPUExpertsMxfp4`; `cpu_moe.prepare_fp8_moe_layer_for_cpu`,
+    `cpu_moe.prepare_mxfp4_moe_layer_for_cpu`, `int_wna16._process_weights_cpu`.
+    Why: vLLM's kernels for them need AMX, and its choice knows its own kernels only.  It leaves out
+    routers such as those of Kimi K2 and GLM-4.5 (sigmoids with a bias, without groups), though
+    these classes are given the experts that were chosen, whoever has chosen them.
     Can go when: kernels of experts can be registered, as quantisation methods can.
 
     Args:
@@ -73,10 +75,14 @@ def use_quantised_experts(kernel: Callable[..., None]) -> None:
 
         return staticmethod(supports)
 
+    def by_any_router(_stock: Any) -> Any:
+        return staticmethod(lambda _method, _weight_key, _activation_key: True)
+
     for name in CLASSES:
         experts = original(cpu_moe, name)
         replace(experts, "_supports_current_device", anywhere)
         replace(experts, "_supports_quant_scheme", any_of_its_type)
+        replace(experts, "_supports_routing_method", by_any_router)
         replace(experts, "apply", computing(kernel))
     # What a checkpoint holds is still wanted when the model is loaded.
     replace(cpu_moe, "prepare_fp8_moe_layer_for_cpu", lambda _stock: lambda w13, w2: (w13, w2))

@@ -81,21 +81,24 @@ class Adapters:
                 begin = end
 
 
-def adapters_of(module: Any, shape: Sequence[int], native: ModuleType) -> Adapters | str | None:
+def adapters_of(
+    module: Any, shape: Sequence[int], native: ModuleType, dtype: torch.dtype = torch.bfloat16
+) -> Adapters | str | None:
     """The adapters of a module of vLLM's, or why they cannot be added here; None if it has none.
 
     Args:
         module: of any class.
         shape: outputs and inputs of its linear layer.
         native: the module of the kernels.
+        dtype: that the model is computed in.
 
     """
     stacked = stacked_adapters(module)
     if stacked is None or isinstance(stacked, str):
         return stacked
     matrices = (*stacked.a, *stacked.b)
-    if any(one.dtype != torch.bfloat16 for one in matrices):
-        return f"adapters are {matrices[0].dtype}, expected torch.bfloat16 (--lora-dtype)"
+    if any(one.dtype != dtype for one in matrices):
+        return f"adapters are {matrices[0].dtype}, expected {dtype} (--lora-dtype)"
     outputs = [b.shape[2] for b in stacked.b]
     if (
         [sum(outputs), stacked.a[0].shape[3]] != list(shape)

@@ -51,7 +51,7 @@ class Attention:
         self._sizes = [self.shape.queries, self.shape.keys, self.shape.keys]
         angles = cos_sin_of(modules.rotary)
         assert angles is not None
-        self.cos_sin = angles.to(torch.bfloat16).contiguous()
+        self.cos_sin = angles.to(kernel.dtype).contiguous()
         """[positions, rotated elements of a head]: cosines, then sines; nothing is rotated in
         models without positions here."""
         self._is_interleaved = modules.rotary is not None and not is_neox(modules.rotary)
@@ -158,8 +158,11 @@ def as_norm(module: Any, *, of_rounded: bool = False) -> Norm | None:
 
     """
     weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
-    if weight is None or any(one is not None and one.dtype != torch.bfloat16
-                             for one in (weight, bias)):  # fmt: skip
+    if (
+        weight is None
+        or weight.dtype not in {torch.bfloat16, torch.float16}
+        or (bias is not None and bias.dtype != weight.dtype)
+    ):
         return None
     if type(module) is RMSNorm and module.has_weight and module.variance_size_override is None:
         return Norm(weight.data, float(module.variance_epsilon), of_rounded=of_rounded)

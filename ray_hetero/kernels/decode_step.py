@@ -176,7 +176,7 @@ class DecodeStep:
         if tokens > self._kernel.step_tokens:
             return None
         contexts = [get_attention_context(name) for name in self._names]
-        groups = _groups(contexts, tokens)
+        groups = _groups(contexts, tokens, self._kernel.dtype)
         if groups is None:
             return None
         requests = []
@@ -254,7 +254,9 @@ class DecodeStep:
         return y, total
 
 
-def _groups(contexts: Sequence[Context], tokens: int) -> list[Context] | None:
+def _groups(
+    contexts: Sequence[Context], tokens: int, dtype: torch.dtype
+) -> list[Context] | None:  # fmt: skip
     """The context of the first of each group of layers, whose metadata is one object.
 
     vLLM gives layers with a sliding window KV blocks of their own.  None if a step, or a layer's
@@ -263,6 +265,7 @@ def _groups(contexts: Sequence[Context], tokens: int) -> list[Context] | None:
     Args:
         contexts: vLLM's forward context of each layer.
         tokens: of the step.
+        dtype: of keys and values.
 
     """
     found: dict[int, Context] = {}
@@ -274,7 +277,7 @@ def _groups(contexts: Sequence[Context], tokens: int) -> list[Context] | None:
                 metadata is None
                 or slots is None
                 or not is_few_rows(metadata, slots, tokens)
-                or not is_known(cache, module.isa)
+                or not is_known(cache, module.isa, dtype)
             ):
                 return None
             found[id(metadata)] = context
@@ -283,11 +286,11 @@ def _groups(contexts: Sequence[Context], tokens: int) -> list[Context] | None:
     return list(found.values())
 
 
-def is_known(cache: torch.Tensor, isa: str) -> bool:
+def is_known(cache: torch.Tensor, isa: str, dtype: torch.dtype = torch.bfloat16) -> bool:
     """[blocks, heads, tokens of a block, 2 · size], keys and values of a head neighbours."""
     return (
         isa in {TILES, ROWS}
-        and cache.dtype == torch.bfloat16
+        and cache.dtype == dtype
         and cache.ndim == 4
         and cache.shape[2] % SPAN == 0
         and cache.stride()[2:] == (cache.shape[3], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,19 +13,16 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
 
-from ray_hetero.compat.latent_attention import (
-    head_weights,
-    turns_wrongly,
-    why_unknown,
-)
+from ray_hetero.compat.latent_attention import turns_wrongly, why_unknown
 from ray_hetero.compat.lora import base_layer
+from ray_hetero.kernels import latent_weights
 from ray_hetero.kernels.attention import as_norm, is_neox
 from ray_hetero.kernels.latent_layers import LatentLayer, LatentParts, LatentShape
 from ray_hetero.kernels.layer_parts import Linear, PostAttention
+from ray_hetero.kernels.rank_sums import why_not_added
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.structures import LatentModules, latent_modules
-from ray_hetero.weight_formats import HostWeight, PackedWeight
-from ray_hetero.weight_formats.base import BLOCK, pack
+from ray_hetero.weight_formats.base import BLOCK
 
 ROTATED_MULTIPLE = 16
 """Of the elements of a rotated part; a vector's."""
@@ -50,9 +48,13 @@ def latent_layer_of(
     modules = latent_modules(decoder, layer)
     if modules is None:
         return None
+    if kernel.dtype != torch.bfloat16:
+        return "latent attention is computed here in bfloat16 only (--dtype bfloat16)"
     if getattr(decoder, "aux_hidden_state_layers", ()):
         return "a drafter reads hidden states between layers"
-    if why := _why_unsuited(modules, linears):
+    if why := _why_unsuited(modules, linears) or why_not_added(
+        (modules.queries, modules.output), (modules.output,), kernel.sums
+    ):
         return why
     attend, wrapper = modules.attend, modules.wrapper
     shape = LatentShape(
@@ -60,7 +62,7 @@ def latent_layer_of(
         rotated=int(attend.qk_rope_head_dim), plain=int(attend.qk_nope_head_dim),
         value=int(attend.v_head_dim),
     )  # fmt: skip
-    weights = _head_weights(attend, shape, kernel)
+    weights = latent_weights.made(attend, shape, kernel)
     if isinstance(weights, str):
         return weights
     down, queries, output = (linears[one] for one in modules.linears)
@@ -70,6 +72,8 @@ def latent_layer_of(
     assert own_norm is not None
     assert latent_norm is not None
     assert norm is not None
+    if kernel.sums is not None and not kernel.sums.is_first:
+        output = replace(output, bias=None)
     parts = LatentParts(
         shape=shape, norm=own_norm, down=down, query_norm=as_norm(modules.query_norm),
         queries=queries, latent_norm=latent_norm,
@@ -88,8 +92,6 @@ def _why_unsuited(modules: LatentModules, linears: Mapping[nn.Module, Linear]) -
         return "latent attention with adapters is left to vLLM"
     if any(one not in linears for one in modules.linears):
         return "vLLM's own kernels compute linear layers of it"
-    if any(one.tp_size != 1 for one in (modules.queries, modules.output)):
-        return "tensor-parallel ranks add their products up in between"
     norms = (modules.input_norm, modules.latent_norm, modules.norm)
     query_norms = () if modules.query_norm is None else (modules.query_norm,)
     for norm in (*norms, *query_norms):
@@ -111,21 +113,3 @@ def _why_unsuited(modules: LatentModules, linears: Mapping[nn.Module, Linear]) -
     if any(size % BLOCK for size in sizes) or rotated % ROTATED_MULTIPLE:
         return f"latents and parts of heads have {sizes} elements, expected multiples of {BLOCK}"
     return ""
-
-
-def _head_weights(
-    attend: Any, shape: LatentShape, kernel: StreamingLinear
-) -> tuple[HostWeight, HostWeight] | str:
-    """What makes keys and values of latents [heads · latent, plain], [heads · value, latent]; or
-    why it cannot be read here."""
-    keys, values, is_packed = head_weights(attend)
-    expected = ((shape.heads, shape.latent, shape.plain), (shape.heads, shape.value, shape.latent))
-    if (
-        any(one is None or one.dtype != torch.bfloat16 for one in (keys, values))
-        or (tuple(keys.shape), tuple(values.shape)) != expected
-    ):
-        return "vLLM holds the matrices of its heads (kv_b_proj) quantised, or in another way"
-    keys, values = (one.reshape(-1, one.shape[2]) for one in (keys, values))
-    if not is_packed:
-        keys, values = pack(keys), pack(values)
-    return PackedWeight.made(keys, kernel.native), PackedWeight.made(values, kernel.native)

@@ -5,6 +5,9 @@ attention, its products, the rotation, the latent that is cached, the attention 
 cached latents, and the norm behind it.  Any other step (prompts, more tokens than a step has) is
 computed by vLLM's own module between the two norms.  The module stays what it is, and vLLM finds
 its attention where it has registered it.
+
+Each rank of a tensor-parallel group has some of the heads; all cache the same latents.  What their
+heads have attended to is added up inside of the call (rank_sums.py), the experts behind it by vLLM.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ray_hetero.compat.latent_attention import blocks_of_tokens
 from ray_hetero.kernels import layer_tokens
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.post_attention import add_and_norm, norm
+from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 from ray_hetero.kernels.token_rows import MOST_ROWS
 from ray_hetero.weight_formats import HostWeight
@@ -77,8 +81,14 @@ class LatentParts:
     behind: PostAttention
     """The output projection and the norm behind it."""
 
-    def native(self, module: ModuleType) -> Any:
-        """The native module's object."""
+    def native(self, module: ModuleType, sums: Any = None) -> Any:
+        """The native module's object.
+
+        Args:
+            module: the native module.
+            sums: its object of the group whose ranks have parts of the heads, if any.
+
+        """
         shape = self.shape
         rotation = module.Rotation(
             heads=1, kv_heads=1, size=shape.rotated, cos_sin=self.cos_sin.data_ptr(),
@@ -99,7 +109,7 @@ class LatentParts:
             to_latent=to_latent,
             from_latent=from_latent,
             scale=self.scale,
-            behind=self.behind.native(module),
+            behind=self.behind.native(module, sums),
         )
 
 
@@ -183,7 +193,7 @@ class LatentLayer:
         self._name = name
         self._attention = attention
         self._kernel = kernel
-        self._native = parts.native(kernel.native)
+        self._native = parts.native(kernel.native, kernel.sums and kernel.sums.native)
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -222,15 +232,16 @@ class LatentLayer:
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
-        self._native.run(
-            requests=_step[0].native,
-            cache=(cache.data_ptr(), cache.stride(0), cache.stride(1)),
-            hidden=hidden.data_ptr(),
-            residual=0 if residual is None else residual.data_ptr(),
-            y=y.data_ptr(),
-            sum=total.data_ptr(),
-            level=self._kernel.level,
-        )
+        with meeting(self._kernel.sums):
+            self._native.run(
+                requests=_step[0].native,
+                cache=(cache.data_ptr(), cache.stride(0), cache.stride(1)),
+                hidden=hidden.data_ptr(),
+                residual=0 if residual is None else residual.data_ptr(),
+                y=y.data_ptr(),
+                sum=total.data_ptr(),
+                level=self._kernel.level,
+            )
         return y, total
 
     def _is_known(self, cache: torch.Tensor) -> bool:

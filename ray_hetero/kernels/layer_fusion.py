@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from vllm.model_executor.layers.activation import (
     GELU,
@@ -51,7 +50,7 @@ from ray_hetero.kernels.group_layers import GroupLayers
 from ray_hetero.kernels.latent_fusion import latent_layer_of
 from ray_hetero.kernels.latent_layers import LatentLayer
 from ray_hetero.kernels.layer_parts import Activation, Linear, PostAttention, QkvInput
-from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.kernels.rank_sums import RankSums, why_not_added
 from ray_hetero.kernels.shared_decode import SharedDecode, Shares
 from ray_hetero.kernels.stage_output import StageOutput
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -312,6 +311,9 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
     )
     assert input_norm is not None
     assert norm is not None
+    if any(one is not None and one.weight.dtype != kernel.dtype
+           for one in (input_norm, norm, output_norm, down_norm)):  # fmt: skip
+        return "norms are of another type than the linear layers"
     found = [_linear(one, linears, kernel) for one in modules.linears]
     if left := [one for one in found if isinstance(one, str)]:
         return left[0]
@@ -344,18 +346,13 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
 def _linear(module: nn.Module, linears: Linears, kernel: StreamingLinear) -> Linear | str:
     """What a linear layer of vLLM's computes, or why its adapters cannot be added here."""
     linear = linears[base_layer(module)]
-    adapters = adapters_of(module, linear.weight.shape, kernel.native)
+    adapters = adapters_of(module, linear.weight.shape, kernel.native, kernel.dtype)
     return adapters if isinstance(adapters, str) else replace(linear, adapters=adapters)
 
 
 def _why_unsuited(modules: LayerModules, linears: Linears) -> str:
     """Why the products, norms and activation of a layer cannot be computed here; or ""."""
     left = [base for one in modules.linears if (base := base_layer(one)) not in linears]
-    if any(getattr(one, "params_dtype", None) == torch.float16 for one in left):
-        return (
-            "it is computed in float16, by vLLM's own kernels; --dtype bfloat16 rounds its weights "
-            "to 8 significant bits and takes this project's kernels"
-        )
     if left:
         return "vLLM's own kernels compute linear layers of it"
     if modules.mlp is None and as_activation(modules.activation) is None:
@@ -379,17 +376,9 @@ def as_activation(module: Any) -> tuple[Activation, bool] | None:
 
 def _why_not_added(modules: LayerModules, sums: RankSums | None) -> str:
     """Why the ranks of a tensor-parallel group cannot add up in native calls; or ""."""
-    size = 1 if sums is None else sums.size
-    if any(one.tp_size != size for one in modules.linears):
-        return "tensor-parallel ranks add their products up in between"
-    if sums is None:
-        return ""
-    if modules.mlp is not None:
-        return "tensor-parallel ranks add their experts up in a call of their own"
-    added = (modules.output, modules.down)
-    if not all(one.reduce_results and one.input_is_parallel for one in added):
-        return "tensor-parallel ranks add other products up than those that are known"
-    return ""
+    # vLLM's module adds its experts up by itself.
+    added = (modules.output,) if modules.mlp is not None else (modules.output, modules.down)
+    return why_not_added(modules.linears, added, sums)
 
 
 def _memory(

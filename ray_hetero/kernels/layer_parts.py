@@ -71,10 +71,10 @@ class Norm:
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The norm of x's last dimension in torch, bf16.
+        """The norm of x's last dimension in torch, of the weight's dtype.
 
         Args:
-            x: [..., N], bf16 or float32.
+            x: [..., N], of that or float32.
             weight: the norm's, where x is.
             bias: the norm's, where x is.
 
@@ -90,7 +90,7 @@ class Norm:
             normed = functional.layer_norm(x, weight.shape, weight, bias, self.epsilon)
         else:
             normed = functional.rms_norm(x, weight.shape, weight, self.epsilon)
-        return normed.to(torch.bfloat16)
+        return normed.to(self.weight.dtype)
 
 
 @dataclass(frozen=True, eq=False)

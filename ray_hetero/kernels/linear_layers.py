@@ -6,6 +6,7 @@ socket, many by a GPU of the node where the rank may borrow one.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -51,6 +52,7 @@ class LinearLayers:
         is_shared: whether weights go into memory that other ranks of this one's tensor-parallel
             group can map, for one GPU to compute the prompts of all.
         sends_alone: whether no other rank of this one's stage sends results to the next one.
+        dtype: that the model is computed in.
 
     Raises:
         UnsupportedError: what was asked for cannot be had here.
@@ -60,8 +62,10 @@ class LinearLayers:
     def __init__(
         self, config: CpuConfig, gpu: torch.device | None, tokens: int,
         spare: Sequence[int] = (), *, is_shared: bool = False, sends_alone: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         self._config = config
+        self._is_half = dtype == torch.float16
         self._device, self._tokens = gpu, tokens
         self._shared: SharedWeights | None = None
         self._spare = tuple(spare)
@@ -81,6 +85,9 @@ class LinearLayers:
             self._kernel = self._kernel or streaming_linear.at_hand()
         if self._kernel is None:
             return
+        self._kernel.use(torch.float16 if self._is_half else torch.bfloat16)
+        if self._is_half:
+            gpu = None
         self._kernel.prompts = None
         self._kernel.step_tokens = self._kernel.native.STEP_TOKENS
         self._kernel.sums = None
@@ -93,9 +100,13 @@ class LinearLayers:
         quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=self._streams)
         if self._streams:
             cpu_linear.use_linear(
-                torch.ops.ray_hetero.streaming_linear, streaming_linear.suits, self._packed
+                torch.ops.ray_hetero.streaming_linear,
+                functools.partial(streaming_linear.suits, dtype=self._kernel.dtype),
+                self._packed,
             )
-            self._experts = ExpertLayers(config, self._kernel)
+            # Experts are computed in bfloat16 only.
+            of_experts = StreamingLinear(self._kernel.native) if self._is_half else self._kernel
+            self._experts = ExpertLayers(config, of_experts)
             logger.info("linear layers stream their weights (cpu.linear_kernel)")
 
     def _check_borrowing(self, gpu: torch.device | None) -> None:
@@ -103,6 +114,12 @@ class LinearLayers:
             raise UnsupportedError(
                 "cpu.prefill_on_gpu is true, but no GPU rank of this engine is on the node of this "
                 "CPU rank. Leave the setting out, or give the layout a GPU there."
+            )
+        if self._is_half:
+            raise UnsupportedError(
+                "cpu.prefill_on_gpu is true, but a GPU computes prompts of CPU ranks in bfloat16 "
+                "only, and the model is computed in float16. Leave the setting out, or type "
+                "--dtype bfloat16"
             )
         if not self._streams:
             raise UnsupportedError(
@@ -116,9 +133,12 @@ class LinearLayers:
         if self._is_loaded:
             raise UnsupportedError(RELOAD)
         packed = pack(layer.weight.data)
-        kind = FORMATS[self._config.weight_format(self._kernel.level.name)]
         native = self._kernel.native
-        weight = kind.made(packed, native) or PackedWeight.made(packed, native)
+        weight: HostWeight | None = None
+        if not self._is_half:
+            kind = FORMATS[self._config.weight_format(self._kernel.level.name)]
+            weight = kind.made(packed, native)
+        weight = weight or PackedWeight.made(packed, native)
         self._bytes += weight.data.nbytes
         self._bytes_before += packed.nbytes
         return self._added(layer, weight).data
@@ -130,10 +150,15 @@ class LinearLayers:
         assert self._kernel is not None
         if self._is_loaded:
             raise UnsupportedError(RELOAD)
+        name = getattr(layer, "prefix", type(layer).__name__)
+        if self._is_half:
+            raise UnsupportedError(
+                f"{name}: its weights are {kind.name}, which CPU ranks multiply with bfloat16 "
+                "only, and --dtype is float16. Leave it out, or type --dtype bfloat16"
+            )
         try:
             weight = kind.stored(codes, self._kernel.native)
         except UnsupportedError as error:
-            name = getattr(layer, "prefix", type(layer).__name__)
             raise UnsupportedError(f"{name}: {error}") from None
         return self._added(layer, weight).data
 
@@ -243,6 +268,8 @@ class LinearLayers:
         """What this rank brings for one GPU to compute the prompts of its group."""
         if self._shared is None or self._device is None or found.left or not found.runs:
             return None
+        if any(layer.mlp is not None for run in found.runs for layer in run.layers):
+            return None  # the GPU does not compute their experts
         return PromptOffer(
             [run.layers for run in found.runs], self._shared, self._device, self._tokens,
             self._config.prefill_on_gpu_tokens, self._spare, self._config.decode_gpu_share,

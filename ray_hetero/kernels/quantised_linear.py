@@ -9,6 +9,7 @@ quantising these saves nothing where reading the weights is what takes the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -164,8 +165,32 @@ class _FourBitsOnCpus(_OnCpus):
         return True, None
 
 
+@dataclass(frozen=True, eq=False)
+class BlockFloats:
+    """A checkpoint's floats of eight bits with scales for blocks."""
+
+    weight: torch.Tensor
+    """[N, K], E4M3."""
+    scales: torch.Tensor
+    """[N / rows, K / columns], rounded up."""
+    rows: int
+    """Of a block."""
+    columns: int
+
+    @property
+    def codes(self) -> Codes:
+        """What a format holds of them."""
+        return block_floats(self.weight, self.scales, (self.rows, self.columns))
+
+
 class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """Floats of eight bits with scales for blocks."""
+    """Floats of eight bits with scales for blocks.
+
+    Multi-head latent attention reads the tensors of one layer itself (kv_b_proj).  Decode steps
+    are given the checkpoint's, which `checkpoint_blocks` of the layer keeps for latent_weights.py;
+    vLLM finds what they say in bf16, with scales of one.  Of floats of eight bits its backend for
+    AMX would make others with one scale for all, which rounds each of them a second time.
+    """
 
     apply_input_quant = False
 
@@ -179,12 +204,17 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Take the checkpoint's floats and scales."""
         params = self._get_layer_params(layer)
-        codes = block_floats(params.weight.data, params.block_scale.data, self.weight_group_shape)
+        shape = self.weight_group_shape
+        blocks = BlockFloats(
+            params.weight.data, params.block_scale.data, shape.row, shape.col
+        )  # fmt: skip
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            # Multi-head latent attention reads the checkpoint's tensors of this layer itself.
-            self._plain = Fp8Weight.expanded(codes)
+            layer.checkpoint_blocks = blocks
+            plain, ones = Fp8Weight.expanded(blocks.codes), torch.ones(blocks.scales.shape)
+            for name, values in ((params.WEIGHT, plain), (params.block_scale_attr, ones)):
+                setattr(layer, name, nn.Parameter(values, requires_grad=False))
             return
-        _replace(layer, params.WEIGHT, Fp8Weight, codes)
+        _replace(layer, params.WEIGHT, Fp8Weight, blocks.codes)
         _forget(layer, params.block_scale_attr)
 
     def apply_weights(
@@ -192,7 +222,7 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
     ) -> torch.Tensor:
         """y = x · Wᵀ + bias."""
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            return nn.functional.linear(x, self._plain, bias)
+            return nn.functional.linear(x, layer.weight, bias)
         return _multiply(x, layer.weight, bias)
 
     def apply_block_scaled_mm(self, *args: Any, **kwargs: Any) -> torch.Tensor:

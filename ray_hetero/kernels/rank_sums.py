@@ -104,6 +104,25 @@ class RankSums:
             self.native.run(x=x.data_ptr(), elements=x.numel(), y=y.data_ptr(), level=self._level)
 
 
+def why_not_added(
+    divided: Sequence[Any], added: Sequence[Any], sums: RankSums | None
+) -> str:  # fmt: skip
+    """Why the ranks of a group cannot add linear layers up in native calls; or "".
+
+    Args:
+        divided: vLLM's linear layers of which each rank has a part.
+        added: those of them whose products the ranks add up.
+        sums: of this rank with the others; None where it adds nothing up.
+
+    """
+    size = 1 if sums is None else sums.size
+    if any(one.tp_size != size for one in divided):
+        return "tensor-parallel ranks add their products up in between"
+    if sums is not None and not all(one.reduce_results and one.input_is_parallel for one in added):
+        return "tensor-parallel ranks add other products up than those that are known"
+    return ""
+
+
 @contextmanager
 def meeting(sums: RankSums | None) -> Iterator[None]:
     """Let a native call be an exchange with the other ranks of a group, if there is one.

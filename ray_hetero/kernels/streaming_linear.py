@@ -56,6 +56,8 @@ class StreamingLinear:
     def __init__(self, native: ModuleType, level: Any = None) -> None:
         self.native = native
         self.level = native.levels()[-1] if level is None else level
+        self.dtype = torch.bfloat16
+        """Of weights and activations, as the level has them."""
         self.few_tokens: int = native.FEW_TOKENS
         """Up to which a step is to do nothing but read weights."""
         self.step_tokens: int = native.STEP_TOKENS
@@ -67,6 +69,12 @@ class StreamingLinear:
         self.weights: dict[int, HostWeight] = {}
         """Known weights by their address, which is all that an operator is given."""
 
+    def use(self, dtype: torch.dtype) -> None:
+        """Compute a model in bfloat16 or float16, with the best instructions for it."""
+        self.dtype = dtype
+        levels = self.native.half_levels() if dtype == torch.float16 else self.native.levels()
+        self.level = levels[-1]
+
     def add(self, weight: HostWeight) -> None:
         """Know a weight."""
         self.weights[weight.data.data_ptr()] = weight
@@ -77,12 +85,12 @@ class StreamingLinear:
         """y = x · Wᵀ + bias.
 
         Args:
-            x: […, K], bf16.
+            x: […, K], of this kernel's dtype.
             data: `HostWeight.data` of W [N, K]; where W is not known, it is packed.
             bias: [N], float32.
 
         Returns:
-            […, N], bf16.
+            […, N], as x.
 
         """
         known = self.weights.get(data.data_ptr())
@@ -183,11 +191,11 @@ def _missing() -> str:
     return ""
 
 
-def suits(weight: torch.Tensor) -> bool:
-    """Whether a layer's weight [N, K] can be computed here."""
+def suits(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether a layer's weight [N, K] can be computed here, in a model of some dtype."""
     return (
         weight.ndim == 2
         and not weight.is_meta
-        and weight.dtype == torch.bfloat16
+        and weight.dtype == dtype
         and all(size % MULTIPLE == 0 for size in weight.shape)
     )

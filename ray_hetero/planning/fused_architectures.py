@@ -128,7 +128,7 @@ ARCHITECTURES = (
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
         ("deepseek_v2", "deepseek_v3", "kimi_k2"),
         ("deepseek_v2", "deepseek_v3"),
-        f"{EXPERTS}, {LATENT}; not with a quantised `kv_b_proj`",
+        f"{EXPERTS}, {LATENT}",
         is_in_parts=True,
     ),
     Architecture(

@@ -16,7 +16,7 @@ from filelock import FileLock
 from leftovers import Scene, clean_scene
 from other_models import MAKERS
 
-from ray_hetero.cli.demo.model import ARCHITECTURES, write_demo_model
+from ray_hetero.cli.demo.model import ARCHITECTURES, DemoShape, Dtype, write_demo_model
 
 pytest.register_assert_rewrite("server_checks")
 
@@ -36,14 +36,20 @@ def _keep_compiled_code(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Make (once) a demo checkpoint of an architecture, its weights in bf16 or f32."""
+    """Make (once) a demo checkpoint of an architecture, its weights in bf16 or f32, or in a format
+    that the linear layers are quantised to."""
     root = tmp_path_factory.mktemp("models")
 
-    def make(architecture: str = "llama", dtype: str = "bf16") -> Path:
-        directory = root / f"{architecture}-{dtype}"
+    def make(
+        architecture: str = "llama", dtype: Dtype = "bf16", *, stored: str | None = None,
+        shape: DemoShape | None = None,
+    ) -> Path:  # fmt: skip
+        directory = root / f"{architecture}-{stored or dtype}"
         if not directory.exists():
             with patch.dict(ARCHITECTURES, MAKERS):
-                write_demo_model(directory, architecture, dtype=dtype)  # type: ignore[arg-type]
+                write_demo_model(
+                    directory, architecture, dtype=dtype, stored=stored, shape=shape
+                )  # fmt: skip
         return directory
 
     return make

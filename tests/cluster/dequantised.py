@@ -27,7 +27,7 @@ def dequantised(quantised: Path, plain: Path, dtype: torch.dtype = torch.bfloat1
     state: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, end = name.rpartition(".")
-        if "norm" in layer or "embed" in layer or layer == "lm_head" or end == "bias":
+        if "norm" in layer or "embed" in layer or layer == "lm_head" or end.endswith("bias"):
             state[name] = tensor
         else:
             layers.setdefault(layer, {})[end] = tensor

@@ -116,7 +116,7 @@ def _deepseek_v3(shape: DemoShape, common: Common) -> Any:
     from transformers import DeepseekV3Config
 
     # Queries have a latent too, and the router a bias for each expert.
-    return DeepseekV3Config(**common, **_latent(shape), q_lora_rank=64, topk_method="noaux_tc")
+    return DeepseekV3Config(**common, **_latent(shape), q_lora_rank=128, topk_method="noaux_tc")
 
 
 def _glm4_moe(shape: DemoShape, common: Common) -> Any:

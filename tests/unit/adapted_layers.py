@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import decoder_parts
 import torch
 from decoder_parts import Product, bare, layers_of
 from vllm.lora import layers as lora_layers
@@ -62,10 +63,10 @@ def _wrapped(name: str, layer: Product, parts: Any, wrapper: Any, slots: int, ra
         output_ids=(0,) * len(slices), is_merged_col_linear=False, _enable_aux_cuda_stream=False,
         lora_config=SimpleNamespace(fully_sharded_loras=False),
         lora_a_stacked=tuple(
-            torch.zeros(slots, 1, rank, inputs, dtype=torch.bfloat16) for _ in slices
+            torch.zeros(slots, 1, rank, inputs, dtype=decoder_parts.DTYPE) for _ in slices
         ),
         lora_b_stacked=tuple(
-            torch.zeros(slots, 1, size, rank, dtype=torch.bfloat16) for size in slices
+            torch.zeros(slots, 1, size, rank, dtype=decoder_parts.DTYPE) for size in slices
         ),
     )  # fmt: skip
 
@@ -91,7 +92,9 @@ def load(modules: list[Any], slot: int, *, rank: int, seed: int, scale: float = 
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Any:
-        return (torch.randn(rows, columns, generator=random) * columns**-0.5).bfloat16()
+        return (torch.randn(rows, columns, generator=random) * columns**-0.5).to(
+            decoder_parts.DTYPE
+        )
 
     for module in modules:
         inputs = module.input_size * (module.tp_size if is_divided(module) else 1)

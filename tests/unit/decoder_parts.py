@@ -38,6 +38,10 @@ def class_of(name: str) -> Any:
     raise AssertionError(f"{name} is not in decoder_classes.py")
 
 
+DTYPE = torch.bfloat16
+"""Of weights and activations."""
+
+
 def bare(cls: Any, **parts: Any) -> Any:
     """A module of a class whose own beginning wants the configuration of an engine."""
     made = cls.__new__(cls)
@@ -50,7 +54,7 @@ def bare(cls: Any, **parts: Any) -> Any:
 
 
 def parameter(values: Any) -> Any:
-    return torch.nn.Parameter(values.bfloat16(), requires_grad=False)
+    return torch.nn.Parameter(values.to(DTYPE), requires_grad=False)
 
 
 def rms_norm(size: int) -> Any:
@@ -85,12 +89,12 @@ class Product(torch.nn.Module):
 
     def __init__(self, outputs: int, inputs: int, *, has_bias: bool = False) -> None:
         super().__init__()
-        self.matrix = torch.randn(outputs, inputs).mul_(inputs**-0.5).bfloat16()
-        self.added = torch.randn(outputs).bfloat16().float() if has_bias else None
+        self.matrix = torch.randn(outputs, inputs).mul_(inputs**-0.5).to(DTYPE)
+        self.added = torch.randn(outputs).to(DTYPE).float() if has_bias else None
 
     def forward(self, x: Any) -> Any:
         y = x.float() @ self.matrix.float().T
-        return (y if self.added is None else y + self.added).bfloat16(), None
+        return (y if self.added is None else y + self.added).to(DTYPE), None
 
 
 @functools.cache
@@ -99,7 +103,7 @@ def angles(rotated: int) -> Any:
     made = bare(
         RotaryEmbedding, rotary_dim=rotated, max_position_embeddings=POSITIONS, base=10000.0
     )
-    return made._compute_cos_sin_cache().bfloat16()
+    return made._compute_cos_sin_cache()
 
 
 def rotary(rotated: int, *, is_neox: bool = True) -> Any:
@@ -107,7 +111,7 @@ def rotary(rotated: int, *, is_neox: bool = True) -> Any:
         RotaryEmbedding, head_size=HEAD, rotary_dim=rotated, max_position_embeddings=POSITIONS,
         base=10000.0, is_neox_style=is_neox, use_aiter=False,
     )  # fmt: skip
-    made.register_buffer("cos_sin_cache", angles(rotated))
+    made.register_buffer("cos_sin_cache", angles(rotated).to(DTYPE))
     return made
 
 
@@ -393,7 +397,8 @@ def known_layers(model: Any, linears: dict[Any, Linear], kernel: StreamingLinear
 
 def linears(model: Any) -> dict[Any, Linear]:
     def held(module: Product) -> Linear:
-        kind = CompactWeight if len(module.matrix) == HIDDEN else PackedWeight
+        is_compact = len(module.matrix) == HIDDEN and module.matrix.dtype == torch.bfloat16
+        kind = CompactWeight if is_compact else PackedWeight
         weight = kind.made(pack(module.matrix), native)
         assert weight is not None
         return Linear(weight, module.added)

@@ -19,8 +19,13 @@ LEVELS: list[str] = [] if native is None else [level.name for level in native.le
 EMULATED_FOLDER = Path(__file__).parents[1] / "native/emulated"
 
 
-def emulated_levels() -> dict[str, Any]:
-    """Levels whose instructions are emulated, by name; none where their module is not built."""
+def emulated_levels(function: str = "levels") -> dict[str, Any]:
+    """Levels whose instructions are emulated, by name; none where their module is not built.
+
+    Args:
+        function: of the module, which gives them.
+
+    """
     built = sorted(EMULATED_FOLDER.glob("_emulated_levels*.so"))
     if native is None or not built:
         return {}
@@ -29,10 +34,16 @@ def emulated_levels() -> dict[str, Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return {level.name: level for level in module.levels()}
+    return {level.name: level for level in getattr(module, function)()}
 
 
 EMULATED = emulated_levels()
+EMULATED_HALF = emulated_levels("half_levels")
+HALF_LEVELS: list[str] = [] if native is None else [one.name for one in native.half_levels()]
+"""Those of this processor that compute in float16."""
+TESTED_HALF = [*HALF_LEVELS, *(name for name in EMULATED_HALF
+                               if name.removeprefix("emulated_") not in HALF_LEVELS)]  # fmt: skip
+"""Of these and emulated ones, those that tests run."""
 TESTED = [*LEVELS, *(name for name in EMULATED if name.removeprefix("emulated_") not in LEVELS)]
 """Levels that tests run, by name: those of this processor, and others emulated."""
 BETWEEN_PRODUCTS = [name for name in TESTED if name != "emulated_avx512_bf16"]
@@ -40,7 +51,10 @@ BETWEEN_PRODUCTS = [name for name in TESTED if name != "emulated_avx512_bf16"]
 
 
 def level_of(name: str) -> Any:
-    """The level of a name, which may be emulated."""
+    """The level of a name, which may be emulated or compute in float16."""
+    for one in (*EMULATED_HALF.values(), *native.half_levels()):
+        if one.name == name:
+            return one
     return EMULATED[name] if name in EMULATED else native.level(name)
 
 

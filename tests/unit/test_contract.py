@@ -239,7 +239,12 @@ PRIVATE: list[tuple[str, Any, str]] = [
     *(
         ("compat/quantised_experts", getattr(cpu_moe, name), attribute)
         for name in quantised_experts.CLASSES
-        for attribute in ("_supports_current_device", "_supports_quant_scheme", "apply")
+        for attribute in (
+            "_supports_current_device",
+            "_supports_quant_scheme",
+            "_supports_routing_method",
+            "apply",
+        )
     ),
     ("compat/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
     ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),

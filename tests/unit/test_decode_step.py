@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import decoder_parts  # noqa: E402
 from decoder_parts import (  # noqa: E402
     FAMILIES,
     HEAD,
@@ -54,7 +55,9 @@ CLOSE = {"rtol": 2**-5, "atol": 2**-4}
 
 
 def kernel_of(level: str) -> StreamingLinear:
-    return StreamingLinear(native, level_of(level))
+    kernel = StreamingLinear(native, level_of(level))
+    kernel.dtype = decoder_parts.DTYPE
+    return kernel
 
 
 class Requests:
@@ -91,7 +94,7 @@ class Requests:
         self.shape = (self.blocks.numel(), kv_heads, block, 2 * HEAD)
         self.keys, self.values = torch.randn(
             2, layers, self.blocks.numel() * block, kv_heads, HEAD
-        ).bfloat16()
+        ).to(decoder_parts.DTYPE)
         # Some tokens count for much: a part that is lost, or weighted wrongly, would show.
         self.keys *= 2
         self.decoder = model(layers, heads=heads, kv_heads=kv_heads, **parts)
@@ -99,7 +102,7 @@ class Requests:
         self.contexts: dict[str, Any] = {}
         given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
         given |= impl or {}
-        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=decoder_parts.DTYPE))
         monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
         for layer in self.layers:
             attends(layer).impl = cpu_attn.CPUAttentionBackendImpl(
@@ -120,7 +123,7 @@ class Requests:
 
     def cache(self, layer: int, isa: str) -> Any:
         """What the requests have written before."""
-        cache = torch.zeros(self.shape, dtype=torch.bfloat16)
+        cache = torch.zeros(self.shape, dtype=decoder_parts.DTYPE)
         blocks, kv_heads, block, _ = self.shape
         keys, values = cache.view(blocks, kv_heads, 2 * block, HEAD).chunk(2, dim=2)
         if isa == "amx" and not HAS_TILES:
@@ -141,8 +144,9 @@ class Requests:
         """Let vLLM's forward context be that of a step; gives the caches."""
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(self.lengths), num_heads=self.heads, num_kv_heads=self.kv_heads,
-            head_dim=HEAD, seq_lens=self.lengths, dtype=torch.bfloat16, query_start_loc=self.starts,
-            causal=True, sliding_window_size=-1, isa="vec", enable_kv_split=True,
+            head_dim=HEAD, seq_lens=self.lengths, dtype=decoder_parts.DTYPE,
+            query_start_loc=self.starts, causal=True, sliding_window_size=-1, isa="vec",
+            enable_kv_split=True,
         )  # fmt: skip
         described = {
             "num_actual_tokens": self.tokens, "max_query_len": int(self.rows.max()),
@@ -159,8 +163,9 @@ class Requests:
         return caches
 
     def inputs(self, *, is_first: bool) -> tuple[Any, Any]:
-        residual = None if is_first else torch.randn(self.tokens, HIDDEN).bfloat16()
-        return torch.randn(self.tokens, HIDDEN).bfloat16(), residual
+        dtype = decoder_parts.DTYPE
+        residual = None if is_first else torch.randn(self.tokens, HIDDEN).to(dtype)
+        return torch.randn(self.tokens, HIDDEN).to(dtype), residual
 
 
 def expect_the_same(

@@ -334,20 +334,6 @@ def test_a_layer_that_is_different_is_left_alone_and_parts_the_others(
 
 
 @needs_native
-def test_what_is_in_float16_is_left_to_vllm_with_what_to_type(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(layer_fusion.logger, "info", lambda text, *given: said.append(text % given))
-    decoder = model(1)
-    for product in linears(decoder):
-        product.params_dtype = torch.float16
-    assert fuse(decoder, {}) == 0
-    (line,) = said
-    assert "computed in float16, by vLLM's own kernels; --dtype bfloat16" in line
-
-
-@needs_native
 def test_the_operator_has_the_shapes_that_it_says(contexts: dict[str, Any]) -> None:
     decoder = model(1)
     contexts["layers.0"] = None, decoder.layers[1].self_attn.attn, "cache", None

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from placement.model.reading import shape_of
+from ray_hetero.cli.demo import fp8
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.errors import ConfigError
 
@@ -74,6 +76,17 @@ def test_each_format_takes_the_bytes_that_the_planner_reads(
     assert scheme["quant_method"] == method
     layers = [shape_of(path, "bfloat16", "auto").layers[0].nbytes for path in (plain, other)]
     assert share * layers[0] < layers[1] < (share + 0.06) * layers[0]
+
+
+def test_the_last_outputs_of_a_weight_in_blocks_may_fill_half_a_block() -> None:
+    weight = torch.randn(192, 256)
+    parts = fp8.block_tensors(weight, 128)
+    assert parts["weight"].shape == weight.shape
+    assert parts["weight_scale_inv"].shape == (2, 2)
+    scales = parts["weight_scale_inv"].repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)
+    # Floats have three bits behind the first; small ones have the step of the smallest.
+    room = weight.abs() * 2**-4 + scales * 2**-10
+    assert ((parts["weight"].float() * scales - weight).abs() <= room).all()
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

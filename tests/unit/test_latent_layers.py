@@ -3,6 +3,9 @@ what a reference in float32 does, whose attention makes keys and values of all h
 
 from __future__ import annotations
 
+import copy
+import socket
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +15,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import torch.distributed as dist  # noqa: E402
 from decoder_parts import Product, bare, class_of, linears, mlp, parameter, rms_norm  # noqa: E402
-from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
+from group_steps import Threads, sums_of  # noqa: E402
+from native_module import (  # noqa: E402
+    BETWEEN_PRODUCTS,
+    LEVELS,
+    TESTED,
+    level_of,
+    native,
+    needs_native,
+)
 from vllm.model_executor.layers.attention import MLAAttention  # noqa: E402
 from vllm.model_executor.layers.attention.mla_attention import (  # noqa: E402
     MLACommonDecodeMetadata,
@@ -21,6 +33,10 @@ from vllm.model_executor.layers.attention.mla_attention import (  # noqa: E402
     MLACommonPrefillMetadata,
 )
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper  # noqa: E402
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod  # noqa: E402
+from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa: E402
+    get_and_maybe_dequant_weights,
+)
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (  # noqa: E402
     DeepseekScalingRotaryEmbedding,
@@ -29,10 +45,19 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl  # noqa: E402
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl  # noqa: E402
 
-from ray_hetero.kernels import latent_fusion, latent_layers, layer_fusion, layer_tokens  # noqa: E402
-from ray_hetero.kernels.latent_layers import LatentLayer  # noqa: E402
+from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels import (  # noqa: E402
+    latent_fusion,
+    latent_layers,
+    latent_weights,
+    layer_fusion,
+    layer_tokens,
+)
+from ray_hetero.kernels.latent_layers import LatentLayer, LatentShape  # noqa: E402
+from ray_hetero.kernels.quantised_linear import BlockFloats, StreamedBlockFloats  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.weight_formats.base import pack  # noqa: E402
+from ray_hetero.weight_formats.fp8 import Fp8Weight  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -57,16 +82,70 @@ def rotary() -> Any:
     return made
 
 
-def attend(heads: int, halves: tuple[Any, Any], *, has_tiles: bool) -> Any:
+def in_blocks(weight: Any, rows: int, columns: int, *, are_powers: bool = False) -> BlockFloats:
+    """A weight in FP8 with scales for blocks, of which some are much larger than others.
+
+    Args:
+        weight: [N, K].
+        rows: of a block.
+        columns: of a block.
+        are_powers: whether scales are powers of two, which take a byte.
+
+    """
+    outputs, inputs = weight.shape
+    of_blocks = torch.rand(-(-outputs // rows), -(-inputs // columns)).add_(0.1).mul_(2**-7)
+    if are_powers:
+        of_blocks = torch.exp2(of_blocks.log2().round())
+    scales = of_blocks.repeat_interleave(rows, 0)[:outputs]
+    scales = scales.repeat_interleave(columns, 1)[:, :inputs]
+    floats = (weight / scales).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    if are_powers:
+        of_blocks = of_blocks.to(torch.float8_e8m0fnu).view(torch.uint8)
+    return BlockFloats(floats, of_blocks, rows, columns)
+
+
+def exact(blocks: BlockFloats) -> Any:
+    """The weight [N, K] that blocks say, in float32."""
+    outputs, inputs = blocks.weight.shape
+    scales = blocks.scales
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    by_weight = scales.float().repeat_interleave(blocks.rows, 0)[:outputs]
+    return blocks.weight.float() * by_weight.repeat_interleave(blocks.columns, 1)[:, :inputs]
+
+
+def load(layer: Any, blocks: BlockFloats) -> StreamedBlockFloats:
+    """Let a layer be `kv_b_proj` of a checkpoint in FP8; what computes it."""
+    layer.weight, layer.weight_scale_inv = (
+        torch.nn.Parameter(one, requires_grad=False) for one in (blocks.weight, blocks.scales)
+    )
+    layer.weight_block_size = [blocks.rows, blocks.columns]
+    layer._cpu_skip_gemm_dispatch = True
+    layer.quant_method = bare_impl(
+        Fp8LinearMethod, use_marlin=False, use_deep_gemm=False, block_quant=True
+    )
+    kernel = bare_impl(
+        StreamedBlockFloats,
+        weight_group_shape=SimpleNamespace(row=blocks.rows, col=blocks.columns),
+    )
+    kernel.process_weights_after_loading(layer)
+    return kernel
+
+
+def attend(
+    heads: int, kv_b: Any, *, has_tiles: bool, blocks: BlockFloats | None = None
+) -> Any:  # fmt: skip
     """vLLM's attention, whose weights are loaded.
 
     Args:
         heads: of it.
-        halves: [heads, plain, latent] and [heads, values, latent].
+        kv_b: [heads, plain and values, latent], bf16.
         has_tiles: whether it is that of vLLM's backend for AMX.
+        blocks: how the checkpoint has that, if it is quantised.
 
     """
-    keys, values = halves
+    keys, values = kv_b[:, :PLAIN], kv_b[:, PLAIN:]
+    layer = torch.nn.Module()
     impl = bare_impl(
         AMXMLAImpl if has_tiles else CPUMLAImpl, num_heads=heads, head_size=LATENT + ROTATED,
         scale=0.1, kv_lora_rank=LATENT, qk_nope_head_dim=PLAIN, qk_rope_head_dim=ROTATED,
@@ -78,9 +157,15 @@ def attend(heads: int, halves: tuple[Any, Any], *, has_tiles: bool) -> Any:
         qk_rope_head_dim=ROTATED, v_head_dim=VALUE, kv_cache_dtype="auto", use_pcp=False,
         q_pad_num_heads=None, non_causal_multi_token_decode=False, sliding_window=None,
         is_aiter_triton_fp4_bmm_enabled=False, is_aiter_triton_fp8_bmm_enabled=False,
-        is_amx_bmm_enabled=has_tiles, hisparse_cache=None, dcp_manager=None,
+        is_amx_bmm_enabled=has_tiles, hisparse_cache=None, dcp_manager=None, kv_b_proj=layer,
     )  # fmt: skip
-    if has_tiles:
+    if blocks is not None:
+        load(layer, blocks)
+    if has_tiles and blocks is not None:
+        impl.kv_b_proj = layer
+        impl.process_weights_after_loading(torch.bfloat16)
+        assert impl._w_uk_packed.dtype == torch.bfloat16
+    elif has_tiles:
         packed = (pack(one.reshape(-1, one.shape[2])) for one in (keys.transpose(1, 2), values))
         impl._w_uk_packed = next(packed).view(heads, LATENT, PLAIN)
         impl._w_uv_packed = next(packed).view(heads, VALUE, LATENT)
@@ -98,10 +183,24 @@ def bare_impl(cls: Any, **parts: Any) -> Any:
 
 
 def decoder(
-    heads: int, *, query_latent: int | None, has_tiles: bool = False, **parts: Any
-) -> tuple[Any, Any]:
-    """A model of one layer of vLLM's classes, and the weight of `kv_b_proj`."""
-    kv_b = torch.randn(heads, PLAIN + VALUE, LATENT).mul_(LATENT**-0.5).bfloat16()
+    heads: int, *, query_latent: int | None, has_tiles: bool = False,
+    block: tuple[int, int] | None = None, **parts: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """A model of one layer of vLLM's classes, and the weight of `kv_b_proj`.
+
+    Args:
+        heads: of the attention.
+        query_latent: elements of the latent of queries, if they have one.
+        has_tiles: whether the attention is that of vLLM's backend for AMX.
+        block: rows and columns that share a scale of `kv_b_proj`, which is quantised then.
+        parts: other attributes of the attention.
+
+    """
+    kv_b = torch.randn(heads, PLAIN + VALUE, LATENT).mul_(LATENT**-0.5)
+    blocks = None
+    if block is not None:
+        blocks = in_blocks(kv_b.view(-1, LATENT), *block)
+        kv_b = exact(blocks).view(kv_b.shape)
     if query_latent is None:
         parts |= {
             "fused_qkv_a_proj": None, "q_a_layernorm": None, "q_b_proj": None,
@@ -122,7 +221,7 @@ def decoder(
         qk_head_dim=PLAIN + ROTATED, v_head_dim=VALUE, fuse_qkv_rmsnorm=False, skip_topk=False,
         kv_a_layernorm=rms_norm(LATENT), rotary_emb=rotary(),
         o_proj=Product(HIDDEN, heads * VALUE),
-        mla_attn=attend(heads, (kv_b[:, :PLAIN], kv_b[:, PLAIN:]), has_tiles=has_tiles),
+        mla_attn=attend(heads, kv_b.bfloat16(), has_tiles=has_tiles, blocks=blocks),
         **(own | parts),
     )  # fmt: skip
     layer = bare(
@@ -136,7 +235,7 @@ def decoder(
         class_of("DeepseekV2Model"), config=SimpleNamespace(), start_layer=0, end_layer=1,
         layers=torch.nn.ModuleList([layer]),
     )  # fmt: skip
-    return model, kv_b
+    return model, kv_b.bfloat16() if block is None else kv_b
 
 
 class Step:
@@ -147,17 +246,22 @@ class Step:
         block: tokens of a block.
         rows: tokens of each request that come; one of each if nothing says it.
         heads: of the attention.
-        parts: more arguments of `decoder`.
+        query_latent: elements of the latent of queries, if they have one.
+        block_of_weights: `block` of `decoder`.
+        parts: more arguments of it.
 
     """
 
     def __init__(
         self, lengths: list[int], *, block: int = 128, rows: list[int] | None = None,
-        heads: int = 4, query_latent: int | None = 96, **parts: Any,
+        heads: int = 4, query_latent: int | None = 96,
+        block_of_weights: tuple[int, int] | None = None, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(sum(lengths) + block)
         rows = rows or [1] * len(lengths)
-        self.model, self.kv_b = decoder(heads, query_latent=query_latent, **parts)
+        self.model, self.kv_b = decoder(
+            heads, query_latent=query_latent, block=block_of_weights, **parts
+        )
         self.layer = self.model.layers[0]
         self.wrapper = self.layer.self_attn.mla_attn
         self.heads = heads
@@ -333,6 +437,85 @@ def test_it_is_with_any_number_of_heads(heads: int, level: str, contexts: dict[s
     expect_the_reference(Step([200, 40], heads=heads), contexts, level=level)
 
 
+@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize(
+    ("block", "tokens"), [((128, 128), 1), ((128, 128), 40), ((32, 128), 5), ((64, 36), 5)], ids=str
+)
+def test_weights_of_heads_may_be_a_checkpoints_floats(
+    block: tuple[int, int], tokens: int, level: str, contexts: dict[str, Any]
+) -> None:
+    lengths = [20 + 3 * number for number in range(tokens)]
+    step = Step(lengths, block_of_weights=block)
+    parts = step.made(level).parts
+    assert (parts.to_latent.name, parts.from_latent.name) == ("fp8", "fp8")
+    assert not hasattr(step.wrapper.mla_attn.kv_b_proj, "checkpoint_blocks")
+    expect_the_reference(Step(lengths, block_of_weights=block), contexts, level=level)
+
+
+SHAPES = {
+    "as published": LatentShape(4, 512, 64, 128, 128),
+    "heads in one block": LatentShape(5, 512, 64, 32, 32),
+    "keys and values in one block": LatentShape(2, 256, 64, 96, 160),
+    "other sizes": LatentShape(3, 96, 64, 64, 96),
+}
+
+
+@pytest.mark.parametrize("are_powers", [False, True])
+@pytest.mark.parametrize("block", [(128, 128), (64, 32), (32, 128), (8, 36)], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_of_heads_are_those_of_the_checkpoint_bit_by_bit(
+    name: str, block: tuple[int, int], are_powers: bool
+) -> None:
+    shape = SHAPES[name]
+    rows = shape.heads * (shape.plain + shape.value)
+    blocks = in_blocks(
+        torch.randn(rows, shape.latent).mul_(0.1), *block, are_powers=are_powers
+    )  # fmt: skip
+    plain = exact(blocks).bfloat16().view(shape.heads, -1, shape.latent)
+    assert torch.equal(plain.view(rows, -1), Fp8Weight.expanded(blocks.codes))
+    keys, values = latent_weights.head_codes(blocks, shape)
+    expected = plain[:, : shape.plain].transpose(1, 2).reshape(-1, shape.plain)
+    for codes, weight in ((keys, expected), (values, plain[:, shape.plain :].reshape(
+        -1, shape.latent
+    ))):  # fmt: skip
+        assert torch.equal(Fp8Weight.expanded(codes), weight)
+        held = Fp8Weight.stored(codes, native)
+        for level in LEVELS:
+            assert torch.equal(held.packed(native, level_of(level)), pack(weight))
+
+
+def test_scales_of_large_blocks_are_shared_by_outputs() -> None:
+    shape = SHAPES["as published"]
+    blocks = in_blocks(torch.randn(4 * 256, 512), 128, 128)
+    keys, values = latent_weights.head_codes(blocks, shape)
+    assert keys.layout.is_uniform
+    assert values.layout.is_uniform
+    assert (keys.group, keys.groups, values.group) == (128, 1, 128)
+
+
+def test_a_damaged_checkpoint_is_named() -> None:
+    step = Step([40], block_of_weights=(128, 128))
+    layer = step.wrapper.mla_attn.kv_b_proj
+    layer.checkpoint_blocks.weight.view(torch.uint8)[3, 5] = 0x7F
+    with pytest.raises(UnsupportedError, match=r"layers\.0, kv_b_proj: fp8: 1 of .* are NaN"):
+        step.made()
+
+
+@pytest.mark.parametrize("are_powers", [False, True])
+def test_vllm_is_given_the_same_weights_in_bf16(are_powers: bool) -> None:
+    blocks = in_blocks(torch.randn(384, 512).mul_(0.1), 128, 128, are_powers=are_powers)
+    layer = torch.nn.Module()
+    kernel = load(layer, blocks)
+    kept = layer.checkpoint_blocks
+    assert torch.equal(kept.weight.view(torch.uint8), blocks.weight.view(torch.uint8))
+    assert torch.equal(kept.scales, blocks.scales)
+    plain = exact(blocks).bfloat16()
+    assert torch.equal(get_and_maybe_dequant_weights(layer, torch.bfloat16), plain)
+    x = torch.randn(3, 512).bfloat16()
+    expected = torch.nn.functional.linear(x, plain)
+    assert torch.equal(kernel.apply_weights(layer, x), expected)
+
+
 @pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 def test_long_requests_are_cut_into_parts(level: str, contexts: dict[str, Any]) -> None:
     expect_the_reference(Step([5, POSITIONS - 17]), contexts, level=level)
@@ -358,11 +541,16 @@ def test_requests_may_have_several_tokens(
 @pytest.mark.skipif("amx" not in LEVELS, reason="needs AMX for vLLM's own kernels")
 @pytest.mark.parametrize("has_tiles", [True, False], ids=["AMX_MLA", "CPU_MLA"])
 @pytest.mark.parametrize("heads", [4, 32])
+@pytest.mark.parametrize("of_weights", [None, (128, 128)], ids=["bf16", "fp8"])
 def test_it_is_what_vllms_own_layer_does(
-    heads: int, has_tiles: bool, contexts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    of_weights: tuple[int, int] | None, heads: int, has_tiles: bool, contexts: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     block = 128 if has_tiles else 16
-    step = Step([300, 33, 512, 64], heads=heads, has_tiles=has_tiles, block=block)
+    step = Step(
+        [300, 33, 512, 64], heads=heads, has_tiles=has_tiles, block=block,
+        block_of_weights=of_weights,
+    )  # fmt: skip
     step.cache = step.cache.nan_to_num()
     contexts["layers.0"] = step.context
     attention = step.wrapper.mla_attn
@@ -390,6 +578,92 @@ def test_it_is_what_vllms_own_layer_does(
         step.layer.mlp(given).float(), expected.float(), rtol=2**-4, atol=2**-4
     )
     torch.testing.assert_close(step.cache.float(), theirs.float(), **CLOSE)
+
+
+def rank_of(whole: Step, own: int, sums: Any) -> Step:
+    """A rank's part of a layer, some of its heads, with a cache of its own.
+
+    Args:
+        whole: the layer.
+        own: place of the rank in its group.
+        sums: of the rank with the others.
+
+    """
+    part = copy.copy(whole)
+    part.model = copy.deepcopy(whole.model)
+    part.layer = part.model.layers[0]
+    part.wrapper = wrapper = part.layer.self_attn.mla_attn
+    part.heads = wrapper.num_heads = whole.heads // sums.size
+    kv_b = whole.kv_b.chunk(sums.size)[own]
+    wrapper.mla_attn = attend(part.heads, kv_b, has_tiles=False)
+    wrapper.mla_attn.layer_name = f"{own}.0"
+    wrapper.q_b_proj.matrix = wrapper.q_b_proj.matrix.chunk(sums.size)[own].contiguous()
+    wrapper.o_proj.matrix = wrapper.o_proj.matrix.chunk(sums.size, 1)[own].contiguous()
+    wrapper.q_b_proj.tp_size = wrapper.o_proj.tp_size = sums.size
+    wrapper.o_proj.reduce_results = wrapper.o_proj.input_is_parallel = True
+    part.cache = whole.cache.clone()
+    return part
+
+
+def layer_of_rank(part: Step, sums: Any) -> LatentLayer:
+    kernel = StreamingLinear(native, level_of(BEST))
+    kernel.sums = sums
+    found = latent_fusion.latent_layer_of(part.model, part.layer, linears(part.model), kernel)
+    assert isinstance(found, tuple), found
+    return found[0]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_ranks_of_a_group_have_some_heads_each(
+    count: int, contexts: dict[str, Any]
+) -> None:  # fmt: skip
+    step = Step([300, 33, 512], heads=12)
+    expected, total, new = step.reference(step.residual)
+    sums = sums_of(count)
+    parts = [rank_of(step, own, one) for own, one in enumerate(sums)]
+    contexts.update({f"{own}.0": part.context for own, part in enumerate(parts)})
+    layers = [layer_of_rank(part, one) for part, one in zip(parts, sums, strict=True)]
+    # One step after the other, without anything between them that the ranks wait for.
+    scales = (1.0, 0.5, -1.0, 0.25, 2.0)
+
+    def run(own: int) -> list[Any]:
+        given = []
+        for number, scale in enumerate(scales):
+            if number % count == own:
+                time.sleep(0.02)
+            given.append(layers[own](step.positions, step.hidden * scale, step.residual * scale))
+        return given
+
+    found = Threads(count).run([lambda own=own: run(own) for own in range(count)])
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+    # What is normed is the same for all positive scales, and what is cached is the last step's.
+    for scale, (given, residual) in zip(scales, found[0], strict=True):
+        if scale == 1:
+            torch.testing.assert_close(given.float(), expected, rtol=2**-4, atol=2**-4)
+            torch.testing.assert_close(residual.float(), total, **CLOSE)
+    for part in parts:
+        cached = part.cache.view(-1, LATENT + ROTATED)[step.slots]
+        torch.testing.assert_close(cached.float(), new, **CLOSE)
+
+
+def test_a_rank_that_is_missing_is_named(contexts: dict[str, Any]) -> None:
+    step = Step([40], heads=4)
+    sums = sums_of(2)
+    part = rank_of(step, 0, sums[0])
+    contexts["0.0"] = part.context
+    layer = layer_of_rank(part, sums[0])
+    for connection in sums[1].connections:
+        if connection is not None:
+            connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(
+        dist.DistError, match="rank 5, of the same tensor-parallel group, has ended"
+    ):
+        layer(step.positions, step.hidden, step.residual)
 
 
 def test_the_same_bits_come_of_any_number_of_threads(contexts: dict[str, Any]) -> None:

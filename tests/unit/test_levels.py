@@ -14,7 +14,7 @@ from native_module import EMULATED_FOLDER, TESTED, native, needs_native
 PROGRAM = Path(__file__).parents[1] / "native" / "compare_levels.py"
 NEWER = re.compile(r"%[yz]mm|%tmm|%k[1-7]|\bv[a-z0-9]+[ps][sd]\b")
 """Operands and names that only AVX and later instructions have."""
-INSIDE = re.compile(r"ray_hetero::(avx2|avx512|avx512_bf16|amx)::")
+INSIDE = re.compile(r"ray_hetero::(avx2|avx512|avx512_bf16|amx|half_avx2|half_avx512)::")
 
 
 @needs_native
@@ -40,4 +40,4 @@ def test_nothing_but_a_levels_kernels_uses_its_instructions() -> None:
     outside = [name for name, code in named if not INSIDE.search(name) and NEWER.search(code)]
     assert outside == []
     inside = {found[1] for name, _ in named if (found := INSIDE.search(name))}
-    assert inside == {"avx2", "avx512", "avx512_bf16", "amx"}
+    assert inside == {"avx2", "avx512", "avx512_bf16", "amx", "half_avx2", "half_avx512"}

@@ -214,7 +214,9 @@ def linear(weight: Any, bias: Any = None, *, is_compact: bool) -> Linear:
     return Linear(held, bias)
 
 
-def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[PostAttention]:
+def parts_of(
+    count: int, *, is_last: bool, is_compact: bool, has_mlp: bool = True
+) -> list[PostAttention]:
     """A layer's parts, and those that each rank has of it."""
     torch.manual_seed(count)
     shapes = (HIDDEN, ATTENDED), (WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)
@@ -229,8 +231,13 @@ def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[PostAttenti
         first = own == 0
         gate_up = torch.cat([one.chunk(of)[own] for one in (gate, up)])
         following = QkvInput(norms[1], linear(qkv, is_compact=is_compact))
+        projection = linear(
+            output.chunk(of, 1)[own], output_bias if first else None, is_compact=is_compact
+        )
+        if not has_mlp:
+            return PostAttention(projection, norms[0])
         return PostAttention(
-            linear(output.chunk(of, 1)[own], output_bias if first else None, is_compact=is_compact),
+            projection,
             norms[0],
             linear(gate_up, is_compact=is_compact),
             linear(down.chunk(of, 1)[own], down_bias if first else None, is_compact=is_compact),
@@ -242,9 +249,14 @@ def parts_of(count: int, *, is_last: bool, is_compact: bool) -> list[PostAttenti
 
 @pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("is_last", [False, True])
-def test_parts_of_a_layer_give_what_the_whole_gives(is_last: bool, count: int, level: str) -> None:
-    whole, *parts = parts_of(count, is_last=is_last, is_compact=count == 2)
+@pytest.mark.parametrize(
+    ("is_last", "has_mlp"), [(False, True), (True, True), (True, False)],
+    ids=["next", "perceptron", "norm"],
+)  # fmt: skip
+def test_parts_of_a_layer_give_what_the_whole_gives(
+    is_last: bool, has_mlp: bool, count: int, level: str
+) -> None:
+    whole, *parts = parts_of(count, is_last=is_last, is_compact=count == 2, has_mlp=has_mlp)
     sums = shared(count, native.STEP_TOKENS * HIDDEN)
 
     def block(parts: PostAttention, sums: RankSums | None) -> PostAttentionBlock:

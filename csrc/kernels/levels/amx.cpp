@@ -10,6 +10,7 @@
 #define RAY_HETERO_TILES "tiles/amx.h"
 #define RAY_HETERO_HAS_TILES true
 #define RAY_HETERO_HAS_BF16 1
+#define RAY_HETERO_IS_HALF 0
 #include "../level.h"
 
 #endif

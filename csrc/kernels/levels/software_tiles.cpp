@@ -7,4 +7,5 @@
 #define RAY_HETERO_TILES "tiles/software.h"
 #define RAY_HETERO_HAS_TILES true
 #define RAY_HETERO_HAS_BF16 0
+#define RAY_HETERO_IS_HALF 0
 #include "../level.h"

@@ -1,6 +1,7 @@
 // Vectors of two AVX registers, with FMA; the operations are described in portable.h.
 //
-// Included once for each level that has these vectors, see levels.h.
+// Included once for each level that has these vectors, see levels.h; RAY_HETERO_IS_HALF is 1 where
+// elements are float16 in the place of bf16.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
@@ -32,12 +33,29 @@ RAY_HETERO_INLINE void store_floats(float* at, Floats values) {
   _mm256_storeu_ps(at + 8, values.half[1]);
 }
 RAY_HETERO_INLINE __m256 widened(__m128i values) {
+#if RAY_HETERO_IS_HALF
+  return _mm256_cvtph_ps(values);
+#else
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
+#endif
 }
 RAY_HETERO_INLINE Floats load_bf16(const std::uint16_t* at) {
   const auto* halves = reinterpret_cast<const __m128i*>(at);
   return {{widened(_mm_loadu_si128(halves)), widened(_mm_loadu_si128(halves + 1))}};
 }
+#if RAY_HETERO_IS_HALF
+RAY_HETERO_INLINE __m128i narrowed(__m256 values) {
+  return _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+}
+RAY_HETERO_INLINE void store_bf16(std::uint16_t* at, Floats values) {
+  auto* halves = reinterpret_cast<__m128i*>(at);
+  _mm_storeu_si128(halves, narrowed(values.half[0]));
+  _mm_storeu_si128(halves + 1, narrowed(values.half[1]));
+}
+RAY_HETERO_INLINE Floats rounded(Floats values) {
+  return each_half([&](int i) { return widened(narrowed(values.half[i])); });
+}
+#else
 // Floats rounded to bf16, in the upper half of each lane.
 RAY_HETERO_INLINE __m256i rounded_bits(__m256 values) {
   const __m256i bits = _mm256_castps_si256(values);
@@ -58,6 +76,7 @@ RAY_HETERO_INLINE void store_bf16(std::uint16_t* at, Floats values) {
 RAY_HETERO_INLINE Floats rounded(Floats values) {
   return each_half([&](int i) { return _mm256_castsi256_ps(rounded_bits(values.half[i])); });
 }
+#endif
 
 RAY_HETERO_INLINE Floats plus(Floats left, Floats right) {
   return each_half([&](int i) { return _mm256_add_ps(left.half[i], right.half[i]); });
@@ -145,6 +164,23 @@ RAY_HETERO_INLINE Pairs spread_pair(const std::uint16_t* at) {
   const __m256i all = _mm256_set1_epi32(pair);
   return {{all, all}};
 }
+#if RAY_HETERO_IS_HALF
+RAY_HETERO_INLINE __m256 firsts(__m256i pairs) {
+  const __m256i lower = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff));
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lower, lower), 0xd8);
+  return widened(_mm256_castsi256_si128(packed));
+}
+RAY_HETERO_INLINE __m256 seconds(__m256i pairs) { return firsts(_mm256_srli_epi32(pairs, 16)); }
+RAY_HETERO_INLINE Pairs narrowed_pairs(Floats firsts, Floats seconds) {
+  Pairs pairs;
+  for (int i = 0; i < 2; ++i) {
+    const __m128i even = narrowed(firsts.half[i]), odd = narrowed(seconds.half[i]);
+    pairs.half[i] =
+        _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd));
+  }
+  return pairs;
+}
+#else
 RAY_HETERO_INLINE __m256 firsts(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
 }
@@ -152,6 +188,7 @@ RAY_HETERO_INLINE __m256 seconds(__m256i pairs) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
 }
+#endif
 RAY_HETERO_INLINE Floats firsts(Pairs pairs) {
   return each_half([&](int i) { return firsts(pairs.half[i]); });
 }
@@ -161,12 +198,16 @@ RAY_HETERO_INLINE Floats seconds(Pairs pairs) {
 RAY_HETERO_INLINE Floats load_firsts(const std::uint16_t* at) { return firsts(load_pairs(at)); }
 RAY_HETERO_INLINE Floats load_seconds(const std::uint16_t* at) { return seconds(load_pairs(at)); }
 RAY_HETERO_INLINE void store_in_turns(std::uint16_t* at, Floats firsts, Floats seconds) {
+#if RAY_HETERO_IS_HALF
+  store_pairs(at, narrowed_pairs(firsts, seconds));
+#else
   Pairs pairs;
   for (int i = 0; i < 2; ++i) {
     const __m256i lower = _mm256_srli_epi32(rounded_bits(firsts.half[i]), 16);
     pairs.half[i] = _mm256_or_si256(lower, rounded_bits(seconds.half[i]));
   }
   store_pairs(at, pairs);
+#endif
 }
 RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
   const __m256i lower = _mm256_set1_epi32(0xffff);
@@ -319,6 +360,14 @@ RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
   return {{_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), more),
            _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), more)}};
 }
+#if RAY_HETERO_IS_HALF
+RAY_HETERO_INLINE Pairs exact_pairs(Floats first, Floats second) {
+  return narrowed_pairs(first, second);
+}
+RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
+  return narrowed_pairs(first, second);
+}
+#else
 RAY_HETERO_INLINE Pairs exact_pairs(Floats first, Floats second) {
   Pairs pairs;
   for (int i = 0; i < 2; ++i) {
@@ -341,5 +390,6 @@ RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
   }
   return pairs;
 }
+#endif
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

@@ -1,7 +1,7 @@
 // Vectors of one AVX-512 register; the operations are described in portable.h.
 //
 // Included once for each level that has these vectors, see levels.h; RAY_HETERO_HAS_BF16 is 1 where
-// there is AVX512-BF16.
+// there is AVX512-BF16, RAY_HETERO_IS_HALF where elements are float16 in the place of bf16.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
@@ -16,13 +16,19 @@ RAY_HETERO_INLINE Floats load_floats(const float* at) { return _mm512_loadu_ps(a
 RAY_HETERO_INLINE void store_floats(float* at, Floats values) { _mm512_storeu_ps(at, values); }
 
 RAY_HETERO_INLINE Floats widened(__m256i values) {
+#if RAY_HETERO_IS_HALF
+  return _mm512_cvtph_ps(values);
+#else
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+#endif
 }
 RAY_HETERO_INLINE Floats load_bf16(const std::uint16_t* at) {
   return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 RAY_HETERO_INLINE __m256i narrowed(Floats values) {
-#if RAY_HETERO_HAS_BF16
+#if RAY_HETERO_IS_HALF
+  return _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+#elif RAY_HETERO_HAS_BF16
   return (__m256i)_mm512_cvtneps_pbh(values);
 #else
   const __m512i bits = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
@@ -79,17 +85,28 @@ RAY_HETERO_INLINE Pairs spread_pair(const std::uint16_t* at) {
   return _mm512_set1_epi32(pair);
 }
 RAY_HETERO_INLINE Floats firsts(Pairs pairs) {
+#if RAY_HETERO_IS_HALF
+  return widened(_mm512_cvtepi32_epi16(pairs));
+#else
   return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+#endif
 }
 RAY_HETERO_INLINE Floats seconds(Pairs pairs) {
+#if RAY_HETERO_IS_HALF
+  return widened(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+#else
   return _mm512_castsi512_ps(
       _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+#endif
 }
 RAY_HETERO_INLINE Floats load_firsts(const std::uint16_t* at) { return firsts(load_pairs(at)); }
 RAY_HETERO_INLINE Floats load_seconds(const std::uint16_t* at) { return seconds(load_pairs(at)); }
-RAY_HETERO_INLINE void store_in_turns(std::uint16_t* at, Floats firsts, Floats seconds) {
+RAY_HETERO_INLINE Pairs narrowed_pairs(Floats firsts, Floats seconds) {
   const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(seconds)), 16);
-  store_pairs(at, _mm512_or_si512(_mm512_cvtepu16_epi32(narrowed(firsts)), upper));
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(narrowed(firsts)), upper);
+}
+RAY_HETERO_INLINE void store_in_turns(std::uint16_t* at, Floats firsts, Floats seconds) {
+  store_pairs(at, narrowed_pairs(firsts, seconds));
 }
 RAY_HETERO_INLINE Pairs without_seconds(Pairs pairs) {
   return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
@@ -209,6 +226,14 @@ RAY_HETERO_INLINE Floats load_e4m3(const std::uint8_t* at) {
   const __m512 values = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(halves, 16)));
   return _mm512_mul_ps(values, _mm512_set1_ps(256));
 }
+#if RAY_HETERO_IS_HALF
+RAY_HETERO_INLINE Pairs exact_pairs(Floats first, Floats second) {
+  return narrowed_pairs(first, second);
+}
+RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
+  return narrowed_pairs(first, second);
+}
+#else
 RAY_HETERO_INLINE Pairs exact_pairs(Floats first, Floats second) {
   return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(first), 16),
                          _mm512_castps_si512(second));
@@ -232,6 +257,7 @@ RAY_HETERO_INLINE Pairs rounded_pairs(Floats first, Floats second) {
   return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rounded_number_bits(first), 16),
                                  rounded_number_bits(second));
 }
+#endif
 #endif
 
 }  // namespace ray_hetero::RAY_HETERO_LEVEL

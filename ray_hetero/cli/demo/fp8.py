@@ -23,10 +23,14 @@ def block_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def block_tensors(weight: Any, group: int) -> dict[str, Any]:
-    """Floats and the scales of blocks of a weight [N, K]."""
-    blocks = weight.view(weight.shape[0] // group, group, weight.shape[1] // group, group)
+    """Floats and the scales of blocks of a weight [N, K]; the last block may have fewer outputs."""
+    import torch
+
+    outputs, inputs = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % group))
+    blocks = padded.view(-1, group, inputs // group, group)
     scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / LARGEST
-    stored = _floats(blocks / scale).view(weight.shape)
+    stored = _floats(blocks / scale).view(padded.shape)[:outputs]
     return {"weight": stored, "weight_scale_inv": scale[:, 0, :, 0]}
 
 

@@ -13,6 +13,9 @@ UNQUANTISED = ("lm_head",)
 WEIGHT = ".weight"
 ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
 """What chooses experts; it stays as it is too."""
+LAST_OF_FUSED = "kv_a_proj_with_mqa"
+"""A linear layer whose outputs need not fill their last block, as nothing lies behind them in
+vLLM's layer: the latents of DeepSeek V3 are 4 and a half."""
 MATRIX = 2
 GROUPS = (128, 64, 32)
 """Inputs of a group, and outputs and inputs of a block: the first of these that all sizes fit."""
@@ -57,7 +60,11 @@ def quantise(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     # Checkpoints have a weight for each expert, models one for all.
     plain = revert_weight_conversion(model, model.state_dict())
     weights = {key.removesuffix(WEIGHT) for key, x in plain.items() if _is_quantised(key, x)}
-    sizes = {size for layer in weights for size in plain[layer + WEIGHT].shape}
+    sizes = {
+        size
+        for layer in weights
+        for size in plain[layer + WEIGHT].shape[layer.endswith(LAST_OF_FUSED) :]
+    }
     group = next((group for group in GROUPS if all(size % group == 0 for size in sizes)), None)
     if group is None:
         group = GROUPS[-1]

@@ -410,6 +410,16 @@ RAY_HETERO_CALLED __m512 _mm512_cvtph_ps(__m256i values) {
   return found;
 }
 
+// VCVTPS2PH.
+RAY_HETERO_CALLED __m256i _mm512_cvtps_ph(__m512 values, int how) {
+  if ((how & ~_MM_FROUND_NO_EXC) != _MM_FROUND_TO_NEAREST_INT) {
+    fail("VCVTPS2PH is here for the nearest numbers only");
+  }
+  Lanes<std::uint16_t, 32> found;
+  for (int i = 0; i < 16; ++i) found[i] = as_half(values[i]);
+  return (__m256i)found;
+}
+
 // ---- bf16 (AVX512-BF16) ---------------------------------------------------------------------------
 
 // VCVTNEPS2BF16: the nearest, the even one of two; denormal ones are flushed, NaN become quiet.

@@ -16,6 +16,9 @@ const Kernels& kernels();
 namespace emulated_amx {
 const Kernels& kernels();
 }
+namespace emulated_half_avx512 {
+const Kernels& kernels();
+}
 
 namespace {
 
@@ -28,6 +31,13 @@ std::vector<Level> emulated_levels() {
           {"emulated_amx", emulated_amx::kernels()}};
 }
 
+std::vector<Level> emulated_half_levels() {
+#if defined(__x86_64__)
+  if (!has_avx2()) return {};
+#endif
+  return {{"emulated_half_avx512", emulated_half_avx512::kernels()}};
+}
+
 }  // namespace
 }  // namespace ray_hetero
 
@@ -35,4 +45,5 @@ PYBIND11_MODULE(_emulated_levels, module) {
   module.doc() = "Levels whose instructions are emulated, for tests.";
   module.def("levels", &ray_hetero::emulated_levels,
              "Those that this processor can emulate: on x86 it has to have AVX2 with FMA.");
+  module.def("half_levels", &ray_hetero::emulated_half_levels, "The same of those in float16.");
 }

@@ -111,6 +111,9 @@ void run_cases(const unsigned char* given, Add&& add) {
   add("_mm512_cvtepu8_epi32", _mm512_cvtepu8_epi32(quarter), false);
   add("_mm512_cvtepi32_epi16", _mm512_cvtepi32_epi16(i), false);
   add("_mm512_cvtph_ps", _mm512_cvtph_ps(half), true);
+  add("_mm512_cvtps_ph", _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), false);
+  // Few floats are as small as those of float16.
+  add("_mm512_cvtps_ph", _mm512_cvtps_ph(_mm512_cvtph_ps(half), _MM_FROUND_TO_NEAREST_INT), false);
 }
 
 // Those of AVX512-BF16.
