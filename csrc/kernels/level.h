@@ -24,6 +24,8 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "many_tokens.h"
 #include "linear.h"
 #include "adapters.h"
+#include "expert_tokens.h"
+#include "expert_product.h"
 #include "experts.h"
 #include "sum_over_ranks.h"
 #include "norms.h"
@@ -31,6 +33,7 @@ constexpr bool kHasTiles = RAY_HETERO_HAS_TILES;
 #include "post_attention.h"
 #include "rotation.h"
 //
+#include "attention_heads.h"
 #include "attention.h"
 //
 #include "decode_step.h"
