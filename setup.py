@@ -92,7 +92,7 @@ setup(
         Pybind11Extension(
             "ray_hetero._streaming_linear",
             [
-                "csrc/kernels/bindings.cpp",
+                *sorted(glob("csrc/kernels/bindings/*.cpp")),
                 *(
                     path
                     for level in LEVELS

@@ -4,7 +4,7 @@ layers with streamed linear layers, and the same layers as one operator each.
     python benchmarks/latent_attention.py --shape v2-lite --tokens 1,8 --context 512,4096
 
 Milliseconds a layer, the least of some steps, the ways in turns; with --profile, operators of
-vLLM's layers by their time.  Each layer has a small perceptron, so that attention is what is
+vLLM's layers by their time.  Each layer has a small MLP, so that attention is what is
 measured.  Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD,
 GOMP_CPU_AFFINITY).
 """

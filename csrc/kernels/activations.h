@@ -1,4 +1,4 @@
-// Activations of multi-layer perceptrons, 16 values at a time.
+// Activations of MLPs, 16 values at a time.
 //
 // For a negative value a power may be infinite: a quotient by it is then 0.
 //

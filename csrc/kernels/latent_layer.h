@@ -1,4 +1,4 @@
-// A layer with multi-head latent attention, up to the norm before its perceptron or experts, in one
+// A layer with multi-head latent attention, up to the norm before its MLP or experts, in one
 // parallel region:
 //
 //   r ← r + h    [c | l | k] ← D·norm(r)    q ← Q·norm(c)    cache ← norm(l), turned k

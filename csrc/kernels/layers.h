@@ -71,20 +71,20 @@ struct QkvInput {
   Linear qkv;  // queries, keys and values
 };
 
-// What is between the products of a multi-layer perceptron.
+// What is between the products of an MLP.
 enum class MlpActivation { kSilu, kGelu, kGeluTanh, kRelu, kReluSquared };
 
 // What a decoder layer computes from one attention to the next.
 struct PostAttention {
   Linear output;                    // of the attention that was
   std::optional<Norm> output_norm;  // of what it gives, before that is added
-  Norm norm;                        // before the multi-layer perceptron
+  Norm norm;                        // before the MLP
   // Gate and up are one: [2 · k of down]; else up alone.  Without `down` nothing comes behind the norm.
   Linear gate_up, down;
   MlpActivation activation = MlpActivation::kSilu;
-  std::optional<Norm> down_norm;  // of what the perceptron gives, before that is added
+  std::optional<Norm> down_norm;  // of what the MLP gives, before that is added
   float multiplier = 1;           // of what is added to the residual
-  bool is_parallel = false;       // whether the perceptron's norm is of the attention's residual
+  bool is_parallel = false;       // whether the MLP's norm is of the attention's residual
   std::optional<QkvInput> next;   // of the layer that comes; none after the last
   RankSums* sums = nullptr;       // of the group whose ranks have parts of output and down, if any
 
@@ -169,7 +169,7 @@ struct LatentHeads {
   std::int64_t query() const { return plain + rotated; }
 };
 
-// A layer with multi-head latent attention, up to the norm before its perceptron or experts.  Queries
+// A layer with multi-head latent attention, up to the norm before its MLP or experts.  Queries
 // are multiplied with what would make keys of latents, so that all heads attend to latents alone.
 struct LatentLayer {
   LatentHeads shape;
@@ -182,7 +182,7 @@ struct LatentLayer {
   Weight to_latent;                // [heads · latent, plain]
   Weight from_latent;              // [heads · value, latent]
   float scale = 1;                 // of scores
-  PostAttention behind;            // without a perceptron
+  PostAttention behind;            // without an MLP
 
   std::int64_t query_latent() const { return query_norm ? queries.w.k() : 0; }
 };

@@ -34,6 +34,8 @@ constexpr bool kIsHalf = RAY_HETERO_IS_HALF;
 #include "many_tokens.h"
 #include "linear.h"
 #include "adapters.h"
+#include "expert_tokens.h"
+#include "expert_product.h"
 #include "experts.h"
 #include "sum_over_ranks.h"
 #include "norms.h"
@@ -41,6 +43,7 @@ constexpr bool kIsHalf = RAY_HETERO_IS_HALF;
 #include "post_attention.h"
 #include "rotation.h"
 //
+#include "attention_heads.h"
 #include "attention.h"
 //
 #include "decode_step.h"

@@ -3,7 +3,7 @@
 //   r ← r + O·a      h ← D·(silu(G·n) ∘ (U·n))  with n = norm(r)      r ← r + h      q ← Q·norm(r)
 //
 // in one parallel region, adapters of the products included; other models have another activation, no
-// gate, norms of what is added to the residual, or the perceptron beside the attention: n = norm(r)
+// gate, norms of what is added to the residual, or the MLP beside the attention: n = norm(r)
 // before O·a is added.  As operators of their own, what lies between the products costs a step little
 // arithmetic and much waiting: for the threads to be called together, and for instructions that a
 // layer's weights have driven out of the caches.

@@ -64,9 +64,10 @@ def layer_step(
 
 def computing_gpu(stage: StageDevices, run: Pass) -> DeviceFigures | None:
     """The GPU that computes a pass for a stage of CPU ranks, if one does."""
-    lent = stage.prompt_gpu
-    is_lent = lent is not None and run.is_prompt and run.tokens >= lent.from_tokens
-    return lent.figures if lent is not None and is_lent else None
+    gpu = stage.prompt_gpu
+    if gpu is None or not run.is_prompt or run.tokens < gpu.from_tokens:
+        return None
+    return gpu.figures
 
 
 def _layer_over_link(

@@ -54,10 +54,10 @@ def _row(number: int, stage: StagePlan, rank: RankPlan, *, first: bool) -> tuple
 
 def _on_gpu(split: Split) -> str:
     """What is said of the passes that a GPU computes for CPU ranks."""
-    lent = [one.devices.prompt_gpu for one in split.stages if one.devices.prompt_gpu is not None]
-    if not lent:
+    gpus = [one.devices.prompt_gpu for one in split.stages if one.devices.prompt_gpu is not None]
+    if not gpus:
         return ""
-    return f", with CPU stages' passes of {lent[0].from_tokens} tokens and more computed by a GPU"
+    return f", with CPU stages' passes of {gpus[0].from_tokens} tokens and more computed by a GPU"
 
 
 def _expert_row(one: ExpertPlan) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """vLLM's layers of each pipeline stage: an environment variable, which it reads when it is asked.
 
-Replaces: nothing; sets VLLM_PP_LAYER_PARTITION in the driver's process.
+Replaces: nothing; sets VLLM_PP_LAYER_PARTITION in the processes of the driver and of its ranks.
 Why: get_pp_indices knows of no other way to give stages different numbers of layers.
 Can go when: the partition is a field of ParallelConfig.
 """
@@ -8,7 +8,8 @@ Can go when: the partition is a field of ParallelConfig.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ray_hetero.compat.patching import original
 
@@ -34,3 +35,13 @@ def restore_partition(given: str | None) -> None:
         os.environ.pop(VARIABLE, None)
     else:
         os.environ[VARIABLE] = given
+
+
+@contextmanager
+def without_partition() -> Iterator[None]:
+    """Have vLLM divide layers by itself, for a model that is not the one that was planned."""
+    partition = os.environ.pop(VARIABLE, None)
+    try:
+        yield
+    finally:
+        restore_partition(partition)

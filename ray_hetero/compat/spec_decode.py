@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ray_hetero.compat.layer_partition import VARIABLE
+from ray_hetero.compat.layer_partition import without_partition
 from ray_hetero.compat.patching import original, replace
 from ray_hetero.errors import UnsupportedError
 
@@ -35,14 +34,13 @@ def _one_stage() -> Iterator[None]:
     """Show vLLM a pipeline of one stage, and no division of its layers."""
     from vllm.distributed import parallel_state
 
-    pipeline, partition = original(parallel_state, "_PP"), os.environ.pop(VARIABLE, None)
+    pipeline = original(parallel_state, "_PP")
     parallel_state._PP = OneStage()
     try:
-        yield
+        with without_partition():
+            yield
     finally:
         parallel_state._PP = pipeline
-        if partition is not None:
-            os.environ[VARIABLE] = partition
 
 
 def keep_drafter_whole() -> None:

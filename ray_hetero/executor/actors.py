@@ -51,8 +51,8 @@ def environment_of(rank: RankSpec, software: NodeSoftware) -> dict[str, str]:
             cpu_site=software.cpu_site,
             python_path=os.environ.get("PYTHONPATH", ""),
         )
-        is_borrowing = config.cpu.prefill_on_gpu and not rank.seat.serves_experts
-        if is_borrowing and rank.world.has_gpu_on(rank.seat.node_id):
+        has_prompts = config.cpu.prefill_on_gpu and not rank.seat.serves_experts
+        if has_prompts and rank.world.has_gpu_on(rank.seat.node_id):
             environment[cuda_init.VARIABLE] = "1"
         environment |= config.cpu.env
     else:

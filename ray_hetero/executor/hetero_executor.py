@@ -25,15 +25,15 @@ from placement.cluster.external_group import nodes_within
 from placement.errors import ClaimError, PlacementError
 from ray_hetero.compat import engine_core, layer_partition
 from ray_hetero.compat.engine_args import spec_of
-from ray_hetero.errors import RankError, RayHeteroError
+from ray_hetero.errors import RayHeteroError
 from ray_hetero.executor.actors import RankActors
 from ray_hetero.executor.engine_plan import EnginePlan, EnginePlanner
 from ray_hetero.executor.kv_shares import KvShares
-from ray_hetero.executor.lockstep import run_schedule
 from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue
 from ray_hetero.executor.rank_set import RankSet
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
+from ray_hetero.executor.warm_up import warm_up
 from ray_hetero.log import adopt, logger
 from ray_hetero.observability.progress import StartupProgress
 from ray_hetero.observability.status_board import EngineBoard
@@ -44,9 +44,8 @@ from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.held_signals import sigterm_held
 from ray_hetero.runtime.parent_watch import end_with_parent
 from ray_hetero.runtime.ray_connection import RayConnection
-from ray_hetero.worker import warmup
 from ray_hetero.worker.rank_config import check_agreement
-from ray_hetero.worker.warmup import Phase, Step, WarmupSizes
+from ray_hetero.worker.warmup import Phase, WarmupSizes
 from ray_hetero.world import World
 
 PLANNING_TRIES = 3
@@ -306,31 +305,8 @@ class HeteroExecutor(GuardedExecutor):
             cpu_compiles=not self.model_config.enforce_eager,
             captured=self._plan.specs[0].shared.graph_tokens,
         )
-        steps = warmup.schedule(
-            self.world.layout, sizes, phase, has_boundary=self.world.has_boundary
-        )
-        total = len(steps[0]) * self.world_size
-        with self._progress.step("warm up", total=total) as bar:
-            bar.outcome = phase.value
-            times = self._progress.times
-            times.ranks_begin()
-
-            def is_done(rank: int, step: Step) -> None:
-                bar.advance()
-                times.rank_is_done("warm up", step.action.value, rank)
-
-            try:
-                answers = run_schedule(
-                    self._set,
-                    self.world,
-                    steps,
-                    step_timeout_s=self._config.warmup.step_timeout_s,
-                    on_step=is_done,
-                    look=self._set.look,
-                )
-            except RankError as error:
-                raise self._set.fail(str(error)) from None
-        self._set.warmed_up()
+        limit_s = self._config.warmup.step_timeout_s
+        answers = warm_up(self._set, self.world, sizes, phase, self._progress, limit_s)
         if phase is Phase.WARM_UP:
             self._keep_off_compute_cores()
         return answers

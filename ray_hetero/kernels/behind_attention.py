@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ray_hetero.kernels import gpu_post_attention
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompt_group import RESULTS, PromptGroup
 from ray_hetero.kernels.rank_sums import RankSums
@@ -81,9 +82,11 @@ class OnGpu:
         self._layers = layers
         self._gpu = gpu
         hidden, queries = layers[0].parts.output.weight.shape
-        self._attended = gpu.host_memory(SHARED_TOKENS, queries)
-        self._residual = gpu.host_memory(SHARED_TOKENS, hidden)
-        self._results = gpu.host_memory(RESULTS, SHARED_TOKENS * hidden) if into is None else into
+        self._attended = gpu.memory.host_memory(SHARED_TOKENS, queries)
+        self._residual = gpu.memory.host_memory(SHARED_TOKENS, hidden)
+        self._results = (
+            gpu.memory.host_memory(RESULTS, SHARED_TOKENS * hidden) if into is None else into
+        )
 
     @property
     def tokens(self) -> int:
@@ -105,8 +108,10 @@ class OnGpu:
         gpu = self._gpu
         gpu.settle()
         with torch.inference_mode(), current(gpu.computing):
-            y, total = gpu.behind_from(self._layers[place].parts, attended, residual)
-            results = gpu.send(y, total, into=list(self._results))
+            y, total = gpu_post_attention.behind_from(
+                gpu, self._layers[place].parts, attended, residual
+            )
+            results = gpu.memory.send(y, total, into=list(self._results))
             gpu.mark()
         self.order(following)
         gpu.wait_for_mark()

@@ -4,7 +4,7 @@ vLLM runs a layer as a dozen operators, compiled or not.  In a decode step each 
 to do, and most of what it costs is to call it: Python and instructions that the weights have driven
 out of the caches since the layer before.  Here all layers of a stage that follow one another are
 one operator.  A decode step is one native call (decode_step.py); the prompts of a step of many
-tokens are computed by a GPU, where one is borrowed, while the cores decode the rest of the step
+tokens are computed by a prompt GPU, where there is one, while the cores decode the rest of the step
 (gpu_layers.py; for the ranks of a group group_layers.py); any other step calls what is left of each
 layer: vLLM's kernels of the attention, and all that lies between two attentions
 (post_attention.py).

@@ -63,7 +63,7 @@ class ResidualDone(nn.Module):  # type: ignore[misc]
 
 
 class AttentionRun(FusedRun):
-    """Replaces a layer whose perceptron, or experts, stay vLLM's module.
+    """Replaces a layer whose MLP, or experts, stay vLLM's module.
 
     Args:
         run: the number that the operator is called with, which gives what the module is given.
@@ -207,4 +207,4 @@ WITH_MODULES: dict[Calls, type[AttentionRun]] = {
     Calls.RESIDUAL: ResidualAttention,
     Calls.HIDDEN_FIRST: HiddenFirstAttention,
 }
-"""What takes the place of each layer whose perceptron stays vLLM's module."""
+"""What takes the place of each layer whose MLP stays vLLM's module."""

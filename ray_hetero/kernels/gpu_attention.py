@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from ray_hetero.compat.flash_attention import flash_attention_3
-from ray_hetero.kernels.gpu_prefill import chunks
+from ray_hetero.kernels.gpu_rows import chunks
 
 MOST_HEAD_SIZE = 256
 """That the kernel behind torch.nn.attention.varlen takes."""

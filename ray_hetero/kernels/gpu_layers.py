@@ -16,6 +16,7 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import gpu_post_attention
 from ray_hetero.kernels.gpu_attention import (
     MOST_HEAD_SIZE,
     Attended,
@@ -23,8 +24,9 @@ from ray_hetero.kernels.gpu_attention import (
     attend,
     put_together,
 )
-from ray_hetero.kernels.gpu_prefill import LIMIT_S, GpuPrefill, chunks
+from ray_hetero.kernels.gpu_prefill import LIMIT_S, GpuPrefill
 from ray_hetero.kernels.gpu_rotation import rotate
+from ray_hetero.kernels.gpu_rows import chunks
 from ray_hetero.kernels.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.kv_transfer import KvReturns, KvUploads, Span, spans_of
 from ray_hetero.kernels.step_rows import StepRows
@@ -179,7 +181,8 @@ class GpuLayers:
             TimeoutError: the GPU, or the cache, takes too long.
 
         """
-        staged = self._gpu.stage(hidden, residual, rows.rows)
+        self._gpu.settle()
+        staged = self._gpu.memory.stage(hidden, residual, rows.rows)
         step = _Step(self, rows, positions[rows.rows], caches)
         ordered = self._gpu.order(lambda: step.compute(*staged, len(positions), output))
         ordered.add_done_callback(lambda _: self._memory.returns.end())
@@ -246,7 +249,7 @@ class _Step:
         """Compute all layers from staged input.
 
         Args:
-            hidden: as `GpuPrefill.stage` gives it.
+            hidden: as `StepMemory.stage` gives it.
             residual: the same.
             tokens: of the step, of which some rows are computed here.
             output: where results stay on the GPU.
@@ -262,11 +265,11 @@ class _Step:
                 self._angles(layer.attention.cos_sin)
             self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
             self._spans = self._begin_uploads()
-            y, total = gpu.sent(hidden, residual)
+            y, total = gpu.memory.sent(hidden, residual)
             for layer in self._layers:
-                x = gpu.add_and_norm(y, total, layer.input.norm)
+                x = gpu_post_attention.add_and_norm(gpu, y, total, layer.input.norm)
                 attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
-                y = gpu.behind(layer.parts, attended, total)
+                y = gpu_post_attention.behind(gpu, layer.parts, attended, total)
             assert y is not None
             if output is None:
                 y, total = gpu.received(y, total, into=self._into)
@@ -320,7 +323,7 @@ class _Step:
         parts = (heads[:, :queries], heads[:, queries:])
         for norm, part in zip(attention.norms, parts, strict=False):
             for rows in chunks(len(heads)):
-                part[rows] = self._gpu.norm(part[rows], norm)
+                part[rows] = gpu_post_attention.norm(self._gpu, part[rows], norm)
         cos, sin = self._angles(attention.cos_sin)
         rotate(heads, cos, sin, uses_triton=self._gpu.uses_triton)
 

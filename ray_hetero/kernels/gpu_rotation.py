@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ray_hetero.kernels.gpu_prefill import chunks
+from ray_hetero.kernels.gpu_rows import chunks
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, uses_triton: bool) -> None:

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ray_hetero.kernels.layer_parts import Norm, PostAttention
 
+CHUNK_TOKENS = 2048
+"""Whose norms and gates are computed together where there is no kernel for them."""
 PROGRAM_COLUMNS = 2048
 """Columns of a row that a program of the gate's kernel computes."""
 MOST_COLUMNS = 1 << 15
 """Of a row whose norm one program takes."""
+
+
+def chunks(tokens: int) -> Iterator[slice]:
+    """Tokens of a step, as many at a time as intermediate results have room for."""
+    for begin in range(0, tokens, CHUNK_TOKENS):
+        yield slice(begin, begin + CHUNK_TOKENS)
 
 
 def has_norm(norm: Norm, columns: int) -> bool:
@@ -51,7 +60,7 @@ def add_and_norm(
 
 
 def has_activation(parts: PostAttention) -> bool:
-    """Whether `activate` computes what a perceptron's `down` multiplies."""
+    """Whether `activate` computes what an MLP's `down` multiplies."""
     return parts.is_gated and parts.activation == "silu"
 
 

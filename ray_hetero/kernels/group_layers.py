@@ -24,7 +24,7 @@ from ray_hetero.kernels.gpu_layers import (
     GpuLayers,
     shape_of,
 )
-from ray_hetero.kernels.gpu_prefill import GpuPrefill, Taken
+from ray_hetero.kernels.gpu_prefill import GpuPrefill, PrefillBytes
 from ray_hetero.kernels.layer_parts import Linear, QkvInput
 from ray_hetero.kernels.prompt_group import RESULTS, PromptGroup
 from ray_hetero.kernels.shared_decode import Shares
@@ -124,7 +124,7 @@ class WholeLayers:
     runs: Sequence[GpuLayers]
     behind: Sequence[OnGpu]
     """Of each run, in decode steps."""
-    taken: Taken
+    taken: PrefillBytes
 
     @classmethod
     def taking(
@@ -162,7 +162,9 @@ class WholeLayers:
                 ) from None
         made = [GpuLayers(run, gpu, memory, results) for run in runs]
         behind = [OnGpu(run, gpu, results) for run in runs]
-        return cls(made, behind, Taken(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes))
+        return cls(
+            made, behind, PrefillBytes(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes)
+        )
 
 
 def whole_layer(layer: Layer, others: Sequence[Sequence[LinkedLinear]]) -> Layer:

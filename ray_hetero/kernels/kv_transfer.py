@@ -70,7 +70,7 @@ class KvReturns:
         self._computed = gpu.event()
         self._free: queue.SimpleQueue[tuple[torch.Tensor, Any]] = queue.SimpleQueue()
         for _ in range(HOST_BUFFERS):
-            self._free.put((gpu.host_memory(elements), gpu.event()))
+            self._free.put((gpu.memory.host_memory(elements), gpu.event()))
         self._sent: queue.SimpleQueue[Returned | None] = queue.SimpleQueue()
 
     def send(self, keys_and_values: torch.Tensor) -> None:

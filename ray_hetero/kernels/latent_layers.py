@@ -1,4 +1,4 @@
-"""Layers with multi-head latent attention on a CPU rank, up to their experts or perceptron.
+"""Layers with multi-head latent attention on a CPU rank, up to their experts or MLP.
 
 A decode step of such a layer is one native call (csrc/kernels/latent_layer.h): the norm before the
 attention, its products, the rotation, the latent that is cached, the attention of all heads to the
@@ -176,7 +176,7 @@ _step: list[StepRequests] = []
 
 
 class LatentLayer:
-    """Computes a layer up to what its perceptron or its experts are given.
+    """Computes a layer up to what its MLP or its experts are given.
 
     Args:
         parts: of the layer.
@@ -198,7 +198,7 @@ class LatentLayer:
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the input of the layer to that of its perceptron or experts.
+        """From the input of the layer to that of its MLP or experts.
 
         Args:
             positions: [M].

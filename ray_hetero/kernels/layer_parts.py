@@ -113,7 +113,7 @@ class PostAttention:
 
     output: Linear
     norm: Norm
-    """Before the multi-layer perceptron."""
+    """Before the MLP."""
     gate_up: Linear | None = None
     """Gate and up in one, or up alone; None where the result is what `norm` gives."""
     down: Linear | None = None
@@ -127,7 +127,7 @@ class PostAttention:
     multiplier: float = 1.0
     """Of what is added to the residual."""
     is_parallel: bool = False
-    """Whether the perceptron's norm is of the residual before the attention is added."""
+    """Whether the MLP's norm is of the residual before the attention is added."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -143,7 +143,7 @@ class PostAttention:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the perceptron has a gate."""
+        """Whether the MLP has a gate."""
         assert self.gate_up is not None
         assert self.down is not None
         return self.gate_up.weight.shape[0] != self.down.weight.shape[1]

@@ -1,7 +1,7 @@
 """What a CPU rank computes its linear layers with.
 
 Chosen before the weights are loaded, complete once they are: few tokens a step are computed by the
-socket, many by a GPU of the node where the rank may borrow one.
+socket, many by a prompt GPU where the node has one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import quantised_linear, step_limit, streaming_linear
 from ray_hetero.kernels.expert_layers import ExpertLayers
+from ray_hetero.kernels.fusible_layers import Fusible, find
 from ray_hetero.kernels.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.group_layers import GroupLayers, PromptOffer
-from ray_hetero.kernels.layer_fusion import Fused, Fusible, find, install
+from ray_hetero.kernels.layer_fusion import Fused, install
 from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.rank_sums import RankSums, SumTerms
 from ray_hetero.kernels.shared_weights import SharedWeights
@@ -45,8 +46,8 @@ class LinearLayers:
     """The linear layers of this process.
 
     Args:
-        config: which kernels, and whether to borrow a GPU.
-        gpu: the one that could be borrowed, if any.
+        config: which kernels, and whether a GPU computes prompts.
+        gpu: the one that could compute prompts, if any.
         tokens: most tokens of a step.
         spare: logical CPUs of this rank that compute nothing.
         is_shared: whether weights go into memory that other ranks of this one's tensor-parallel
@@ -80,7 +81,7 @@ class LinearLayers:
         self._kernel = streaming_linear.choose(config)
         self._streams = self._kernel is not None
         if config.prefill_on_gpu is True:
-            self._check_borrowing(gpu)
+            self._check_prompt_gpu(gpu)
         if config.linear_kernel == "auto":
             self._kernel = self._kernel or streaming_linear.at_hand()
         if self._kernel is None:
@@ -109,7 +110,7 @@ class LinearLayers:
             self._experts = ExpertLayers(config, of_experts)
             logger.info("linear layers stream their weights (cpu.linear_kernel)")
 
-    def _check_borrowing(self, gpu: torch.device | None) -> None:
+    def _check_prompt_gpu(self, gpu: torch.device | None) -> None:
         if gpu is None:
             raise UnsupportedError(
                 "cpu.prefill_on_gpu is true, but no GPU rank of this engine is on the node of this "

@@ -25,8 +25,6 @@ ACTIVATIONS = {SILU: "silu", SWIGLU_OAI: "swigluoai"}
 INTERLEAVED = "swigluoai"
 """The one that wants outputs of gate and up in turns."""
 BIASES = ("w13_bias", "w2_bias")
-HALVES = 2
-"""Gates and ups; downs."""
 
 
 @dataclass(frozen=True, eq=False)

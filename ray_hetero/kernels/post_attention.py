@@ -13,14 +13,14 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from ray_hetero.compat.custom_ops import vllm_ops
-from ray_hetero.kernels import adapters
+from ray_hetero.kernels import adapters, gpu_post_attention
 from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.rank_sums import meeting
 from ray_hetero.kernels.streaming_linear import StreamingLinear
 
 
 class PostAttentionBlock:
-    """Computes parts: few tokens in one native call, many on a borrowed GPU."""
+    """Computes parts: few tokens in one native call, many on the prompt GPU."""
 
     def __init__(self, parts: PostAttention, kernel: StreamingLinear) -> None:
         self.parts = parts
@@ -53,7 +53,7 @@ class PostAttentionBlock:
             and tokens >= many.from_tokens
             and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
         ):
-            return many.gpu.post_attention(self.parts, attended, residual)
+            return gpu_post_attention.post_attention(many.gpu, self.parts, attended, residual)
         if tokens > self._kernel.few_tokens:
             return self.one_by_one(attended, residual)
         attended, residual = attended.contiguous(), residual.contiguous()

@@ -3,7 +3,7 @@
 A decode step reads all weights of a stage from the socket's memory, and from some number of tokens
 on the cores multiply for longer than they read.  Meanwhile the link to the GPU is idle.  Here the
 GPU computes for some of the layers what lies behind the attention: the output projection and the
-perceptron, eight ninths of the weights of an 8B model's layer.  These weights cross the link, and
+MLP, eight ninths of the weights of an 8B model's layer.  These weights cross the link, and
 are expanded, while the cores compute the layers before.  The attention of every layer stays on the
 cores, where keys and values are, so that a layer costs the same on the link however long the
 requests are.
@@ -107,7 +107,7 @@ class SharedDecode:
     """Computes decode steps of layers that follow one another, some of them partly on a GPU.
 
     Args:
-        layers: at least one, each with known scores and a perceptron.
+        layers: at least one, each with known scores and an MLP.
         kernel: what computes linear layers on the cores.
         behind: what computes what lies behind the attention of some of them.
         shares: of layers that are given away, by tokens.

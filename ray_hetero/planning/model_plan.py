@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,8 +194,3 @@ def refuse_model(config: Mapping[str, Any], shape: ModelShape, found: LayerPlan)
             f"a checkpoint with {missing} layers does not work with ray_hetero on CPU ranks: vLLM "
             "has no CPU kernel for them. Write a layout without CPU ranks."
         )
-
-
-def candidates_of(choice: Choice) -> Sequence[Any]:
-    """The chosen layout and the others, the chosen one first."""
-    return (choice.chosen, *choice.others)

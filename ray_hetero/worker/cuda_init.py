@@ -2,8 +2,8 @@
 
 Whether a process has GPUs is decided once and for all by CUDA_VISIBLE_DEVICES when CUDA's driver
 is initialised.  vLLM must find none in a CPU rank, and asks in ways that initialise it.  So a rank
-that is to borrow a GPU does that when this module is imported, before torch and vLLM are, with the
-variable out of the way.
+that is to have a prompt GPU does that when this module is imported, before torch and vLLM are, with
+the variable out of the way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import os
 
 VARIABLE = "RAY_HETERO_SEES_GPUS"
-"""In the environment of a CPU rank that may borrow a GPU."""
+"""In the environment of a CPU rank whose prompts a GPU may compute."""
 HIDING = "CUDA_VISIBLE_DEVICES"
 
 

@@ -207,7 +207,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if seat.kind == "cpu":
             linear_layers = LinearLayers(
                 self._rank.engine.config.cpu,
-                self._lender(physical_gpus),
+                self._prompt_gpu(physical_gpus),
                 self._rank.shared.max_num_batched_tokens,
                 self._rank.spare,
                 is_shared=world.has_socket_group(seat),
@@ -266,8 +266,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         }
         return {**self.wait_for_init(), "seconds": seconds}
 
-    def _lender(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
-        """The GPU that this CPU rank may borrow: near its socket, else any of its node's ranks.
+    def _prompt_gpu(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
+        """The GPU that may compute this CPU rank's prompts: near its socket, else of its node.
 
         Raises:
             UnsupportedError: one was asked for, and CUDA shows none.

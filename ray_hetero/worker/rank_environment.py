@@ -52,8 +52,8 @@ def cpu_rank_environment(
         "VLLM_TARGET_DEVICE": "cpu",
         # A value that names no device: with an empty one vLLM takes Triton for usable.
         "CUDA_VISIBLE_DEVICES": "-1",
-        # Asked whether there is a GPU, torch must not initialise CUDA without one: a rank that
-        # borrows a GPU could not have it any more.
+        # Asked whether there is a GPU, torch must not initialise CUDA without one: a rank
+        # whose prompts a GPU computes could not have it any more.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     if cpu_site is not None:

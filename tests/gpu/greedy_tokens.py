@@ -1,6 +1,6 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
-The argument is a list of {"model", "layout", "dtype", "compiled", "borrowing", "long", "share",
+The argument is a list of {"model", "layout", "dtype", "compiled", "prompt_gpu", "long", "share",
 "shares", "experts", "linked", "drafts"};
 an empty layout is stock vLLM on one GPU.
 """
@@ -59,7 +59,7 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         return common
     stages = [["gpu"]] if layout == "auto" else layout
     cpu = {"ranks_per_socket": run["shares"], "kv_cache_gib": 0.5}
-    if run["borrowing"]:
+    if run["prompt_gpu"]:
         cpu |= {
             "linear_kernel": "streaming",
             "compact_weights": True,
@@ -130,8 +130,8 @@ def answer(run: dict[str, Any]) -> dict[str, Any]:
         "is_v2_runner": config.use_v2_model_runner,
         "linked_tokens": _most(llm, "linked_expert_tokens") if run["linked"] else 0,
         # Tokens times layers that the cores have decoded, and the GPU for them.
-        "native_tokens": _most(llm, "native_layer_tokens") if run["borrowing"] else 0,
-        "gpu_tokens": _most(llm, "gpu_layer_tokens") if run["borrowing"] else 0,
+        "native_tokens": _most(llm, "native_layer_tokens") if run["prompt_gpu"] else 0,
+        "gpu_tokens": _most(llm, "gpu_layer_tokens") if run["prompt_gpu"] else 0,
         "is_async": config.scheduler_config.async_scheduling,
         "start_s": started - start,
         "seconds": time.monotonic() - start,

@@ -68,7 +68,7 @@ PARTS = (
     Part("experts", "test_gpu_experts.py", 500),
     Part("whole_layers", "test_prefill_layers.py", 150),
     Part("server", "test_gpu_server.py", 400),
-    Part("borrowed", "test_borrowing.py", 500),
+    Part("prompt-gpu", "test_prompt_gpu.py", 500),
     Part("one_flag", "test_one_flag.py", 450),
     Part("faults", "test_gpu_faults.py", 700),
     Part("cycles", "test_cycles.py", 600),

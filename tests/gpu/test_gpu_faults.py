@@ -112,12 +112,12 @@ def test_a_rank_that_is_killed_while_it_serves(
 def test_a_rank_that_is_killed_while_the_gpu_computes_its_prompts(
     scene: Scene, logs: Path, checkpoint: Checkpoint, before: GpuState
 ) -> None:
-    borrowing = {
+    prefill_on_gpu = {
         "linear_kernel": "streaming", "prefill_on_gpu": True, "prefill_on_gpu_tokens": 8,
         "decode_gpu_share": 1.0,
     }  # fmt: skip
     model = checkpoint("llama-wide", "bfloat16")
-    server = serving(scene, logs / "kill-prompt", model, PIPELINE, cpu=borrowing)
+    server = serving(scene, logs / "kill-prompt", model, PIPELINE, cpu=prefill_on_gpu)
     clients = server.wait_until_in("prefill")
     computing = on_the_gpu(server)
     pid = server.send(signal.SIGKILL, 0)

@@ -1,5 +1,5 @@
 """Whole decoder layers on a real GPU, as a CPU rank has it compute them; engines are in
-test_borrowing.py."""
+test_prompt_gpu.py."""
 
 from __future__ import annotations
 

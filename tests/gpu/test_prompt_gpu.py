@@ -21,16 +21,16 @@ pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
 # Each linear layer of these has more than a MiB; OPT's have biases.
 CASES = [
-    Case("llama-wide", "bfloat16", "c/g", is_borrowing=True),
-    Case("llama-wide", "bfloat16", "g/c", is_compiled=True, is_borrowing=True),
-    Case("opt-wide", "bfloat16", "c/g", is_borrowing=True),
-    Case("llama-wide", "bfloat16", "gc", is_borrowing=True),
-    Case("llama-wide", "bfloat16", "g/c", is_borrowing=True),
-    Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, is_long=True),
-    Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True),
-    Case("llama-wide", "bfloat16", "c/g", is_borrowing=True, share=1.0),
-    Case("qwen3-wide", "bfloat16", "g/c", is_borrowing=True, is_long=True, share=1.0),
-    Case("llama-wide", "bfloat16", "cc/g", is_borrowing=True, share=1.0),
+    Case("llama-wide", "bfloat16", "c/g", has_prompt_gpu=True),
+    Case("llama-wide", "bfloat16", "g/c", is_compiled=True, has_prompt_gpu=True),
+    Case("opt-wide", "bfloat16", "c/g", has_prompt_gpu=True),
+    Case("llama-wide", "bfloat16", "gc", has_prompt_gpu=True),
+    Case("llama-wide", "bfloat16", "g/c", has_prompt_gpu=True),
+    Case("llama-wide", "bfloat16", "c/g", has_prompt_gpu=True, is_long=True),
+    Case("qwen3-wide", "bfloat16", "g/c", has_prompt_gpu=True, is_long=True),
+    Case("llama-wide", "bfloat16", "c/g", has_prompt_gpu=True, share=1.0),
+    Case("qwen3-wide", "bfloat16", "g/c", has_prompt_gpu=True, is_long=True, share=1.0),
+    Case("llama-wide", "bfloat16", "cc/g", has_prompt_gpu=True, share=1.0),
 ]
 
 
@@ -54,24 +54,24 @@ def test_it_computes_what_torch_computes(kind: str, monkeypatch: pytest.MonkeyPa
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     weights = [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in shapes]
     found = [FORMATS[kind].made(pack(weight), streaming_linear) for weight in weights]
-    borrowed = [weight for weight in found if weight is not None]
-    assert len(borrowed) == len(weights)
+    made = [weight for weight in found if weight is not None]
+    assert len(made) == len(weights)
     gpu = GpuPrefill(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)
-    for weight in borrowed:
+    for weight in made:
         gpu.add(weight)
     taken = gpu.take()
-    assert taken.weight_bytes == sum(weight.data.nbytes for weight in borrowed)
+    assert taken.weight_bytes == sum(weight.data.nbytes for weight in made)
     for turn in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 0, 2], [0, 1, 2, 3]):
         for index in turn:
             outputs, inputs = shapes[index]
             tokens = 1024 if index == 2 else 100
             x, bias = torch.randn(tokens, inputs).bfloat16(), torch.randn(outputs).bfloat16()
-            found = gpu.linear(x, borrowed[index].data, bias.float())[-20:].float()
+            found = gpu.linear(x, made[index].data, bias.float())[-20:].float()
             expected = torch.nn.functional.linear(x[-20:], weights[index], bias).float()
             torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-6)
 
 
-answers = answers_of(CASES, "borrowed")
+answers = answers_of(CASES, "prompt-gpu")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -58,7 +58,7 @@ class Case:
     `gc` one stage of two ranks.  Empty is stock vLLM on one GPU, `auto` one rank that the backend
     seats."""
     is_compiled: bool = False
-    is_borrowing: bool = False
+    has_prompt_gpu: bool = False
     """Whether CPU ranks have a GPU compute steps of 8 tokens and more."""
     is_long: bool = False
     """Whether prompts are long, come in chunks, share prefixes and are asked twice; CPU ranks then
@@ -77,14 +77,14 @@ class Case:
     def __str__(self) -> str:
         """Name of the test."""
         compiled = ["compiled"] if self.is_compiled else []
-        borrowing = ["borrowing"] if self.is_borrowing else []
+        prompt_gpu = ["prompt GPU"] if self.has_prompt_gpu else []
         long = ["long"] if self.is_long else []
         share = ["sharing"] if self.share else []
         experts = [f"experts{self.experts}"] if self.experts else []
         link = ["split" if self.is_split else "link"] if self.is_linked else []
         drafts = [self.drafts] if self.drafts else []
         parts = [
-            self.model, self.dtype, self.layout, *compiled, *borrowing, *long, *share, *experts,
+            self.model, self.dtype, self.layout, *compiled, *prompt_gpu, *long, *share, *experts,
             *link, *drafts,
         ]  # fmt: skip
         return "-".join(parts)
@@ -192,7 +192,7 @@ def _run(
             "dtype": case.dtype,
             "layout": case.stages,
             "compiled": case.is_compiled,
-            "borrowing": case.is_borrowing,
+            "prompt_gpu": case.has_prompt_gpu,
             "long": case.is_long,
             "share": case.share,
             "shares": SHARES,

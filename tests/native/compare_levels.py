@@ -65,7 +65,7 @@ def built(folder: Path) -> Path:
     target = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = [pybind11.get_include(), sysconfig.get_path("include")]
     kernels = ROOT / "csrc/kernels"
-    sources = [kernels / "bindings.cpp", *sorted((kernels / "levels").glob("*.cpp"))]
+    sources = [*(kernels / "bindings").glob("*.cpp"), *(kernels / "levels").glob("*.cpp")]
     options = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden",
                *(f"-I{include}" for include in includes)]  # fmt: skip
 
@@ -183,7 +183,7 @@ class Family:
     norm: str = "rms"
     has_head_norms: bool = False
     has_norms_behind: bool = False
-    """Of what the attention and the perceptron give."""
+    """Of what the attention and the MLP give."""
     activation: str = "silu"
     is_gated: bool = True
     is_parallel: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import ray
@@ -21,3 +21,19 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a unit test started Ray; it belongs in tests/cluster")
 
     monkeypatch.setattr(ray, "init", refuse)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each step whose layers a prompt GPU has computed."""
+    from ray_hetero.kernels.gpu_layers import GpuLayers
+
+    found: list[int] = []
+    call = GpuLayers.__call__
+
+    def call_and_note(self: GpuLayers, *given: Any) -> Any:
+        found.append(given[3].tokens)
+        return call(self, *given)
+
+    monkeypatch.setattr(GpuLayers, "__call__", call_and_note)
+    return found

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNor
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ray_hetero.compat import decoder_classes
-from ray_hetero.kernels import layer_fusion
+from ray_hetero.kernels import fusible_layers
 from ray_hetero.kernels.decoder_layers import Layer
 from ray_hetero.kernels.layer_parts import Linear
 from ray_hetero.kernels.streaming_linear import StreamingLinear
@@ -279,7 +279,7 @@ def falcon_layer(
 
 
 def experts_layer(number: int, name: str, *, mlp_at: str = "mlp", **shape: Any) -> Any:
-    """A layer whose experts are a perceptron, of which only vLLM's module knows."""
+    """A layer whose experts are an MLP, of which only vLLM's module knows."""
     parts = {"norm": rms_norm} if name == "Qwen3Moe" else {}
     return bare(
         class_of(f"{name}DecoderLayer"),
@@ -390,7 +390,7 @@ def computed(
 
 def known_layers(model: Any, linears: dict[Any, Linear], kernel: StreamingLinear) -> list[Layer]:
     """The parts of a model's layers, all of which are known."""
-    found = [layer_fusion.layer_of(model, layer, linears, kernel) for layer in layers_of(model)]
+    found = [fusible_layers.layer_of(model, layer, linears, kernel) for layer in layers_of(model)]
     assert not [why for why in found if isinstance(why, str)]
     return [layer for layer in found if isinstance(layer, Layer)]
 

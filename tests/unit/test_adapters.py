@@ -39,6 +39,7 @@ from ray_hetero.kernels import (  # noqa: E402
     attention,
     decode_step,
     decoder_layers,
+    fusible_layers,
     gpu_prefill,
     layer_fusion,
 )
@@ -318,16 +319,16 @@ def test_adapters_that_are_not_known_are_left_to_vllm_and_named() -> None:
     (layer,), kernel, given = layers_of(decoder), kernel_of(BEST), linears(decoder)
     down = layer.mlp.down_proj
     down.__class__ = lora_layers.RowParallelLinearWithShardedLoRA
-    why = layer_fusion.layer_of(decoder, layer, given, kernel)
+    why = fusible_layers.layer_of(decoder, layer, given, kernel)
     assert why == "adapters are added in another way (RowParallelLinearWithShardedLoRA)"
     down.__class__ = lora_layers.RowParallelLinearWithLoRA
     halves = tuple(one.half() for one in down.lora_a_stacked)
     stacked, down.lora_a_stacked = down.lora_a_stacked, halves
-    why = layer_fusion.layer_of(decoder, layer, given, kernel)
+    why = fusible_layers.layer_of(decoder, layer, given, kernel)
     assert why == "adapters are torch.float16, expected torch.bfloat16 (--lora-dtype)"
     down.lora_a_stacked = stacked
-    assert not isinstance(layer_fusion.layer_of(decoder, layer, given, kernel), str)
-    assert layer_fusion.layer_of(decoder, layer, given, kernel).calls is Calls.RESIDUAL
+    assert not isinstance(fusible_layers.layer_of(decoder, layer, given, kernel), str)
+    assert fusible_layers.layer_of(decoder, layer, given, kernel).calls is Calls.RESIDUAL
 
 
 def test_slots_that_there_are_not_are_refused() -> None:

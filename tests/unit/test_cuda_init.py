@@ -1,4 +1,4 @@
-"""A rank that may borrow a GPU shows it to the driver of CUDA, and hides it from all others."""
+"""A rank with a prompt GPU shows it to the driver of CUDA, and hides it from all others."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_an_error_of_the_driver_is_told(tmp_path: Path) -> None:
     assert (hidden, problem) == ("-1", "CUDA's driver says error 999 (CUresult)")
 
 
-def test_a_process_that_may_not_borrow_leaves_the_driver_alone(tmp_path: Path) -> None:
+def test_a_process_without_a_prompt_gpu_leaves_the_driver_alone(tmp_path: Path) -> None:
     hidden, problem = ask(LD_LIBRARY_PATH=driver(tmp_path, 999))
     assert (hidden, problem) == ("-1", "this process was started without GPUs")

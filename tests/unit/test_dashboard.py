@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from prometheus_client import REGISTRY
+from promql import Asked, asked
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -26,11 +29,12 @@ from draw_dashboard import ANSWERS, PICTURE, drawn  # noqa: E402
 DASHBOARD = ROOT / "docs" / "grafana" / "ray_hetero.json"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 OURS = {f"{PREFIX}{figure.name}_total" for figure in FIGURES}
-PROMQL = {
-    "and", "by", "changes", "histogram_quantile", "max", "min", "on", "or", "rate", "sum", "unless",
-}  # fmt: skip
-"""Functions and operators that the alerts use."""
+CASES = ALERTS.with_name("alerts.test.yml")
 OF_PROMETHEUS = {"up"}
+OF_ALERTS = {"ALERTS"}
+"""What Prometheus makes of alerts."""
+KNOWN_LABELS = {*LABELS, "job", "instance", "le", "alertname", "alertstate"}
+"""Those of this package's metrics, of what is scraped, of histograms and of alerts."""
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +57,18 @@ def vllms_metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_every_metric_exists(panels: list[dict[str, Any]], vllms_metrics: set[str]) -> None:
-    asked = " ".join(target["expr"] for panel in panels for target in panel["targets"])
-    assert set(re.findall(rf"{PREFIX}\w+", asked)) == OURS
-    vllms = set(re.findall(r"vllm:\w+", asked))
+    # Grafana writes an interval into each expression.
+    shown = together(
+        target["expr"].replace("$__rate_interval", "1m")
+        for panel in panels
+        for target in panel["targets"]
+    )
+    vllms = {name for name in shown.metrics if name.startswith("vllm:")}
+    assert shown.metrics - vllms == OURS
     assert len(vllms) > 5
     assert without_suffixes(vllms) - vllms_metrics == set()
+    assert shown.labels <= KNOWN_LABELS
+    assert counters(shown.counted)
 
 
 def without_suffixes(names: set[str]) -> set[str]:
@@ -65,11 +76,21 @@ def without_suffixes(names: set[str]) -> set[str]:
     return {re.sub(r"_(total|bucket)$", "", name) for name in names}
 
 
-def names_in(expression: str) -> set[str]:
-    """Names of an alert's expression that are neither labels nor PromQL's own."""
-    bare = re.sub(r"\{[^{}]*\}|\[[0-9smhd]+\]|\b(by|on) *\([^()]*\)", " ", expression)
-    assert not set(bare) & set("{}[]"), expression
-    return set(re.findall(r"[a-zA-Z_:][\w:]*", bare)) - PROMQL
+def together(expressions: Iterable[str]) -> Asked:
+    """What expressions ask for; each has to be one that Prometheus takes."""
+    found = [asked(one) for one in expressions]
+    assert found
+    return Asked(
+        *(
+            set().union(*(getattr(one, part.name) for one in found))
+            for part in dataclasses.fields(Asked)
+        )
+    )
+
+
+def counters(names: set[str]) -> bool:
+    """Whether these are counters, of which a rate means something."""
+    return bool(names) and all(name.endswith(("_total", "_bucket")) for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +103,33 @@ def alerts() -> list[dict[str, Any]]:
 def test_every_metric_of_the_alerts_exists(
     alerts: list[dict[str, Any]], vllms_metrics: set[str]
 ) -> None:
-    asked = set().union(*(names_in(alert["expr"]) for alert in alerts))
-    vllms = {name for name in asked if name.startswith("vllm:")}
-    assert asked - vllms <= OURS | OF_PROMETHEUS
-    assert len(asked & OURS) >= 3
+    found = together(alert["expr"] for alert in alerts)
+    vllms = {name for name in found.metrics if name.startswith("vllm:")}
+    assert found.metrics - vllms <= OURS | OF_PROMETHEUS
+    assert len(found.metrics & OURS) >= 3
     assert without_suffixes(vllms) - vllms_metrics == set()
+    assert found.labels <= KNOWN_LABELS
+    assert counters(found.counted)
+
+
+def test_the_cases_of_the_alerts_have_every_metric_that_these_ask_for(
+    alerts: list[dict[str, Any]],
+) -> None:
+    cases = yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]
+    series = together(one["series"] for case in cases for one in case["input_series"])
+    assert series.metrics == together(alert["expr"] for alert in alerts).metrics
+    assert series.labels <= KNOWN_LABELS
+    ends = together(one["expr"] for case in cases for one in case.get("promql_expr_test", ()))
+    assert ends.metrics == OF_ALERTS
+    assert ends.labels <= KNOWN_LABELS
+
+
+@pytest.mark.parametrize(
+    "expression", ["rate(up)", "up >", "sum by (instance (up)", "rates(up[1m])", "up{job=x}"]
+)
+def test_expressions_that_prometheus_refuses_are_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        asked(expression)
 
 
 def test_an_alert_is_complete(alerts: list[dict[str, Any]]) -> None:
@@ -96,7 +139,6 @@ def test_an_alert_is_complete(alerts: list[dict[str, Any]]) -> None:
         assert alert["labels"]["severity"] in {"critical", "warning"}
         assert alert["annotations"].keys() == {"summary", "description"}
         assert re.fullmatch(r"\d+m", alert.get("for", "1m"))
-        assert alert["expr"].count("(") == alert["expr"].count(")")
         labels = re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"])
         assert set(labels) <= {"instance"}
         # What a summary names is what is left of the labels.

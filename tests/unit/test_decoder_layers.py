@@ -64,13 +64,13 @@ def test_a_layer_adds_its_residual_in_its_norms_and_nowhere_else(cls: Any) -> No
 
 
 @pytest.mark.parametrize("cls", classes(llama.MLPS), ids=by_name)
-def test_a_perceptron_is_two_products_with_the_activation_between(cls: Any) -> None:
-    perceptron = SimpleNamespace(
+def test_an_mlp_is_two_products_with_the_activation_between(cls: Any) -> None:
+    mlp = SimpleNamespace(
         gate_up_proj=lambda x: (f"gate_up({x})", None),
         act_fn=lambda x: f"gated({x})",
         down_proj=lambda x: (f"down({x})", None),
     )
-    assert cls.forward(perceptron, "x") == "down(gated(gate_up(x)))"
+    assert cls.forward(mlp, "x") == "down(gated(gate_up(x)))"
 
 
 HANDING_ON = {Calls.RESIDUAL, Calls.HIDDEN_FIRST}

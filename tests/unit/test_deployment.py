@@ -330,6 +330,7 @@ def test_every_alert_has_a_case_in_which_it_fires() -> None:
     assert set(re.findall(r"RayHetero\w+", cases)) == named
 
 
+@pytest.mark.slow
 def test_alerts_fire_in_these_cases_and_on_no_server_that_is_well() -> None:
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("needs promtool, which comes with Prometheus")

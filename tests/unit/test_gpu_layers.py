@@ -28,11 +28,12 @@ from ray_hetero.kernels import (  # noqa: E402
     decoder_layers,
     gpu_layers,
     gpu_prefill,
+    gpu_rows,
     layer_fusion,
     layer_tokens,
 )
 from ray_hetero.kernels.gpu_attention import Lengths, attend, put_together  # noqa: E402
-from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape, GpuLayers  # noqa: E402
+from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.kv_layouts import unpack_blocks  # noqa: E402
 from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
@@ -50,21 +51,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two blocks of 32 tokens and two heads of keys.
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
-    monkeypatch.setattr(gpu_prefill, "CHUNK_TOKENS", 24)
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each step that the GPU has computed."""
-    found: list[int] = []
-    call = GpuLayers.__call__
-
-    def call_and_note(self: GpuLayers, *given: Any) -> Any:
-        found.append(given[3].tokens)
-        return call(self, *given)
-
-    monkeypatch.setattr(GpuLayers, "__call__", call_and_note)
-    return found
+    monkeypatch.setattr(gpu_rows, "CHUNK_TOKENS", 24)
 
 
 @pytest.mark.parametrize("family", GPU_FAMILIES)

@@ -1,7 +1,7 @@
 """Steps of many tokens are computed piece by piece, read ahead, as torch computes them.
 
-The borrowed device is the CPU here: the same copies and products in the same order.  On a GPU it
-is tests/gpu/test_borrowing.py.
+The prompt GPU is the CPU here: the same copies and products in the same order.  On a GPU it
+is tests/gpu/test_prompt_gpu.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def weights(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in SHAPES]
 
 
-def borrowed(
+def prompt_gpu(
     plain: list[torch.Tensor], tokens: int = 64, *, is_compact: bool = False
 ) -> tuple[GpuPrefill, list[torch.Tensor]]:
     gpu = GpuPrefill(CPU, tokens)
@@ -74,7 +74,7 @@ def check(gpu: GpuPrefill, plain: torch.Tensor, packed: torch.Tensor, tokens: in
 def test_it_computes_what_torch_computes(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     plain = weights()
-    gpu, packed = borrowed(plain, is_compact=is_compact)
+    gpu, packed = prompt_gpu(plain, is_compact=is_compact)
     for tokens in (64, 1, 33):
         for one, other in zip(plain, packed, strict=True):
             check(gpu, one, other, tokens)
@@ -82,7 +82,7 @@ def test_it_computes_what_torch_computes(is_compact: bool, monkeypatch: pytest.M
 
 def test_weights_that_come_in_another_order_than_before() -> None:
     plain = weights()
-    gpu, packed = borrowed(plain)
+    gpu, packed = prompt_gpu(plain)
     for turn in ([0, 1, 2], [0, 1, 2], [2, 0], [1, 1, 0], [2, 2, 2, 1], [0, 1, 2]):
         for index in turn:
             check(gpu, plain[index], packed[index], 5)
@@ -90,7 +90,7 @@ def test_weights_that_come_in_another_order_than_before() -> None:
 
 def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = weights()
-    gpu, packed = borrowed(plain)
+    gpu, packed = prompt_gpu(plain)
     fetched: list[tuple[int, int]] = []
     fetch = PieceReader.fetch
 
@@ -149,7 +149,7 @@ def test_memory_by_hand() -> None:
 def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu, _ = borrowed([])
+    gpu, _ = prompt_gpu([])
     gpu.add(PackedWeight.made(pack(weights()[0]), native))
 
     def no_memory(self: GpuPrefill, *sizes: int) -> None:
@@ -185,11 +185,11 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
     plain = layer.weight.data.float()
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     layers.loaded(torch.nn.Module())
-    borrowed_tokens: list[int] = []
+    tokens_of_gpu: list[int] = []
     linear = GpuPrefill.linear
 
     def linear_and_note(self: GpuPrefill, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        borrowed_tokens.append(x.shape[0])
+        tokens_of_gpu.append(x.shape[0])
         return linear(self, x, *rest)
 
     monkeypatch.setattr(GpuPrefill, "linear", linear_and_note)
@@ -198,7 +198,7 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
         found = layer.cpu_linear(x, layer.weight, None)
         assert found.shape == (*shape[:-1], 1536)
         torch.testing.assert_close(found.float(), x.float() @ plain.T, rtol=2**-7, atol=2**-7)
-    assert borrowed_tokens == [8, 8, 64]
+    assert tokens_of_gpu == [8, 8, 64]
 
 
 def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
@@ -239,7 +239,7 @@ def test_weights_that_come_anew_are_refused(
         utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
 
 
-def test_borrowing_that_cannot_be_had_is_refused() -> None:
+def test_a_prompt_gpu_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no GPU rank of this engine is on the node"):
         LinearLayers(CpuConfig(linear_kernel="streaming", prefill_on_gpu=True), None, 64)
     with pytest.raises(UnsupportedError, match=r"Type: cpu\.linear_kernel: streaming"):

@@ -22,14 +22,13 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels import (  # noqa: E402
     gpu_layers,
-    gpu_prefill,
+    gpu_rows,
     layer_tokens,
     shared_decode,
     step_limit,
 )
 from ray_hetero.kernels.behind_attention import InGroup  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.gpu_layers import GpuLayers  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
@@ -54,21 +53,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     # Two blocks of 32 tokens and two heads of keys.
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
-    monkeypatch.setattr(gpu_prefill, "CHUNK_TOKENS", 24)
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each step that the GPU has computed."""
-    found: list[int] = []
-    call = GpuLayers.__call__
-
-    def call_and_note(self: GpuLayers, *given: Any) -> Any:
-        found.append(given[3].tokens)
-        return call(self, *given)
-
-    monkeypatch.setattr(GpuLayers, "__call__", call_and_note)
-    return found
+    monkeypatch.setattr(gpu_rows, "CHUNK_TOKENS", 24)
 
 
 @pytest.mark.parametrize(

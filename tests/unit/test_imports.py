@@ -1,4 +1,4 @@
-"""Which room may import which: one direction, and no circle."""
+"""Which room may import which, how long a module may be, and which may write the environment."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ray_hetero.compat import layer_partition
 
 ROOT = Path(__file__).parents[2]
 ROOMS = {
@@ -83,3 +85,102 @@ def test_a_module_imports_from_its_room_and_from_those_below(module: str) -> Non
 def test_no_modules_import_each_other() -> None:
     graph = {module: set(imported(module, at_import=True)) - {module} for module in MODULES}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+MOST_LINES = 400
+SOURCES = [
+    path
+    for folder in ("ray_hetero", "placement", "csrc")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".pyi", ".cpp", ".h"}
+]
+
+
+def test_no_module_is_long() -> None:
+    lines = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in SOURCES
+    }
+    assert len(lines) > 300
+    long = {name: count for name, count in lines.items() if count > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines; split them by what they do"
+
+
+WRITERS = {
+    "ray_hetero.cli.connection": "a token that lies where Ray looks for one",
+    "ray_hetero.compat.engine_environment": "what vLLM reads while it makes an engine, taken back",
+    "ray_hetero.compat.layer_partition": "the layers of each stage, for vLLM",
+    "ray_hetero.runtime.exit_reason": "where the engine's process leaves why it ended",
+    "ray_hetero.runtime.local_ray": "settings of a Ray that is started here",
+    "ray_hetero.runtime.ray_ahead": "a Ray that was started ahead, which is asked for once",
+    "ray_hetero.runtime.ray_connection": "no reports of usage",
+    "ray_hetero.worker.cuda_init": "GPUs, while CUDA's driver is initialised",
+}
+"""Modules that write the environment of their process, and what for."""
+WRITING = {"pop", "popitem", "setdefault", "update", "clear"}
+
+
+def writes_environment(tree: ast.AST) -> bool:
+    """Whether code changes `os.environ`, or could under another name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            if ast.unparse(node.value) == "os.environ":
+                return True
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = ast.unparse(node.func)
+            if called in {"os.putenv", "os.unsetenv"}:
+                return True
+            if ast.unparse(node.func.value) == "os.environ" and node.func.attr in WRITING:
+                return True
+        elif isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "os.environ":
+            return True
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+            if not names.isdisjoint({"environ", "putenv", "unsetenv"}):
+                return True
+    return False
+
+
+def test_few_modules_write_the_environment() -> None:
+    writers = {
+        module
+        for module, path in MODULES.items()
+        if writes_environment(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert writers == set(WRITERS)
+
+
+def test_one_module_tells_vllm_the_layers_of_each_stage() -> None:
+    variable = layer_partition.VARIABLE
+    tell = {
+        module
+        for module in WRITERS
+        if variable in (text := MODULES[module].read_text(encoding="utf-8"))
+        or "layer_partition import" in text
+    }
+    assert tell == {"ray_hetero.compat.layer_partition"}
+    # Nobody has `engine_environment` write it.
+    put = {
+        ast.unparse(node.args[0])
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "engine_environment.put"
+    }
+    assert put == {"AUTH_MODE", "RUNNER", "START_METHOD", "ray_ahead.VARIABLE"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.environ['A'] = 'b'",
+        "del os.environ['A']",
+        "os.environ.pop('A', None)",
+        "os.environ.setdefault('A', 'b')",
+        "os.environ |= {'A': 'b'}",
+        "os.putenv('A', 'b')",
+        "from os import environ",
+    ],
+)
+def test_the_search_for_writers_finds_them(code: str) -> None:
+    assert writes_environment(ast.parse(code))
+    assert not writes_environment(ast.parse("os.environ['A'], os.environ.get('A'), given.pop('A')"))

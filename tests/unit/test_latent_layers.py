@@ -317,7 +317,7 @@ class Step:
         return found[0]
 
     def reference(self, residual: Any) -> tuple[Any, Any, Any]:
-        """What the perceptron is given, the residual, and what the tokens add to the cache.
+        """What the MLP is given, the residual, and what the tokens add to the cache.
 
         In float32 from the products on, with keys and values of all heads.
         """

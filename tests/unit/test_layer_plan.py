@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_an_error_with_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(("sockets", "ranks"), [(1, 1), (2, 2)])
-def test_what_cpu_ranks_borrow_of_a_gpu_is_left_free_on_it(sockets: int, ranks: int) -> None:
+def test_what_prompts_take_of_a_gpu_is_left_free_on_it(sockets: int, ranks: int) -> None:
     def usable(**cpu: Any) -> int:
         config = HeteroConfig(cpu=CpuConfig(**cpu))
         found = plan(config, server(1, sockets), facts=SMALL, pipeline=1 + sockets)
@@ -164,7 +164,7 @@ def test_what_cpu_ranks_borrow_of_a_gpu_is_left_free_on_it(sockets: int, ranks: 
     assert usable(linear_kernel="streaming", prefill_on_gpu=False) == usable()
 
 
-def test_a_group_of_cpu_ranks_borrows_a_gpu_once() -> None:
+def test_a_group_of_cpu_ranks_takes_memory_of_its_prompt_gpu_once() -> None:
     def usable(layout: list[list[str]], **cpu: Any) -> int:
         config = HeteroConfig(layout=layout, cpu=CpuConfig(**cpu))
         found = plan(config, server(1, 2), facts=SMALL, pipeline=2, tensor=2)

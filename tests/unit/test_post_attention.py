@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import gpu_prefill  # noqa: E402
+from ray_hetero.kernels import gpu_prefill, gpu_rows  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_parts import (  # noqa: E402
     ACTIVATIONS,
@@ -71,7 +71,7 @@ class Layer:
     Args:
         is_last: whether no layer follows.
         is_compact: whether most weights are.
-        is_gated: whether the perceptron has a gate.
+        is_gated: whether the MLP has a gate.
         kind: of all norms.
         of_rounded: whether sums are rounded first.
         has_own_norms: whether what is added to the residual has norms.
@@ -257,7 +257,7 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 256 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     # The last chunk is shorter.
-    monkeypatch.setattr(gpu_prefill, "CHUNK_TOKENS", 24)
+    monkeypatch.setattr(gpu_rows, "CHUNK_TOKENS", 24)
     layer = Layer(is_last=is_last, **variant)
     gpu = GpuPrefill(torch.device("cpu"), 64)
     for one in layer.parts.linears:

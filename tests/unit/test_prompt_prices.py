@@ -140,7 +140,7 @@ def test_ranks_of_a_group_take_as_long_as_one() -> None:
 
 
 def test_short_prompts_are_the_cores() -> None:
-    on_gpu, alone = (split_of(ONE, context=64, prefill_on_gpu=lent) for lent in ("auto", False))
+    on_gpu, alone = (split_of(ONE, context=64, prefill_on_gpu=one) for one in ("auto", False))
     assert on_gpu.stages[0].devices.prompt_gpu is not None
     assert alone.stages[0].devices.prompt_gpu is None
     assert on_gpu.prefill_s == alone.prefill_s
@@ -151,17 +151,17 @@ def test_short_prompts_are_the_cores() -> None:
 def test_weights_cross_the_link_once_a_chunk_and_earlier_keys_and_values_too() -> None:
     split = split_of(ONE, context=20_000)
     (cpu, _) = split.stages
-    shape, lent = shape_from_config(LLAMA), cpu.devices.prompt_gpu
-    assert lent is not None
-    assert lent.figures.host_link is not None
+    shape, gpu = shape_from_config(LLAMA), cpu.devices.prompt_gpu
+    assert gpu is not None
+    assert gpu.figures.host_link is not None
     stored = 16 * sum(
         tensor.nbytes * (0.75 if tensor.is_16_bit_matrix else 1)
         for tensor in shape.layers[0].tensors
     )
-    assert cpu.prefill.weights / PICO == pytest.approx(3 * stored / lent.figures.host_link)
+    assert cpu.prefill.weights / PICO == pytest.approx(3 * stored / gpu.figures.host_link)
     # 8,192 tokens in the second chunk and 16,384 in the third, 4,096 bytes each in a layer.
     cached = 16 * 4096 * (8192 + 16384)
-    assert cpu.prefill.kv / PICO == pytest.approx(cached / lent.figures.host_link)
+    assert cpu.prefill.kv / PICO == pytest.approx(cached / gpu.figures.host_link)
     # Decode steps are the cores' in any case.
     alone = split_of(ONE, context=20_000, prefill_on_gpu=False)
     assert split.step_s == alone.step_s
@@ -184,7 +184,7 @@ def test_only_a_gpu_of_the_same_node_is_lent() -> None:
     shape = shape_from_config(LLAMA)
     facts = EngineFacts(shape, "", 32, 4096, 256, 2048, 0.92, is_bf16=True)
 
-    def lent(nodes: Any, facts: EngineFacts = facts, **keys: Any) -> list[StageDevices]:
+    def with_prompt_gpu(nodes: Any, facts: EngineFacts = facts, **keys: Any) -> list[StageDevices]:
         found = plan_layers(
             HeteroConfig(layout=[["cpu"], ["gpu"]], **keys), described({"nodes": nodes}).as_nodes(),
             facts, pipeline_parallel_size=2, tensor_parallel_size=1, partition=None,
@@ -194,9 +194,9 @@ def test_only_a_gpu_of_the_same_node_is_lent() -> None:
         return [one.devices for one in found.split.stages if one.devices.prompt_gpu is not None]
 
     beside = [{"name": "a", "gpus": GPU, "sockets": SOCKET}]
-    assert len(lent(beside)) == 1
-    assert not lent([{"name": "a", "gpus": GPU}, {"name": "b", "sockets": SOCKET}])
-    assert not lent(beside, cpu={"linear_kernel": "vllm"})
-    assert not lent(beside, replace(facts, is_bf16=False))
+    assert len(with_prompt_gpu(beside)) == 1
+    assert not with_prompt_gpu([{"name": "a", "gpus": GPU}, {"name": "b", "sockets": SOCKET}])
+    assert not with_prompt_gpu(beside, cpu={"linear_kernel": "vllm"})
+    assert not with_prompt_gpu(beside, replace(facts, is_bf16=False))
     windows = shape_from_config({**LLAMA, "model_type": "mistral", "sliding_window": 512})
-    assert not lent(beside, replace(facts, shape=windows))
+    assert not with_prompt_gpu(beside, replace(facts, shape=windows))

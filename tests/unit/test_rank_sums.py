@@ -31,7 +31,7 @@ from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.distributed import shared_sums  # noqa: E402
-from ray_hetero.kernels import decode_step, layer_fusion  # noqa: E402
+from ray_hetero.kernels import decode_step, fusible_layers  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layer_parts import (  # noqa: E402
     Linear,
@@ -251,7 +251,7 @@ def parts_of(
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     ("is_last", "has_mlp"), [(False, True), (True, True), (True, False)],
-    ids=["next", "perceptron", "norm"],
+    ids=["next", "MLP", "norm"],
 )  # fmt: skip
 def test_parts_of_a_layer_give_what_the_whole_gives(
     is_last: bool, has_mlp: bool, count: int, level: str
@@ -372,7 +372,7 @@ def test_layers_of_a_group_are_left_to_vllm_without_shared_memory(
     rank = Whole(monkeypatch, [1], 2).part(0)
     kernel = StreamingLinear(native)
     layer, made = list(rank.layers)[1], linears(rank)
-    why = layer_fusion.layer_of(rank, layer, made, kernel)
+    why = fusible_layers.layer_of(rank, layer, made, kernel)
     assert why == "tensor-parallel ranks add their products up in between"
     kernel.sums = shared(2, native.STEP_TOKENS * decoder_parts.HIDDEN)[1]
     biases = [
@@ -380,11 +380,11 @@ def test_layers_of_a_group_are_left_to_vllm_without_shared_memory(
         for one in (layer.self_attn.o_proj, layer.mlp.down_proj)
     ]
     made |= dict(zip((layer.self_attn.o_proj, layer.mlp.down_proj), biases, strict=True))
-    found = layer_fusion.layer_of(rank, layer, made, kernel)
+    found = fusible_layers.layer_of(rank, layer, made, kernel)
     # The first rank adds biases.
     assert (found.parts.output.bias, found.parts.down.bias) == (None, None)
     layer.mlp.down_proj.reduce_results = False
-    why = layer_fusion.layer_of(rank, layer, made, kernel)
+    why = fusible_layers.layer_of(rank, layer, made, kernel)
     assert why == "tensor-parallel ranks add other products up than those that are known"
 
 

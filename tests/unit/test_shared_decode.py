@@ -1,7 +1,7 @@
 """Decode steps that cores and a GPU share give what whole sequences give.
 
 The GPU is the CPU here, with the same copies and the same order; on a GPU it is
-tests/gpu/test_borrowing.py.
+tests/gpu/test_prompt_gpu.py.
 """
 
 from __future__ import annotations

@@ -37,25 +37,25 @@ class LayerModules:
     output: Any
     """What the attention's results are multiplied with."""
     norm: Any
-    """Before the multi-layer perceptron."""
+    """Before the MLP."""
     gate_up: Any = None
     """Its gate, and what the gate lets through, one behind the other; or what has no gate."""
     activation: Any = None
     down: Any = None
     mlp: Any = None
-    """In the place of these three: experts, or another perceptron, which stays vLLM's module."""
+    """In the place of these three: experts, or another MLP, which stays vLLM's module."""
     output_norm: Any = None
     """Of what the attention adds to the residual."""
     down_norm: Any = None
-    """Of what the perceptron adds to the residual."""
+    """Of what the MLP adds to the residual."""
     multiplier: float = 1.0
     """Of what both add."""
     is_parallel: bool = False
-    """Whether the perceptron's norm is of the residual before the attention is added."""
+    """Whether the MLP's norm is of the residual before the attention is added."""
 
     @property
     def norms(self) -> tuple[Any, Any, Any, Any]:
-        """Norms of tokens: before the attention, before the perceptron, and of what each adds."""
+        """Norms of tokens: before the attention, before the MLP, and of what each adds."""
         return self.input_norm, self.norm, self.output_norm, self.down_norm
 
     @property
@@ -102,10 +102,10 @@ def named_as_llamas(
     """The modules of a layer whose attributes have the names of Llama's.
 
     Args:
-        layer: with a norm before its attention and one before its perceptron.
+        layer: with a norm before its attention and one before its MLP.
         attention: of the layer.
         rotary: of the attention; None where nothing turns queries and keys.
-        gated: the layer's perceptron, if it has a gate and is computed with the layer.
+        gated: the layer's MLP, if it has a gate and is computed with the layer.
         others: fields of `LayerModules` that Llama's layers do not have, or call otherwise.
 
     """

@@ -1,4 +1,4 @@
-"""Falcon's layers: the perceptron is beside the attention in most of them, and has no gate."""
+"""Falcon's layers: the MLP is beside the attention in most of them, and has no gate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Falcon:
 
 
 def _norms(config: Any) -> tuple[str, str] | None:
-    """Attributes of the norms before the attention and before the perceptron."""
+    """Attributes of the norms before the attention and before the MLP."""
     if not config.parallel_attn:
         is_new = config.new_decoder_architecture
         return None if is_new else ("input_layernorm", "post_attention_layernorm")

@@ -1,4 +1,4 @@
-"""Layers with a norm before and behind the attention and the perceptron: Gemma 2, Gemma 3, GLM-4.
+"""Layers with a norm before and behind the attention and the MLP: Gemma 2, Gemma 3, GLM-4.
 
 Gemma weights its norms by 1 + w, GLM-4 turns neighbours together.
 """

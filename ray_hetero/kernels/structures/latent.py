@@ -1,6 +1,6 @@
 """Layers of DeepSeek V2 and V3, whose heads attend to one latent vector of each token.
 
-What comes behind the attention, a perceptron or experts, stays vLLM's module.
+What comes behind the attention, an MLP or experts, stays vLLM's module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LatentModules:
     output: Any
     """What the attention's results are multiplied with."""
     norm: Any
-    """Before the perceptron or the experts."""
+    """Before the MLP or the experts."""
     mlp: Any
     """Which stay vLLM's module."""
     attention: Any

@@ -1,4 +1,4 @@
-"""Llama's layers: attention, then a gated multi-layer perceptron, a norm before each.
+"""Llama's layers: attention, then a gated MLP, a norm before each.
 
 Qwen 2 adds biases of queries, keys and values, Qwen 3 norms of heads, Gemma norms by 1 + w.
 """

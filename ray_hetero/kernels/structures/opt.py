@@ -1,4 +1,4 @@
-"""OPT's layers: layer norms, a perceptron without a gate, positions in the embeddings only."""
+"""OPT's layers: layer norms, an MLP without a gate, positions in the embeddings only."""
 
 from __future__ import annotations
 
