@@ -23,6 +23,7 @@ from shapes import QUANTISED, SHAPES, layer_bytes
 HERE = Path(__file__).parent
 ENGINE = (sys.executable, str(HERE / "engine_run.py"))
 ACCELERATE = (sys.executable, str(HERE / "accelerate_run.py"))
+LLAMA_CPP = (sys.executable, str(HERE / "llama_cpp.py"))
 GIB = 1 << 30
 
 
@@ -113,6 +114,36 @@ def of_experts(split: Split, config: Mapping[str, Any], ours: Mapping[str, Any])
         return []
     experts = {"ranks": 1, "layers": split.outside}
     return [hetero("ray_hetero experts", ["gpu"], config={**config, "experts": experts}, **ours)]
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """Programs of llama.cpp, and the model that they are to run."""
+
+    bench: Path
+    """`llama-bench`."""
+    gguf: Path | None
+    """The model's file; None is the checkpoint of the run's shape."""
+    threads: int
+    cpu_experts: int | None = None
+    """`--n-cpu-moe`; None is as many layers as are outside the GPU."""
+
+    def contender(self, split: Split, *, has_gpu: bool) -> Contender:
+        """The same split: whole layers outside, or of a mixture the experts of as many layers."""
+        outside = split.outside if self.cpu_experts is None else self.cpu_experts
+        if not has_gpu:
+            places: tuple[str, ...] = ("--n-gpu-layers", "0")
+        elif "num_experts" in SHAPES[split.shape]:
+            places = ("--n-cpu-moe", str(outside))
+        else:
+            # The output matrix counts as a layer, the last one.
+            places = ("--n-gpu-layers", str(split.layers - split.outside + 1))
+        model = () if self.gguf is None else ("--gguf", str(self.gguf))
+        command = (
+            *LLAMA_CPP, "--llama-bench", str(self.bench), *model, *places,
+            "--threads", str(self.threads),
+        )  # fmt: skip
+        return Contender("llama.cpp", command, "socket" if has_gpu else "together")
 
 
 STORED = tuple(f" {stored}" for stored in ("bf16", *QUANTISED))

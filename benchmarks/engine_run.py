@@ -95,6 +95,7 @@ def arguments() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--layers", type=int, help="other than the shape's, with dummy weights")
     parser.add_argument("--backend", default="ray_hetero", help="ray_hetero, mp, uni")
     parser.add_argument("--layout", default='[["cpu"],["gpu"]]')
     parser.add_argument("--config", default="{}", help="more of the ray_hetero configuration")
@@ -194,7 +195,8 @@ def model_of(options: argparse.Namespace, shape: str, *, stored: str | None = No
     """The folder of a model, which is written if it is not there yet."""
     if options.heavy_tailed:
         return write_checkpoint(shape, heavy_tailed_folder(shape))
-    return write_shape(shape, stored=stored)
+    layers = options.layers if shape == options.shape else None
+    return write_shape(shape, layers=layers, stored=stored)
 
 
 def forced_drafts(drafts: int, chance: float) -> dict[str, Any]:

@@ -17,6 +17,11 @@ SHAPES: dict[str, dict[str, int]] = {
                  "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
                  "vocab_size": 512, "num_experts": 16, "num_experts_per_tok": 4,
                  "moe_intermediate_size": 128},
+    # Layers whose experts are next to nothing beside handing tokens to them.
+    "handover": {"hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 48,
+                 "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
+                 "vocab_size": 512, "num_experts": 1, "num_experts_per_tok": 1,
+                 "moe_intermediate_size": 64},
     # The shapes of TinyLlama 1.1B, Llama 3.2 1B and Llama 3 8B.
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
            "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},

@@ -8,6 +8,8 @@
     python benchmarks/side_by_side.py --case drafts --out results-drafts  # speculative decoding
     python benchmarks/side_by_side.py --case formats --out results-formats  # FP8 and four bits
     python benchmarks/side_by_side.py --shape 30b-a3b-16 --outside 8 --out results-experts
+    python benchmarks/side_by_side.py --shape 30b-a3b-16 --outside 8 --heavy-tailed \\
+        --llama-bench BUILD/bin/llama-bench --out results-llama-cpp  # beside llama.cpp
 
 On a host without a GPU, two CPU ranks beside vLLM's own `mp`, and in the case `formats` one rank
 beside vLLM's own.  `--list` names the contenders,
@@ -108,6 +110,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--kv-room-gib", type=float,
                         help="of each engine's GPU; --in-turns: 2")  # fmt: skip
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--llama-bench", type=Path, metavar="PATH", help="compare llama.cpp too")
+    parser.add_argument("--gguf", type=Path, metavar="FILE",
+                        help="its model; else written with the heavy-tailed weights")  # fmt: skip
+    parser.add_argument("--n-cpu-moe", type=int,
+                        help="layers with experts on the CPU there; else --outside")  # fmt: skip
+    parser.add_argument("--llama-threads", type=int, help="else as many as the CPU ranks have")
     return parser.parse_args()
 
 
@@ -116,7 +124,13 @@ def main() -> None:
     options = parse_options()
     gpu = floor.gpu_figures()
     split = split_of(options, has_gpu=gpu is not None)
-    there = all_contenders(options, split, gpu)
+    reserved = options.reserved_cores
+    if reserved is None:
+        # As the engine keeps them on its own node.
+        reserved = 2 if gpu is not None and (os.cpu_count() or 1) >= 8 else 0
+    is_one = gpu is not None or options.case == "formats"
+    ranks = floor.compute_cpus(reserved, 1 if is_one else 2)
+    there = [*all_contenders(options, split, gpu), *of_llama_cpp(options, split, gpu, ranks)]
     unasked = {one.name for one in there if one.name.endswith(" eager")}
     if options.case != "formats":
         unasked |= {one.name for one in there if one.name.endswith(contenders.STORED)}
@@ -126,12 +140,6 @@ def main() -> None:
         return
     points, left_out = points_of(options)
     found = opened(options.out, about(options, split, gpu) | {"points_left_out": left_out})
-    reserved = options.reserved_cores
-    if reserved is None:
-        # As the engine keeps them on its own node.
-        reserved = 2 if gpu is not None and (os.cpu_count() or 1) >= 8 else 0
-    is_one = gpu is not None or options.case == "formats"
-    ranks = floor.compute_cpus(reserved, 1 if is_one else 2)
     run = Run(options, split, points, ranks, found)
     if options.in_turns:
         taking_turns(wanted, run)
@@ -281,6 +289,20 @@ def all_contenders(
         return of_formats
     others = contenders.with_gpu(split, share=share, engine=engine, prefetch_step=ahead)
     return others if "num_experts" in SHAPES[split.shape] else [*others, *of_formats]
+
+
+def of_llama_cpp(
+    options: argparse.Namespace,
+    split: Split,
+    gpu: dict[str, Any] | None,
+    ranks: list[tuple[int, ...]],
+) -> list[Contender]:
+    """llama.cpp where its programs are given, in the cases that compare ways to serve."""
+    if options.llama_bench is None or options.case not in ("half", "budget"):
+        return []
+    threads = options.llama_threads or sum(map(len, ranks))
+    given = contenders.LlamaCpp(options.llama_bench, options.gguf, threads, options.n_cpu_moe)
+    return [given.contender(split, has_gpu=gpu is not None)]
 
 
 def chosen(

@@ -56,9 +56,9 @@ class Sender {
 
   // Whether all have answered; not when the channel has failed, which ends the wait.
   bool wait() {
-    Patience patience;
+    patience_.renew();
     for (std::int64_t rank = 0; rank < words_.ranks(); ++rank) {
-      while (words_.answer(rank).load(std::memory_order_acquire) == 0) patience.wait();
+      while (words_.answer(rank).load(std::memory_order_acquire) == 0) patience_.wait();
     }
     for (std::int64_t rank = 0; rank < words_.ranks(); ++rank) {
       words_.answer(rank).store(0, std::memory_order_relaxed);
@@ -108,6 +108,7 @@ class Sender {
   };
 
   Words words_;
+  Patience patience_;  // of the one thread that waits
   std::deque<Post> posts_;
 };
 

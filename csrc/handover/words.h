@@ -65,11 +65,13 @@ inline double now_s() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Waiting for a word: at full speed while something is under way, then with sleeps.
+// Waiting for a word: at full speed while something is under way, then with sleeps; with sleeps at
+// once where others compute on the same core.  A thread that yields its core again and again there
+// gets it back later and later, and what it waits for may need that core.
 class Patience {
  public:
   // From now on full speed again.
-  void renew() { turns_ = 0, since_s_ = -1; }
+  void renew() { turns_ = now_s_ < shared_until_s_ ? kTurns - 1 : 0, since_s_ = -1; }
 
   // One turn; whether the clock was looked at, which is when others may be too.
   bool wait() {
@@ -77,9 +79,16 @@ class Patience {
     _mm_pause();
 #endif
     if (++turns_ % kTurns != 0) return false;
+    const double before_s = now_s_;
     now_s_ = now_s();
-    if (since_s_ < 0) since_s_ = now_s_;
-    if (now_s_ - since_s_ < kEagerSeconds) {
+    if (since_s_ < 0) {
+      since_s_ = now_s_;
+    } else {
+      // An interruption by itself is nothing; where others compute, it comes with every yield.
+      taken_ = now_s_ - before_s > kOthersSeconds ? taken_ + 1 : 0;
+      if (taken_ > 1) shared_until_s_ = now_s_ + kSharedSeconds;
+    }
+    if (now_s_ - since_s_ < kEagerSeconds && now_s_ > shared_until_s_) {
       sched_yield();  // somebody may wait for this core
     } else {
       const timespec nap{0, kNapNanoseconds};
@@ -94,9 +103,12 @@ class Patience {
   static constexpr int kTurns = 512;
   static constexpr double kEagerSeconds = 0.05;
   static constexpr long kNapNanoseconds = 20'000;
+  // Turns take microseconds, so that this long somebody else has had the core; naps are shorter.
+  static constexpr double kOthersSeconds = 0.001;
+  static constexpr double kSharedSeconds = 0.5;
 
-  int turns_ = 0;
-  double since_s_ = -1, now_s_ = 0;
+  int turns_ = 0, taken_ = 0;
+  double since_s_ = -1, now_s_ = 0, shared_until_s_ = 0;
 };
 
 }  // namespace ray_hetero

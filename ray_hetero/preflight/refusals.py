@@ -185,14 +185,19 @@ WITH_EXPERT_RANKS: Sequence[Refusal[EngineArgs]] = (
         "expert ranks compute one batch of a stage at a time",
     ),
     Refusal(
-        "experts.ranks beside --enable-lora",
-        lambda args: args.enable_lora,
-        "vLLM would look for the experts' weights in the stages",
+        "experts.ranks beside --enable-lora for all layers, or experts in --lora-target-modules",
+        lambda args: args.enable_lora and may_adapt_experts(args.lora_target_modules),
+        "stages, to which vLLM adds adapters, have no weights of these experts",
+        "Name the layers that adapters are for: --lora-target-modules q_proj k_proj v_proj o_proj.",
+        seen="Follows from vLLM's code: it does not start.",
     ),
     Refusal(
         "experts.ranks beside --enable-sleep-mode",
         lambda args: args.enable_sleep_mode,
-        "expert ranks cannot sleep",
+        "expert ranks keep their experts, and weights that are loaded anew after a deep sleep do "
+        "not reach them",
+        seen="Follows from vLLM's code: only the ranks of stages are told to sleep, wake and "
+        "reload. A light sleep (level 1) was not tried.",
     ),
 )
 """Refused where experts lie on sockets beside the stages."""
@@ -292,6 +297,16 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
     "with `experts.ranks`": WITH_EXPERT_RANKS,
 }
 """All rows, by the worlds in which they are refused."""
+
+
+def may_adapt_experts(target_modules: Sequence[str] | None) -> bool:
+    """Whether vLLM would look for adapters of routed experts.
+
+    Args:
+        target_modules: names of the layers that adapters are for, or ends of them; None is all.
+
+    """
+    return target_modules is None or any("experts" in name.split(".") for name in target_modules)
 
 
 def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stock: bool) -> None:

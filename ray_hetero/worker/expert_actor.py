@@ -157,6 +157,7 @@ def _single_rank_config(rank: RankSpec) -> VllmConfig:
     args.kv_cache_memory_bytes = 1 << 30
     args.enforce_eager = True
     args.async_scheduling = False
+    args.enable_lora = False
     args.speculative_config = args.kv_transfer_config = None
     args.additional_config = {}
     return args.create_engine_config()

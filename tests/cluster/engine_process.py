@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
+from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
@@ -31,6 +33,12 @@ def _adapters(paths: list[str | None]) -> list[LoRARequest | None]:
     ]
 
 
+def _image(seed: int) -> Image.Image:
+    """An image of random colours."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     if wanted := batch.get("metrics"):
         return [
@@ -41,7 +49,10 @@ def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     if batch.get("totals"):
         totals: list[dict[str, Any]] = engine.collective_rpc("step_totals")
         return totals
-    given = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
+    given: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
+    for prompt, seed in zip(given, batch.get("images", ()), strict=False):
+        if seed is not None:
+            prompt["multi_modal_data"] = {"image": _image(seed)}
     if batch.get("embeds"):
         found = engine.embed(given, use_tqdm=False)
         return [{"embedding": list(output.outputs.embedding)} for output in found]

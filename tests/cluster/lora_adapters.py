@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,3 +59,20 @@ def write_adapter(
     config["target_modules"] = list(modules)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_merged(model: Path, adapter: Path, target: Path) -> Path:
+    """Write a model's checkpoint with an adapter added to its weights; answers the folder."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, target)
+    weights = load_file(target / "model.safetensors")
+    matrices = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    ends = (".lora_A.weight", ".lora_B.weight")
+    for name in {key.removesuffix(ends[0]) for key in matrices if key.endswith(ends[0])}:
+        down, up = (matrices[name + end] for end in ends)
+        weight = weights[name.removeprefix("base_model.model.") + ".weight"]
+        weight += config["lora_alpha"] / config["r"] * (up @ down)
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    return target

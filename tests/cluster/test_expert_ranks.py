@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ from engines import (
     tokens,
 )
 from faulty_server import Client, FaultyServer, errors_of
+from image_model import write_image_model
 from leftovers import Scene
+from lora_adapters import write_adapter, write_merged
+
+from ray_hetero.cli.demo.model import DemoShape
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -145,6 +150,71 @@ def test_a_connector_of_kv_blocks_works_beside_them(
     assert tokens(first) == tokens(again) == tokens(expected)
     assert list(tmp_path.rglob("*.safetensors"))
     assert "External Cache Hit!" in (logs / "connector" / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_images_answers_what_stock_does(
+    scene: Scene, logs: Path, tmp_path: Path
+) -> None:
+    path = write_image_model(tmp_path / "images")
+    image: int = json.loads((path / "config.json").read_text())["image_token_index"]
+    plain = prompts(6)
+    # Some with one image, after their first token; others without.
+    given = [[*one[:1], image, *one[1:]] if place % 3 else one for place, one in enumerate(plain)]
+    seeds = [place if place % 3 else None for place in range(len(given))]
+    # The second time other images come with the same text.
+    others = [None if seed is None else 100 + seed for seed in seeds]
+    asked = [batch(given) | {"images": of_each} for of_each in (seeds, others)]
+    common = {"skip_tokenizer_init": False, "max_num_batched_tokens": 512}
+    expected, ours = run_engines(
+        scene,
+        logs / "images",
+        [
+            (engine(path, dtype="float32", **common), asked),
+            (arguments(path, ONE, {"ranks": 2}, **common), asked),
+        ],
+        ray=RAY,
+        extra=PRETENDED | IN_THIS_PROCESS,
+    )
+    assert [tokens(one) for one in ours] == [tokens(one) for one in expected]
+    first, second = (tokens(one) for one in expected)
+    differing = [left != right for left, right in zip(first, second, strict=True)]
+    assert differing == [seed is not None for seed in seeds]
+    assert "experts of 4 layers are computed by" in (logs / "images" / "log").read_text()
+
+
+@pytest.mark.slow
+def test_adapters_of_attention_work_beside_them(
+    scene: Scene, logs: Path, model: Model, tmp_path: Path
+) -> None:
+    path = model("mixtral", "f32")
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    adapter = write_adapter(
+        tmp_path / "adapter-1", DemoShape(), rank=8, modules=modules, scale=0.05
+    )
+    # Stock vLLM has no experts on CPUs beside adapters: it gets weights that hold the adapter.
+    merged = write_merged(path, adapter, tmp_path / "merged")
+    # Tokens without an adapter get what is in the last slot of vLLM's; here nothing ever is.
+    given = {"enable_lora": True, "max_loras": 4, "lora_target_modules": list(modules)}
+    asked = batch(prompts(9))
+    of_each = [str(adapter) if place % 2 else None for place in range(9)]
+    (plain,), (adapted,), (without, mixed) = run_engines(
+        scene,
+        logs / "adapters",
+        [
+            (engine(path, dtype="float32"), [asked]),
+            (engine(merged, dtype="float32"), [asked]),
+            (arguments(path, ONE, {"ranks": 1}, **given), [asked, asked | {"adapters": of_each}]),
+        ],
+        ray=RAY,
+        extra=PRETENDED | IN_THIS_PROCESS,
+    )
+    assert tokens(without) == tokens(plain)
+    both = zip(tokens(plain), tokens(adapted), of_each, strict=True)
+    assert tokens(mixed) == [one if name is None else other for one, other, name in both]
+    changed = [one != other for one, other in zip(tokens(plain), tokens(adapted), strict=True)]
+    assert sum(changed[1::2]) >= 2
+    assert "experts of 4 layers are computed by" in (logs / "adapters" / "log").read_text()
 
 
 LINK_TOKENS = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -19,8 +20,13 @@ from drafters import (  # noqa: E402
 )
 from gpu_host import Checkpoint  # noqa: E402
 from leftovers import Scene, clean_scene  # noqa: E402
+from other_models import MAKERS  # noqa: E402
 
-from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
+from ray_hetero.cli.demo.model import (  # noqa: E402
+    ARCHITECTURES,
+    DemoShape,
+    write_demo_model,
+)
 
 
 @pytest.fixture(scope="session")
@@ -43,13 +49,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
             architecture, _, variant = name.partition("-")
             stored = "f32" if dtype == "float32" else "bf16"
             shape = DemoShape(hidden=1024, heads=16) if variant == "wide" else None
-            write_demo_model(
-                directory,
-                architecture,
-                shape=shape,
-                dtype=stored,
-                stored="int8" if variant == "int8" else None,
-            )
+            with patch.dict(ARCHITECTURES, MAKERS):
+                write_demo_model(
+                    directory,
+                    architecture,
+                    shape=shape,
+                    dtype=stored,
+                    stored="int8" if variant == "int8" else None,
+                )
         return directory
 
     return make

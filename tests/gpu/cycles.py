@@ -1,6 +1,7 @@
-"""Start an engine, ask it, stop it; again when the test has looked: MODEL FOLDER COUNT SHARES.
+"""Start an engine, ask it, stop it; again when the test has looked: MODEL FOLDER COUNT KEYS.
 
-After cycle N the tokens are in FOLDER/stopped-N; the next one starts when FOLDER/go-N is there.
+KEYS are those of the backend's configuration, as JSON, its layout among them.  After cycle N the
+tokens are in FOLDER/stopped-N; the next one starts when FOLDER/go-N is there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from vllm import LLM, SamplingParams
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": False}
 
 
-def _cycle(model: str, shares: int) -> list[list[int]]:
-    cpu: dict[str, Any] = {"ranks_per_socket": shares, "kv_cache_gib": 0.5}
+def _cycle(model: str, keys: dict[str, Any]) -> list[list[int]]:
     llm = LLM(
         model,
         dtype="float32",
@@ -27,8 +27,8 @@ def _cycle(model: str, shares: int) -> list[list[int]]:
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=1 << 30,
         distributed_executor_backend="ray_hetero",
-        pipeline_parallel_size=2,
-        additional_config={"ray_hetero": {"layout": [["cpu"], ["gpu"]], "cpu": cpu}},
+        pipeline_parallel_size=len(keys["layout"]),
+        additional_config={"ray_hetero": keys},
     )
     given = [{"prompt_token_ids": list(range(8, 8 + length))} for length in (1, 40, 150)]
     outputs = llm.generate(given, SamplingParams(**GREEDY), use_tqdm=False)
@@ -37,9 +37,9 @@ def _cycle(model: str, shares: int) -> list[list[int]]:
 
 def main() -> None:
     """Run the cycles."""
-    model, folder, count, shares = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
+    model, folder, count, keys = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     for number in range(count):
-        tokens = _cycle(model, shares)
+        tokens = _cycle(model, json.loads(keys))
         gc.collect()
         part = folder / "part"
         part.write_text(json.dumps(tokens))

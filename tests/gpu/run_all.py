@@ -65,14 +65,14 @@ class Result:
 PARTS = (
     Part("layouts", "test_layouts.py", 900),
     Part("drafts", "test_gpu_drafts.py", 500),
-    Part("experts", "test_gpu_experts.py", 500),
+    Part("experts", "test_gpu_experts.py", 900),
     Part("whole_layers", "test_prefill_layers.py", 150),
     Part("server", "test_gpu_server.py", 400),
     Part("prompt-gpu", "test_prompt_gpu.py", 500),
     Part("one_flag", "test_one_flag.py", 450),
     Part("faults", "test_gpu_faults.py", 700),
-    Part("cycles", "test_cycles.py", 600),
-    Part("two_gpus", "test_two_gpus.py", 600, gpus=2),
+    Part("cycles", "test_cycles.py", 1200),
+    Part("two_gpus", "test_two_gpus.py", 900, gpus=2),
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import START_SECONDS, Child, start
@@ -18,6 +19,15 @@ pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
 SCRIPT = Path(__file__).with_name("cycles.py")
 CYCLES = 10
+CPU = {"ranks_per_socket": SHARES, "kv_cache_gib": 0.5}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a CPU stage": ("llama", {"layout": [["cpu"], ["gpu"]], "cpu": CPU}),
+    "an expert rank": ("mixtral", {
+        "layout": [["gpu"]], "cpu": CPU,
+        "experts": {"ranks": 1, "layers": "all", "prefill_on_gpu": False},
+    }),
+}  # fmt: skip
+"""Model and configuration of the engines beside a GPU."""
 SLACK_MIB = 16
 """What the driver itself may keep for a while."""
 
@@ -38,11 +48,16 @@ def _trackers(scene: Scene) -> list[int]:
     return [pid for pid, words in processes if "multiprocessing.resource_tracker" in words]
 
 
-def test_ten_in_a_row(scene: Scene, logs: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ENGINES)
+def test_ten_in_a_row(
+    name: str, scene: Scene, logs: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     before = gpu_state()
-    model = checkpoint("llama", "float32")
-    command = [sys.executable, SCRIPT, model, tmp_path, CYCLES, SHARES]
-    child = start(scene, list(map(str, command)), logs / "cycles", environment())
+    architecture, keys = ENGINES[name]
+    model = checkpoint(architecture, "float32")
+    command = [sys.executable, SCRIPT, model, tmp_path, CYCLES, json.dumps(keys)]
+    log = logs / f"cycles-{name.replace(' ', '-')}"
+    child = start(scene, list(map(str, command)), log, environment())
     answers = []
     for number in range(CYCLES):
         stopped = tmp_path / f"stopped-{number}"

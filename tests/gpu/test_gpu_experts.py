@@ -18,6 +18,14 @@ CASES = [
     Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True),
     Case("mixtral", "bfloat16", "g", experts=2, is_long=True, is_linked=True, is_split=True),
     Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True, is_linked=True),
+    Case("qwen3_moe", "float32", "g", experts=2),
+    Case("glm4_moe", "float32", "g", experts=2),
+    Case("gpt_oss", "float32", "g", experts=2),
+    # No latent attention of vLLM's on GPUs computes float32.
+    Case("deepseek_v2", "bfloat16", "g", experts=2),
+    Case("deepseek_v3", "bfloat16", "g", experts=2),
+    Case("deepseek_v3", "bfloat16", "g", experts=1, is_compiled=True),
+    Case("gpt_oss", "bfloat16", "g", experts=1, is_compiled=True),
 ]
 """With compiled ones handovers are in CUDA graphs."""
 

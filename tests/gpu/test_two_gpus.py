@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from gpu_host import needs_gpus
 from token_checks import Answer, Case, answers_of, check
@@ -19,6 +21,11 @@ CASES = [
     Case("llama", "bfloat16", "cc/gg", is_compiled=True),
     Case("qwen3", "float32", "gg/cc"),
     Case("mixtral", "float32", "cc/gg"),
+    # Both GPUs hand the same tokens over, and each takes the sums of its own part.
+    Case("mixtral", "float32", "gg", experts=1),
+    Case("qwen3_moe", "bfloat16", "gg", experts=2, is_compiled=True),
+    Case("deepseek_v3", "bfloat16", "gg", experts=2),
+    Case("mixtral", "float32", "g/g", experts=1),
 ]
 
 
@@ -26,5 +33,8 @@ answers = answers_of(CASES, "two_gpus")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tokens_are_those_of_one_gpu(case: Case, answers: dict[Case, Answer]) -> None:
+def test_tokens_are_those_of_one_gpu(case: Case, answers: dict[Case, Answer], logs: Path) -> None:
     check(case, answers)
+    if case.experts:
+        log = "".join(path.read_text(errors="replace") for path in logs.glob("lane*"))
+        assert "are computed by rank 2 (experts, socket" in log

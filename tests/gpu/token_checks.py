@@ -25,6 +25,8 @@ backend with a GPU alone, same kernels and another model runner, by up to 1e-3. 
 ROUTED_TOLERANCE = {"float32": 0.3, "bfloat16": 0.8}
 """The same for a mixture of experts, where a rounding may send a token to another expert; up to
 0.17 was seen in float32, where attention multiplies in TF32, and 0.69 in bfloat16."""
+ROUTED = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+"""Architectures that are mixtures of experts."""
 LEAST_SAME = 0.5
 """Share of prompts of a mixture that are answered with the reference's tokens to the end."""
 INT8_TOLERANCE = 0.5
@@ -113,7 +115,7 @@ class Case:
         """How far a logprob may be from the reference's."""
         if self.model.endswith("-int8"):
             return INT8_TOLERANCE
-        found = ROUTED_TOLERANCE if self.model == "mixtral" else LOGPROB_TOLERANCE
+        found = ROUTED_TOLERANCE if self.model in ROUTED else LOGPROB_TOLERANCE
         return found[self.dtype]
 
 

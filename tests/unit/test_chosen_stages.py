@@ -79,7 +79,12 @@ def test_expert_ranks_are_written_out_unless_there_are_to_be_none(
 
 @pytest.mark.parametrize(
     ("asked", "ranks"),
-    [({}, "auto"), ({"enable_lora": True}, 0), ({"data_parallel_size": 2}, 0)],
+    [
+        ({}, "auto"),
+        ({"enable_lora": True}, 0),
+        ({"enable_lora": True, "lora_target_modules": ["q_proj"]}, "auto"),
+        ({"data_parallel_size": 2}, 0),
+    ],
 )
 def test_auto_is_no_expert_rank_where_these_are_refused(
     asked: dict[str, Any], ranks: Any, arguments: EngineArgs

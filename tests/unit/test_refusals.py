@@ -127,6 +127,28 @@ def test_what_expert_ranks_cannot_do_is_refused_beside_them_only(name: str, tmp_
 
 
 @pytest.mark.parametrize(
+    ("names", "is_refused"),
+    [
+        (None, True),
+        (["experts"], True),
+        (["q_proj", "model.layers.3.mlp.experts"], True),
+        (["q_proj", "shared_experts"], False),
+        (["q_proj", "k_proj", "v_proj", "o_proj"], False),
+    ],
+)
+def test_adapters_of_other_layers_are_no_matter_of_expert_ranks(
+    names: list[str] | None, is_refused: bool, tmp_path: Path
+) -> None:
+    args = EngineArgs(model=str(tmp_path), enable_lora=True, lora_target_modules=names)
+    config = HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2}})
+    if not is_refused:
+        refuse_unsupported(args, config, is_stock=True)
+        return
+    with pytest.raises(UnsupportedError, match=r"Name the layers .*--lora-target-modules q_proj"):
+        refuse_unsupported(args, config, is_stock=True)
+
+
+@pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"experts": {"ranks": 2}}, 'Write a layout of GPUs, for example "layout": [["gpu"]]'),
