@@ -269,7 +269,7 @@ def test_every_patch_says_what_it_replaces_why_and_when_it_can_go() -> None:
 def test_the_rooms_of_the_architecture_page_are_those_of_the_code() -> None:
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     for package, rooms in ROOMS.items():
-        _, _, table = page.partition(f"| room of `{package}` |")
+        _, _, table = page.partition(f"| subpackage of `{package}` |")
         named = re.findall(r"^\| `(\w+)/` \|", table.partition("\n\n")[0], re.M)
         assert (*named, "") == rooms
 
