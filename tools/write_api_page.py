@@ -124,8 +124,9 @@ def commands_table() -> str:
 def metrics_table() -> str:
     """Every metric as a scrape shows it."""
     rows = ((f"`{PREFIX}{figure.name}_total`", figure.help) for figure in FIGURES)
-    labels = ", ".join(f"`{label}`" for label in LABELS)
-    return table(("counter", "meaning"), rows) + f"\n\nLabels of all of them: {labels}."
+    labels = [f"`{label}`" for label in LABELS]
+    named = f"{', '.join(labels[:-1])} and {labels[-1]}"
+    return table(("counter", "meaning"), rows) + f"\n\nAll of them have the labels {named}."
 
 
 def written(page: str) -> str:

@@ -74,7 +74,7 @@ def offers_of(nodes: Sequence[Node], bundles: Sequence[Bundle]) -> tuple[Offer, 
         if bundle.gpus not in (0, 1):
             raise LayoutError(
                 f"bundle {bundle} of the placement group: expected one GPU or none, because every "
-                f"rank has a bundle of its own, came {bundle.gpus:g}"
+                f"rank has a bundle of its own, got {bundle.gpus:g}"
             )
     ordered = sorted(bundles, key=lambda one: (-one.cpus, one.index == 0, one.index))
     return tuple(offer for node in nodes for offer in _offers(node, ordered))

@@ -263,9 +263,9 @@ def reservable_memory(
             reserved |= ranks
         else:
             logger.warning(
-                "node %s: %.1f GiB of memory for its ranks are not reserved in Ray, which has "
-                "%.1f GiB left to give there: other jobs of the cluster do not see that they are "
-                "used. `ray start --memory=BYTES` gives more (`ray-hetero ray-args`).",
+                "node %s: %.1f GiB of memory for its ranks are not reserved in Ray, which has only "
+                "%.1f GiB left there, so other jobs may count on the same memory. Start Ray there "
+                "with a larger `ray start --memory=BYTES` (`ray-hetero ray-args` prints one).",
                 resources[node_id].name, asked / 2**30, free / 2**30,
             )  # fmt: skip
     return reserved

@@ -49,16 +49,16 @@ class Plan:
             layers, ranks = self.experts[0].layers, len(self.experts)
             notes.append(
                 f"The experts of the last {layers} layers lie on {ranks} expert ranks "
-                "(experts.ranks, experts.layers): attention, KV cache and all else are on the GPUs."
+                "(experts.ranks, experts.layers); everything else is on the GPUs."
             )
             if buffer := max(stage.devices.expert_buffer_bytes for stage in split.stages):
                 notes.append(
-                    f"In long prompts the GPUs read these experts over their links: of each, "
-                    f"{buffer / GIB:.2f} GiB are kept for that (experts.prefill_on_gpu)."
+                    f"In long prompts, the GPUs read these experts over their links; each reserves "
+                    f"{buffer / GIB:.2f} GiB of its memory for that (experts.prefill_on_gpu)."
                 )
         elif not any(stage.devices.has_cpu for stage in split.stages):
             if any(device.kind == "cpu" for device in self.idle):
-                notes.append("The model fits on the GPUs alone: no CPU rank is asked to work.")
+                notes.append("The model fits on the GPUs alone: there are no CPU ranks.")
         elif split.gpu_only is not None:
             alone = split.gpu_only
             notes.append(

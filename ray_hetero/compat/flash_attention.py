@@ -50,8 +50,8 @@ def flash_attention_3(device: torch.device) -> FlashAttention | None:
         plain = others(operator._schema)
     except (OSError, AttributeError, UnexpectedArgumentError) as error:
         logger.warning(
-            "FlashAttention 3 of vLLM cannot be used for prompts (%s): attention to thousands of "
-            "tokens takes up to twice as long, in torch's FlashAttention 2",
+            "vLLM's FlashAttention 3 cannot be used for prompts (%s). torch's FlashAttention 2 is "
+            "used instead: attention to thousands of tokens takes up to twice as long",
             error,
         )
         return None

@@ -143,8 +143,8 @@ def _stored_integers(layer: Any) -> StoredExperts:
     if names is None or getattr(config, "desc_act", False):
         reordered = "with act-order " if names is not None else ""
         raise UnsupportedError(
-            f"{layer.layer_name}: its experts are in integers of four bits {reordered}({method}), "
-            "which nothing on a CPU rank computes. Write a layout without CPU ranks."
+            f"{layer.layer_name}: its experts are 4-bit integers {reordered}({method}), for which "
+            "CPU ranks have no kernel. Write a layout without CPU ranks."
         )
     layout, weight, scale, zero = names
     is_symmetric = layout == "gptq" and getattr(config, "is_sym", True)

@@ -280,8 +280,8 @@ def pass_hidden_states_on(runner: Any, layers: Sequence[int]) -> None:
     if not getattr(inner, "supports_aux_hidden_states_over_pp", False):
         raise UnsupportedError(
             f"--speculative-config with the method eagle3 does not work with a pipeline here: "
-            f"{type(model).__name__} does not hand the hidden states between its layers on to the "
-            "next stage in this vLLM. Write a layout of one stage, or take the method eagle."
+            f"{type(model).__name__} does not pass the hidden states of its layers on to the next "
+            "stage in this vLLM. Use a layout of one stage, or the method eagle."
         )
     wanted = runner._get_eagle3_aux_layers_from_config()
     wanted = wanted or original(model, "get_eagle3_default_aux_hidden_state_layers")()

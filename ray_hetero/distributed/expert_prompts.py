@@ -151,16 +151,16 @@ def _say(
     )
     if shares is None:
         logger.info(
-            "experts of prompts are computed by the cores of expert ranks, which are faster in "
-            "steps of up to %d tokens than the GPU over its link: %s (experts.prefill_on_gpu)",
+            "experts of prompts are computed by the cores of expert ranks, because in steps of up "
+            "to %d tokens they are faster than the GPU over its link: %s (experts.prefill_on_gpu)",
             tokens,
             measured,
         )
         return
     logger.info(
-        "experts of steps of %d tokens and more, but for those in CUDA graphs, are computed by the "
-        "GPU%s: %.1f GiB of them can be read over its link, %d experts at a time, %.2f GiB of its "
-        "memory are taken (experts.prefill_on_gpu); %s",
+        "experts of steps of %d tokens and more, except in CUDA graphs, are computed by the GPU%s: "
+        "it can read %.1f GiB of them over its link, %d experts at a time, and uses %.2f GiB of "
+        "its own memory (experts.prefill_on_gpu); %s",
         shares.tokens,
         _split(shares, tokens),
         experts.nbytes / GIB,
@@ -224,8 +224,8 @@ def _slices(
         found.append(tuple(there) if len(there) == len(offers) else None)
     if not any(found):
         raise UnsupportedError(
-            "none of them lies in memory that the GPU can read, in a format of this project's "
-            "kernels (cpu.linear_kernel)"
+            "the GPU can read none of them: they are not in shared memory, or not in a format of "
+            "this project's kernels (cpu.linear_kernel)"
         )
     return found
 

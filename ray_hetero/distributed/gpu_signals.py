@@ -91,8 +91,8 @@ class GpuSignals:
         self.has_operations = status == 0
         if status:
             logger.warning(
-                "CUDA's driver refuses memory operations of streams (CUresult %d): functions of "
-                "the host hand tokens over to expert ranks",
+                "CUDA's driver refuses stream memory operations (CUresult %d): host functions "
+                "send the tokens to expert ranks instead",
                 status,
             )
         torch.cuda.current_stream().synchronize()
@@ -143,7 +143,7 @@ class GpuSignals:
         status = self._run(given) if self.has_operations else self._call(*given)
         if status:
             raise RuntimeError(
-                f"CUDA's driver says error {status} (CUresult) to the handover of tokens"
+                f"CUDA's driver returned error {status} (CUresult) while tokens were handed over"
             )
 
     def _run(self, operations: Any) -> int:

@@ -164,8 +164,8 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
             socket.send_fds(connection, [NOTE], [descriptor])
     logger.info(
         "prompts are computed by the GPU in whole layers, their attention too, for all of the "
-        "ranks %s: steps of %d tokens and more; %.1f GiB of weights can be read over its link, "
-        "%.1f GiB of its memory are taken (cpu.prefill_on_gpu)",
+        "ranks %s, in steps of %d tokens and more: it can read %.1f GiB of weights over its link, "
+        "and uses %.1f GiB of its own memory (cpu.prefill_on_gpu)",
         list(sums.ranks),
         terms.from_tokens,
         layers.taken.weight_bytes / GIB,

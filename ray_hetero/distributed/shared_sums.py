@@ -79,15 +79,15 @@ def joined(
         ) from None
     if shared is None:
         logger.warning(
-            "no memory can be shared by ranks %s, of one tensor-parallel group on one host: vLLM's "
-            "all-reduce adds their products up between operators, and decoding takes longer",
+            "the ranks %s of a tensor-parallel group on one host cannot share memory: vLLM's "
+            "all-reduce adds up their products between operators, and decoding takes longer",
             list(ranks),
         )
         return None
     memory, connections = shared
     logger.info(
-        "a decode step is one native call on each of the ranks %s: their products are added up in "
-        "memory that they share (cpu.fuse_layers)",
+        "a decode step is one native call on each of the ranks %s, which add up their products in "
+        "shared memory (cpu.fuse_layers)",
         list(ranks),
     )
     return RankSums(
@@ -143,7 +143,7 @@ def _join(own: int, members: int, size: int, gather: Gather, limit_s: float) -> 
         stack.callback(os.close, descriptors[0])
         if not sealed_memory.has_size(descriptors[0], size):
             raise RuntimeError(
-                f"the memory for the sums of a tensor-parallel group has not {size} bytes, sealed; "
+                f"the memory for sums of a tensor-parallel group is not sealed at {size} bytes; "
                 "do all ranks run the same release?"
             )
         memory = sealed_memory.mapped(descriptors[0], size)

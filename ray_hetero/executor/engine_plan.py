@@ -174,7 +174,7 @@ class EnginePlanner:
             return
         own = str(stock).removeprefix("torch.")
         logger.info(
-            "dtype: bfloat16; the quantised checkpoint names %s, in which CPU ranks have none of "
+            "dtype: bfloat16; the quantised checkpoint names %s, for which CPU ranks have none of "
             "this project's kernels (--dtype %s keeps it)",
             own,
             own,

@@ -293,7 +293,7 @@ class HeteroExecutor(GuardedExecutor):
         compilation = self.vllm_config.compilation_config
         compilation.compilation_time = max((language for language, _ in times), default=0.0)
         compilation.encoder_compilation_time = max((encoder for _, encoder in times), default=0.0)
-        logger.info("where the start-up's seconds went\n%s", as_text(self._progress.times.table()))
+        logger.info("duration of each start-up step\n%s", as_text(self._progress.times.table()))
         self._board.serving()
 
     def _warm_up(self, phase: Phase) -> dict[int, dict[int, Any]]:

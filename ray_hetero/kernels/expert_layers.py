@@ -108,8 +108,8 @@ class ExpertLayers:
         for layer, experts, stored in quantised_experts.quantised_layers(model):
             if why := unsuited_activation(layer):
                 raise UnsupportedError(
-                    f"{layer.layer_name}: its experts are in {stored.scheme}, and {why}; nothing "
-                    "on a CPU rank computes them. Write a layout without CPU ranks."
+                    f"{layer.layer_name}: its experts are in {stored.scheme}, and {why}; CPU "
+                    "ranks have no kernel for them. Write a layout without CPU ranks."
                 )
             is_interleaved = layer.activation.value == "swigluoai"
             made = RoutedExperts.of_weights(
@@ -140,14 +140,14 @@ class ExpertLayers:
             logger.info("experts of %d layers are the checkpoint's own %s", count, scheme)
         if _layers:
             logger.info(
-                "experts of %d layers stream their weights, %.1f GiB in place of %.1f "
+                "experts of %d layers stream their weights, %.1f GiB instead of %.1f GiB "
                 "(cpu.linear_kernel)",
                 len(_layers),
                 self._bytes / GIB,
                 self._bytes_before / GIB,
             )
         for name, count in cpu_experts.other_methods(model).items():
-            logger.info("experts of %d layers stay with vLLM's kernel: they are %s's", count, name)
+            logger.info("experts of %d layers stay with vLLM's kernel for %s", count, name)
         return f"{len(_layers)} experts"
 
 

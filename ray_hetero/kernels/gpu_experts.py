@@ -68,9 +68,9 @@ class GpuExperts:
         """Of a piece."""
         if not self.experts:
             raise UnsupportedError(
-                f"{(sizes.beside + sizes.each) / GIB:.2f} GiB of the GPU are the least for that: "
-                f"{sizes.beside / GIB:.2f} beside, and {sizes.each / GIB:.2f} for one expert, but "
-                f"experts.prefill_gpu_gib is {budget / GIB:.2f}"
+                f"this needs at least {(sizes.beside + sizes.each) / GIB:.2f} GiB of the GPU, "
+                f"{sizes.each / GIB:.2f} for one expert and {sizes.beside / GIB:.2f} for all else, "
+                f"but experts.prefill_gpu_gib is {budget / GIB:.2f}"
             )
         self._pieces = ExpertPieces(
             device, [None if one is None else tuple(one) for one in layers], self.experts
@@ -89,8 +89,8 @@ class GpuExperts:
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
-                f"{self.gpu_bytes / GIB:.2f} GiB of the GPU and pages of the host that can be "
-                f"locked are needed for that: {reason}"
+                f"this needs {self.gpu_bytes / GIB:.2f} GiB of the GPU and page-locked memory of "
+                f"the host: {reason}"
             ) from None
 
     def _lock_pages(self, layers: Sequence[Sequence[LinkedSlice]]) -> None:

@@ -107,7 +107,7 @@ class AttentionMemory:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
                 "the GPU computes this rank's linear layers in prompts, but not its attention, "
-                f"which takes {self.gpu_bytes / GIB:.1f} GiB more of its memory: {reason}. Prompts "
+                f"which needs {self.gpu_bytes / GIB:.1f} GiB more of its memory: {reason}. Prompts "
                 "of thousands of tokens take several times as long. Lower gpu.memory_utilization "
                 "or --max-num-batched-tokens."
             ) from None

@@ -231,7 +231,7 @@ class LinearLayers:
             logger.info("%d linear layers are computed from the checkpoint's own %s", count, name)
         if self._bytes < self._bytes_before:
             logger.info(
-                "linear layers are held in %.1f GiB in place of %.1f, without loss "
+                "linear layers are stored in %.1f GiB instead of %.1f GiB, without loss "
                 "(cpu.compact_weights)",
                 self._bytes / GIB,
                 self._bytes_before / GIB,
@@ -245,8 +245,8 @@ class LinearLayers:
         if group is None:
             if self._shared is not None:
                 logger.info(
-                    "each rank of this tensor-parallel group has linear layers of prompts computed "
-                    "by a GPU by itself, and their attention by its cores (cpu.prefill_on_gpu)"
+                    "in prompts, each rank of this tensor-parallel group lets a GPU compute its "
+                    "linear layers, and its cores compute the attention (cpu.prefill_on_gpu)"
                 )
             self._take_gpu(self._kernel, found)
         if self._config.fuse_layers:
@@ -289,8 +289,8 @@ class LinearLayers:
             return
         kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens)
         logger.info(
-            "steps of %d tokens and more are computed by the GPU: %.1f GiB of weights can be read "
-            "over its link, %.1f GiB of its memory are taken (cpu.prefill_on_gpu)",
+            "steps of %d tokens and more are computed by the GPU: it can read %.1f GiB of weights "
+            "over its link, and uses %.1f GiB of its own memory (cpu.prefill_on_gpu)",
             self._config.prefill_on_gpu_tokens,
             taken.weight_bytes / GIB,
             taken.gpu_bytes / GIB,

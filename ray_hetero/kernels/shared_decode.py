@@ -329,8 +329,8 @@ def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:
             f"{1e3 * alone:.1f} to {1e3 * best:.1f} ms"
         )
     logger.info(
-        "decode steps of %d layers take least time if the GPU computes output and MLP matrices of "
-        "so many, by tokens: %s (cpu.decode_gpu_share)",
+        "decode steps of %d layers take least time if the GPU computes the output and MLP matrices "
+        "of this many of them, by number of tokens: %s (cpu.decode_gpu_share)",
         layers,
         "; ".join(said),
     )

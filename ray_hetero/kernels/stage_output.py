@@ -91,7 +91,7 @@ class StageOutput:
         try:
             memory, handle = gpu_memory.made(self._gpu.device, nbytes)
         except (OSError, RuntimeError) as error:
-            logger.warning("results of prompts go through the host's memory: %s", error)
+            logger.warning("results of prompts are sent through the host's memory: %s", error)
             return None
         self._memory = memory
         self._places = packing.views(memory.view(capacity, packing.row_bytes))
@@ -118,8 +118,8 @@ class StageOutput:
         stays, self._stays = self._stays, False
         if stays and not is_direct:
             raise RuntimeError(
-                "this stage sends other tensors than its last layers have returned, whose values "
-                "are on a GPU; expected those that it has sent in earlier steps. Set "
+                "this stage sends tensors that its last layers have not returned, although their "
+                "results are on a GPU; expected the tensors of earlier steps. Set "
                 "cpu.prefill_on_gpu to false, and report the model's class."
             )
         self._is_direct |= is_direct
@@ -206,5 +206,5 @@ def accept(offer: GpuOffer, device: torch.device) -> torch.Tensor | None:
     try:
         return gpu_memory.opened(device, offer.handle, offer.nbytes)
     except (OSError, RuntimeError) as error:
-        logger.info("results of prompts come through the host's memory: %s", error)
+        logger.info("results of prompts are received through the host's memory: %s", error)
         return None

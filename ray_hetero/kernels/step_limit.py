@@ -90,8 +90,8 @@ def choose(kernel: StreamingLinear, from_tokens: int, cores: float, link: float)
     if link < cores:
         kernel.step_tokens = max(kernel.few_tokens, from_tokens - 1)
     logger.info(
-        "decode steps of up to %d tokens are computed by the cores: products of %d take them "
-        "%.1f ms, and the GPU over its link %.1f ms",
+        "decode steps of up to %d tokens are computed by the cores: products of %d tokens take "
+        "%.1f ms on the cores, and %.1f ms on the GPU over its link",
         kernel.step_tokens,
         tokens,
         1e3 * cores,

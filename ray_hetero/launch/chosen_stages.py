@@ -57,7 +57,7 @@ def choose_stages(
     machine = _machine(config)
     if machine is None:
         logger.info(
-            "stages are not chosen: the cluster of RAY_ADDRESS is described later; give "
+            "stages are not chosen: this process has not joined the cluster of RAY_ADDRESS; give "
             "--pipeline-parallel-size and --tensor-parallel-size for more than one rank"
         )
         return config

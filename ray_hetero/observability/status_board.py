@@ -175,7 +175,9 @@ class RankReporter:
         try:
             board = ray.get_actor(board_name(self._engine))
         except ValueError:
-            logger.warning("no status of this rank for `ray-hetero status`: its board is gone")
+            logger.warning(
+                "`ray-hetero status` does not show this rank: the engine's status actor is gone"
+            )
             return
         while not self._stop.is_set():
             # Not waited for: a board that is gone must not hold up the rank.

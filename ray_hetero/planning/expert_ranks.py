@@ -93,13 +93,13 @@ def check_experts(world: World, shape: ModelShape | None) -> None:
         suited = ", ".join(str(n) for n in range(1, MOST_NAMED + 1) if parts % n == 0)
         raise ConfigError(
             f"experts.ranks: {ranks} sockets are to hold equal slices of every expert, but an "
-            f"expert of this model has {parts} parts that can lie apart, and {parts} / {ranks} is "
+            f"expert of this model consists of {parts} indivisible parts, and {parts} / {ranks} is "
             f"no whole number. Give one of {suited}."
         )
     if not world.is_stock:
         raise ConfigError(
-            f"experts.ranks: {ranks} sockets hold experts for stages of GPUs in equal "
-            f"numbers, but the layout is {world.layout}. Write a layout of GPUs, for example "
+            f"experts.ranks: {ranks} sockets can hold experts only for stages of GPUs, all of "
+            f"one size, but the layout is {world.layout}. Write a layout of GPUs, for example "
             '"layout": [["gpu"]], or leave experts.ranks out.'
         )
 

@@ -107,14 +107,14 @@ def hub_config(model: str) -> Path:
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
         raise UnknownModelError(
-            f"{model}: there is no such folder, and without huggingface_hub no hub to ask"
+            f"{model}: there is no such folder, and huggingface_hub, which asks the hub, is missing"
         ) from None
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise UnknownModelError(
-            f"{model}: there is no such folder, and the hub does not give its config.json: "
+            f"{model}: there is no such folder, and its config.json cannot be had from the hub: "
             f"{reason}. Give a folder with a config.json."
         ) from None
 

@@ -75,9 +75,9 @@ def _check_experts(config: HeteroConfig, *, is_stock: bool) -> None:
     ranks, layers = config.experts.ranks, config.experts.layers
     if ranks not in (0, "auto") and not is_stock:
         raise ConfigError(
-            f"experts.ranks: {ranks} sockets hold experts for stages of GPUs in equal numbers, but "
-            f'layout is {config.layout}. Write a layout of GPUs, for example "layout": [["gpu"]], '
-            "or leave experts.ranks out."
+            f"experts.ranks: {ranks} sockets can hold experts only for stages of GPUs, all of one "
+            f"size, but layout is {config.layout}. Write a layout of GPUs, for example "
+            '"layout": [["gpu"]], or leave experts.ranks out.'
         )
     if layers != "auto" and not ranks:
         raise ConfigError(

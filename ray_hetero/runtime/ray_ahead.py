@@ -97,7 +97,7 @@ class OwnedRay:
             return None
         if not answer:
             connection.close()
-            logger.warning("the Ray that was started ahead has ended; its process said why")
+            logger.warning("the Ray that was started ahead has ended; see its message above")
             return None
         return cls(connection, **json.loads(answer))
 

@@ -99,8 +99,8 @@ def choose_expand(device: torch.device) -> Expand:
     except (RuntimeError, OSError, subprocess.SubprocessError, triton_error) as error:
         # Triton builds a launcher with the host's compiler, and reads the driver's library.
         logger.warning(
-            "compact weights are expanded by torch's operators, which costs a prompt some 2 ms a "
-            "layer of an 8B model: Triton cannot be used here: %s",
+            "compact weights are expanded by torch's operators, which adds about 2 ms for each "
+            "layer of an 8B model to a prompt, because Triton cannot be used here: %s",
             (str(error).splitlines() or [repr(error)])[0],
         )
         return expand_with_torch

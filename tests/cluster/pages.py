@@ -136,6 +136,7 @@ NOT_RUN = {
     Block(INSTALLATION, "pip wheel"): "fetches the CUDA build of vLLM, some gigabytes",
     Block(INSTALLATION, "pip install 'dist/"): "tests/packaging installs the wheel",
     Block("CONTRIBUTING.md", "make env"): "CI runs these commands",
+    Block("docs/contributing.md", "look_at_pages.py"): "needs Chromium",
     Block("docs/index.md", "vllm serve MODEL"): SAME,
     Block(CLUSTERS, "--data-parallel-size 2"): (
         "needs a socket for each engine; tests/cluster/test_data_parallel.py serves so on one"

@@ -233,7 +233,7 @@ def test_experts_are_cut_where_their_format_allows_it(name: str, parts: int) -> 
 
 def test_experts_that_so_many_ranks_cannot_share_are_told_with_the_arithmetic() -> None:
     three = machine(sockets=3)
-    said = r"16 parts that can lie apart, and 16 / 3 is no whole .* one of 1, 2, 4, 8, 16"
+    said = r"16 indivisible parts, and 16 / 3 is no whole .* one of 1, 2, 4, 8, 16"
     with pytest.raises(ConfigError, match=said):
         planned("DeepSeek V3", {"ranks": 3}, three)
     # What is chosen can be divided.

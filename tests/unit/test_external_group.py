@@ -68,7 +68,7 @@ def test_ranks_are_assigned_from_where_the_bundles_landed() -> None:
 def test_bundles_that_no_rank_can_use() -> None:
     assert offers_of([A], [bundle(0), bundle(1, cpus=0.5), bundle(2, "gone", cpus=4)]) == ()
     for gpus in (2, 0.5):
-        with pytest.raises(LayoutError, match=rf"0: .*expected one GPU or none.*came {gpus}"):
+        with pytest.raises(LayoutError, match=rf"0: .*expected one GPU or none.*got {gpus}"):
             offers_of([A], [bundle(0, gpus=gpus)])
 
 

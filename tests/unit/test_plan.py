@@ -44,7 +44,7 @@ def test_stages_are_chosen_where_none_are_asked_for() -> None:
 
 def test_a_plan_without_cpu_ranks_says_so() -> None:
     alone = " ".join(plan_model("m", LLAMA_8B, SERVER).notes)
-    assert "The model fits on the GPUs alone: no CPU rank is asked to work." in alone
+    assert "The model fits on the GPUs alone: there are no CPU ranks." in alone
     asked = " ".join(plan_model("m", LLAMA_8B, SERVER, pipeline_parallel_size=2).notes)
     assert "no CPU rank is needed. With --pipeline-parallel-size 1" in asked
     assert "fits on the GPUs alone" not in " ".join(plan_model("m", LLAMA_70B, SERVER).notes)

@@ -94,5 +94,5 @@ def test_memory_is_reserved_where_ray_has_it_for_all_ranks_of_the_node(
     else:
         assert len(told) == 1
         assert f"node a (10.0.0.1): {sum(gib)}.0 GiB of memory" in told[0]
-        assert "8.0 GiB left to give" in told[0]
+        assert "8.0 GiB left there" in told[0]
         assert "`ray start --memory=BYTES`" in told[0]

@@ -179,7 +179,7 @@ def test_a_model_that_begins_to_change_it_is_an_error(
     stage.sent((stage.steps.request(60), 0, 60))
     positions, hidden = stage.steps.begin([(stage.steps.request(60), 0, 60)])
     x, total = stage.steps.made(positions, hidden, None)
-    with pytest.raises(RuntimeError, match=r"other tensors .* cpu\.prefill_on_gpu to false"):
+    with pytest.raises(RuntimeError, match=r"sends tensors .* cpu\.prefill_on_gpu to false"):
         stage.output.holds({"hidden_states": x.clone(), "residual": total})
 
 
