@@ -31,13 +31,15 @@ import aiohttp
 SITE = Path(__file__).parents[1] / "site"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 START_SECONDS, ANSWER_SECONDS, SETTLE_SECONDS = 60.0, 60.0, 0.3
+TRIES = 10
+OTHER_COLOURS = "the colours of the other scheme"
 HIGHEST = 16000
 """Pixels of a picture; Chromium draws nothing below that."""
 
 PROBLEMS = """
 (() => {
   const found = [], width = WIDTH;
-  if ((document.body.dataset.mdColorScheme === "slate") !== DARK) found.push("the other colours");
+  if ((document.body.dataset.mdColorScheme === "slate") !== DARK) found.push(OTHER);
   const root = document.scrollingElement;
   if (root.scrollWidth > width) found.push(`the page has ${root.scrollWidth} px for ${width}`);
   const scrolls = element => {
@@ -88,6 +90,7 @@ class Tab:
     errors: list[str] = field(default_factory=list)
     """What the browser has reported since the page was opened."""
     _number: int = 0
+    _is_loaded: bool = False
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol and wait for its answer."""
@@ -101,14 +104,17 @@ class Tab:
                         raise RuntimeError(f"{method}: {message['error']}")
                     return dict(message["result"])
 
-    async def event(self, method: str) -> None:
-        """Wait for an event."""
+    async def open(self, address: str) -> None:
+        """Open a page, and wait until it is loaded."""
+        self._is_loaded = False
+        await self.call("Page.navigate", url=address)
         async with asyncio.timeout(ANSWER_SECONDS):
-            while (await self._message()).get("method") != method:
-                pass
+            while not self._is_loaded:
+                await self._message()
 
     async def _message(self) -> dict[str, Any]:
         message: dict[str, Any] = await self.socket.receive_json()
+        self._is_loaded |= message.get("method") == "Page.loadEventFired"
         if message.get("method") == "Runtime.exceptionThrown":
             self.errors.append(message["params"]["exceptionDetails"]["text"])
         if message.get("method") == "Log.entryAdded":
@@ -173,8 +179,7 @@ def served() -> Iterator[str]:
 
 async def look_at(tab: Tab, site: str, page: Path, look: Look, out: Path | None) -> list[str]:
     """What is wrong with one page in one look; keeps a picture of it."""
-    await tab.call("Page.navigate", url="about:blank")
-    await tab.event("Page.loadEventFired")
+    await tab.open("about:blank")
     size = {"width": look.width, "deviceScaleFactor": 1, "mobile": look.device == "phone"}
     await tab.call("Emulation.setDeviceMetricsOverride", height=HEIGHT, **size)
     scheme = {"name": "prefers-color-scheme", "value": look.scheme}
@@ -182,15 +187,19 @@ async def look_at(tab: Tab, site: str, page: Path, look: Look, out: Path | None)
     # The theme keeps the scheme of the first page, and of any page that is open.
     await tab.call("Storage.clearDataForOrigin", origin=site, storageTypes="local_storage")
     tab.errors.clear()
-    await tab.call("Page.navigate", url=f"{site}/{page.relative_to(SITE).parent}/")
-    await tab.event("Page.loadEventFired")
-    await asyncio.sleep(SETTLE_SECONDS)
+    await tab.open(f"{site}/{page.relative_to(SITE).parent}/")
     expression = PROBLEMS.replace("WIDTH", str(look.width))
     expression = expression.replace("DARK", json.dumps(look.scheme == "dark"))
-    answer = await tab.call("Runtime.evaluate", expression=expression, returnByValue=True)
-    value = answer["result"].get("value")
-    if value is None:
-        return [f"cannot be looked at: {answer['result'].get('description')}"]
+    expression = expression.replace("OTHER", json.dumps(OTHER_COLOURS))
+    for _ in range(TRIES):
+        await asyncio.sleep(SETTLE_SECONDS)
+        answer = await tab.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        value = answer["result"].get("value")
+        if value is None:
+            return [f"cannot be looked at: {answer['result'].get('description')}"]
+        # The theme may learn of the scheme after it has drawn the page.
+        if OTHER_COLOURS not in value["found"]:
+            break
     if out:
         height = min(value["height"], HIGHEST)
         await tab.call("Emulation.setDeviceMetricsOverride", height=height, **size)

@@ -51,10 +51,8 @@ def _show(found: Sequence[Check]) -> None:
 def next_step(counts: Mapping[str, int]) -> str:
     """What to do now, by the number of checks with each status."""
     if counts["fail"]:
-        return "next: type what stands behind → at each fail, then ray-hetero doctor again"
-    warnings = (
-        "nothing keeps an engine from starting, but read each warn; " if counts["warn"] else ""
-    )
+        return "next: type the command after → for each fail, then ray-hetero doctor again"
+    warnings = "engines can start, but read each warn; " if counts["warn"] else ""
     return (
         f"next: {warnings}ray-hetero plan MODEL predicts a model here, "
         "vllm serve MODEL --distributed-executor-backend ray_hetero serves it"

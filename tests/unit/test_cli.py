@@ -143,8 +143,19 @@ def test_doctor_shows_what_to_type_and_fails(monkeypatch: pytest.MonkeyPatch) ->
         "fail  torch  2.11.0",
         "             → pip install 'torch==2.13.0'",
         "1 ok, 0 warn, 1 fail",
-        "next: type what stands behind → at each fail, then ray-hetero doctor again",
+        "next: type the command after → for each fail, then ray-hetero doctor again",
     ]
+
+
+def test_doctor_ends_with_the_next_step_on_this_host() -> None:
+    result = run("doctor")
+    *checks, counts, last = result.output.splitlines()
+    (fails,) = re.findall(r"(\d+) fail$", counts)
+    assert len(checks) > 8
+    assert result.exit_code == (fails != "0")
+    expected = "for each fail, then ray-hetero doctor again" if fails != "0" else "vllm serve MODEL"
+    assert last.startswith("next: ")
+    assert expected in last
 
 
 def test_doctor_passes_with_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +164,7 @@ def test_doctor_passes_with_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passed.exit_code == 0
     *_, counts, last = passed.output.splitlines()
     assert counts == "0 ok, 1 warn, 0 fail"
-    assert last.startswith("next: nothing keeps an engine from starting, but read each warn; ")
+    assert last.startswith("next: engines can start, but read each warn; ")
     assert "vllm serve MODEL --distributed-executor-backend ray_hetero" in last
     assert json.loads(run("doctor", "--json").output) == [
         {
