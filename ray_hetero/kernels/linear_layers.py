@@ -108,7 +108,10 @@ class LinearLayers:
             # Experts are computed in bfloat16 only.
             of_experts = StreamingLinear(self._kernel.native) if self._is_half else self._kernel
             self._experts = ExpertLayers(config, of_experts)
-            logger.info("linear layers stream their weights (cpu.linear_kernel)")
+            logger.info(
+                "linear layers stream their weights%s (cpu.linear_kernel)",
+                ", in float16" if self._is_half else "",
+            )
 
     def _check_prompt_gpu(self, gpu: torch.device | None) -> None:
         if gpu is None:

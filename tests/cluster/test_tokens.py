@@ -163,6 +163,7 @@ def test_kernels_of_this_project_in_float16(
     (theirs,), (ours, totals) = run_engines(scene, tmp_path / "run", runs, extra=IN_THIS_PROCESS)
     log = (tmp_path / "run/log").read_text()
     assert f"{4 // pipeline} layers are computed as one operator" in log
+    assert "linear layers stream their weights, in float16" in log
     assert "operator by operator" not in log
     native = [rank["native_layer_tokens"] for rank in totals]
     assert all(count >= 4 // pipeline * 16 * 20 for count in native)

@@ -312,9 +312,9 @@ class ReadNibbles {
   RAY_HETERO_INLINE ReadNibbles() : values_(word_table(kValues)) {}
 
   RAY_HETERO_INLINE TwoRows operator()(const std::uint8_t* at) const {
-    const Pairs first = load_pairs(at), second = second_bytes(first);
-    return {{looked_up_words<0>(values_, first), looked_up_words<0>(values_, second)},
-            {looked_up_words<4>(values_, first), looked_up_words<4>(values_, second)}};
+    const Pairs words = load_pairs(at);
+    return {{looked_up_words<0>(values_, words), looked_up_words<8>(values_, words)},
+            {looked_up_words<4>(values_, words), looked_up_words<12>(values_, words)}};
   }
 
  private:

@@ -297,9 +297,6 @@ struct WordTable {
 RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
   return {table_bytes(at, 0), table_bytes(at, 8)};
 }
-RAY_HETERO_INLINE Pairs second_bytes(Pairs words) {
-  return {{_mm256_srli_epi16(words.half[0], 8), _mm256_srli_epi16(words.half[1], 8)}};
-}
 template <int kShift>
 RAY_HETERO_INLINE Pairs looked_up_words(const WordTable& table, Pairs words) {
   Pairs found;

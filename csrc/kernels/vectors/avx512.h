@@ -168,15 +168,10 @@ using WordTable = __m512i;
 RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
   return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
-// Shuffles take a port of the processor that shifts and products leave free.
+// Shuffles take a port of the processor that shifts and products leave free, and look-ups the same.
 constexpr std::uint8_t kNoByte = 0x80;
-constexpr std::uint8_t kSecondBytes[16] = {1, kNoByte, 3,  kNoByte, 5,  kNoByte, 7,  kNoByte,
-                                           9, kNoByte, 11, kNoByte, 13, kNoByte, 15, kNoByte};
 constexpr std::uint8_t kFirstBytesUp[16] = {kNoByte, 0, kNoByte, 2,  kNoByte, 4,  kNoByte, 6,
                                             kNoByte, 8, kNoByte, 10, kNoByte, 12, kNoByte, 14};
-RAY_HETERO_INLINE Pairs second_bytes(Pairs words) {
-  return _mm512_shuffle_epi8(words, spread_quarter(kSecondBytes));
-}
 // Of a number only its last five bits count, and the fifth chooses between equals.
 template <int kShift>
 RAY_HETERO_INLINE Pairs looked_up_words(WordTable table, Pairs words) {

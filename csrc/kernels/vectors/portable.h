@@ -246,13 +246,6 @@ RAY_HETERO_INLINE WordTable word_table(const std::uint16_t* at) {
   std::memcpy(table.word, at, sizeof(table.word));
   return table;
 }
-// The upper byte of each word.
-RAY_HETERO_INLINE Pairs second_bytes(Pairs words) {
-  std::uint16_t found[2 * kLanes];
-  store_pairs(found, words);
-  for (std::uint16_t& word : found) word >>= 8;
-  return load_pairs(found);
-}
 // Of a table of 16 those whose numbers are the four bits of each word from kShift on.
 template <int kShift>
 RAY_HETERO_INLINE Pairs looked_up_words(const WordTable& table, Pairs words) {
