@@ -48,11 +48,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--turns", action="store_true", help="measure for each line of input")
-    for other, number in (("--point-seconds", 1), ("--kv-room-gib", 1), ("--heavy-tailed", 0)):
-        parser.add_argument(
-            other, help="of other contenders; means nothing here",
-            **({"type": float} if number else {"action": "store_true"}),
-        )  # fmt: skip
+    others = "of other contenders; means nothing here"
+    for name in ("--point-seconds", "--kv-room-gib"):
+        parser.add_argument(name, type=float, help=others)
+    for name in ("--heavy-tailed", "--eager"):
+        parser.add_argument(name, action="store_true", help=others)
     return parser.parse_args()
 
 
@@ -99,7 +99,7 @@ def several_requests(point: Point, options: argparse.Namespace) -> dict[str, Any
     """Figures of a point of several requests, from `llama-batched-bench`.
 
     Raises:
-        SystemExit: it is not beside `llama-bench`.
+        SystemExit: it is not beside `llama-bench`, or says too little.
 
     """
     program = options.llama_bench.with_name(BATCHED)
@@ -109,8 +109,9 @@ def several_requests(point: Point, options: argparse.Namespace) -> dict[str, Any
             f"llama-bench: {program} is not there. Build it (cmake --build BUILD --target "
             f"{BATCHED}), or leave out {point}."
         )
-    # A first round warms up; each request has cells for its own tokens.
-    batches = ",".join([str(point.batch)] * (1 + options.repeats))
+    # A first round warms up.  What it writes last it may lose at its end: one more is asked for.
+    batches = ",".join([str(point.batch)] * (1 + options.repeats + 1))
+    # Each request has cells for its own tokens.
     cells = point.batch * -(-point.tokens // 256) * 256
     rows = said([
         str(program), "-m", str(options.gguf), "--output-format", "jsonl",
@@ -119,9 +120,10 @@ def several_requests(point: Point, options: argparse.Namespace) -> dict[str, Any
         "-t", str(options.threads), "-b", str(options.batch_size),
         "-ub", str(options.ubatch_size),
     ])  # fmt: skip
-    if len(rows) != 1 + options.repeats:
-        raise SystemExit(f"expected {1 + options.repeats} results of {point}, got {len(rows)}")
-    found = figures(point, [timeline(point, row["t_pp"], row["t_tg"]) for row in rows[1:]])
+    measured = [row for row in rows if row["pl"] == point.batch][1 : 1 + options.repeats]
+    if not measured:
+        raise SystemExit(f"expected a result of {point} after the one that warms up, got {rows}")
+    found = figures(point, [timeline(point, row["t_pp"], row["t_tg"]) for row in measured])
     kept = ("n_batch", "n_ubatch", "n_threads", "n_gpu_layers")
     return found | {"llama_cpp": {name: rows[-1][name] for name in kept}}
 
