@@ -22,6 +22,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels import (  # noqa: E402
     gpu_layers,
+    gpu_post_attention,
     gpu_rows,
     layer_tokens,
     shared_decode,
@@ -29,7 +30,6 @@ from ray_hetero.kernels import (  # noqa: E402
 )
 from ray_hetero.kernels.behind_attention import InGroup  # noqa: E402
 from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.shared_weights import SharedWeights, linked  # noqa: E402
@@ -385,7 +385,7 @@ def test_without_memory_of_the_gpu_all_ranks_decode_alone(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(GpuPrefill, "behind_from", fail)
+    monkeypatch.setattr(gpu_post_attention, "behind_from", fail)
     request = steps.request(4)
     steps.check((request, 0, 3))
     steps.check((request, 3, 4))

@@ -36,6 +36,7 @@ from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import (  # noqa: E402
     attention,
     decoder_layers,
+    fusible_layers,
     layer_fusion,
     quantised_linear,
 )
@@ -204,7 +205,7 @@ def test_norms_of_another_type_are_left_to_vllm(contexts: dict[str, Any]) -> Non
     decoder = model(1)
     (layer,) = layers_of(decoder)
     layer.input_layernorm.weight.data = layer.input_layernorm.weight.data.bfloat16()
-    found = layer_fusion.layer_of(decoder, layer, linears(decoder), kernel_of(BEST))
+    found = fusible_layers.layer_of(decoder, layer, linears(decoder), kernel_of(BEST))
     assert found == "norms are of another type than the linear layers"
 
 

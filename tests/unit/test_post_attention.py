@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import gpu_prefill, gpu_rows  # noqa: E402
+from ray_hetero.kernels import gpu_post_attention, gpu_prefill, gpu_rows  # noqa: E402
 from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.layer_parts import (  # noqa: E402
     ACTIVATIONS,
@@ -267,13 +267,13 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
     computing.prompts = Prompts(gpu, 16)
     fused = PostAttentionBlock(layer.parts, computing)
     sizes: list[int] = []
-    post_attention = GpuPrefill.post_attention
+    post_attention = gpu_post_attention.post_attention
 
-    def call_and_note(self: GpuPrefill, parts: PostAttention, x: torch.Tensor, *rest: Any) -> Any:
+    def call_and_note(gpu: GpuPrefill, parts: PostAttention, x: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(x))
-        return post_attention(self, parts, x, *rest)
+        return post_attention(gpu, parts, x, *rest)
 
-    monkeypatch.setattr(GpuPrefill, "post_attention", call_and_note)
+    monkeypatch.setattr(gpu_post_attention, "post_attention", call_and_note)
     for tokens in (15, 16, 64, 65, 50):
         check(fused, layer, tokens)
     assert sizes == [16, 64, 50]

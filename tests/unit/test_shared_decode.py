@@ -21,6 +21,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.kernels import (  # noqa: E402
     behind_attention,
     decode_step,
+    gpu_post_attention,
     gpu_prefill,
     layer_tokens,
     shared_decode,
@@ -179,8 +180,9 @@ def test_room_for_none_some_or_all_of_a_layer(most: int, monkeypatch: pytest.Mon
     gpu.settle()
     first = steps.known[0].parts.linears
     assert gpu.has(first)
-    pieces = [len(gpu._pieces[linear.weight.data.data_ptr()]) for linear in first]
-    there = sum(whole.pieces for whole in gpu._whole.values())
+    addresses = [linear.weight.data.data_ptr() for linear in first]
+    pieces = [len(gpu._pieces[at]) for at in addresses]
+    there = sum(gpu._ahead.of(at).pieces for at in addresses)
     assert {128: there == 0, 300: 0 < there < sum(pieces), 512: 0 < there < sum(pieces),
             2048: there == sum(pieces)}[most]  # fmt: skip
     steps.check((one, 68, 70), (other, 32, 33))
@@ -203,15 +205,15 @@ def test_without_memory_of_the_gpu_the_cores_compute_the_step(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, share=0.6)
-    behind, calls = GpuPrefill.behind_from, []
+    behind, calls = gpu_post_attention.behind_from, []
 
-    def fails_in_the_second_layer(self: GpuPrefill, *given: Any) -> Any:
+    def fails_in_the_second_layer(*given: Any) -> Any:
         calls.append(given)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-        return behind(self, *given)
+        return behind(*given)
 
-    monkeypatch.setattr(GpuPrefill, "behind_from", fails_in_the_second_layer)
+    monkeypatch.setattr(gpu_post_attention, "behind_from", fails_in_the_second_layer)
     request = steps.request(6)
     steps.check((request, 0, 4))
     (line,) = said
