@@ -248,7 +248,9 @@ def test_slices_of_other_shapes_and_budgets_for_nothing_are_refused() -> None:
     left, right = Layer("packed", 1, inner=64).slices, Layer("packed", 1).slices
     with pytest.raises(AgreementError, match="slices of different shapes"):
         GpuExperts(CPU, [(*left, *right)], CHOSEN, "auto")
-    with pytest.raises(UnsupportedError, match=r"GPU .* experts\.prefill_gpu_gib is 0\.03"):
+    with pytest.raises(
+        UnsupportedError, match=r"GiB of the GPU, .* experts\.prefill_gpu_gib is 0\.03"
+    ):
         GpuExperts(CPU, [left], CHOSEN, 1 / 32)
 
 
@@ -347,7 +349,7 @@ def test_the_link_is_taken_from_where_it_is_faster(said: pytest.LogCaptureFixtur
     assert "experts of steps of 8 tokens and more" in said.text
     assert "together with the cores" not in said.text
     assert linked([fast]) is None
-    assert "which are faster in steps of up to 64 tokens" in said.text
+    assert "because in steps of up to 64 tokens they are faster" in said.text
     # What was asked for is not measured against.
     link = linked([fast], prefill_on_gpu_tokens=20)
     assert link is not None
@@ -368,7 +370,7 @@ def test_experts_are_split_where_sockets_and_link_take_as_long(
     assert [link.experts_here(tokens, 0) for tokens in (7, 16, 32, 64)] == [0, 1, 2, 4]
     assert (
         "computed by the GPU, together with the cores (of 7 experts of a layer the GPU computes "
-        "1 in steps of 16 tokens, 4 in steps of 64 tokens): 0.0 GiB"
+        "1 in steps of 16 tokens, 4 in steps of 64 tokens): it can read 0.0 GiB"
     ) in said.text
     # What is asked for, from where that is faster than the cores alone.
     link = linked([offered(((16, 0.25), (64, 1.0)))], prefill_gpu_share=0.3)
@@ -404,7 +406,7 @@ def test_kernels_of_all_sizes_are_built_before_the_first_prompt(
 def test_without_memory_to_read_the_cores_compute_all(said: pytest.LogCaptureFixture) -> None:
     missing = offered(((16, 0.01), (64, 0.04)), is_there=False)
     assert linked([missing]) is None
-    assert "in memory that the GPU can read" in said.text
+    assert "the GPU can read none of them" in said.text
     assert "the cores take 40.0 ms a layer for 64 tokens" in said.text
     with pytest.raises(UnsupportedError, match=r"Set experts\.prefill_on_gpu to false"):
         linked([missing], prefill_on_gpu=True)
