@@ -126,7 +126,7 @@ def test_a_rank_of_a_group_that_is_missing_inside_of_the_native_step(
         exchange={"timeout_s": 30},
     )
     clients = server.wait_until_in("decode")
-    assert "their products are added up in memory that they share" in server.log
+    assert "add up their products in shared memory" in server.log
     server.held.touch()
     _check_end(server, clients)
     assert "rank 1 (cpu, socket 1" in server.last_line()

@@ -138,7 +138,7 @@ def test_kernels_of_this_project(
     layers = {1: 4, 2: 2}[pipeline]
     assert f"{layers} layers are computed as one operator" in log
     assert "(cpu.compact_weights)" in log
-    assert ("are added up in memory that they share" in log) == (tensor > 1)
+    assert ("add up their products in shared memory" in log) == (tensor > 1)
     found = [gap_where_different(*pair) for pair in zip(ours, theirs, strict=True)]
     gaps = [gap for gap in found if gap is not None]
     assert len(gaps) <= 3
@@ -266,7 +266,7 @@ def test_latent_attention_of_this_project(
     layers = 4 // pipeline
     assert f"{layers} layers are computed as one operator" in log
     assert "operator by operator" not in log
-    assert ("are added up in memory that they share" in log) == (tensor > 1)
+    assert ("add up their products in shared memory" in log) == (tensor > 1)
     assert ("are the checkpoint's own fp8" in log) == (stored == "fp8")
     # 16 prompts have 23 tokens each that are no prompt's.
     native = [rank["native_layer_tokens"] for rank in totals]

@@ -40,7 +40,7 @@ def test_tokens_are_those_of_the_gpu_alone(
     check(case, answers)
     log = "".join(path.read_text(errors="replace") for path in logs.glob("lane*"))
     assert "are computed by rank 1 (experts, socket" in log
-    assert "refuses memory operations" not in log
+    assert "refuses stream memory operations" not in log
     assert (answers[case]["linked_tokens"] > 0) == case.is_linked
     if case.is_linked:
         assert "experts of steps of 64 tokens and more" in log

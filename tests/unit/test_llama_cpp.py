@@ -14,6 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors import safe_open
@@ -226,7 +227,6 @@ def test_rows_that_are_rotated_together_become_neighbours() -> None:
 
 
 def test_a_written_gguf_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf, which writes such files")
     monkeypatch.setattr(gguf_file, "heavy_tailed_folder", lambda name: tmp_path / name)
     path = gguf_file.write_gguf("tiny-moe", tmp_path / "tiny-moe.gguf")
     reader = gguf.GGUFReader(path)
