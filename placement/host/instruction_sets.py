@@ -11,15 +11,16 @@ MAX_ISA = "RAY_HETERO_MAX_CPU_ISA"
 """The environment variable that names the best level to use; csrc/kernels/processor.h reads it too.
 
 `ONEDNN_MAX_CPU_ISA` is the same for oneDNN."""
-FLAGS_OF_LEVELS: dict[str, frozenset[str]] = {
-    "portable": frozenset(),
-    "avx2": frozenset({"avx2"}),
-    "avx512": frozenset({"avx512f", "avx512_vnni"}),
-    "avx512_bf16": frozenset({"avx512_bf16"}),
-    "amx": frozenset({"amx_bf16", "amx_int8", "amx_tile"}),
+FLAGS_OF_LEVELS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "avx2": ("avx2",),
+    "avx512": ("avx512f", "avx512_vnni"),
+    "avx512_bf16": ("avx512_bf16",),
+    "amx": ("amx_bf16", "amx_int8", "amx_tile"),
 }
-"""What each level needs beside the one before it, by the names of /proc/cpuinfo, ascending."""
-INSTRUCTION_SETS = frozenset.union(*FLAGS_OF_LEVELS.values())
+"""Flags that come with each level of kernels, by the names of /proc/cpuinfo, ascending; with the
+first one a processor has the level."""
+INSTRUCTION_SETS = frozenset(flag for flags in FLAGS_OF_LEVELS.values() for flag in flags)
 """The flags of /proc/cpuinfo that matter here."""
 
 
@@ -41,5 +42,11 @@ def allowed(flags: Set[str], environment: Mapping[str, str] = os.environ) -> fro
         names = ", ".join(FLAGS_OF_LEVELS)
         raise TopologyError(f"{MAX_ISA}: expected one of {names}; got {best!r}")
     levels = list(FLAGS_OF_LEVELS)
-    used = (FLAGS_OF_LEVELS[level] for level in levels[: levels.index(best) + 1])
-    return frozenset.union(*used) & flags
+    used = levels[: levels.index(best) + 1]
+    return frozenset(flag for level in used for flag in FLAGS_OF_LEVELS[level] if flag in flags)
+
+
+def level_of(flags: Set[str]) -> str | None:
+    """The best level of a processor with these flags; None where there is none but plain C++."""
+    known = reversed(FLAGS_OF_LEVELS.items())
+    return next((level for level, own in known if own and own[0] in flags), None)

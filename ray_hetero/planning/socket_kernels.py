@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from placement.host import instruction_sets
 from placement.host.topology import Host
 from ray_hetero.config import CpuConfig
 from ray_hetero.weight_formats import FORMATS
 
-_LEVELS = (
-    ("amx_bf16", "amx"), ("avx512_bf16", "avx512_bf16"), ("avx512f", "avx512"), ("avx2", "avx2"),
-)  # fmt: skip
-"""What the kernels for the best set of instructions of a processor are called."""
-
 
 def level_of(host: Host) -> str | None:
     """The kernels that the host's processor has, as far as planning can tell."""
-    return next((name for flag, name in _LEVELS if flag in host.instruction_sets), None)
+    return instruction_sets.level_of(host.instruction_sets)
 
 
 def streams_weights(config: CpuConfig, host: Host) -> bool:

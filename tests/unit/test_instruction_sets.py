@@ -12,7 +12,7 @@ import pytest
 from native_module import needs_native
 
 from placement.errors import TopologyError
-from placement.host.instruction_sets import FLAGS_OF_LEVELS, MAX_ISA, allowed
+from placement.host.instruction_sets import FLAGS_OF_LEVELS, MAX_ISA, allowed, level_of
 
 MASKED = Path(__file__).parents[1] / "masked"
 SAPPHIRE_RAPIDS = {
@@ -58,6 +58,13 @@ def test_better_sets_than_the_one_asked_for_are_left_out() -> None:
 
 def test_what_the_processor_lacks_is_not_there_by_asking() -> None:
     assert allowed({"avx2"}, {MAX_ISA: "avx512"}) == {"avx2"}
+
+
+def test_the_best_level_is_that_of_the_best_flag() -> None:
+    found = {best: level_of(allowed(SAPPHIRE_RAPIDS, {MAX_ISA: best})) for best in FLAGS_OF_LEVELS}
+    assert found == {level: level for level in FLAGS_OF_LEVELS} | {"portable": None}
+    # Tiles for other numbers than bf16 are no level.
+    assert level_of({"avx2", "amx_tile", "amx_int8"}) == "avx2"
 
 
 def test_an_unknown_set_is_an_error_that_names_those_there_are() -> None:
