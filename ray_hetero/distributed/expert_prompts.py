@@ -251,36 +251,42 @@ def _build_kernels(
     Else the first prompt of such a size waits for a compiler.
     """
     number = experts.layers[-1]
-    layer, count = layers[number], experts.count(number)
-    for size in experts.kernel_tokens(number, layer.chosen, shares.tokens, tokens):
-        chosen = random_tokens(size, layer.hidden, count, layer.chosen)
-        x, weights, ids = (tensor.to(experts.device) for tensor in chosen)
-        here = shares.experts(size, count)
+    chosen = layers[number].chosen
+    for size in experts.kernel_tokens(number, chosen, shares.tokens, tokens):
+        x, weights, ids = _tokens_of(experts, layers, number, size)
+        here = shares.experts(size, experts.count(number))
         experts.begin(ids, number, here)
         experts.sums(x, weights, ids, number, here)
-    if experts.device.type == "cuda":
-        torch.cuda.synchronize(experts.device)
+    _finish(experts.device)
+
+
+def _tokens_of(
+    experts: GpuExperts, layers: Sequence[RemoteLayer], number: int, tokens: int
+) -> tuple[torch.Tensor, ...]:
+    """Tokens, weights and ids of a layer, chosen evenly, where the experts are computed."""
+    layer = layers[number]
+    given = random_tokens(tokens, layer.hidden, experts.count(number), layer.chosen)
+    return tuple(tensor.to(experts.device) for tensor in given)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for all that has been ordered."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _measured(experts: GpuExperts, layers: Sequence[RemoteLayer], tokens: int) -> float:
     """Seconds of a layer for tokens that choose evenly; builds the kernels too."""
     # The last ones: behind them nothing is read ahead, whose time would count as theirs.
     numbers = experts.layers[-MEASURED_LAYERS:]
-    device = experts.device
-    given = []
-    for number in numbers:
-        layer = layers[number]
-        chosen = random_tokens(
-            min(MEASURED_TOKENS, tokens), layer.hidden, experts.count(number), layer.chosen
-        )
-        given.append((number, *(tensor.to(device) for tensor in chosen)))
+    count = min(MEASURED_TOKENS, tokens)
+    given = [(number, _tokens_of(experts, layers, number, count)) for number in numbers]
 
     def run() -> None:
-        for number, x, weights, ids in given:
+        for number, (x, weights, ids) in given:
             experts.begin(ids, number)
             experts.sums(x, weights, ids, number)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _finish(experts.device)
 
     return _median(run) / len(numbers)
 
