@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -37,3 +38,16 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(GpuLayers, "__call__", call_and_note)
     return found
+
+
+@pytest.fixture
+def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What vLLM's forward context gives decoder layers, by name of a layer."""
+    from ray_hetero.kernels import attention, decoder_layers
+
+    found: dict[str, Any] = {}
+    for module in (attention, decoder_layers):
+        monkeypatch.setattr(module, "get_attention_context", found.__getitem__)
+    before = len(decoder_layers._runs)
+    yield found
+    del decoder_layers._runs[before:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -36,9 +35,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.compat import lora  # noqa: E402
 from ray_hetero.kernels import (  # noqa: E402
-    attention,
     decode_step,
-    decoder_layers,
     fusible_layers,
     gpu_prefill,
     layer_fusion,
@@ -57,17 +54,12 @@ BEST = LEVELS[-1] if LEVELS else ""
 
 
 @pytest.fixture(autouse=True)
-def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What vLLM's forward context gives, by name of a layer; vLLM's operators are mended."""
-    found: dict[str, Any] = {}
-    for module in (attention, decoder_layers):
-        monkeypatch.setattr(module, "get_attention_context", found.__getitem__)
+def contexts(contexts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The same with vLLM's operators mended."""
     for operators in (lora_ops, punica_cpu):
         monkeypatch.setattr(operators, "bgmv_shrink", operators.bgmv_shrink)
     lora.leave_tokens_without_adapter()
-    before = len(decoder_layers._runs)
-    yield found
-    del decoder_layers._runs[before:]
+    return contexts
 
 
 def slots_of(tokens: int) -> list[int]:

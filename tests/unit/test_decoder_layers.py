@@ -7,7 +7,6 @@ the operator's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,10 +32,12 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa:
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sequence import IntermediateTensors  # noqa: E402
 
-from ray_hetero.kernels import attention, decoder_layers, layer_fusion  # noqa: E402
+from ray_hetero.kernels import decoder_layers, layer_fusion  # noqa: E402
 from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.kernels.structures import Calls, llama, structure_of  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("contexts")
 
 current_platform.import_kernels()
 
@@ -122,17 +123,6 @@ def fuse(model: Any, given: dict[Any, Linear] | None = None) -> int:
 
 def kinds(model: Any) -> list[str]:
     return [type(layer).__name__ for layer in layers_of(model)]
-
-
-@pytest.fixture(autouse=True)
-def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What vLLM's forward context gives, by name of a layer."""
-    found: dict[str, Any] = {}
-    for module in (attention, decoder_layers):
-        monkeypatch.setattr(module, "get_attention_context", found.__getitem__)
-    before = len(decoder_layers._runs)
-    yield found
-    del decoder_layers._runs[before:]
 
 
 ATTENTIONS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "glm4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,8 +33,6 @@ from vllm.platforms.interface import PlatformEnum  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels import (  # noqa: E402
-    attention,
-    decoder_layers,
     fusible_layers,
     layer_fusion,
     quantised_linear,
@@ -163,17 +160,6 @@ def test_decode_steps_of_other_models(family: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("level", TESTED_HALF)
 def test_a_decode_step_adds_adapters(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     test_adapters.test_a_decode_step_adds_them(8, level, monkeypatch)
-
-
-@pytest.fixture
-def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What vLLM's forward context gives, by name of a layer."""
-    found: dict[str, Any] = {}
-    for module in (attention, decoder_layers):
-        monkeypatch.setattr(module, "get_attention_context", found.__getitem__)
-    before = len(decoder_layers._runs)
-    yield found
-    del decoder_layers._runs[before:]
 
 
 @pytest.mark.usefixtures("_in_half")
