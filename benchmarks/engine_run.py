@@ -308,10 +308,12 @@ def run_arrival(llm: Any, point: Point, prompt: int, salt: int) -> dict[str, Any
     }
 
 
-def measure_arrival(llm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the repeats of one point, and all of them."""
+def measure_arrival(
+    llm: Any, point: Point, options: argparse.Namespace, *, is_first: bool
+) -> dict[str, Any]:
+    """Medians over the repeats of one point, and all of them; arguments as of `measure`."""
     rounds = [run_arrival(llm, point, options.arrival, 1000 * repeat)
-              for repeat in range(options.repeats + 1)][1:]  # fmt: skip
+              for repeat in range(options.repeats + is_first)][is_first:]  # fmt: skip
     medians = {
         name: statistics.median(found[name] for found in rounds)
         for name in ("usual_ms", "longest_ms", "first_token_s")
@@ -320,10 +322,22 @@ def measure_arrival(llm: Any, point: Point, options: argparse.Namespace) -> dict
     return asked | medians | {"rounds": rounds}
 
 
-def measure(llm: Any, point: Point, options: argparse.Namespace, drafts: int) -> dict[str, Any]:
-    """Medians over the repeats of one point with so many drafts a request, and all of them."""
-    # A short round first: what a size needs once is not part of a step.
-    run_requests(llm, replace(point, output=2 + drafts), 0, drafts)
+def measure(
+    llm: Any, point: Point, options: argparse.Namespace, drafts: int, *, is_first: bool
+) -> dict[str, Any]:
+    """Medians over the repeats of one point with so many drafts a request, and all of them.
+
+    Args:
+        llm: the engine.
+        point: what is measured.
+        options: of the command line.
+        drafts: of a request, in each step.
+        is_first: whether the engine has not measured this point before.
+
+    """
+    if is_first:
+        # A short round: what a size needs once is not part of a step.
+        run_requests(llm, replace(point, output=2 + drafts), 0, drafts)
     is_ours = options.backend == "ray_hetero"
     before = llm.collective_rpc("step_totals") if is_ours else []
     before_drafts = drafts_of(llm)
@@ -412,14 +426,15 @@ def main() -> None:
     startup = {"startup_s": round(time.perf_counter() - start, 1)}
     if options.turns:
         print("DONE {}", flush=True)
-    for _ in sys.stdin if options.turns else ["once"]:
+    for turn, _ in enumerate(sys.stdin if options.turns else ["once"]):
+        is_first = turn == 0
         for point, is_arriving in points_of(options):
             if is_arriving:
-                found = measure_arrival(llm, point, options)
+                found = measure_arrival(llm, point, options, is_first=is_first)
                 print("ARRIVAL " + json.dumps(startup | found), flush=True)
                 continue
             for drafts in drafts_asked(options):
-                found = measure(llm, point, options, drafts)
+                found = measure(llm, point, options, drafts, is_first=is_first)
                 print("RESULT " + json.dumps(startup | found), flush=True)
         if options.calls:
             print("CALLS " + json.dumps({"call_us": call_us(llm, options.calls)}), flush=True)
