@@ -93,8 +93,9 @@ def _latent(shape: DemoShape) -> Common:
         "num_key_value_heads": shape.heads,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
+        # One of the few sizes that vLLM's attention of prompts takes on a GPU.
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
         "n_routed_experts": 8,
         "n_shared_experts": 2,
         "n_group": 2,
