@@ -52,7 +52,7 @@ from expert_weights import (
 from placement.host.cpulist import parse_cpulist
 from placement.host.native import read_bandwidth
 from ray_hetero import _streaming_linear as native
-from ray_hetero.kernels.experts import RoutedExperts, paired
+from ray_hetero.kernels.experts.routed_experts import RoutedExperts, paired
 from ray_hetero.weight_formats import FORMATS
 from ray_hetero.weight_formats.fp8 import Fp8Weight
 from ray_hetero.weight_formats.scaled import Codes
@@ -99,7 +99,7 @@ def fp8_layer(shape: Shape, level: Any) -> Layer:
 def fp8_weight(weight: BlockScaled, *, is_gate_up: bool) -> Fp8Weight:
     """Each output gets scales of its own, since those of gate and up are put in another order.
 
-    The same as `held` in kernels/quantised_experts.py, which needs vLLM.
+    The same as `held` in kernels/experts/quantised_experts.py, which needs vLLM.
     """
     codes = weight.codes.view(torch.uint8)
     scales = weight.scales.repeat_interleave(SCALE_BLOCK, 0)

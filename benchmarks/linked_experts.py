@@ -35,10 +35,10 @@ from expert_weights import Shape
 from gpu_timing import copied, milliseconds, without_copies
 
 from placement.units import GIB
-from ray_hetero.kernels.expert_rates import random_tokens
-from ray_hetero.kernels.experts import RoutedExperts
-from ray_hetero.kernels.gpu_experts import GpuExperts
-from ray_hetero.kernels.linked_experts import received, shared
+from ray_hetero.kernels.experts.expert_rates import random_tokens
+from ray_hetero.kernels.experts.gpu_experts import GpuExperts
+from ray_hetero.kernels.experts.linked_experts import received, shared
+from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand
 
 

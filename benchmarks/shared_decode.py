@@ -6,12 +6,11 @@
 
 Whole steps of decoder layers with heavy-tailed weights in 12 bits, requests of one token each, no
 engine around them.  What lies behind the attention of `given` layers is computed by the GPU with
-weights that cross its link meanwhile (ray_hetero/kernels/shared_decode.py).  `link_ms` is what a
-layer's weights behind the attention take on the link, nothing computed; `order_ms` what a thread
-takes to order them; `behind_ms` what the GPU computes in when they are there, the way to it and
-back included; `last_given_ms` the same with the last layers given away.
-Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
-"""
+weights that cross its link meanwhile (ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is
+what a layer's weights behind the attention take on the link, nothing computed; `order_ms` what a
+thread takes to order them; `behind_ms` what the GPU computes in when they are there, the way to it
+and back included; `last_given_ms` the same with the last layers given away.  Start it with the
+environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY). """
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ from shapes import SHAPES, head_size
 
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
-from ray_hetero.kernels.behind_attention import OnGpu
-from ray_hetero.kernels.gpu_layers import AttentionShape
-from ray_hetero.kernels.gpu_prefill import GpuPrefill
-from ray_hetero.kernels.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
-from ray_hetero.kernels.shared_decode import best_shares, step_seconds
-from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
+from ray_hetero.kernels.layers.shared_decode import best_shares, step_seconds
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.prompts.behind_attention import OnGpu
+from ray_hetero.kernels.prompts.gpu_layers import AttentionShape
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.weight_formats import CompactWeight
 from ray_hetero.weight_formats.base import pack
 

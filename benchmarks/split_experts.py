@@ -27,11 +27,11 @@ from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer
 from ray_hetero.distributed.expert_offers import Offer
 from ray_hetero.distributed.expert_prompts import ExpertLink
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
-from ray_hetero.kernels.expert_rates import random_tokens
-from ray_hetero.kernels.expert_room import SharedRoom
-from ray_hetero.kernels.expert_shares import ExpertShares
-from ray_hetero.kernels.experts import RoutedExperts
-from ray_hetero.kernels.gpu_experts import GpuExperts
+from ray_hetero.kernels.experts.expert_rates import random_tokens
+from ray_hetero.kernels.experts.expert_room import SharedRoom
+from ray_hetero.kernels.experts.expert_shares import ExpertShares
+from ray_hetero.kernels.experts.gpu_experts import GpuExperts
+from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.weight_formats import FORMATS
 from ray_hetero.worker.expert_model import core_rates, shared_pages
 

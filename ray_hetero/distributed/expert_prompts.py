@@ -19,11 +19,11 @@ from ray_hetero.distributed.expert_memory import MOST_TOKENS, RemoteLayer
 from ray_hetero.distributed.expert_offers import Offer
 from ray_hetero.distributed.split_experts import OtherExperts
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import layer_tokens
-from ray_hetero.kernels.expert_rates import CoreRates, random_tokens
-from ray_hetero.kernels.expert_shares import ExpertShares
-from ray_hetero.kernels.gpu_experts import GpuExperts
-from ray_hetero.kernels.linked_experts import LinkedSlice
+from ray_hetero.kernels.experts.expert_rates import CoreRates, random_tokens
+from ray_hetero.kernels.experts.expert_shares import ExpertShares
+from ray_hetero.kernels.experts.gpu_experts import GpuExperts
+from ray_hetero.kernels.experts.linked_experts import LinkedSlice
+from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.log import logger
 from ray_hetero.planning.prefill_memory import BF16_BYTES
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ray_hetero.distributed.expert_meeting import Reached
 from ray_hetero.distributed.expert_memory import TokenViews, native
 from ray_hetero.errors import AgreementError
-from ray_hetero.kernels.experts import RoutedExperts
+from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 
 TURN_SECONDS = 1.0
 """How long the native loop goes on before it lets Python look at signals, in seconds."""

@@ -12,8 +12,8 @@ from placement.host.sysfs import machine_id
 from ray_hetero.distributed.link import Link, Reached, Receiver, Sender, Terms, WaitUntilRead
 from ray_hetero.distributed.neighbour import Neighbour
 from ray_hetero.errors import AgreementError
-from ray_hetero.kernels import stage_output
-from ray_hetero.kernels.stage_output import GpuOffer, StageOutput
+from ray_hetero.kernels.prompts import stage_output
+from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput
 from ray_hetero.log import logger
 
 

@@ -19,28 +19,29 @@ import torch.distributed as dist
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import shared_decode, step_limit
-from ray_hetero.kernels.behind_attention import BehindAttention, InGroup
-from ray_hetero.kernels.gpu_prefill import give_back
-from ray_hetero.kernels.group_layers import (
+from ray_hetero.kernels.layers import shared_decode
+from ray_hetero.kernels.layers.group_layers import (
     GroupLayers,
     PromptOffer,
     PromptTerms,
     WholeLayers,
     linears_of,
 )
-from ray_hetero.kernels.prompt_group import MOST_BYTES, RESULTS, PromptGroup
-from ray_hetero.kernels.rank_sums import RankSums
-from ray_hetero.kernels.shared_decode import Shares
-from ray_hetero.kernels.shared_weights import LinkedLinear, linked, read_whole
+from ray_hetero.kernels.layers.shared_decode import Shares
+from ray_hetero.kernels.linear import step_limit
+from ray_hetero.kernels.linear.rank_sums import RankSums
+from ray_hetero.kernels.prompts.behind_attention import BehindAttention, InGroup
+from ray_hetero.kernels.prompts.gpu_prefill import give_back
+from ray_hetero.kernels.prompts.prompt_group import MOST_BYTES, RESULTS, PromptGroup
+from ray_hetero.kernels.prompts.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory
 from ray_hetero.runtime.shared_pages import SharedPages
 from ray_hetero.runtime.unix_sockets import NOTE
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.decoder_layers import Layer
-    from ray_hetero.kernels.layer_parts import Linear
+    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer_parts import Linear
 
 Gather = Callable[[Any], list[Any]]
 """Tells all ranks of the group something, and gives what each of them has told."""

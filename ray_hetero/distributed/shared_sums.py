@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from placement.host.sysfs import machine_id
-from ray_hetero.kernels.rank_sums import RankSums, SumTerms
+from ray_hetero.kernels.linear.rank_sums import RankSums, SumTerms
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory, unix_sockets
 

@@ -5,7 +5,7 @@ nothing but one message of the step's rows crosses it, by the best link that two
 (`link.py`).  The memory of messages is allocated once.  A GPU rank packs the rows on its device and
 copies them from, or to, page-locked memory in one piece; a CPU rank reads its tensors where they
 have arrived.  Rows that the next stage's GPU has computed for a CPU rank stay there
-(`kernels.stage_output`).
+(`kernels.prompts.stage_output`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ray_hetero.distributed.links import LINKS
 from ray_hetero.distributed.messages import Message, OnItsWay, Packing, Tensors
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.sending_thread import SendingThread
-from ray_hetero.kernels import stage_output
-from ray_hetero.kernels.stage_output import StageOutput
+from ray_hetero.kernels.prompts import stage_output
+from ray_hetero.kernels.prompts.stage_output import StageOutput
 
 
 class Staging:

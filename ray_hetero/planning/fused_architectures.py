@@ -1,7 +1,7 @@
 """Architectures whose decoder layers a CPU rank computes as one operator, and why others' are not.
 
 docs/compatibility.md has this as a table; tests/unit/test_architectures.py holds it against vLLM's
-models and the structures in kernels/structures/.
+models and the structures in kernels/layers/structures/.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """GPUs that compute prompts for CPU ranks: which, with how much memory, and how fast.
 
-What the ranks themselves do is in kernels/gpu_prefill.py, gpu_layers.py and group_layers.py.
+What the ranks themselves do is in kernels/prompts/gpu_prefill.py and gpu_layers.py, and in
+kernels/layers/group_layers.py.
 """
 
 from __future__ import annotations

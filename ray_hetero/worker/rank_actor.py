@@ -44,9 +44,9 @@ from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_wor
 from ray_hetero.distributed.remote_experts import RemoteExperts
 from ray_hetero.distributed.shared_prompts import joined
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels import layer_tokens
-from ray_hetero.kernels.linear_layers import LinearLayers
-from ray_hetero.kernels.rank_sums import RankSums
+from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.linear.linear_layers import LinearLayers
+from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter

@@ -77,7 +77,7 @@ def _fail_in_steps(rank: int, how: str) -> None:
 def _vanish(rank: int, number: int, when: Path) -> None:
     import torch.distributed as dist
 
-    from ray_hetero.kernels import decode_step
+    from ray_hetero.kernels.layers import decode_step
 
     meeting = decode_step.meeting
 

@@ -31,7 +31,7 @@ from faulty_rank import VARIABLE, site
 from faulty_server import LONG, RANKS, Client, FaultyServer, ask, errors_of
 from leftovers import AGENTS_GONE_SECONDS, Scene, wait_until
 
-from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = pytest.mark.timeout(600)
 

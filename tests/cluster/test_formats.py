@@ -22,7 +22,7 @@ from test_tokens import NEARLY_EQUAL, gap_where_different
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.cli.demo.stored import FORMATS
-from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = [
     pytest.mark.timeout(900),

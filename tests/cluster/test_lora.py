@@ -24,7 +24,7 @@ from lora_adapters import write_adapter
 from test_tokens import NEARLY_EQUAL, differences, gap_where_different
 
 from ray_hetero.cli.demo.model import DemoShape
-from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = [
     pytest.mark.timeout(1200),

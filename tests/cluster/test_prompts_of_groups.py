@@ -8,7 +8,7 @@ import pytest
 from engines import TOTALS, Json, Model, batch, engine, hetero, prompts, run_engines
 from leftovers import Scene
 
-from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = [
     pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module"),

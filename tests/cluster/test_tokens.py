@@ -32,7 +32,7 @@ from engines import (
 from leftovers import Scene
 
 from ray_hetero.cli.demo.model import DemoShape
-from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -20,8 +20,8 @@ from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.compat.flash_attention import flash_attention_3  # noqa: E402
-from ray_hetero.kernels import gpu_prefill  # noqa: E402
-from ray_hetero.kernels.gpu_attention import (  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
     _attend_with_torch,
     attend,

@@ -27,7 +27,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each step whose layers a prompt GPU has computed."""
-    from ray_hetero.kernels.gpu_layers import GpuLayers
+    from ray_hetero.kernels.prompts.gpu_layers import GpuLayers
 
     found: list[int] = []
     call = GpuLayers.__call__
@@ -43,7 +43,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What vLLM's forward context gives decoder layers, by name of a layer."""
-    from ray_hetero.kernels import attention, decoder_layers
+    from ray_hetero.kernels.layers import attention, decoder_layers
 
     found: dict[str, Any] = {}
     for module in (attention, decoder_layers):

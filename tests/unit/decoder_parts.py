@@ -16,11 +16,11 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNor
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ray_hetero.compat import decoder_classes
-from ray_hetero.kernels import fusible_layers
-from ray_hetero.kernels.decoder_layers import Layer
-from ray_hetero.kernels.layer_parts import Linear
-from ray_hetero.kernels.streaming_linear import StreamingLinear
-from ray_hetero.kernels.structures import Calls
+from ray_hetero.kernels.layers import fusible_layers
+from ray_hetero.kernels.layers.decoder_layers import Layer
+from ray_hetero.kernels.layers.layer_parts import Linear
+from ray_hetero.kernels.layers.structures import Calls
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
 

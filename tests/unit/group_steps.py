@@ -23,14 +23,14 @@ from paged_steps import CLOSE, CPU, SCALE, Conversation, Steps
 from vllm.v1.attention.backends import cpu_attn
 
 from ray_hetero.distributed import shared_prompts
-from ray_hetero.kernels import post_attention
-from ray_hetero.kernels.decoder_layers import DecoderLayers
-from ray_hetero.kernels.group_layers import PromptOffer
-from ray_hetero.kernels.layer_parts import Linear
-from ray_hetero.kernels.rank_sums import RankSums
-from ray_hetero.kernels.shared_decode import SharedDecode
-from ray_hetero.kernels.shared_weights import SharedWeights
-from ray_hetero.kernels.streaming_linear import StreamingLinear
+from ray_hetero.kernels.layers import post_attention
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
+from ray_hetero.kernels.layers.group_layers import PromptOffer
+from ray_hetero.kernels.layers.layer_parts import Linear
+from ray_hetero.kernels.layers.shared_decode import SharedDecode
+from ray_hetero.kernels.linear.rank_sums import RankSums
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.prompts.shared_weights import SharedWeights
 from ray_hetero.runtime.shared_pages import STEP, SharedPages
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack

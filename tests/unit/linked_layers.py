@@ -11,10 +11,10 @@ import torch
 from native_module import LEVELS, native
 
 from ray_hetero.compat.quantised_experts import StoredExperts
-from ray_hetero.kernels.expert_room import SharedRoom
-from ray_hetero.kernels.experts import SILU, SWIGLU_OAI, RoutedExperts
-from ray_hetero.kernels.linked_experts import LinkedSlice, received, shared
-from ray_hetero.kernels.quantised_experts import KINDS, codes_of, held
+from ray_hetero.kernels.experts.expert_room import SharedRoom
+from ray_hetero.kernels.experts.linked_experts import LinkedSlice, received, shared
+from ray_hetero.kernels.experts.quantised_experts import KINDS, codes_of, held
+from ray_hetero.kernels.experts.routed_experts import SILU, SWIGLU_OAI, RoutedExperts
 from ray_hetero.weight_formats import FORMATS
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 7, 64, 96, 3

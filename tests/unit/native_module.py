@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ray_hetero.kernels import streaming_linear
+from ray_hetero.kernels.linear import streaming_linear
 
 native: Any = streaming_linear._native
 needs_native = pytest.mark.skipif(native is None, reason="needs the native module")

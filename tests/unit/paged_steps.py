@@ -17,15 +17,15 @@ from decoder_parts import HEAD, HIDDEN, attends, computed, known_layers, layers_
 from native_module import native
 from vllm.v1.attention.backends import cpu_attn
 
-from ray_hetero.kernels import attention as attention_module
-from ray_hetero.kernels import decode_step, decoder_layers, shared_decode
-from ray_hetero.kernels.behind_attention import OnGpu
-from ray_hetero.kernels.decoder_layers import DecoderLayers
-from ray_hetero.kernels.gpu_layers import AttentionMemory, shape_of
-from ray_hetero.kernels.gpu_prefill import GpuPrefill
-from ray_hetero.kernels.layer_parts import Linear
-from ray_hetero.kernels.shared_decode import Share, SharedDecode, Shares
-from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.kernels.layers import attention as attention_module
+from ray_hetero.kernels.layers import decode_step, decoder_layers, shared_decode
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
+from ray_hetero.kernels.layers.layer_parts import Linear
+from ray_hetero.kernels.layers.shared_decode import Share, SharedDecode, Shares
+from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.kernels.prompts.behind_attention import OnGpu
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, shape_of
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.weight_formats import CompactWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
 

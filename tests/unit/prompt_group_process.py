@@ -24,9 +24,9 @@ from paged_steps import CLOSE, Conversation
 from vllm.platforms import current_platform
 
 from ray_hetero.distributed import shared_prompts, shared_sums
-from ray_hetero.kernels import gpu_layers
-from ray_hetero.kernels.decoder_layers import DecoderLayers
-from ray_hetero.kernels.rank_sums import SumTerms
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
+from ray_hetero.kernels.linear.rank_sums import SumTerms
+from ray_hetero.kernels.prompts import gpu_layers
 
 BREAK_S = 3.0
 """How long the GPU takes for an attention in the steps in which a rank is lost."""

@@ -34,16 +34,12 @@ from vllm.lora.punica_wrapper import punica_cpu  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.compat import lora  # noqa: E402
-from ray_hetero.kernels import (  # noqa: E402
-    decode_step,
-    fusible_layers,
-    gpu_prefill,
-    layer_fusion,
-)
-from ray_hetero.kernels.adapters import adapters_of  # noqa: E402
-from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.kernels.structures import Calls  # noqa: E402
+from ray_hetero.kernels.layers import decode_step, fusible_layers, layer_fusion  # noqa: E402
+from ray_hetero.kernels.layers.adapters import adapters_of  # noqa: E402
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.layers.structures import Calls  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

@@ -22,11 +22,11 @@ from test_decode_step import CLOSE, Requests, unpacked  # noqa: E402
 from test_rank_sums import FEW, Whole, shared, together  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import decode_step  # noqa: E402
-from ray_hetero.kernels.decode_step import DecodeStep, NativeLayers, address_of  # noqa: E402
-from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
-from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.layers import decode_step  # noqa: E402
+from ray_hetero.kernels.layers.decode_step import DecodeStep, NativeLayers, address_of  # noqa: E402
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.layers.post_attention import PostAttentionBlock  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

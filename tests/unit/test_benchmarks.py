@@ -482,7 +482,7 @@ def test_fp8_experts_that_are_timed_are_held_as_a_rank_holds_a_checkpoints(
 
     from ray_hetero import _streaming_linear as native
     from ray_hetero.compat.quantised_experts import StoredExperts
-    from ray_hetero.kernels.quantised_experts import held
+    from ray_hetero.kernels.experts.quantised_experts import held
 
     both = fp8_experts_of(Shape(experts=6, hidden=256, inner=128, chosen=2))
     weights, scales = (

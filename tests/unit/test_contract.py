@@ -84,7 +84,7 @@ from ray_hetero.executor.hetero_executor import HeteroExecutor
 from ray_hetero.executor.rank_queues import RequestQueue
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
-from ray_hetero.kernels import quantised_linear
+from ray_hetero.kernels.linear import quantised_linear
 from ray_hetero.worker.rank_actor import RankActor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -261,7 +261,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/remote_experts", FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"),
     ("compat/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
     ("compat/message_queues", AsyncModelRunnerOutput, "get_output"),
-    ("kernels/quantised_linear", quantised_linear.StreamedBlockFloats, "_get_layer_params"),
+    ("kernels/linear/quantised_linear", quantised_linear.StreamedBlockFloats, "_get_layer_params"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
     ("compat/api_server", GenerateBaseServing, "_raise_if_error"),

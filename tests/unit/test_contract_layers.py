@@ -39,8 +39,8 @@ from ray_hetero.compat import (
     quantised_kernels,
     spec_decode,
 )
-from ray_hetero.kernels import quantised_linear
-from ray_hetero.kernels.linked_experts import ACTIVATIONS
+from ray_hetero.kernels.experts.linked_experts import ACTIVATIONS
+from ray_hetero.kernels.linear import quantised_linear
 
 
 class Chosen:

@@ -28,18 +28,14 @@ from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
-from ray_hetero.kernels import attention as attention_module  # noqa: E402
-from ray_hetero.kernels import (  # noqa: E402
-    decode_step,
-    decoder_layers,
-    gpu_prefill,
-    layer_tokens,
-)
-from ray_hetero.kernels.behind_attention import OnGpu  # noqa: E402
-from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.shared_decode import Share, SharedDecode, Shares  # noqa: E402
-from ray_hetero.kernels.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.layers import attention as attention_module  # noqa: E402
+from ray_hetero.kernels.layers import decode_step, decoder_layers, layer_tokens  # noqa: E402
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.layers.shared_decode import Share, SharedDecode, Shares  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts.behind_attention import OnGpu  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

@@ -17,8 +17,8 @@ from placement.plan.expert_split import (
     best_split,
     splits,
 )
-from ray_hetero.kernels.expert_rates import STEP_TOKENS, CoreRates
-from ray_hetero.kernels.expert_shares import ExpertShares
+from ray_hetero.kernels.experts.expert_rates import STEP_TOKENS, CoreRates
+from ray_hetero.kernels.experts.expert_shares import ExpertShares
 
 SECONDS = st.floats(1e-6, 1.0)
 MOST = 2048

@@ -23,8 +23,8 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.compat import cpu_experts  # noqa: E402
-from ray_hetero.kernels.expert_layers import ACTIVATIONS, unsuited  # noqa: E402
-from ray_hetero.kernels.experts import (  # noqa: E402
+from ray_hetero.kernels.experts.expert_layers import ACTIVATIONS, unsuited  # noqa: E402
+from ray_hetero.kernels.experts.routed_experts import (  # noqa: E402
     SILU,
     SWIGLU_OAI,
     Activation,

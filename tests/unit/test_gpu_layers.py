@@ -24,20 +24,14 @@ from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels import (  # noqa: E402
-    decoder_layers,
-    gpu_layers,
-    gpu_prefill,
-    gpu_rows,
-    layer_fusion,
-    layer_tokens,
-)
-from ray_hetero.kernels.gpu_attention import Lengths, attend, put_together  # noqa: E402
-from ray_hetero.kernels.gpu_layers import AttentionMemory, AttentionShape  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.kv_layouts import unpack_blocks  # noqa: E402
-from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.kernels.step_rows import Request, one_prompt, step_rows  # noqa: E402
+from ray_hetero.kernels.layers import decoder_layers, layer_fusion, layer_tokens  # noqa: E402
+from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
+from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
+from ray_hetero.kernels.layers.step_rows import Request, one_prompt, step_rows  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_layers, gpu_prefill, gpu_rows  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_attention import Lengths, attend, put_together  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import attention_bytes  # noqa: E402
 
@@ -318,9 +312,9 @@ def test_kernels_give_what_torch_gives() -> None:
     code = """
 import torch
 from ray_hetero.weight_formats import compact_on_gpu
-from ray_hetero.kernels import gpu_rows
-from ray_hetero.kernels.gpu_rotation import rotate
-from ray_hetero.kernels.layer_parts import Norm
+from ray_hetero.kernels.prompts import gpu_rows
+from ray_hetero.kernels.prompts.gpu_rotation import rotate
+from ray_hetero.kernels.layers.layer_parts import Norm
 assert compact_on_gpu._is_right(torch.device("cpu"))
 for size, half in ((64, 32), (96, 24)):
     rows = torch.randn(3, 7 * size).bfloat16()

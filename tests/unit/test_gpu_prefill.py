@@ -20,10 +20,11 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels import gpu_prefill, streaming_linear  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.kernels.weight_pieces import Piece, PieceReader  # noqa: E402
+from ray_hetero.kernels.linear import streaming_linear  # noqa: E402
+from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.kernels.prompts.weight_pieces import Piece, PieceReader  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import SLOTS, gpu_bytes  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402

@@ -20,20 +20,15 @@ from native_module import native, needs_native  # noqa: E402
 from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import (  # noqa: E402
-    gpu_layers,
-    gpu_post_attention,
-    gpu_rows,
-    layer_tokens,
-    shared_decode,
-    step_limit,
-)
-from ray_hetero.kernels.behind_attention import InGroup  # noqa: E402
-from ray_hetero.kernels.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.layer_parts import Linear  # noqa: E402
-from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.kernels.shared_weights import SharedWeights, linked  # noqa: E402
-from ray_hetero.kernels.weight_pieces import WholeWeight, cut  # noqa: E402
+from ray_hetero.kernels.layers import layer_tokens, shared_decode  # noqa: E402
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
+from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
+from ray_hetero.kernels.linear import step_limit  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_layers, gpu_post_attention, gpu_rows  # noqa: E402
+from ray_hetero.kernels.prompts.behind_attention import InGroup  # noqa: E402
+from ray_hetero.kernels.prompts.shared_weights import SharedWeights, linked  # noqa: E402
+from ray_hetero.kernels.prompts.weight_pieces import WholeWeight, cut  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.weight_formats import (  # noqa: E402
     SCALED_FORMATS,

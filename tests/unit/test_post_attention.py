@@ -14,9 +14,7 @@ pytest.importorskip("vllm")
 from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import gpu_post_attention, gpu_prefill, gpu_rows  # noqa: E402
-from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.layer_parts import (  # noqa: E402
+from ray_hetero.kernels.layers.layer_parts import (  # noqa: E402
     ACTIVATIONS,
     Activation,
     Linear,
@@ -25,8 +23,10 @@ from ray_hetero.kernels.layer_parts import (  # noqa: E402
     PostAttention,
     QkvInput,
 )
-from ray_hetero.kernels.post_attention import PostAttentionBlock  # noqa: E402
-from ray_hetero.kernels.streaming_linear import Prompts, StreamingLinear  # noqa: E402
+from ray_hetero.kernels.layers.post_attention import PostAttentionBlock  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_post_attention, gpu_prefill, gpu_rows  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.weight_formats.base import pack  # noqa: E402

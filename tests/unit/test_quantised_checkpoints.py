@@ -32,8 +32,8 @@ from placement.model.reading import shape_of  # noqa: E402
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
-from ray_hetero.kernels import quantised_linear  # noqa: E402
-from ray_hetero.kernels.linear_layers import LinearLayers  # noqa: E402
+from ray_hetero.kernels.linear import quantised_linear  # noqa: E402
+from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
 from ray_hetero.weight_formats import SCALED_FORMATS  # noqa: E402
 
 current_platform.import_kernels()

@@ -16,8 +16,8 @@ from test_scaled_weights import exact  # noqa: E402
 
 from ray_hetero.compat.quantised_experts import StoredExperts  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels.experts import SILU, SWIGLU_OAI, RoutedExperts  # noqa: E402
-from ray_hetero.kernels.quantised_experts import KINDS, codes_of, held  # noqa: E402
+from ray_hetero.kernels.experts.quantised_experts import KINDS, codes_of, held  # noqa: E402
+from ray_hetero.kernels.experts.routed_experts import SILU, SWIGLU_OAI, RoutedExperts  # noqa: E402
 
 if native is None:
     pytest.skip("needs the native module", allow_module_level=True)

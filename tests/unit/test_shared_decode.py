@@ -18,17 +18,11 @@ from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels import (  # noqa: E402
-    behind_attention,
-    decode_step,
-    gpu_post_attention,
-    gpu_prefill,
-    layer_tokens,
-    shared_decode,
-)
-from ray_hetero.kernels.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.kernels.shared_decode import Share, Shares, best_shares  # noqa: E402
+from ray_hetero.kernels.layers import decode_step, layer_tokens, shared_decode  # noqa: E402
+from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
+from ray_hetero.kernels.layers.shared_decode import Share, Shares, best_shares  # noqa: E402
+from ray_hetero.kernels.prompts import behind_attention, gpu_post_attention, gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ray_hetero.kernels.expert_room import Room, SharedRoom, room_to_share  # noqa: E402
+from ray_hetero.kernels.experts.expert_room import Room, SharedRoom, room_to_share  # noqa: E402
 from ray_hetero.runtime import shared_pages  # noqa: E402
 from ray_hetero.runtime.shared_pages import (  # noqa: E402
     HUGE,

@@ -26,8 +26,8 @@ from ray_hetero.distributed import linking  # noqa: E402
 from ray_hetero.distributed.messages import Message, Packing  # noqa: E402
 from ray_hetero.distributed.neighbour import Neighbours  # noqa: E402
 from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa: E402
-from ray_hetero.kernels import gpu_prefill, stage_output  # noqa: E402
-from ray_hetero.kernels.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_prefill, stage_output  # noqa: E402
+from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
 
-from ray_hetero.kernels.token_rows import MOST_ROWS, is_few_rows, token_rows  # noqa: E402
+from ray_hetero.kernels.linear.token_rows import MOST_ROWS, is_few_rows, token_rows  # noqa: E402
 
 BLOCK = 32
 

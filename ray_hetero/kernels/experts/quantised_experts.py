@@ -1,0 +1,150 @@
+"""Routed experts of quantised checkpoints: their codes in the order of the kernel.
+
+An expert's gate and up are two halves of one weight.  The kernel wants 16 outputs of the gate, then
+their 16 of up, so codes, scales and zero points are brought into that order; the bits stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch.nn.functional import pad
+
+from ray_hetero.compat.quantised_experts import StoredExperts
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.experts.routed_experts import MULTIPLE, paired
+from ray_hetero.kernels.linear.quantised_linear import (
+    block_floats,
+    micro_floats,
+    row_floats,
+    unpacked,
+)
+from ray_hetero.weight_formats import HostWeight
+from ray_hetero.weight_formats.fp4 import Fp4Weight
+from ray_hetero.weight_formats.fp8 import Fp8Weight
+from ray_hetero.weight_formats.int4 import Int4Weight
+from ray_hetero.weight_formats.scaled import Codes, ScaledWeight
+
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where each of eight neighbouring outputs lies in a word of AutoAWQ's."""
+KINDS: dict[str, type[ScaledWeight]] = {"fp8": Fp8Weight, "int4": Int4Weight, "mxfp4": Fp4Weight}
+"""Formats by `StoredExperts.scheme`."""
+
+
+def held(
+    stored: StoredExperts, native: ModuleType, *, is_interleaved: bool
+) -> Iterator[tuple[HostWeight, HostWeight]]:
+    """Gate and up in one, and down, of each expert.
+
+    Args:
+        stored: the checkpoint's tensors.
+        native: the module of the kernels.
+        is_interleaved: whether outputs of gate and up take turns; else all of the gate come first.
+
+    Raises:
+        UnsupportedError: a shape, a scale or a code that the kernels do not compute.
+
+    """
+    kind = KINDS[stored.scheme]
+    for expert in range(len(stored.w13)):
+        gate_up, down = codes_of(stored, expert)
+        filling = -gate_up.shape[0] // 2 % MULTIPLE
+        yield (
+            kind.stored(_paired(gate_up, is_interleaved=is_interleaved), native),
+            kind.stored(_filled(down, filling), native),
+        )
+
+
+def codes_of(stored: StoredExperts, expert: int) -> tuple[Codes, Codes]:
+    """What an expert's weights are: gate and up [2 · inner, hidden], and down [hidden, inner].
+
+    Raises:
+        UnsupportedError: scales of a shape that no checkpoint known here has.
+
+    """
+    return (
+        _codes(stored, stored.w13[expert], stored.w13_scale[expert], stored.w13_zero, expert),
+        _codes(stored, stored.w2[expert], stored.w2_scale[expert], stored.w2_zero, expert),
+    )
+
+
+def _codes(
+    stored: StoredExperts, weight: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None,
+    expert: int,
+) -> Codes:  # fmt: skip
+    if stored.scheme == "int4":
+        return _integers(stored.layout, weight, scale, None if zeros is None else zeros[expert])
+    if stored.scheme == "mxfp4":
+        return micro_floats(weight, scale)
+    # Outputs of gate and up are put in another order.
+    if stored.block is not None:
+        return block_floats(weight, scale, stored.block, by_output=True)
+    outputs = len(weight)
+    if scale.numel() not in (1, outputs):
+        raise UnsupportedError(
+            f"experts in {stored.scheme}: expected one scale, or one for each of {outputs} "
+            f"outputs, got {tuple(scale.shape)}"
+        )
+    return row_floats(weight, scale, by_output=True)
+
+
+def _integers(
+    layout: str, words: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
+) -> Codes:
+    """Integers of four bits as the libraries pack them.
+
+    Args:
+        layout: compressed-tensors ([N, K / 8], scales [N, groups], zeros [N / 8, groups]), gptq
+            ([K / 8, N], [groups, N], [groups, N / 8], each less 1), or awq ([K, N / 8], the others
+            as gptq, each itself).
+        words: int32, eight codes each.
+        scale: of groups.
+        zeros: words, or None for the middle of the codes.
+
+    """
+    bits = Int4Weight.bits
+    if layout == "compressed-tensors":
+        of_groups = None if zeros is None else unpacked(zeros.t(), bits).t()
+        codes = unpacked(words, bits)
+    elif layout == "gptq":
+        of_groups = None if zeros is None else unpacked(zeros, bits).t() + 1
+        codes, scale = unpacked(words.t(), bits), scale.t()
+    else:
+        of_groups = None if zeros is None else _in_order(unpacked(zeros, bits)).t()
+        codes, scale = _in_order(unpacked(words, bits)).t(), scale.t()
+    return Codes(codes, scale, codes.shape[1] // scale.shape[1], of_groups)
+
+
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [M, N] that lie in their words as AutoAWQ has them."""
+    return codes.unflatten(1, (-1, len(AWQ_PLACES)))[..., AWQ_PLACES].flatten(1)
+
+
+def _paired(codes: Codes, *, is_interleaved: bool) -> Codes:
+    """Outputs of gate and up in the kernel's order, filled up with such as are 0."""
+
+    def of(rows: torch.Tensor) -> torch.Tensor:
+        as_bytes = rows.contiguous().view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+        return paired(as_bytes, is_interleaved=is_interleaved).view(rows.dtype)
+
+    zeros = None if codes.zeros is None else of(codes.zeros)
+    return Codes(of(codes.codes), of(codes.scales), codes.group, zeros, codes.factor)
+
+
+def _filled(codes: Codes, filling: int) -> Codes:
+    """Inputs filled up with such as are multiplied with 0."""
+    if filling == 0:
+        return codes
+    inputs = codes.shape[1]
+    # One scale for an output stays one.
+    group = inputs + filling if codes.group == inputs else codes.group
+    missing = -(-(inputs + filling) // group) - codes.groups
+
+    def of(rows: torch.Tensor, count: int) -> torch.Tensor:
+        as_bytes = rows.contiguous().view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+        return pad(as_bytes, (0, count)).view(rows.dtype)
+
+    zeros = None if codes.zeros is None else of(codes.zeros, missing)
+    return Codes(of(codes.codes, filling), of(codes.scales, missing), group, zeros, codes.factor)

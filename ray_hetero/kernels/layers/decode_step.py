@@ -1,0 +1,297 @@
+"""A decode step of decoder layers in one native call, attention included.
+
+vLLM's operators for the attention of one layer, called from Python, take several times as long as
+there is to compute while conversations are short; and threads are called together for each anew.
+Requests may have a few tokens each, which verify drafts (token_rows.py).  Steps that are something
+else (prompts, more than 128 tokens), and attentions that do more than this knows, are computed
+layer by layer (decoder_layers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.attention.attention import get_attention_context
+
+from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.layers.adapters import Adapters
+from ray_hetero.kernels.layers.attention import SPAN, Attention
+from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
+from ray_hetero.kernels.layers.layer_parts import QkvInput
+from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
+from ray_hetero.kernels.layers.step_rows import StepRows
+from ray_hetero.kernels.linear.rank_sums import meeting
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.linear.token_rows import is_few_rows, token_rows
+from ray_hetero.log import logger
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.layers.shared_decode import SharedDecode
+
+Context = tuple[Any, Any, torch.Tensor, torch.Tensor]
+"""Metadata of a step, vLLM's attention, its cache, and where its keys and values go."""
+
+
+@dataclass(frozen=True)
+class StepRequests:
+    """Requests of one token each, of which several may be one of vLLM's."""
+
+    positions: torch.Tensor
+    """[requests], int64; as the others."""
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    """[requests], int32."""
+    blocks: torch.Tensor
+    """[requests, most blocks], int32."""
+
+    def native(self, module: ModuleType, cache: torch.Tensor, isa: str) -> Any:
+        """The native module's object, which points at these.
+
+        Args:
+            module: the native module.
+            cache: of a layer, see `is_known`.
+            isa: how keys and values lie in its blocks.
+
+        """
+        return module.Requests(
+            m=len(self.positions),
+            positions=self.positions.data_ptr(),
+            slots=self.slots.data_ptr(),
+            lengths=self.lengths.data_ptr(),
+            blocks=self.blocks.data_ptr(),
+            most_blocks=self.blocks.stride(0),
+            block=cache.shape[2],
+            cache_blocks=cache.shape[0],
+            tiles=isa == TILES,
+        )
+
+
+CacheAddress = tuple[int, int, int, int]
+"""Address of a layer's keys and values, strides of blocks and of heads, and which of the requests
+of `NativeLayers.run` are its own."""
+
+
+def address_of(cache: torch.Tensor, number: int = 0) -> CacheAddress:
+    """The address of a layer's cache, see `is_known`, by the number of its requests."""
+    return cache.data_ptr(), cache.stride(0), cache.stride(1), number
+
+
+class NativeLayers:
+    """Decoder layers that follow one another in one native call.
+
+    Args:
+        kernel: what computes linear layers.
+        first: how the first layer begins.
+        layers: at least one, each with known scores.
+        ends_attended: whether nothing is computed behind the last layer's attention.
+
+    """
+
+    def __init__(
+        self, kernel: StreamingLinear, first: QkvInput,
+        layers: Sequence[tuple[Attention, PostAttentionBlock]], *, ends_attended: bool = False,
+    ) -> None:  # fmt: skip
+        self._kernel = kernel
+        native = kernel.native
+        self._layers = native.DecoderLayers(
+            first=first.native,
+            layers=[(attention.rotation, attention.scores.native(native), block.native)
+                    for attention, block in layers if attention.scores is not None],
+            ends_attended=ends_attended,
+        )  # fmt: skip
+        self._kept = first, layers
+        """What the native object points at."""
+
+    def run(
+        self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
+        residual: torch.Tensor | None, y: torch.Tensor, total: torch.Tensor,
+        slots: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Compute a decode step.
+
+        Args:
+            requests: the native module's, once for each group of layers with KV blocks of its own.
+            caches: of each layer.
+            hidden: [M, N], bf16, contiguous.
+            residual: [M, N], bf16, contiguous; None at the beginning of a model.
+            y: for what is still to be added to the residual [M, N], contiguous; where nothing is
+                computed behind the last attention, for what that gives [M, queries].
+            total: for the residual [M, N], contiguous.
+            slots: of adapters, [M], if some token has one.
+
+        """
+        self._layers.run(
+            requests=requests,
+            caches=caches,
+            hidden=hidden.data_ptr(),
+            residual=0 if residual is None else residual.data_ptr(),
+            y=y.data_ptr(),
+            sum=total.data_ptr(),
+            level=self._kernel.level,
+            slots=0 if slots is None else slots.data_ptr(),
+        )
+
+
+class DecodeStep:
+    """Computes steps of one token a request, or of a few.
+
+    Args:
+        first: how the first layer begins.
+        layers: at least one, each with known scores.
+        kernel: what computes linear layers.
+        adapters: of one of the linear layers; all of a step have the same slots.
+
+    """
+
+    def __init__(
+        self,
+        first: QkvInput,
+        layers: Sequence[tuple[Attention, PostAttentionBlock]],
+        kernel: StreamingLinear,
+        adapters: Adapters | None,
+    ) -> None:
+        self._kernel = kernel
+        self._names = [attention.name for attention, _ in layers]
+        self._adapters = adapters
+        self._layers = NativeLayers(kernel, first, layers)
+        self.shared: SharedDecode | None = None
+        """What computes steps in which a GPU computes some layers, if one does."""
+
+    def __call__(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `DecoderLayers`, or None if this step is something else.
+
+        Args:
+            positions: [M], int64.
+            hidden: [M, N], bf16.
+            residual: [M, N], bf16; None at the beginning of a model.
+
+        """
+        tokens = len(positions)
+        if tokens > self._kernel.step_tokens:
+            return None
+        contexts = [get_attention_context(name) for name in self._names]
+        groups = _groups(contexts, tokens, self._kernel.dtype)
+        if groups is None:
+            return None
+        requests = []
+        for metadata, _, cache, slots in groups:
+            lengths, blocks = token_rows(metadata, tokens, cache.shape[2])
+            requests.append(StepRequests(positions, slots, lengths, blocks))
+        slots = None if self._adapters is None else self._adapters.slots(tokens)
+        shared = self.shared if slots is None else None  # adapters are not on the GPU
+        count = 0 if shared is None else shared.count(tokens)
+        layer_tokens.count(len(self._names) - count, native=tokens)
+        layer_tokens.count(count, on_gpu=tokens)
+        return self._run(
+            requests, groups, contexts, hidden, residual, slots, shared if count else None
+        )
+
+    def decode(
+        self,
+        rows: StepRows,
+        contexts: Sequence[Context],
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the decoding requests of a step that has others too.
+
+        Args:
+            rows: of the step, with at most as many decoding as a step may have, and no adapters.
+            contexts: vLLM's forward context of each layer, with known caches.
+            positions: of all tokens; so are the others.
+            hidden: [M, N], bf16.
+            residual: [M, N], bf16; None at the beginning of a model.
+
+        Returns:
+            As a call, for the decoding rows.
+
+        """
+        metadata, _, _, slots = contexts[0]
+        own = rows.decoding_rows
+        requests = StepRequests(
+            positions[own], slots[own], rows.decoding_lengths,
+            metadata.block_table[rows.decoding],
+        )  # fmt: skip
+        return self._run(
+            [requests], contexts[:1], contexts, hidden[own],
+            None if residual is None else residual[own],
+        )  # fmt: skip
+
+    def _run(
+        self, requests: Sequence[StepRequests], groups: Sequence[Context],
+        contexts: Sequence[Context], hidden: torch.Tensor, residual: torch.Tensor | None,
+        slots: torch.Tensor | None = None, shared: SharedDecode | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        hidden = hidden.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        number = {id(metadata): place for place, (metadata, *_) in enumerate(groups)}
+        of_step = [
+            one.native(self._kernel.native, cache, module.isa)
+            for one, (_, module, cache, _) in zip(requests, groups, strict=True)
+        ]
+        caches = [address_of(cache, number[id(metadata)]) for metadata, _, cache, _ in contexts]
+        if shared is not None:
+            try:
+                return shared(of_step, caches, hidden, residual)
+            except torch.OutOfMemoryError as error:
+                logger.warning(
+                    "the GPU that computes some layers of this rank's decode steps has run out of "
+                    "memory (%s): from now on the cores compute all. Lower "
+                    "gpu.memory_utilization or --max-num-batched-tokens.",
+                    str(error).splitlines()[0],
+                )
+                self.shared = None
+        y, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        with meeting(self._kernel.sums):
+            self._layers.run(of_step, caches, hidden, residual, y, total, slots)
+        return y, total
+
+
+def _groups(
+    contexts: Sequence[Context], tokens: int, dtype: torch.dtype
+) -> list[Context] | None:  # fmt: skip
+    """The context of the first of each group of layers, whose metadata is one object.
+
+    vLLM gives layers with a sliding window KV blocks of their own.  None if a step, or a layer's
+    cache, is one that is not known here.
+
+    Args:
+        contexts: vLLM's forward context of each layer.
+        tokens: of the step.
+        dtype: of keys and values.
+
+    """
+    found: dict[int, Context] = {}
+    for context in contexts:
+        metadata, module, cache, slots = context
+        first = found.get(id(metadata))
+        if first is None:
+            if (
+                metadata is None
+                or slots is None
+                or not is_few_rows(metadata, slots, tokens)
+                or not is_known(cache, module.isa, dtype)
+            ):
+                return None
+            found[id(metadata)] = context
+        elif first[1].isa != module.isa or cache.stride() != first[2].stride():
+            return None
+    return list(found.values())
+
+
+def is_known(cache: torch.Tensor, isa: str, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """[blocks, heads, tokens of a block, 2 · size], keys and values of a head neighbours."""
+    return (
+        isa in {TILES, ROWS}
+        and cache.dtype == dtype
+        and cache.ndim == 4
+        and cache.shape[2] % SPAN == 0
+        and cache.stride()[2:] == (cache.shape[3], 1)
+    )

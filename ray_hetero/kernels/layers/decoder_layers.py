@@ -1,0 +1,290 @@
+"""Decoder layers of a CPU rank as one operator.
+
+vLLM runs a layer as a dozen operators, compiled or not.  In a decode step each of them has little
+to do, and most of what it costs is to call it: Python and instructions that the weights have driven
+out of the caches since the layer before.  Here all layers of a stage that follow one another are
+one operator.  A decode step is one native call (decode_step.py); the prompts of a step of many
+tokens are computed by a prompt GPU, where there is one, while the cores decode the rest of the step
+(gpu_layers.py; for the ranks of a group group_layers.py); any other step calls what is left of each
+layer: vLLM's kernels of the attention, and all that lies between two attentions
+(post_attention.py).
+
+The attentions' own modules stay what they are, and vLLM finds them where it has registered them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ray_hetero.kernels.layers import adapters, decode_step, layer_tokens
+from ray_hetero.kernels.layers.attention import Attention
+from ray_hetero.kernels.layers.decode_step import DecodeStep
+from ray_hetero.kernels.layers.group_layers import GroupLayers
+from ray_hetero.kernels.layers.layer_parts import PostAttention, QkvInput
+from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and_norm, norm
+from ray_hetero.kernels.layers.shared_decode import SharedDecode
+from ray_hetero.kernels.layers.step_rows import StepRows, one_prompt, step_rows
+from ray_hetero.kernels.layers.structures import Calls
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.prompts import gpu_layers
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, Caches, GpuLayers
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.prompts.stage_output import StageOutput
+from ray_hetero.log import logger
+
+PROMPT_TOKENS = 16
+"""Of a request, from which its attention is worth sending its cached keys to a GPU: for fewer
+queries reading them where they are takes less time."""
+WEIGHTS_FOR_SENT = 16
+"""Weights of the layers for each element of the keys and values that a GPU is sent so that the
+cores need not decode beside it: the link takes a tenth longer for these then."""
+
+_library = torch.library.Library("ray_hetero", "FRAGMENT")
+_runs: list[DecoderLayers] = []
+"""Of this process, by the number that the operator is called with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The parts of a decoder layer."""
+
+    input: QkvInput
+    attention: Attention
+    parts: PostAttention
+    """Behind the attention, as if no layer followed."""
+    calls: Calls = Calls.RESIDUAL
+    """How the model calls it."""
+    mlp: Any = None
+    """vLLM's module that computes what comes behind `parts`, if something does."""
+
+
+class DecoderLayers:
+    """Computes layers that follow one another.
+
+    Args:
+        layers: at least one.
+        kernel: what computes linear layers.
+        memory: for attention on the GPU that computes prompts, if it computes whole layers.
+        group: what computes prompts for all ranks of this one's group.
+
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], kernel: StreamingLinear,
+        memory: AttentionMemory | None = None, group: GroupLayers | None = None,
+    ) -> None:  # fmt: skip
+        self._kernel = kernel
+        self.output: StageOutput | None = None
+        """Where results stay on that GPU, if these are the stage's last layers."""
+        self._input = layers[0].input
+        following = [*(layer.input for layer in layers[1:]), None]
+        self._layers = [
+            (layer.attention, PostAttentionBlock(replace(layer.parts, next=begins), kernel))
+            for layer, begins in zip(layers, following, strict=True)
+        ]
+        parts = [linear for _, block in self._layers for linear in block.parts.linears]
+        self._adapters = adapters.first_of([self._input.qkv, *parts])
+        self._decode_step = (
+            DecodeStep(self._input, self._layers, kernel, self._adapters)
+            if all(attention.scores is not None for attention, _ in self._layers)
+            else None
+        )
+        self._on_gpu: GpuLayers | GroupLayers | None = group
+        self._least = 0 if group is None else group.from_tokens
+        self._most_sent = most_sent(layers)
+        if memory is not None:
+            assert kernel.prompts is not None
+            self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
+            self._least = kernel.prompts.from_tokens
+
+    def share(self, shared: SharedDecode) -> None:
+        """Have decode steps computed with a GPU's help."""
+        assert self._decode_step is not None
+        self._decode_step.shared = shared
+
+    @property
+    def gpu(self) -> GpuPrefill | None:
+        """The GPU that computes prompts for this rank; None if there is none here."""
+        return None if self._on_gpu is None else self._on_gpu.gpu
+
+    def __call__(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a decoder layer of vLLM does, for all of them.
+
+        Args:
+            positions: [M].
+            hidden: [M, N], bf16.
+            residual: [M, N], bf16; None at the beginning of a model.
+
+        Returns:
+            [M, N], which is still to be added to the residual, and it.
+
+        """
+        positions = positions.to(torch.int64).contiguous()
+        step = self._decode_step(positions, hidden, residual) if self._decode_step else None
+        if step is None and self._on_gpu is not None:
+            try:
+                step = self._with_gpu(self._on_gpu, positions, hidden, residual)
+            except torch.OutOfMemoryError as error:
+                logger.warning(
+                    "the GPU that computes this rank's prompts has run out of memory (%s): from "
+                    "now on %s. Lower gpu.memory_utilization or --max-num-batched-tokens.",
+                    str(error).splitlines()[0],
+                    self._on_gpu.instead,
+                )
+                self._on_gpu = None
+        if step is None:
+            layer_tokens.count(len(self._layers), by_operators=len(positions))
+            step = self._layer_by_layer(positions, hidden, residual)
+        return step
+
+    def _with_gpu(
+        self, on_gpu: GpuLayers | GroupLayers, positions: torch.Tensor, hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+        """Prompts on the GPU and decoding requests on the cores; None if the step is another."""
+        tokens, least = len(positions), self._least
+        if tokens < least or not on_gpu.suits(tokens):
+            return None
+        if self._adapters is not None and self._adapters.slots(tokens) is not None:
+            return None  # they are not on the GPU
+        contexts = [get_attention_context(attention.name) for attention, _ in self._layers]
+        own: tuple[Any, Any] | None = None
+        if contexts[0][0] is None:
+            # A dummy run, for which vLLM attends to nothing; the GPU makes ready what it needs.
+            rows = one_prompt(tokens)
+        elif (found := self._divided(contexts, tokens)) is None or found.tokens < least:
+            return None
+        else:
+            rows = found
+            slots = contexts[0][3][:tokens][rows.rows]
+            own = tuple(module for _, module, _, _ in contexts), slots
+        kept = tuple(cache for _, _, cache, _ in contexts)
+        if all(cache.numel() for cache in kept) and not on_gpu.reaches(kept):
+            self._on_gpu = None
+            return None
+        caches = None if own is None else Caches(own[0], kept, own[1], on_gpu.others)
+        decoded: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def decode() -> None:
+            if len(rows.decoding):
+                assert self._decode_step is not None
+                decoded.append(
+                    self._decode_step.decode(rows, contexts, positions, hidden, residual)
+                )
+
+        output = self.output
+        if output is not None and caches is not None and output.may_take(tokens):
+            on_gpu(positions, hidden, residual, rows, caches, decode, output)
+            for others in decoded:
+                output.put(tokens, rows.decoding_rows, *others)
+            results = output.finish(hidden)
+        else:
+            prompts = on_gpu(positions, hidden, residual, rows, caches, decode)
+            results = self._whole(hidden, rows, prompts, decoded)
+            if output is not None:
+                output.note(*results)
+        by_cores = tokens - rows.tokens
+        layer_tokens.count(len(self._layers), native=by_cores, on_gpu=rows.tokens)
+        return results
+
+    @staticmethod
+    def _whole(
+        hidden: torch.Tensor, rows: StepRows, prompts: tuple[torch.Tensor, torch.Tensor],
+        decoded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """A step's results, of which the cores have decoded some."""
+        if not decoded:
+            return prompts
+        whole = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        sums = torch.empty_like(whole)
+        for into, computed, others in zip((whole, sums), prompts, decoded[0], strict=True):
+            into[rows.rows] = computed
+            into[rows.decoding_rows] = others
+        return whole, sums
+
+    def _divided(self, contexts: Sequence[Any], tokens: int) -> StepRows | None:
+        """Who computes which rows of a step; None if it is none that a GPU computes."""
+        metadata, first, cache, slots = contexts[0]
+        if (
+            slots is None
+            or metadata.num_actual_tokens != tokens
+            or metadata.max_query_len < PROMPT_TOKENS
+            or not metadata.causal
+            or metadata.dynamic_causal is not None
+            or slots.dtype != torch.int64
+            or not gpu_layers.is_known(cache, first.isa)
+            or any(one is not metadata or other.stride() != cache.stride()
+                   for one, _, other, _ in contexts)
+        ):  # fmt: skip
+            return None
+        can_decode = self._decode_step is not None and decode_step.is_known(cache, first.isa)
+        return step_rows(
+            metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), metadata.block_table,
+            cache.shape[2], self._kernel.step_tokens if can_decode else 0, self._most_sent,
+        )  # fmt: skip
+
+    def _layer_by_layer(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        how, qkv = self._input.norm, self._input.qkv
+        if residual is None:
+            total = hidden.contiguous()
+            x = norm(total, how)
+        else:
+            x, total = (one.clone(memory_format=torch.contiguous_format)
+                        for one in (hidden, residual))  # fmt: skip
+            x = add_and_norm(x, total, how)
+        x = adapters.product(self._kernel, x, qkv)
+        for attention, behind in self._layers:
+            x, total = behind(attention(positions, x), total)
+        return x, total
+
+
+def most_sent(layers: Sequence[Layer]) -> int:
+    """Cached tokens whose keys and values cross the link rather than that the cores decode.
+
+    The same on all ranks of a group, whose parts of a layer are alike in shape.
+    """
+    weights = sum(
+        math.prod(linear.weight.shape)
+        for layer in layers
+        for linear in (layer.input.qkv, *layer.parts.linears)
+    )
+    return weights // (WEIGHTS_FOR_SENT * sum(2 * layer.attention.shape.keys for layer in layers))
+
+
+def _decoder_layers(
+    positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, run: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _runs[run](positions, hidden, residual)
+
+
+def _shapes(
+    positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, run: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, total = (torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2))
+    return x, total
+
+
+def register(layers: DecoderLayers) -> int:
+    """Have the operator compute layers; the number that it is called with."""
+    _runs.append(layers)
+    return len(_runs) - 1
+
+
+direct_register_custom_op(
+    "decoder_layers",
+    _decoder_layers,
+    fake_impl=_shapes,
+    target_lib=_library,
+    dispatch_key="CPU",
+)

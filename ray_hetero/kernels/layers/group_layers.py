@@ -1,0 +1,295 @@
+"""Whole decoder layers of a tensor-parallel group of CPU ranks on one GPU, in steps of many tokens.
+
+The first rank maps what the others hold of each layer (shared_weights.py) and of its KV cache, and
+has the GPU compute the layers as if it held all of them itself (gpu_layers.py): column-parallel
+weights are put side by side, the products of row-parallel ones added up, and keys and values of all
+heads written into the caches of the ranks that decode with them.  The other ranks decode their part
+of the step meanwhile, then wait, and take the same hidden states from memory that all map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.layers.layer_parts import Linear, QkvInput
+from ray_hetero.kernels.layers.shared_decode import Shares
+from ray_hetero.kernels.layers.step_rows import StepRows
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
+from ray_hetero.kernels.prompts.gpu_layers import (
+    AttentionMemory,
+    AttentionShape,
+    Caches,
+    GpuLayers,
+    shape_of,
+)
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill, PrefillBytes
+from ray_hetero.kernels.prompts.prompt_group import RESULTS, PromptGroup
+from ray_hetero.kernels.prompts.shared_weights import LinkedLinear, SharedWeights
+from ray_hetero.kernels.prompts.weight_pieces import WholeWeight
+from ray_hetero.planning.prefill_memory import BF16_BYTES
+from ray_hetero.runtime.locked_pages import lock_pages
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.prompts.stage_output import StageOutput
+
+
+@dataclass(frozen=True)
+class PromptTerms:
+    """What the ranks of a group must have in common for one GPU to compute their prompts."""
+
+    runs: tuple[int, ...]
+    """Layers of each run of layers that follow one another."""
+    shape: AttentionShape
+    """Of each rank's part of an attention."""
+    weights: tuple[tuple[int, int], ...]
+    """Shapes of each rank's linear layers, in their order."""
+    hidden: int
+    """Elements of a token's hidden state."""
+    tokens: int
+    """Most tokens of a step."""
+    from_tokens: int
+    """Tokens of a step from which the GPU computes it."""
+
+    @property
+    def results_bytes(self) -> int:
+        """Bytes of memory for the results of a step."""
+        return RESULTS * BF16_BYTES * self.tokens * self.hidden
+
+
+@dataclass(frozen=True, eq=False)
+class PromptOffer:
+    """What a rank brings."""
+
+    runs: Sequence[Sequence[Layer]]
+    """Layers that follow one another."""
+    weights: SharedWeights
+    """Memory of all of theirs."""
+    device: torch.device
+    """The GPU, of which only the first rank's counts."""
+    tokens: int
+    """Most tokens of a step."""
+    from_tokens: int
+    """Tokens of a step from which the GPU computes it."""
+    cores: tuple[int, ...] = ()
+    """Logical CPUs of the thread that orders the GPU's work."""
+    share: float | Literal["auto"] = 0.0
+    """Of the layers that the GPU computes in decode steps, see `CpuConfig.decode_gpu_share`."""
+    kernel: StreamingLinear | None = None
+    """What computes decode steps, whose largest size is measured then (step_limit.py)."""
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Linear layers of all layers, in their order."""
+        return [one for run in self.runs for layer in run for one in linears_of(layer)]
+
+    def terms(self) -> PromptTerms | None:
+        """What the others must have in common with this rank; None if its layers do not suit."""
+        layers = [layer for run in self.runs for layer in run]
+        shape = shape_of(layers) if layers else None
+        if (
+            shape is None
+            or any(layer.mlp is not None for layer in layers)
+            or not self.weights.holds(self.linears)
+        ):
+            return None
+        return PromptTerms(
+            tuple(len(run) for run in self.runs),
+            shape,
+            tuple(linear.weight.shape for linear in self.linears),
+            layers[0].parts.output.weight.shape[0],
+            self.tokens,
+            self.from_tokens,
+        )
+
+
+def linears_of(layer: Layer) -> tuple[Linear, Linear, Linear, Linear]:
+    """Queries, keys and values; output; gate and up; down."""
+    parts = layer.parts
+    assert parts.gate_up is not None
+    assert parts.down is not None
+    return layer.input.qkv, parts.output, parts.gate_up, parts.down
+
+
+@dataclass(frozen=True, eq=False)
+class WholeLayers:
+    """The layers of all ranks on the GPU of the first one."""
+
+    runs: Sequence[GpuLayers]
+    behind: Sequence[OnGpu]
+    """Of each run, in decode steps."""
+    taken: PrefillBytes
+
+    @classmethod
+    def taking(
+        cls, offer: PromptOffer, others: Sequence[Sequence[LinkedLinear]], results: torch.Tensor
+    ) -> WholeLayers:
+        """Take memory of the GPU for layers of which each rank has a part.
+
+        Args:
+            offer: of the first rank.
+            others: linear layers of each other rank.
+            results: memory for results, [2, elements], bf16.
+
+        Raises:
+            UnsupportedError: the GPU has too little memory left, or cannot read the host's.
+
+        """
+        of_ranks = [iter(one) for one in others]
+        runs = [[whole_layer(one, [[next(rank) for _ in linears_of(one)] for rank in of_ranks])
+                 for one in run] for run in offer.runs]  # fmt: skip
+        gpu = GpuPrefill(offer.device, offer.tokens, offer.cores)
+        for run in runs:
+            for layer in run:
+                for linear in linears_of(layer):
+                    gpu.add_whole(cast("WholeWeight", linear.weight))
+        taken = gpu.take()
+        own, ranks = offer.runs[0][0].attention.shape, 1 + len(others)
+        shape = AttentionShape(ranks * own.heads, ranks * own.kv_heads, own.size)
+        memory = AttentionMemory(gpu, shape)
+        if gpu.device.type == "cuda":
+            try:
+                lock_pages(results)
+            except RuntimeError as error:
+                raise UnsupportedError(
+                    f"memory for results cannot be locked: {str(error).splitlines()[0]}"
+                ) from None
+        made = [GpuLayers(run, gpu, memory, results) for run in runs]
+        behind = [OnGpu(run, gpu, results) for run in runs]
+        return cls(
+            made, behind, PrefillBytes(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes)
+        )
+
+
+def whole_layer(layer: Layer, others: Sequence[Sequence[LinkedLinear]]) -> Layer:
+    """A layer with all ranks' parts of its linear layers.
+
+    Args:
+        layer: as the first rank has it.
+        others: of each other rank, what `linears_of` gives there.
+
+    """
+    shape, parts = layer.attention.shape, layer.parts
+    ranks: list[Any] = [linears_of(layer), *others]
+    qkv, output, gate_up, down = zip(*ranks, strict=True)
+    outputs = gate_up[0].weight.shape[0]
+    inner = [outputs // 2] * 2 if parts.is_gated else [outputs]
+    return replace(
+        layer,
+        input=QkvInput(layer.input.norm, _side_by_side(qkv, [shape.queries, *[shape.keys] * 2])),
+        parts=replace(
+            parts,
+            output=_added_up(output),
+            gate_up=_side_by_side(gate_up, inner),
+            down=_added_up(down),
+        ),
+    )
+
+
+def _side_by_side(ranks: Sequence[Any], sizes: Sequence[int]) -> Linear:
+    """A column-parallel layer, see `WholeWeight.by_columns`."""
+    whole = WholeWeight.by_columns([one.weight for one in ranks], sizes)
+    bias = None
+    if ranks[0].bias is not None:
+        kinds = zip(*(one.bias.split(list(sizes)) for one in ranks), strict=True)
+        bias = torch.cat([one for kind in kinds for one in kind])
+    return Linear(cast("Any", whole), bias)
+
+
+def _added_up(ranks: Sequence[Any]) -> Linear:
+    """A row-parallel layer, whose bias the first rank has."""
+    return Linear(cast("Any", WholeWeight.by_rows([one.weight for one in ranks])), ranks[0].bias)
+
+
+class GroupLayers:
+    """Computes layers that follow one another for all ranks of a group.
+
+    Args:
+        group: what the ranks tell each other by.
+        layers: of all ranks, on the GPU; None where this rank is not the first.
+        tokens: most of a step.
+        from_tokens: of a step, from which the GPU computes it.
+        behind: what computes what lies behind attentions in decode steps.
+        shares: of layers of which it does.
+
+    """
+
+    instead = "the cores of its group's ranks compute them, several times as long"
+    """What happens from then on where the GPU has run out of memory."""
+    others: tuple[tuple[torch.Tensor, ...], ...] = ()
+    """Caches of the other ranks, in the first."""
+
+    def __init__(
+        self, group: PromptGroup, layers: GpuLayers | None, *, tokens: int, from_tokens: int,
+        behind: BehindAttention, shares: Shares,
+    ) -> None:  # fmt: skip
+        assert (layers is not None) == group.is_first
+        self.behind = behind
+        self.shares = shares
+        self.from_tokens = from_tokens
+        self._group = group
+        self._layers = layers
+        self._tokens = tokens
+        self._has_caches = False
+
+    @property
+    def gpu(self) -> GpuPrefill | None:
+        """Where layers are computed; None where this rank is not the first."""
+        return None if self._layers is None else self._layers.gpu
+
+    def suits(self, tokens: int) -> bool:
+        """Whether there is room for so many tokens; the same on all ranks."""
+        return tokens <= self._tokens
+
+    def reaches(self, caches: Sequence[torch.Tensor]) -> bool:
+        """Let the first rank map the others' caches; the same on all ranks."""
+        if not self._has_caches:
+            found = self._group.caches(caches)
+            if found is None:
+                return False
+            self.others, self._has_caches = found, True
+            if self._layers is not None:
+                for some in (caches, *found):
+                    self._layers.reaches(some)
+        return True
+
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        rows: StepRows,
+        caches: Caches | None,
+        meanwhile: Callable[[], None],
+        output: StageOutput | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `GpuLayers`; on all ranks at once, with the same result.
+
+        With an output, which only the first rank has, the others' results are not those of this
+        step: what uses it knows that nobody needs them.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU's memory has run out, on all ranks.
+            torch.distributed.DistError: another rank has ended, is late or has failed.
+
+        """
+        decoding, has_requests = len(rows.decoding), caches is not None
+        self._group.begin((len(positions), rows.tokens, decoding, int(has_requests)))
+        if self._layers is None:
+            meanwhile()
+            self._group.wait()
+        else:
+            with self._group.telling():
+                found = self._layers(positions, hidden, residual, rows, caches, meanwhile, output)
+            if output is not None:
+                return found
+        shape = rows.tokens, hidden.shape[1]
+        x, total = self._group.results[:, : shape[0] * shape[1]]
+        # The next step overwrites them once all ranks have come to it.
+        return x.clone().view(shape), total.clone().view(shape)

@@ -1,0 +1,214 @@
+"""Puts one operator into the place of decoder layers, once a model's weights are loaded.
+
+Which layers that can be is in fusible_layers.py, what the operator computes in decoder_layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from placement.units import GIB
+from ray_hetero.compat.compilation import leave_uncompiled
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.layers import decoder_layers, latent_layers, shared_decode
+from ray_hetero.kernels.layers.adapters import Adapters
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, Layer, register
+from ray_hetero.kernels.layers.fused_modules import (
+    MODULES,
+    WITH_MODULES,
+    LatentAttentionRun,
+    keep_parts,
+)
+from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
+from ray_hetero.kernels.layers.group_layers import GroupLayers
+from ray_hetero.kernels.layers.shared_decode import SharedDecode, Shares
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.prompts import gpu_layers, stage_output
+from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.prompts.stage_output import StageOutput
+from ray_hetero.log import logger
+
+Memories = dict[AttentionShape, AttentionMemory | None]
+"""What was made of each shape; None where there was no room."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What was fused of a model."""
+
+    layers: int
+    is_shared: bool
+    """Whether a GPU computes some layers of decode steps."""
+
+
+def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
+    """Fuse what can be fused of a model whose weights are loaded, and log what cannot.
+
+    Args:
+        model: vLLM's.
+        linears: its linear layers that the kernel computes.
+        kernel: what computes them.
+
+    Returns:
+        How many layers were fused.
+
+    """
+    return install(find(model, linears, kernel), kernel).layers
+
+
+def install(
+    found: Fusible, kernel: StreamingLinear, group: Sequence[GroupLayers] | None = None,
+    *, sends_alone: bool = False, share: float | Literal["auto"] = 0.0,
+) -> Fused:  # fmt: skip
+    """Put operators into the places of layers, and log what is left.
+
+    Args:
+        found: of a model.
+        kernel: what computes its linear layers.
+        group: by run, what computes prompts for all ranks of this one's group, if something does.
+        sends_alone: whether no other rank of this stage sends results to the next one.
+        share: of the layers that a GPU computes in decode steps, see `CpuConfig.decode_gpu_share`.
+
+    """
+    memories: Memories = {}
+    adapters: Adapters | None = None
+    shares: Shares | None = None
+    for place, run in enumerate(found.runs):
+        of_group = None if group is None else group[place]
+        memory = _memory(run.layers, kernel, memories) if of_group is None else None
+        made = DecoderLayers(run.layers, kernel, memory, of_group)
+        if of_group is not None:
+            shares = of_group.shares
+            _share(made, run.layers, kernel, of_group.behind, shares)
+        elif share and (behind := _behind(run.layers, kernel)) is not None:
+            if shares is None:
+                shares = shared_decode.shares_of(share, run.layers, kernel, behind)
+            _share(made, run.layers, kernel, behind, shares)
+        if sends_alone and place + 1 == len(found.runs) and run.is_last:
+            made.output = _output(made.gpu)
+        layers = getattr(run.decoder, run.attribute)
+        adapters = run.adapters or adapters
+        for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
+            if run.adapters is not None:
+                keep_parts(one, layers[number])
+            layers[number] = one
+    for latent in found.latents:
+        number = latent_layers.register(latent.layer)
+        latent.layers[latent.place] = LatentAttentionRun(number, latent.mlp)
+    if adapters is not None:
+        logger.info(
+            "adapters of requests are added in the same call, up to %d at once, of rank %d and "
+            "less (--max-loras, --max-lora-rank)%s",
+            adapters.count,
+            adapters.rank,
+            ""
+            if kernel.prompts is None and group is None
+            else "; no GPU computes whole layers of prompts with one",
+        )
+    for caller in found.callers:
+        leave_uncompiled(caller)
+    for why, layers_left in found.left.items():
+        logger.info(
+            "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
+            layers_left, why,
+        )  # fmt: skip
+    layers_fused = sum(len(run.layers) for run in found.runs) + len(found.latents)
+    return Fused(layers_fused, shares is not None and not shares.is_empty)
+
+
+def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:
+    """What takes the places of layers that are one operator, by its number."""
+    first = layers[0]
+    if first.mlp is not None:
+        yield WITH_MODULES[first.calls](run, first.mlp)
+        return
+    of_first, of_others = MODULES[first.calls]
+    yield of_first(run)
+    yield from (of_others() for _ in layers[1:])
+
+
+def _memory(
+    layers: Sequence[Layer], kernel: StreamingLinear, made: Memories
+) -> AttentionMemory | None:
+    """What attention on the GPU needs, if a GPU computes these layers and has room for it."""
+    many, shape = kernel.prompts, gpu_layers.shape_of(layers)
+    if many is None or shape is None or not _has_weights(layers, many.gpu):
+        return None
+    if kernel.sums is not None:
+        return None  # it would have to wait for the other ranks twice a layer, see group_layers.py
+    if shape in made:
+        return made[shape]
+    try:
+        memory = made[shape] = AttentionMemory(many.gpu, shape)
+    except UnsupportedError as error:
+        made[shape] = None
+        logger.warning("%s", error)
+        return None
+    logger.info(
+        "prompts are computed by the GPU in whole layers, their attention too, which takes %.1f "
+        "GiB more of its memory (cpu.prefill_on_gpu); requests that decode meanwhile stay on the "
+        "cores where they have more than %d cached tokens, all together",
+        memory.gpu_bytes / GIB,
+        decoder_layers.most_sent(layers),
+    )
+    return memory
+
+
+def _behind(layers: Sequence[Layer], kernel: StreamingLinear) -> OnGpu | None:
+    """What computes what lies behind layers' attention in decode steps, if a GPU can."""
+    prompts = kernel.prompts
+    if (
+        prompts is None
+        or kernel.sums is not None  # see group_layers.py
+        or not shared_decode.suits(layers)
+        or not _has_weights(layers, prompts.gpu)
+    ):
+        return None
+    return OnGpu(layers, prompts.gpu)
+
+
+def _share(
+    made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear,
+    behind: BehindAttention, shares: Shares,
+) -> None:  # fmt: skip
+    """Share decode steps of layers with the GPU that computes their prompts.
+
+    Args:
+        made: what computes the layers.
+        layers: its layers.
+        kernel: what computes them on the cores.
+        behind: what computes what lies behind their attention.
+        shares: of layers, none if they are empty.
+
+    """
+    if shares.is_empty:
+        return
+    shared = SharedDecode(layers, kernel, behind, shares)
+    made.share(shared)
+    logger.info(
+        "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, which "
+        "it reads over its link while the cores compute the others (cpu.decode_gpu_share)",
+        max(shared.count(one.tokens) for one in shares.measured),
+        len(layers),
+    )
+
+
+def _output(gpu: GpuPrefill | None) -> StageOutput | None:
+    """Where the last layers of a stage leave what a GPU computes for the next one."""
+    if gpu is None or gpu.device.type != "cuda":
+        return None
+    output = StageOutput(gpu)
+    stage_output.use(output)
+    return output
+
+
+def _has_weights(layers: Sequence[Layer], gpu: GpuPrefill) -> bool:
+    linears = [linear for layer in layers
+               for linear in (layer.input.qkv, *layer.parts.linears)]  # fmt: skip
+    return all(gpu.suits(linear.weight.data, 1) for linear in linears)

@@ -1,0 +1,201 @@
+"""Linear layers of a CPU rank that read their weights at the bandwidth of the socket.
+
+vLLM's kernels for CPUs divide a layer by its outputs, each thread a fixed share, and a decode step,
+which reads every weight for a handful of tokens, waits in every layer for the slowest thread.  Here
+threads that have finished take over from others (csrc/kernels/few_tokens.h).  The weights are in
+the layout of vLLM's own packed kernel, which computes many tokens where there is no AMX and that
+kernel is there, so they are held once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ray_hetero.config import CpuConfig
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.linear.rank_sums import RankSums
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.log import logger
+from ray_hetero.weight_formats import HostWeight, PackedWeight
+
+try:
+    _native: ModuleType | None = importlib.import_module("ray_hetero._streaming_linear")
+except ImportError:
+    _native = None
+
+MULTIPLE = 32
+"""Of inputs and outputs, as the packed layout has them."""
+
+_library = torch.library.Library("ray_hetero", "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What computes steps of many tokens."""
+
+    gpu: GpuPrefill
+    from_tokens: int
+
+
+class StreamingLinear:
+    """What this process computes linear layers with.
+
+    Args:
+        native: the module of the kernels.
+        level: which of its instruction sets; the best that this processor has unless it is given.
+
+    """
+
+    def __init__(self, native: ModuleType, level: Any = None) -> None:
+        self.native = native
+        self.level = native.levels()[-1] if level is None else level
+        self.dtype = torch.bfloat16
+        """Of weights and activations, as the level has them."""
+        self.few_tokens: int = native.FEW_TOKENS
+        """Up to which a step is to do nothing but read weights."""
+        self.step_tokens: int = native.STEP_TOKENS
+        """Most tokens of a decode step that is one native call."""
+        self.prompts: Prompts | None = None
+        """Set once the weights are loaded."""
+        self.sums: RankSums | None = None
+        """Of a tensor-parallel group that adds up in native calls; set once weights are loaded."""
+        self.weights: dict[int, HostWeight] = {}
+        """Known weights by their address, which is all that an operator is given."""
+
+    def use(self, dtype: torch.dtype) -> None:
+        """Compute a model in bfloat16 or float16, with the best instructions for it."""
+        self.dtype = dtype
+        levels = self.native.half_levels() if dtype == torch.float16 else self.native.levels()
+        self.level = levels[-1]
+
+    def add(self, weight: HostWeight) -> None:
+        """Know a weight."""
+        self.weights[weight.data.data_ptr()] = weight
+
+    def __call__(
+        self, x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y = x · Wᵀ + bias.
+
+        Args:
+            x: […, K], of this kernel's dtype.
+            data: `HostWeight.data` of W [N, K]; where W is not known, it is packed.
+            bias: [N], float32.
+
+        Returns:
+            […, N], as x.
+
+        """
+        known = self.weights.get(data.data_ptr())
+        return self.compute(x, known or PackedWeight.made(data, self.native), bias)
+
+    def compute(
+        self, x: torch.Tensor, weight: HostWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The same with a weight that need not be known."""
+        outputs, inputs = weight.shape
+        tokens = x.numel() // inputs
+        many = self.prompts
+        if many is not None and tokens >= many.from_tokens and many.gpu.suits(weight.data, tokens):
+            y = many.gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
+            return y.view(*x.shape[:-1], outputs)
+        return self.on_cores(x, weight, bias)
+
+    def on_cores(
+        self, x: torch.Tensor, weight: HostWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The same on this process's cores, whatever the number of tokens."""
+        outputs, inputs = weight.shape
+        tokens = x.numel() // inputs
+        rows = x.reshape(tokens, inputs)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype)
+        self.native.linear(
+            x=rows.data_ptr(),
+            stride=rows.stride(0),
+            w=weight.data.data_ptr(),
+            encoding=weight.encoding,
+            bias=0 if bias is None else bias.data_ptr(),
+            y=y.data_ptr(),
+            m=tokens,
+            level=self.level,
+        )
+        return y
+
+
+@functools.cache
+def _registered() -> StreamingLinear:
+    """The kernel behind the operator, of which there is one a process."""
+    assert _native is not None
+    kernel = StreamingLinear(_native)
+
+    def streaming_linear(
+        x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return kernel(x, packed, bias)
+
+    def shape_of(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+    direct_register_custom_op(
+        "streaming_linear",
+        streaming_linear,
+        fake_impl=shape_of,
+        target_lib=_library,
+        dispatch_key="CPU",
+    )
+    return kernel
+
+
+def choose(config: CpuConfig) -> StreamingLinear | None:
+    """What this process's linear layers are to stream with; None for vLLM's kernels.
+
+    Raises:
+        UnsupportedError: streaming was asked for and cannot be had here.
+
+    """
+    missing = _missing()
+    if missing and config.linear_kernel == "streaming":
+        raise UnsupportedError(
+            f"cpu.linear_kernel is 'streaming', but {missing}. "
+            "Leave the setting out for vLLM's kernels."
+        )
+    if missing and config.linear_kernel == "auto":
+        logger.warning(
+            "%s: this rank computes with vLLM's kernels, which take several times as long for a "
+            "decode step. Install a C++17 compiler (Debian: apt install g++) and install "
+            "ray-hetero again, or set cpu.linear_kernel to 'vllm'",
+            missing,
+        )
+    if _native is None or not config.streams(_native.levels()[-1].name):
+        return None
+    return _registered()
+
+
+def at_hand() -> StreamingLinear | None:
+    """What could stream here, for layers that vLLM has no kernel for; None without native code."""
+    return None if _missing() else _registered()
+
+
+def _missing() -> str:
+    if _native is None:
+        return "ray-hetero was installed without a C++ compiler (see `ray-hetero doctor`)"
+    return ""
+
+
+def suits(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether a layer's weight [N, K] can be computed here, in a model of some dtype."""
+    return (
+        weight.ndim == 2
+        and not weight.is_meta
+        and weight.dtype == dtype
+        and all(size % MULTIPLE == 0 for size in weight.shape)
+    )

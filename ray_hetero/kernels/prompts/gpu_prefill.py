@@ -1,0 +1,316 @@
+"""A GPU that computes linear layers of a CPU rank in steps of many tokens.
+
+A decode step reads every weight for a few tokens, and the socket reads them faster than the link
+to a GPU would carry them.  A prefill multiplies every weight by thousands of tokens; there a GPU
+reads the weights over its link, piece by piece and ahead of their use (weight_pieces.py), and sends
+back the products.
+
+The weights stay in host memory, page-locked and in the layout that the CPU computes with.  The GPU
+holds a few pieces of them and the tokens of one step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from placement.units import GIB
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.prompts.step_memory import StepMemory
+from ray_hetero.kernels.prompts.weight_pieces import PieceReader, Placed, WholeWeight, current, cut
+from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, WeightsAhead
+from ray_hetero.planning.prefill_memory import SHARED_TOKENS, gpu_bytes
+from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.weight_formats.base import HostWeight
+from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.layers.layer_parts import Linear
+
+LIMIT_S = 600.0
+"""Longest wait for the thread that orders work beside the main one."""
+LEAST_BYTES = 1 << 20
+"""Of a weight; smaller ones may share pages, which can be locked only once."""
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A small tensor, here and on the GPU; as long as it is here its address is its own."""
+
+    here: torch.Tensor
+    there: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PrefillBytes:
+    """What it takes to compute a rank's prompts on a GPU."""
+
+    weight_bytes: int
+    """Weights in host memory that the GPU can read."""
+    gpu_bytes: int
+    """Memory of the GPU."""
+
+
+class GpuPrefill:
+    """What a CPU rank computes linear layers of many tokens with.
+
+    Args:
+        device: the GPU; for tests the CPU, with the same sequence of copies and products.
+        tokens: most tokens of a step.
+        cores: logical CPUs for the thread that orders work beside the main one; without any, those
+            of the thread that makes this.
+
+    """
+
+    def __init__(self, device: torch.device, tokens: int, cores: Collection[int] = ()) -> None:
+        self._device = device
+        self._ordering = ThreadPoolExecutor(
+            1, thread_name_prefix="GpuPrefill", initializer=_begin_thread,
+            initargs=(device, cores),
+        )  # fmt: skip
+        self.uses_triton = choose_expand(device) is expand_with_triton
+        """Whether kernels of Triton compute what has one, instead of several operators."""
+        self._tokens = tokens
+        self._weights: dict[int, WholeWeight] = {}
+        self._pieces: dict[int, list[Placed]] = {}
+        self._constants: dict[int, _Constant] = {}
+        self._ahead = WeightsAhead()
+        self._ordered: Future[None] | None = None
+        """What another thread orders of those."""
+
+    def add(self, weight: HostWeight) -> None:
+        """Have a weight computed here, from `take` on."""
+        if weight.data.nbytes >= LEAST_BYTES:
+            self.add_whole(WholeWeight.of_one(weight))
+
+    def add_whole(self, weight: WholeWeight) -> None:
+        """Have a weight computed here whose parts begin with pages of their own."""
+        self._weights[weight.data.data_ptr()] = weight
+
+    def take(self) -> PrefillBytes:
+        """Lock the weights' pages and take memory of the GPU.
+
+        Raises:
+            UnsupportedError: the pages cannot be locked, or the GPU has too little memory left.
+
+        """
+        weights = self._weights.values()
+        if not weights:
+            return PrefillBytes(0, 0)
+        outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
+        of_parts = max(part.source.shape[1] for weight in weights for part in weight.parts)
+        needed = gpu_bytes(outputs, inputs, self._tokens)
+        needed += sum(weight.gpu_bytes for weight in weights)
+        try:
+            self._lock_pages()
+            self._allocate(outputs, inputs, of_parts)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise UnsupportedError(
+                f"no GPU computes this rank's prompts, which takes {needed / GIB:.1f} GiB of its "
+                f"memory and pages of the host that can be locked: {reason}. "
+                "Lower gpu.memory_utilization or --max-num-batched-tokens, or set "
+                "cpu.prefill_on_gpu to false."
+            ) from None
+        self._pieces = {at: list(cut(weight, self._device)) for at, weight in self._weights.items()}
+        return PrefillBytes(sum(weight.nbytes for weight in weights), needed)
+
+    def _lock_pages(self) -> None:
+        if self._device.type != "cuda":
+            return
+        # Streams, events and locked memory belong to the current one.
+        torch.cuda.set_device(self._device)
+        for weight in self._weights.values():
+            for part in weight.parts:
+                lock_pages(part.source.data)
+
+    def _allocate(self, outputs: int, inputs: int, inputs_of_parts: int) -> None:
+        device = self._device
+        # vLLM's CPU worker puts things that do nothing into their places in torch.cuda.
+        module: Any = torch.cuda.streams if device.type == "cuda" else torch.cpu
+        self._module = module
+        self._computing = module.Stream()
+        self._done = module.Event()
+        self._reader = PieceReader(device, module, self._computing, inputs_of_parts)
+        self.memory = StepMemory(device, self._tokens, inputs, outputs)
+        """For the tokens of a step."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._device
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a step."""
+        return self._tokens
+
+    def stream(self) -> Any:
+        """Make a stream of this device."""
+        return self._module.Stream()
+
+    def event(self) -> Any:
+        """Make an event of this device."""
+        return self._module.Event()
+
+    @property
+    def computing(self) -> Any:
+        """The stream that products are computed on."""
+        return self._computing
+
+    def suits(self, packed: torch.Tensor, tokens: int) -> bool:
+        """Whether a weight is here, and there is room for so many tokens."""
+        return packed.data_ptr() in self._pieces and tokens <= self._tokens
+
+    def linear(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y = x · Wᵀ + bias.
+
+        Args:
+            x: [M, K], bf16, in host memory.
+            packed: `HostWeight.data` of W [N, K], one that `suits`.
+            bias: [N], float32.
+
+        Returns:
+            [M, N], bf16, in host memory.
+
+        """
+        self.settle()
+        with current(self._computing):
+            y = self._multiply(self.memory.sent_alone(x), packed, bias)
+            (y_host,) = self.received(y)
+        return y_host
+
+    def received(
+        self, *results: torch.Tensor, into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """As `StepMemory.send`; waits for all that was computed before."""
+        received = self.memory.send(*results, into=into)
+        self.wait()
+        return received
+
+    def wait(self) -> None:
+        """Wait for all that was ordered on the stream of products."""
+        self.mark()
+        self.wait_for_mark()
+
+    def mark(self) -> None:
+        """Mark what was ordered on the stream of products up to now."""
+        self._done.record(self._computing)
+
+    def wait_for_mark(self) -> None:
+        """Wait for what was marked last."""
+        self._done.synchronize()
+
+    def order(self, work: Callable[[], Any]) -> Future[Any]:
+        """Have the GPU's work ordered beside this thread."""
+        return self._ordering.submit(work)
+
+    def expand_ahead(self, linears: Sequence[Linear]) -> None:
+        """Have `expand` called by the other thread, unless all is there.
+
+        What is asked for next waits until it has ordered everything.
+        """
+        self.settle()
+        if not self.has(linears):
+            self._ordered = self.order(lambda: self.expand(linears))
+
+    def settle(self) -> None:
+        """Wait until the other thread has ordered everything.
+
+        Raises:
+            RuntimeError: what CUDA has said there.
+            TimeoutError: it takes too long.
+
+        """
+        ordered, self._ordered = self._ordered, None
+        if ordered is not None:
+            ordered.result(timeout=LIMIT_S)
+
+    def has(self, linears: Sequence[Linear]) -> bool:
+        """Whether weights were expanded ahead, and nothing has taken their place."""
+        return self._ahead.has(_addresses(linears))
+
+    def expand(self, linears: Sequence[Linear]) -> None:
+        """Have weights come and be expanded, which their next products use in this order.
+
+        They take the place of products of larger steps, which forget them, and of those before.
+        What there is no room for comes ahead as other pieces do.
+        """
+        with torch.inference_mode(), current(self._computing):
+            self._ahead.expand(
+                _addresses(linears), self._pieces, self._reader, self.memory.behind_products
+            )
+
+    def forget(self) -> None:
+        """Have nothing ahead any more."""
+        self._ahead.forget()
+
+    def wait_for_link(self) -> None:
+        """Wait until all that was ordered ahead has come."""
+        self._reader.wait()
+        self.wait()
+
+    def product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """x · Wᵀ + bias, [M, N], in memory that the next product overwrites."""
+        return self._multiply(x, linear.weight.data, linear.bias)
+
+    def _multiply(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        at = packed.data_ptr()
+        tokens, outputs = x.shape[0], self._weights[at].shape[0]
+        if tokens > SHARED_TOKENS:
+            self._ahead.forget()
+        y = self.memory.products(tokens, outputs)
+        # It was bf16 before vLLM widened it.
+        added = None if bias is None else self.constant(bias)
+        for placed, weight in self._placed(at):
+            part, own = y[:, placed.outputs], x[:, placed.inputs]
+            if placed.is_added:
+                # Rounded once a part, as where ranks on GPUs add theirs up.
+                part.addmm_(own, weight)
+            elif added is None:
+                torch.mm(own, weight, out=part)
+            else:
+                torch.addmm(added[placed.outputs], own, weight, out=part)
+        return y
+
+    def _placed(self, at: int) -> Iterator[tuple[Placed | ExpandedPart, torch.Tensor]]:
+        """The pieces of a weight, each with its values [inputs, outputs], in their order."""
+        ahead = self._ahead.of(at)
+        yield from ((part, part.weight) for part in ahead.parts)
+        for placed in self._pieces[at][ahead.pieces :]:
+            yield placed, self._reader.expanded(placed.piece).t()
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A bias or a norm's weight, which the GPU keeps."""
+        if tensor.data_ptr() not in self._constants:
+            there = tensor.to(self._device, torch.bfloat16)
+            self._constants[tensor.data_ptr()] = _Constant(tensor, there)
+        return self._constants[tensor.data_ptr()].there
+
+
+def _addresses(linears: Sequence[Linear]) -> list[int]:
+    return [linear.weight.data.data_ptr() for linear in linears]
+
+
+def _begin_thread(device: torch.device, cores: Collection[int]) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
+    # Workers of OpenMP belong to the main thread.
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Let other processes have the GPU's memory that nothing in this one uses any more."""
+    if device.type == "cuda":
+        torch.cuda.memory.empty_cache()

@@ -1,0 +1,218 @@
+"""What the CPU ranks of a group tell each other around a step that one GPU computes for all.
+
+The first rank orders the GPU's work.  Every other rank tells it which step it has come to, before
+any memory of that rank is read or written; then it waits until the first rank says how the step has
+ended.  They talk through the Unix sockets that they have shared memory through
+(distributed/shared_sums.py), one message each way a step: the system ends a wait for a process that
+is not there any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_hetero.kernels.linear.rank_sums import RankSums
+from ray_hetero.log import logger
+from ray_hetero.runtime.shared_pages import SharedPages, kept_at
+
+MOST_BYTES = 1 << 16
+"""Of a message."""
+MOST_TEXT = 1000
+"""Characters of an error that is handed on."""
+_STEP = struct.Struct("5q")
+_YES, _NO = b"yes", b"no"
+RESULTS = 2
+"""What is to be added to the residual, and the residual."""
+Caches = tuple[tuple[torch.Tensor, ...], ...]
+"""Of each other rank, those of all layers."""
+
+
+class PromptGroup:
+    """The ranks of a group, of which the first has a GPU compute prompts for all.
+
+    Args:
+        sums: of the group, whose connections are used.
+        results: memory that all ranks map, [2, elements], bf16.
+
+    """
+
+    def __init__(self, sums: RankSums, results: torch.Tensor) -> None:
+        self.is_first = sums.is_first
+        self.results = results
+        """For the hidden states and residuals of a step's tokens on the GPU."""
+        self._sums = sums
+        self._round = 0
+        self._mapped: dict[int, SharedPages] = {}
+
+    def begin(self, step: Sequence[int]) -> None:
+        """Come to a step; the first rank waits until all others have come to the same.
+
+        Args:
+            step: four numbers that say which one it is.
+
+        Raises:
+            torch.distributed.DistError: a rank has ended, is late, or has come to another step.
+
+        """
+        self._round += 1
+        own = _STEP.pack(self._round, *step)
+        if not self.is_first:
+            self._send(0, own)
+            return
+        for member in self._others():
+            if self._receive(member) != own:
+                raise dist.DistError(f"{self._name(member)} computes another step")
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell all other ranks how the first one's part of a step ends."""
+        said = {"problem": "the step was not computed"}
+        try:
+            yield
+            said = {}
+        except torch.OutOfMemoryError as error:
+            said = {"memory": str(error)[:MOST_TEXT]}
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            said = {"problem": str(error)[:MOST_TEXT]}
+            raise
+        finally:
+            # The others are told also where one of them has ended, whose name they would not know.
+            with ExitStack() as stack:
+                for member in self._others():
+                    stack.callback(self._send, member, json.dumps(said).encode())
+
+    def wait(self) -> None:
+        """Wait in another rank until the first one has had the step computed.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has run out of memory.
+            torch.distributed.DistError: the first rank has failed, has ended or is late.
+
+        """
+        said = json.loads(self._receive(0))
+        if "memory" in said:
+            raise torch.OutOfMemoryError(said["memory"])
+        if "problem" in said:
+            raise dist.DistError(f"{self._name(0)} has failed: {said['problem']}")
+
+    def caches(self, own: Sequence[torch.Tensor]) -> Caches | None:
+        """Hand layers' caches to the first rank, and take them there; once for each run of layers.
+
+        Args:
+            own: of each layer, [blocks, kv heads, tokens of a block, 2 · size], bf16.
+
+        Returns:
+            Those of the other ranks, none where this rank is not the first; None on all ranks if
+            those of any cannot be mapped.
+
+        """
+        if not self.is_first:
+            self._offer(own)
+            return () if self._receive(0) == _YES else None
+        found = [self._taken(member, own) for member in self._others()]
+        can = all(one is not None for one in found)
+        for member in self._others():
+            self._send(member, _YES if can else _NO)
+        return tuple(one for one in found if one is not None) if can else None
+
+    def _offer(self, own: Sequence[torch.Tensor]) -> None:
+        pages = {kept_at(cache.untyped_storage().data_ptr()) for cache in own}
+        (shared,) = pages if len(pages) == 1 else (None,)
+        if shared is None:
+            logger.warning("this rank's KV cache is not in memory that other ranks can map")
+            self._send(0, b"{}")
+            return
+        said = {
+            "shape": list(own[0].shape),
+            "stride": own[0].stride(),
+            "offsets": [cache.storage_offset() for cache in own],
+        }
+        with self._meeting(0) as connection:
+            socket.send_fds(connection, [json.dumps(said).encode()], [shared.descriptor])
+
+    def _taken(self, member: int, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        with self._meeting(member) as connection:
+            message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+        if not message:
+            raise self._ended(member)
+        said = json.loads(message)
+        if not said or not descriptors:
+            logger.warning(
+                "%s has no KV cache that can be mapped: the cores compute prompts",
+                self._name(member),
+            )
+            return None
+        (descriptor,) = descriptors
+        try:
+            memory = self._pages(descriptor).memory.untyped_storage()
+        finally:
+            os.close(descriptor)
+        if tuple(said["shape"]) != tuple(own[0].shape) or len(said["offsets"]) != len(own):
+            raise dist.DistError(
+                f"{self._name(member)} has another KV cache: {said['shape']} for each of "
+                f"{len(said['offsets'])} layers, expected {list(own[0].shape)} for {len(own)}"
+            )
+        return tuple(
+            torch.empty(0, dtype=torch.bfloat16).set_(
+                memory, offset, said["shape"], said["stride"]
+            )
+            for offset in said["offsets"]
+        )  # fmt: skip
+
+    def _pages(self, descriptor: int) -> SharedPages:
+        """Memory of another rank, mapped once."""
+        number = os.fstat(descriptor).st_ino
+        if number not in self._mapped:
+            self._mapped[number] = SharedPages.received(descriptor)
+        return self._mapped[number]
+
+    def _others(self) -> range:
+        return range(1, self._sums.size)
+
+    def _name(self, member: int) -> str:
+        return f"rank {self._sums.ranks[member]}, of the same tensor-parallel group,"
+
+    def _ended(self, member: int) -> dist.DistError:
+        return dist.DistError(f"{self._name(member)} has ended")
+
+    def _send(self, member: int, message: bytes) -> None:
+        with self._meeting(member) as connection:
+            connection.send(message)
+
+    def _receive(self, member: int) -> bytes:
+        with self._meeting(member) as connection:
+            message: bytes = connection.recv(MOST_BYTES)
+        if not message:
+            raise self._ended(member)
+        return message
+
+    @contextmanager
+    def _meeting(self, member: int) -> Iterator[Any]:
+        """The connection with a rank, within the limit.
+
+        Raises:
+            torch.distributed.DistError: the rank has ended or is late; as where sums wait for it.
+
+        """
+        connection = self._sums.connections[member]
+        assert connection is not None
+        connection.settimeout(self._sums.limit_s)
+        try:
+            yield connection
+        except TimeoutError:
+            raise dist.DistError(
+                f"{self._name(member)} was not there in {self._sums.limit_s:g} s "
+                "(exchange.timeout_s)"
+            ) from None
+        except ConnectionError:
+            raise self._ended(member) from None
