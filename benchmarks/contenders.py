@@ -233,6 +233,8 @@ def drafting(split: Split, *, sockets: int | None, share: float | None = None) -
         kinds, layers = ("cpu", "cpu"), [split.layers // 2, split.layers - split.layers // 2]
         cpu = {"ranks_per_socket": ranks_per_socket(sockets)}
 
+    # Each engine would measure for itself how many layers the GPU helps with.
+    cpu |= {"decode_gpu_share": 0}
     gpu = {} if share is None else {"gpu": {"memory_utilization": share}}
     words = [SHAPES[name]["vocab_size"] for name in (split.shape, DRAFT_MODEL["model"])]
     has_drafter = words[0] == words[1]

@@ -141,7 +141,9 @@ def test_a_job(scene: Scene, logs: Path, model: Path, share: float) -> None:
     port, dashboard = free_port(), free_port()
     options = (
         # As `ray-hetero ray-args` counts them: a rank's bundle has all cores of its socket.
-        f"--num-cpus={len(os.sched_getaffinity(0))}", "--include-dashboard=true",
+        f"--num-cpus={len(os.sched_getaffinity(0))}",
+        # On two of them the model would fit, and no stage be on the socket.
+        "--num-gpus=1", "--include-dashboard=true",
         f"--dashboard-port={dashboard}", "--dashboard-agent-listen-port=0",
     )  # fmt: skip
     submit = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from vllm.platforms.interface import PlatformEnum  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers import fusible_layers, layer_fusion  # noqa: E402
-from ray_hetero.kernels.linear import quantised_linear  # noqa: E402
+from ray_hetero.kernels.linear import quantised_linear, streaming_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.weight_formats import PackedWeight  # noqa: E402
@@ -193,12 +194,16 @@ def test_norms_of_another_type_are_left_to_vllm(contexts: dict[str, Any]) -> Non
 
 
 @pytest.fixture
-def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put back what is patched for the process of a rank."""
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     for name in quantised_linear.KERNELS:
         lists = getattr(linear, name)
         monkeypatch.setitem(lists, PlatformEnum.CPU, list(lists.get(PlatformEnum.CPU, [])))
+    yield
+    # The process has one kernel, which later tests use in bfloat16.
+    if kernel := streaming_linear.at_hand():
+        kernel.use(torch.bfloat16)
 
 
 @pytest.mark.usefixtures("_restored")

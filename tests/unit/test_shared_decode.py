@@ -272,16 +272,26 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
         )
     )
     assert "8: 2 (the last), 64000.0 to 49000.0 ms" in said[0]
-    # It ends where more takes longer, and begins with what fewer tokens give away.
+    # It ends where more takes longer, and begins with what fewer tokens give away; then what was
+    # chosen is compared with the cores alone again.
     evenly = [one[:2] for one in asked if not one[2]]
-    assert [count for tokens, count in evenly if tokens == 32] == [0, 1, 2, 3, 4, 5, 6]
-    assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 6, 7]
+    assert [count for tokens, count in evenly if tokens == 32] == [0, 1, 2, 3, 4, 5, 6, *[0, 5] * 3]
+    assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 6, 7, *[0, 6] * 3]
     assert [found.of(tokens).of_layers for tokens in (0, 7, 40, 128)] == [0, 0, 0.625, 0.75]
     assert [found.of(tokens).last for tokens in (0, 7, 40, 128)] == [0, 2, 0, 0]
 
 
 def test_a_gain_that_noise_may_be_is_none() -> None:
     assert best_shares(lambda tokens, count, late: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
+
+
+def test_a_moment_in_which_others_compute_decides_nothing() -> None:
+    slow = iter([8.0])  # the first step of the cores alone
+
+    def seconds(tokens: int, count: int, is_late: bool) -> float:
+        return next(slow, 1.0) if count == 0 else 1.2 + 0.1 * count
+
+    assert best_shares(seconds, 4, (8,)).is_empty
 
 
 def test_steps_of_no_more_tokens_than_the_native_module_takes() -> None:
