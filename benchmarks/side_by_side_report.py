@@ -1,8 +1,9 @@
 """Table and plot of what `side_by_side.py` has written.
 
     python benchmarks/side_by_side_report.py results.json --plot results.svg
+    python benchmarks/side_by_side_report.py results.json --arrivals arrivals.svg
 
-Needs nothing but the file, and matplotlib for the plot.
+Needs nothing but the file, and matplotlib for the plots.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--plot", type=Path, help="a file to draw into, .svg or .png")
+    parser.add_argument("--arrivals", type=Path,
+                        help="another, of the gaps that an arriving prompt leaves")  # fmt: skip
     options = parser.parse_args()
     found = json.loads(options.results.read_text())
     print(table(found, width=130), end="")
     if options.plot:
         draw(found, options.plot)
+    if options.arrivals:
+        draw_arrivals(found, options.arrivals)
 
 
 def floor_ms(found: dict[str, Any], outcome: dict[str, Any]) -> float | None:
@@ -186,6 +191,57 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure.suptitle(
         f"{found['shape']}: {found['layers_outside']} of {found['layers']} layers outside the GPU"
     )
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+Gaps = list[tuple[float, float]]
+"""Seconds since a prompt arrived, and milliseconds between the last two tokens of requests that
+decode."""
+
+
+def arrivals(found: dict[str, Any]) -> dict[str, tuple[float, Gaps]]:
+    """By contender, the usual milliseconds between two tokens, and the gaps once a prompt arrives.
+
+    Of several rounds the one whose longest gap is the median.
+    """
+    chosen = {}
+    for name, outcome in found["contenders"].items():
+        rounds = [one for arrival in outcome["arrivals"] for one in arrival["rounds"]]
+        if not rounds:
+            continue
+        rounds.sort(key=lambda one: one["longest_ms"])
+        middle = rounds[len(rounds) // 2]
+        ends = itertools.accumulate(ms / 1000 for ms in middle["gaps_ms"])
+        chosen[name] = middle["usual_ms"], list(zip(ends, middle["gaps_ms"], strict=True))
+    return chosen
+
+
+def draw_arrivals(found: dict[str, Any], path: Path) -> None:
+    """Gaps between tokens of requests that decode while a long prompt is read.
+
+    Raises:
+        SystemExit: no prompt arrived in this run.
+
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    chosen = arrivals(found)
+    if not chosen:
+        raise SystemExit("no prompt arrived in this run: run side_by_side.py with --arrival TOKENS")
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for name, (usual, gaps) in chosen.items():
+        ends = [0.0, *(end for end, _ in gaps)]
+        (line,) = axes.step(ends, [gaps[0][1], *(ms for _, ms in gaps)], where="pre",
+                            marker="o", markersize=3, label=name)  # fmt: skip
+        axes.axhline(usual, color=line.get_color(), linestyle=":", linewidth=1)
+    axes.set_xlabel("seconds since the prompt arrived")
+    axes.set_ylabel("ms between two tokens (dotted: before)")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
 

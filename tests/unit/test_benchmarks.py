@@ -35,7 +35,7 @@ from heavy_tailed import CIRCLE, DEGREES, SPREAD, write_checkpoint  # noqa: E402
 from planner_check import Planner, fits, verdict  # noqa: E402
 from shapes import QUANTISED, SHAPES, head_bytes, layer_bytes, write_shape  # noqa: E402
 from side_by_side import merged, together  # noqa: E402
-from side_by_side_report import crossing_of, floor_ms, table  # noqa: E402
+from side_by_side_report import arrivals, crossing_of, floor_ms, table  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from utilisation import shares_between  # noqa: E402
 
@@ -496,3 +496,19 @@ def test_fp8_experts_that_are_timed_are_held_as_a_rank_holds_a_checkpoints(
             found = fp8_weight(weight, is_gate_up=is_gate_up)
             assert torch.equal(found.data, pair[i].data)
             assert (found.shape, found.layout) == (pair[i].shape, pair[i].layout)
+
+
+def test_gaps_of_an_arriving_prompt_are_those_of_the_middle_round() -> None:
+    rounds = [
+        {"usual_ms": 40.0, "longest_ms": longest, "gaps_ms": [50.0, longest, 40.0]}
+        for longest in (300.0, 100.0, 200.0)
+    ]
+    found = {
+        "contenders": {
+            "ours": {"arrivals": [{"rounds": [one]} for one in rounds]}, "others": {"arrivals": []}
+        }
+    }  # fmt: skip
+    ((name, (usual, gaps)),) = arrivals(found).items()
+    assert (name, usual) == ("ours", 40.0)
+    assert [ms for _, ms in gaps] == [50.0, 200.0, 40.0]
+    assert [end for end, _ in gaps] == pytest.approx([0.05, 0.25, 0.29])
