@@ -10,7 +10,7 @@ weights that cross its link meanwhile (ray_hetero/kernels/layers/shared_decode.p
 what a layer's weights behind the attention take on the link, nothing computed; `order_ms` what a
 thread takes to order them; `behind_ms` what the GPU computes in when they are there, the way to it
 and back included; `last_given_ms` the same with the last layers given away.  Start it with the
-environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY). """
+environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY)."""
 
 from __future__ import annotations
 
