@@ -299,6 +299,24 @@ def test_the_contributing_page_counts_the_rooms_of_each_change() -> None:
     }
 
 
+def test_every_benchmark_is_listed() -> None:
+    page = (DOCS / "benchmarks/index.md").read_text(encoding="utf-8")
+    rows, parts = page.partition("| script | purpose |\n|---|---|\n")[2].split("\n\n")[:2]
+    scripts = {
+        name for row in rows.splitlines() for name in re.findall(r"`(\S+)`", row.split("|")[1])
+    }
+    others = set(re.findall(r"`([\w.]+)`", parts)) - scripts
+    files = {
+        path for path in (ROOT / "benchmarks").iterdir() if path.suffix in (".py", ".cpp", ".h")
+    }
+    assert scripts | others == {path.name for path in files}
+    runnable = {
+        path.name for path in files
+        if path.suffix == ".cpp" or "__main__" in path.read_text(encoding="utf-8")
+    }  # fmt: skip
+    assert runnable <= scripts
+
+
 def test_layouts_that_work_beside_gpus_are_tests_for_hosts_with_gpus() -> None:
     page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
     table = page.partition("<!-- layouts:")[2].partition("<!-- end of layouts -->")[0]
