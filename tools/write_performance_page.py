@@ -30,7 +30,7 @@ from raw_figures import (
     step_ms,
 )
 
-from placement.plan.picture import FAINT, INK, SOFT, STAGES
+from placement.plan.picture import FAINT, INK, KINDS, SOFT
 from placement.plan.svg import Svg
 
 ROOT = DOCS.parent
@@ -477,13 +477,13 @@ def picture() -> str:
     scale = (WIDTH - LEFT - 90) / longest
     for text, pair in values:
         drawn.text_end(LEFT - 14, y + 25, text, 13.5, INK)
-        for place, (value, colour) in enumerate(zip(pair, (STAGES[0], FAINT), strict=True)):
+        for place, (value, colour) in enumerate(zip(pair, (KINDS["cpu"], FAINT), strict=True)):
             top = y + 3 + place * (BAR + 2)
             drawn.box(LEFT, top, value * scale, BAR, colour, radius=2)
             drawn.text(LEFT + value * scale + 7, top + 13, ms(value), 12.5, INK, bold=place == 0)
         y += ROW
     y += 14
-    for x, colour, text in ((LEFT, STAGES[0], "this project: a CPU socket computes the layers"),
+    for x, colour, text in ((LEFT, KINDS["cpu"], "this project: a CPU socket computes the layers"),
                             (LEFT + 330, FAINT, "vLLM, prefetching them over PCIe")):  # fmt: skip
         drawn.box(x, y - 10, 12, 12, colour, radius=2)
         drawn.text(x + 18, y, text, 12.5, SOFT)

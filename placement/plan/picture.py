@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from placement.cluster.layout import Kind
 from placement.plan import svg
 from placement.plan.devices import RankDevice
 from placement.plan.plan import Plan
@@ -31,9 +32,8 @@ CELL = 9
 INK, SOFT, FAINT, LINE, PAPER, PANEL = (
     "#1d2733", "#5b6876", "#8d98a5", "#d5dce4", "#ffffff", "#f5f7fa",
 )  # fmt: skip
-STAGES = (
-    "#2f6fb0", "#c46f16", "#348a5f", "#8a5bb0", "#c2475b", "#2a97a0", "#8c7a2b", "#6b7480",
-)  # fmt: skip
+KINDS: dict[Kind, str] = {"cpu": "#2f6fb0", "gpu": "#c46f16"}
+"""Colours of CPU sockets and of GPUs, those of docs/architecture.svg as well."""
 MEMORY = {
     "weights": "#51657a",
     "KV cache": "#7fb0a5",
@@ -163,9 +163,10 @@ def _idle_card(picture: Svg, device: RankDevice, x: float, y: float, height: flo
 def _expert_card(picture: Svg, experts: ExpertPlan, x: float, y: float) -> None:
     device = experts.device
     picture.box(x, y, CARD_WIDTH, CARD_HEIGHT, PAPER, radius=9, line=LINE)
-    picture.box(x, y, CARD_WIDTH, 6, INK, radius=3)
+    colour = KINDS[device.kind]
+    picture.box(x, y, CARD_WIDTH, 6, colour, radius=3)
     _device_lines(picture, device, x, y, INK)
-    picture.box(x + 14, y + 62, svg.width("experts", 12.5, bold=True) + 18, 22, INK, radius=11)
+    picture.box(x + 14, y + 62, svg.width("experts", 12.5, bold=True) + 18, 22, colour, radius=11)
     picture.text(x + 23, y + 77, "experts", 12.5, PAPER, bold=True)
     end = x + 40 + svg.width("experts", 12.5, bold=True)
     picture.text(end, y + 77, f"rank {experts.rank}", 12.5, SOFT)
@@ -184,7 +185,7 @@ def _sizes(split: Split) -> str:
 
 
 def _card(picture: Svg, plan: Plan, number: int, rank: RankPlan, x: float, y: float) -> None:
-    stage, colour = plan.split.stages[number], STAGES[number % len(STAGES)]
+    stage, colour = plan.split.stages[number], KINDS[rank.device.kind]
     picture.box(x, y, CARD_WIDTH, CARD_HEIGHT, PAPER, radius=9, line=LINE)
     picture.box(x, y, CARD_WIDTH, 6, colour, radius=3)
     _device_lines(picture, rank.device, x, y, INK)
@@ -249,7 +250,7 @@ def _timeline(picture: Svg, plan: Plan, y: float) -> float:
     top = y + 28
     for number, stage in enumerate(split.stages):
         share = width * stage.decode.seconds / total
-        picture.box(at, top, max(share - 2, 0.5), 30, STAGES[number % len(STAGES)], radius=3)
+        _stage_box(picture, stage, at, top, max(share - 2, 0.5), 30, radius=3)
         label = f"stage {number}   {_time(stage.decode.seconds)}"
         if svg.width(label, 13, bold=True) + 16 < share:
             picture.text(at + 10, top + 20, label, 13, PAPER, bold=True)
@@ -261,8 +262,25 @@ def _timeline(picture: Svg, plan: Plan, y: float) -> float:
     return y + 8
 
 
+def _stage_box(
+    picture: Svg,
+    stage: StagePlan,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    *,
+    radius: float,
+) -> None:
+    """A box in the colour of the stage's kind; of a group of both kinds, half in each."""
+    kinds = sorted(stage.devices.kinds)
+    tall = height / len(kinds)
+    for place, kind in enumerate(kinds):
+        picture.box(x, y + place * tall, width, tall, KINDS[kind], radius=radius)
+
+
 def _stage_line(picture: Svg, number: int, stage: StagePlan, y: float) -> None:
-    picture.box(MARGIN, y - 11, 12, 12, STAGES[number % len(STAGES)], radius=2)
+    _stage_box(picture, stage, MARGIN, y - 11, 12, 12, radius=2)
     picture.text(MARGIN + 22, y, f"stage {number}", 13, INK, bold=True)
     devices = _places(stage)
     picture.text(MARGIN + 88, y, svg.fitted(devices, 13, 260), 13, SOFT)

@@ -1,4 +1,4 @@
-"""vLLM's ParallelConfig: what the engines of a data-parallel server have been told apart by."""
+"""vLLM's ParallelConfig: what engines of a data-parallel server differ in, and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ray_hetero.compat.patching import original
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 DATA_PARALLEL_FIELDS = (
     "data_parallel_size",
@@ -37,3 +38,11 @@ def impose_data_parallel(config: ParallelConfig, values: tuple[tuple[str, Any], 
     for name, value in values:
         original(config, name)
         setattr(config, name, value)
+
+
+def set_parallel_sizes(executor: MultiprocExecutor) -> None:
+    """Set an executor's numbers of ranks from its configuration.
+
+    Uses: `MultiprocExecutor._get_parallel_sizes`.
+    """
+    original(executor, "_get_parallel_sizes")()

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.patching import original
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+        FP8BlockParams,
+        Fp8BlockScaledMMLinearKernel,
+    )
 
 OPERATORS = {"_POSSIBLE_KERNELS": "cpu_gemm_wna16"}
 """What vLLM's own kernel of a list calls, where a build for a processor may lack it; that kernel
@@ -37,3 +44,19 @@ def offer_kernels(kernels: Mapping[str, type], *, is_first: bool) -> None:
         operator = OPERATORS.get(name)
         lacks = operator is not None and not hasattr(_custom_ops.torch.ops._C, operator)
         lists[PlatformEnum.CPU] = [kernel, *others] if is_first or lacks else [*others, kernel]
+
+
+def block_parameters(kernel: Fp8BlockScaledMMLinearKernel, layer: nn.Module) -> FP8BlockParams:
+    """The weight and the scales of blocks of a layer, and the names that they have there.
+
+    Uses: `Fp8BlockScaledMMLinearKernel._get_layer_params`.
+    """
+    return original(kernel, "_get_layer_params")(layer)
+
+
+def is_read_by_attention(layer: nn.Module) -> bool:
+    """Whether latent attention reads a layer's tensors itself, so that they must stay plain.
+
+    Uses: `_cpu_skip_gemm_dispatch`, which `MLAAttention` sets on such a layer and no other has.
+    """
+    return getattr(layer, "_cpu_skip_gemm_dispatch", False)

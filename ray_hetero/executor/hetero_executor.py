@@ -25,6 +25,7 @@ from placement.cluster.external_group import nodes_within
 from placement.errors import ClaimError, PlacementError
 from ray_hetero.compat import engine_core, layer_partition
 from ray_hetero.compat.engine_args import spec_of
+from ray_hetero.compat.parallel_config import set_parallel_sizes
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.executor.actors import RankActors
 from ray_hetero.executor.engine_plan import EnginePlan, EnginePlanner
@@ -87,7 +88,7 @@ class HeteroExecutor(GuardedExecutor):
         self._guard(self._config.max_restarts)
         if self._config.max_restarts:
             engine_core.ask_when_a_step_fails(self.vllm_config, RankRecovery)
-        self._get_parallel_sizes()
+        set_parallel_sizes(self)
 
     @property
     def _plan(self) -> EnginePlan:

@@ -255,7 +255,9 @@ def with_experts_to_try(
     layouts: Sequence[Layout],
     asked: int | Literal["auto"],
 ) -> list[tuple[Layout, int]]:
-    """GPU stages of one node worth a look with expert ranks beside them, and how many.
+    """Single stages of GPUs, with the number of expert ranks beside each that is worth a look.
+
+    All ranks are on one node then, and so is a stage.
 
     Args:
         nodes: the cluster.
@@ -268,7 +270,7 @@ def with_experts_to_try(
     for layout in layouts:
         sockets = sockets_for_experts(nodes, layout.world_size, shape)
         ranks = sockets if asked in (0, "auto") else int(asked)
-        if layout.kinds == ("gpu",) and ranks:
+        if len(layout.stages) == 1 and set(layout.kinds) == {"gpu"} and ranks:
             found.append((layout, ranks))
     return found
 

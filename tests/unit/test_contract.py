@@ -35,6 +35,9 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import PunicaWrapperBase, punica_cpu
 from vllm.model_executor import layers
 from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    Fp8BlockScaledMMLinearKernel,
+)
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe import activation as fused_moe_activation
 from vllm.model_executor.layers.fused_moe import config as fused_moe_config
@@ -60,7 +63,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
 from vllm.v1.engine.utils import CoreEngineProcManager
-from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -261,7 +264,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/remote_experts", FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"),
     ("compat/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
     ("compat/message_queues", AsyncModelRunnerOutput, "get_output"),
-    ("kernels/linear/quantised_linear", quantised_linear.StreamedBlockFloats, "_get_layer_params"),
+    ("compat/quantised_kernels", Fp8BlockScaledMMLinearKernel, "_get_layer_params"),
     ("compat/api_server", AsyncLLM, "check_admission"),
     ("compat/api_server", AsyncLLM, "check_health"),
     ("compat/api_server", GenerateBaseServing, "_raise_if_error"),
@@ -289,7 +292,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
         ("compat/parallel_state", parallel_state, f"_{name}")
         for name in ("TP", "ETP", "DCP", "PCP", "PP", "DP", "EP")
     ),
-    ("executor/hetero_executor", HeteroExecutor, "_get_parallel_sizes"),
+    ("compat/parallel_config", MultiprocExecutor, "_get_parallel_sizes"),
     *(
         ("compat/decoder_classes", _class(module, name), "forward")
         for module, names in decoder_classes.CLASSES.items()
@@ -422,6 +425,10 @@ def _private_uses(path: Path, own: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and node.value in KNOWN - own:
             # For getattr and the like.
             yield node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and _is_private(name.value) and name.value not in own:
+                yield name.value
 
 
 def _is_private(name: str) -> bool:
@@ -446,15 +453,24 @@ def _made_here(paths: list[Path]) -> set[str]:
 def test_only_compat_touches_private_names_of_vllm() -> None:
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "compat"]
     own = _made_here(paths)
-    # What a class inherits from vLLM is held by name above.
-    inherited = {f"self.{name}" for _, owner, name in PRIVATE if owner in OVERRIDES}
     found = {
-        f"{path.relative_to(PACKAGE)}: {use}"
-        for path in paths
-        for use in _private_uses(path, own)
-        if use not in inherited
+        f"{path.relative_to(PACKAGE)}: {use}" for path in paths for use in _private_uses(path, own)
     }
     assert found == set()
+
+
+def test_the_page_names_the_private_methods_that_subclasses_elsewhere_give() -> None:
+    given = {
+        f"`{cls.__name__}.{name}`"
+        for cls, names in OVERRIDES.items()
+        for name in names
+        if _is_private(name)
+    }
+    page = upgrading.PAGE.read_text(encoding="utf-8")
+    said = page.partition("No other subpackage of `ray_hetero` calls or reads")[2].partition(
+        "\n\n"
+    )[0]
+    assert set(re.findall(r"`\w+\._\w+`", said)) == given
 
 
 def test_the_search_for_private_names_finds_them(tmp_path: Path) -> None:
@@ -462,11 +478,11 @@ def test_the_search_for_private_names_finds_them(tmp_path: Path) -> None:
     module.write_text(
         "from vllm import _custom_ops\n"
         "def run(runner, name='_coord_store_port', other='_suffix'):\n"
-        "    runner._dummy_run(1)\n"
+        "    runner._dummy_run(getattr(runner, '_read', 1))\n"
         "    return torch.ops._C, self._own, runner.public\n"
     )
     found = set(_private_uses(module, own={"_own"}))
-    assert found == {"_custom_ops", "runner._dummy_run", "_coord_store_port"}
+    assert found == {"_custom_ops", "runner._dummy_run", "_coord_store_port", "_read"}
 
 
 def test_a_name_that_upstream_renamed_is_told() -> None:

@@ -146,7 +146,7 @@ def latent_attention() -> Any:
 
 
 def test_latent_attention_marks_the_layer_whose_tensors_it_reads(latent_attention: Any) -> None:
-    # quantised_linear.py looks at it.
+    # compat/quantised_kernels.py looks at it.
     assert latent_attention.kv_b_proj._cpu_skip_gemm_dispatch
 
 

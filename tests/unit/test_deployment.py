@@ -73,6 +73,13 @@ def test_the_engine_in_a_container_has_what_it_needs(name: str, compose: dict[st
     assert has_gpus == (name == "engine")
 
 
+def test_images_that_are_not_built_here_have_a_version(compose: dict[str, Any]) -> None:
+    images = [one["image"] for one in compose["services"].values() if "build" not in one]
+    assert len(images) == 2
+    for image in images:
+        assert re.search(r":v?\d+\.\d+\.\d+$", image), image
+
+
 def test_what_containers_mount_and_build_from_is_there(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         for volume in service.get("volumes", ()):

@@ -282,6 +282,34 @@ def test_a_mixture_that_outgrows_its_gpu_is_faster_with_expert_ranks() -> None:
     assert unasked.chosen.name == found.shorter_with_experts.name
 
 
+def test_two_gpus_that_are_too_small_are_tried_with_expert_ranks() -> None:
+    two = machine(SMALL_GPU, gpus=2)
+    found = chosen(SHAPES["Mixtral 8x7B"], AUTO, two)
+    tried = {one.name: one for one in (found.chosen, *found.others)}
+    assert {"[gpu] + 2 expert ranks", "[gpu, gpu] + 2 expert ranks"} <= tried.keys()
+    # The model needs both; with experts elsewhere, two GPUs read the rest faster than one.
+    assert tried["[gpu, gpu]"].plan is None
+    assert found.chosen.name == "[gpu, gpu] + 2 expert ranks"
+    assert found.chosen.step_s < tried["[gpu] + 2 expert ranks"].step_s
+    # Who says no experts is told of them; who says a number has them beside each number of GPUs.
+    unasked = chosen(SHAPES["Mixtral 8x7B"], {"ranks": 0}, two)
+    assert unasked.shorter_with_experts is not None
+    assert unasked.shorter_with_experts.name == found.chosen.name
+    one_each = chosen(SHAPES["Mixtral 8x7B"], {"ranks": 1}, two)
+    names = {one.name for one in (one_each.chosen, *one_each.others)}
+    assert names == {"[gpu] + 1 expert rank", "[gpu, gpu] + 1 expert rank"}
+
+
+def test_gpus_of_several_nodes_are_not_tried_with_expert_ranks() -> None:
+    nodes = [
+        {"name": name, "gpus": SMALL_GPU, "sockets": {**XEON, "count": 2}} for name in ("a", "b")
+    ]
+    there = described({"nodes": nodes})
+    found = chosen(SHAPES["Mixtral 8x7B"], {"ranks": 2}, there)
+    names = {one.name for one in (found.chosen, *found.others)}
+    assert names == {"[gpu] + 2 expert ranks"}
+
+
 def test_a_dense_model_has_no_such_candidates() -> None:
     found = chosen(LLAMA_70B, AUTO)
     assert not found.unasked

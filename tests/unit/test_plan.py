@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,9 +16,10 @@ from plan_cases import LLAMA_8B, LLAMA_70B, config_of, plan_model
 from rich.console import Console
 from typer.testing import CliRunner
 
+from placement.cluster.layout import Kind
 from placement.errors import DoesNotFitError, LayoutError
 from placement.plan.described import described, read_described
-from placement.plan.picture import plan_svg
+from placement.plan.picture import KINDS, plan_svg
 from placement.plan.plan import Plan
 from placement.plan.svg import fitted, width
 from placement.plan.table import plan_table
@@ -123,6 +124,53 @@ def test_the_picture_shows_every_rank_and_all_its_layers(name: str) -> None:
     assert not [
         part for part in root.iter() if part.tag not in (f"{SVG}svg", f"{SVG}rect", f"{SVG}text")
     ]
+
+
+def colours_of_badges(root: ElementTree.Element, badge: str) -> set[str]:
+    """Of the boxes right before such texts on cards."""
+    parts = list(root)
+    return {
+        box.attrib["fill"] for box, text in pairwise(parts)
+        if text.text == badge and box.attrib.get("height") == "22.0"
+    }  # fmt: skip
+
+
+def bars(root: ElementTree.Element) -> list[tuple[str, float]]:
+    """Fill and height of the boxes of the step, from the left."""
+    found = [
+        box for box in root.iter(f"{SVG}rect")
+        if box.get("rx") == "3" and box.get("height") in ("30.0", "15.0")
+    ]  # fmt: skip
+    return [(box.attrib["fill"], float(box.attrib["height"])) for box in found]
+
+
+@pytest.mark.parametrize("layout", [[["cpu"], ["gpu"]], [["gpu"], ["cpu"]]])
+def test_colours_are_those_of_the_kinds_wherever_the_stage_is(layout: list[list[Kind]]) -> None:
+    plan = plan_model("70B", LLAMA_70B, SERVER, layout=layout)
+    root = ElementTree.fromstring(plan_svg(plan))  # noqa: S314
+    kinds = [kind for (kind,) in layout]
+    for stage, kind in enumerate(kinds):
+        assert colours_of_badges(root, f"stage {stage}") == {KINDS[kind]}
+    assert bars(root) == [(KINDS[kind], 30.0) for kind in kinds]
+
+
+def test_a_group_of_both_kinds_has_both_colours() -> None:
+    plan = plan_model("8B", LLAMA_8B, SERVER, layout=[["gpu", "cpu"]])
+    root = ElementTree.fromstring(plan_svg(plan))  # noqa: S314
+    assert colours_of_badges(root, "stage 0") == set(KINDS.values())
+    assert bars(root) == [(KINDS["cpu"], 15.0), (KINDS["gpu"], 15.0)]
+
+
+def test_the_picture_of_the_architecture_has_these_colours() -> None:
+    path = Path(__file__).parents[2] / "docs/architecture.svg"
+    root = ElementTree.parse(path).getroot()  # noqa: S314
+    kinds: dict[str, Kind] = {"CPU socket": "cpu", "GPU": "gpu"}
+    found = []
+    for box, text in pairwise(root):
+        for name, kind in kinds.items():
+            if (text.text or "").startswith("rank") and f"· {name} " in (text.text or ""):
+                found.append((kind, box.attrib["stroke"]))
+    assert found == [(kind, KINDS[kind]) for kind in ("cpu", "cpu", "gpu", "gpu")]
 
 
 def test_text_is_cut_to_its_room() -> None:

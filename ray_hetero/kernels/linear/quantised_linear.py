@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
+from ray_hetero.compat.quantised_kernels import block_parameters, is_read_by_attention
 from ray_hetero.weight_formats.base import BLOCK
 from ray_hetero.weight_formats.fp4 import Fp4Weight
 from ray_hetero.weight_formats.fp8 import Fp8Weight
@@ -203,12 +204,12 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Take the checkpoint's floats and scales."""
-        params = self._get_layer_params(layer)
+        params = block_parameters(self, layer)
         shape = self.weight_group_shape
         blocks = BlockFloats(
             params.weight.data, params.block_scale.data, shape.row, shape.col
         )  # fmt: skip
-        if getattr(layer, "_cpu_skip_gemm_dispatch", False):
+        if is_read_by_attention(layer):
             layer.checkpoint_blocks = blocks
             plain, ones = Fp8Weight.expanded(blocks.codes), torch.ones(blocks.scales.shape)
             for name, values in ((params.WEIGHT, plain), (params.block_scale_attr, ones)):
@@ -221,7 +222,7 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
     ) -> torch.Tensor:
         """y = x · Wᵀ + bias."""
-        if getattr(layer, "_cpu_skip_gemm_dispatch", False):
+        if is_read_by_attention(layer):
             return nn.functional.linear(x, layer.weight, bias)
         return _multiply(x, layer.weight, bias)
 
