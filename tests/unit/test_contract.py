@@ -233,6 +233,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_clients", InprocClient, "shutdown"),
     ("compat/engine_processes", CoreEngineProcManager, "shutdown"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
+    ("compat/cpu_linear", UnquantizedEmbeddingMethod, "embedding"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
     ("compat/routed_experts", FusedMoEKernel, "fused_experts"),
