@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.patching import original, replace
+
+if TYPE_CHECKING:
+    import torch
 
 
 def use_linear(
@@ -80,6 +83,33 @@ def keep_embeddings_once(*, has_tied_output: bool) -> None:
         return process_weights_after_loading
 
     replace(UnquantizedEmbeddingMethod, "process_weights_after_loading", make)
+
+
+def look_up_with(
+    layer: Any,
+    look_up: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None],
+) -> None:
+    """Have a function look up an embedding's rows.
+
+    Replaces: `UnquantizedEmbeddingMethod.embedding` of one layer.
+    Why: UnquantizedEmbeddingMethod puts the rows into new memory each time, and a prompt's into so
+    much that the system hands it out page by page.
+    Can go when: an embedding can be given the memory for its result.
+
+    Args:
+        layer: vLLM's, one that is not sliced.
+        look_up: of the matrix [vocabulary, N] and of tokens, int64; None leaves them to vLLM.
+
+    """
+
+    def make(stock: Any) -> Any:
+        def embedding(layer: Any, tokens: torch.Tensor) -> torch.Tensor:
+            found = look_up(layer.weight, tokens)
+            return stock(layer, tokens) if found is None else found
+
+        return embedding
+
+    replace(layer.quant_method, "embedding", make)
 
 
 def refuse_reload(reason: str) -> None:

@@ -1,16 +1,76 @@
-"""vLLM's engine process: what its loop asks when a step raises, and what it keeps meanwhile."""
+"""vLLM's engine process: which requests begin together, what its loop asks when a step raises, and
+what it keeps meanwhile.
+"""
 
 from __future__ import annotations
 
+import queue
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from ray_hetero.compat.patching import original
+from ray_hetero.compat.patching import original, replace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
+
+
+QUIET_S = 0.001
+"""Without a message, after which an idle engine takes all requests for there that come together."""
+MOST_S = 0.008
+"""Longest wait of a request for others, however many come."""
+
+
+def gather_arrivals(vllm_config: VllmConfig) -> None:
+    """In the engine's process: let requests that reach an idle engine together begin in one step.
+
+    While no request is running, the first one to come waits until none has come for a millisecond.
+    Whatever else a client sends is done at once.
+
+    Replaces: `EngineCoreProc._process_input_queue`.
+    Uses: `EngineCoreProc._handle_client_request`, `EngineCoreProc.input_queue`,
+    `EngineCoreProc.is_running`, `EngineCoreProc.engines_running`, `EngineCore.batch_queue`,
+    `Scheduler.has_unfinished_requests`.
+    Why: an idle engine schedules the first request by itself, and those that come a moment later
+    wait for its step. Where that step reads the weights over a GPU's link, it takes about as long
+    for one request as for all of them.
+    Can go when: an idle engine can be told to wait for more requests before its first step.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def make(stock: Callable[[EngineCoreProc], None]) -> Callable[[EngineCoreProc], None]:
+        @wraps(stock)
+        def process_input_queue(engine: EngineCoreProc) -> None:
+            # A process that is forked off with this patch in it may be that of another engine.
+            was_idle = engine.vllm_config is vllm_config and not _computes(engine)
+            stock(engine)
+            if was_idle and engine.scheduler.has_unfinished_requests():
+                _take_what_comes(engine)
+
+        return process_input_queue
+
+    replace(EngineCoreProc, "_process_input_queue", make)
+
+
+def _computes(engine: EngineCoreProc) -> bool:
+    """Whether requests are running, of this engine or of those that it keeps step with."""
+    return bool(
+        engine.engines_running or engine.batch_queue or engine.scheduler.has_unfinished_requests()
+    )
+
+
+def _take_what_comes(engine: EngineCoreProc) -> None:
+    end = time.monotonic() + MOST_S
+    while engine.is_running() and (left := end - time.monotonic()) > 0:
+        try:
+            message = engine.input_queue.get(timeout=min(QUIET_S, left))
+        except queue.Empty:
+            return
+        engine._handle_client_request(*message)
 
 
 def ask_when_a_step_fails(vllm_config: VllmConfig, sentinel: type) -> None:

@@ -20,6 +20,7 @@ from ray_hetero.planning import layer_plan, world_plan
 from ray_hetero.planning.cluster_rows import rows_probe
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.planned_layers import LayerPlan, describe_split
+from ray_hetero.planning.rank_devices import reads_over_link
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.refusals import (
@@ -46,6 +47,8 @@ class EnginePlan:
     spare_here: tuple[int, ...]
     """Logical CPUs of the driver's node that no CPU rank computes on."""
     info: EngineInfo
+    reads_over_link: bool
+    """Whether steps of many tokens read weights of CPU ranks or expert ranks over a GPU's link."""
     locality: str | None
     """Which sockets are near the GPUs that they feed; None where nothing is known of it."""
 
@@ -121,6 +124,7 @@ class EnginePlanner:
                 facts.shape,
                 self._spec.metrics_path,
             ),
+            reads_over_link(self._config, plan.world, nodes, is_bf16=facts.is_bf16),
             world_plan.locality_line(plan.world.seats, {node.node_id: node.host for node in nodes}),
         )
 

@@ -64,6 +64,8 @@ class HeteroExecutor(GuardedExecutor):
         end_with_parent(self._stop_ranks)
         with self._nothing_left_on_failure():
             self._connect(self._claim_devices())
+        if self._plan.reads_over_link:
+            engine_core.gather_arrivals(self.vllm_config)
 
     def _begin(self) -> None:
         """Before the first step: what was asked for, and nothing yet of what the steps make."""

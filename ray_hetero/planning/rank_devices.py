@@ -15,6 +15,7 @@ from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.prompt_gpus import ranks_of_prompt_gpu
 from ray_hetero.planning.seat_devices import Described, gpu_device, socket_device
 from ray_hetero.planning.socket_kernels import read_share, streams_weights
+from ray_hetero.world import World
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,35 @@ def expert_devices(
         figures = replace(figures, read_share=share, row_costs=costs)
         devices.append(replace(device, figures=figures))
     return tuple(devices)
+
+
+def reads_over_link(
+    config: HeteroConfig, world: World, nodes: Sequence[Node], *, is_bf16: bool
+) -> bool:
+    """Whether a GPU computes prompts for CPU ranks or expert ranks, as far as planning can tell.
+
+    A step of many tokens then reads their weights over its link, and takes tens of milliseconds for
+    any number of tokens.
+
+    Args:
+        config: as for `rank_devices`.
+        world: ranks of the engine.
+        nodes: the cluster.
+        is_bf16: whether what is not quantised is computed in bfloat16.
+
+    """
+    hosts = {node.node_id: node.host for node in nodes}
+    has_prompts = is_bf16 and any(
+        seat.kind == "cpu"
+        and world.has_gpu_on(seat.node_id)
+        and ranks_of_prompt_gpu(
+            config.cpu, seat, world.seats, hosts[seat.node_id], by_stage=False
+        )
+        for seat in world.seats
+    )  # fmt: skip
+    return has_prompts or (
+        bool(world.experts) and can_read_experts(config, world.experts, nodes, is_bf16=is_bf16)
+    )
 
 
 def can_read_experts(

@@ -133,6 +133,7 @@ class Steps:
                 linears[module] = Linear(held, module.added)
                 gpu.add(held)
         kernel.prompts = Prompts(gpu, least)
+        self.kernel, self.linears = kernel, linears
         self.known = known_layers(self.decoder, linears, kernel)
         gpu.take()
         shape = shape_of(self.known)

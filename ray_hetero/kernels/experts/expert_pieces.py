@@ -155,7 +155,7 @@ class ExpertReader(LinkReader[Piece]):
             # What was expected in its place does not come.
             self.forget()
             self.fetch(piece)
-        self.read_ahead(piece)
+        self.read_ahead(piece, _after)
 
     def next(self, piece: Piece, computing: Any) -> Slot[Piece]:
         """The slot that has a piece, once what a stream is told from now on begins."""
@@ -169,4 +169,8 @@ class ExpertReader(LinkReader[Piece]):
         """Let a slot have another piece once the stream has done what it was told."""
         slot.free.record(computing)
         assert slot.piece is not None, "it was asked for"
-        self.read_ahead(slot.piece)
+        self.read_ahead(slot.piece, _after)
+
+
+def _after(piece: Piece) -> Piece | None:
+    return piece.after

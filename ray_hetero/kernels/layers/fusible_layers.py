@@ -67,6 +67,11 @@ class Run:
         return bool(self.begin + len(self.layers) == self.decoder.end_layer)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether these are all layers of this stage that the decoder has."""
+        return self.is_last and bool(self.begin == self.decoder.start_layer)
+
+    @property
     def adapters(self) -> Adapters | None:
         """Those of one of the layers, if they have some."""
         return first_of(

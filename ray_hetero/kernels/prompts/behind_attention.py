@@ -106,7 +106,7 @@ class OnGpu:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `BehindAttention` says."""
         gpu = self._gpu
-        gpu.settle()
+        gpu.begin(is_shared=True)
         with torch.inference_mode(), current(gpu.computing):
             y, total = gpu_post_attention.behind_from(
                 gpu, self._layers[place].parts, attended, residual

@@ -22,8 +22,15 @@ import torch
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts.step_memory import StepMemory
-from ray_hetero.kernels.prompts.weight_pieces import PieceReader, Placed, WholeWeight, current, cut
-from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, WeightsAhead
+from ray_hetero.kernels.prompts.weight_pieces import (
+    PieceReader,
+    Placed,
+    ReadingOrder,
+    WholeWeight,
+    current,
+    cut,
+)
+from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, ExpandedWeight, WeightsAhead
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS, gpu_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
 from ray_hetero.weight_formats.base import HostWeight
@@ -79,6 +86,9 @@ class GpuPrefill:
         self._weights: dict[int, WholeWeight] = {}
         self._pieces: dict[int, list[Placed]] = {}
         self._constants: dict[int, _Constant] = {}
+        self._of_prompts, self._of_shared = ReadingOrder(), ReadingOrder()
+        self._is_shared = False
+        """Whether what is computed is a decode step that the cores share with the GPU."""
         self._ahead = WeightsAhead()
         self._ordered: Future[None] | None = None
         """What another thread orders of those."""
@@ -181,7 +191,7 @@ class GpuPrefill:
             [M, N], bf16, in host memory.
 
         """
-        self.settle()
+        self.begin()
         with current(self._computing):
             y = self._multiply(self.memory.sent_alone(x), packed, bias)
             (y_host,) = self.received(y)
@@ -212,6 +222,21 @@ class GpuPrefill:
         """Have the GPU's work ordered beside this thread."""
         return self._ordering.submit(work)
 
+    def begin(self, *, is_shared: bool = False) -> None:
+        """Begin products of a step, once the other thread has ordered everything.
+
+        Args:
+            is_shared: whether it is a decode step that the cores share with the GPU: only these use
+                what was expanded ahead.
+
+        Raises:
+            RuntimeError: as `settle`.
+            TimeoutError: the same.
+
+        """
+        self.settle()
+        self._is_shared = is_shared
+
     def expand_ahead(self, linears: Sequence[Linear]) -> None:
         """Have `expand` called by the other thread, unless all is there.
 
@@ -238,19 +263,24 @@ class GpuPrefill:
         return self._ahead.has(_addresses(linears))
 
     def expand(self, linears: Sequence[Linear]) -> None:
-        """Have weights come and be expanded, which their next products use in this order.
+        """Have weights come and be expanded, which a shared decode step uses next in this order.
 
         They take the place of products of larger steps, which forget them, and of those before.
-        What there is no room for comes ahead as other pieces do.
+        What there is no room for comes ahead as other pieces do.  If decode steps need nothing
+        else, what a prompt needs first comes behind them.
         """
         with torch.inference_mode(), current(self._computing):
             self._ahead.expand(
-                _addresses(linears), self._pieces, self._reader, self.memory.behind_products
-            )
+                _addresses(linears), self._pieces, self._reader, self._of_shared,
+                self.memory.behind_products,
+            )  # fmt: skip
+            self._reader.prepare(self._of_prompts)
 
     def forget(self) -> None:
         """Have nothing ahead any more."""
         self._ahead.forget()
+        # One layer that was there for many steps does not come again after itself.
+        self._of_shared.interrupt()
 
     def wait_for_link(self) -> None:
         """Wait until all that was ordered ahead has come."""
@@ -267,7 +297,7 @@ class GpuPrefill:
         at = packed.data_ptr()
         tokens, outputs = x.shape[0], self._weights[at].shape[0]
         if tokens > SHARED_TOKENS:
-            self._ahead.forget()
+            self.forget()
         y = self.memory.products(tokens, outputs)
         # It was bf16 before vLLM widened it.
         added = None if bias is None else self.constant(bias)
@@ -284,10 +314,11 @@ class GpuPrefill:
 
     def _placed(self, at: int) -> Iterator[tuple[Placed | ExpandedPart, torch.Tensor]]:
         """The pieces of a weight, each with its values [inputs, outputs], in their order."""
-        ahead = self._ahead.of(at)
+        ahead = self._ahead.of(at) if self._is_shared else ExpandedWeight()
+        order = self._of_shared if self._is_shared else self._of_prompts
         yield from ((part, part.weight) for part in ahead.parts)
         for placed in self._pieces[at][ahead.pieces :]:
-            yield placed, self._reader.expanded(placed.piece).t()
+            yield placed, self._reader.expanded(placed.piece, order).t()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A bias or a norm's weight, which the GPU keeps."""

@@ -40,10 +40,27 @@ class StepMemory:
         is_gpu = self._device.type == "cuda"
         return torch.empty(shape, dtype=torch.bfloat16, device="cpu", pin_memory=is_gpu)
 
+    def embedded(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of an embedding [tokens, N], where the GPU reads them; until others are staged.
+
+        Args:
+            table: [vocabulary, N], bf16.
+            tokens: int64, as many as a step has at most.
+
+        """
+        # The model's first layer has no residual, and so leaves this to the hidden state.
+        into = self._residual_host[: len(tokens) * table.shape[1]].view(len(tokens), -1)
+        return torch.index_select(table, 0, tokens, out=into)
+
+    def has_room_for(self, table: torch.Tensor, tokens: torch.Tensor) -> bool:
+        """Whether `embedded` suits."""
+        is_plain = tokens.ndim == 1 and table.dtype == torch.bfloat16
+        return bool(is_plain and len(tokens) * table.shape[1] <= len(self._residual_host))
+
     def stage(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy a step's input, [M, N] each, to where the GPU reads it.
+        """A step's input, [M, N] each, copied to where the GPU reads it, or `embedded` there.
 
         Args:
             hidden: of all tokens.
@@ -51,6 +68,10 @@ class StepMemory:
             rows: which tokens the GPU computes.
 
         """
+        own = self._residual_host.untyped_storage().data_ptr()
+        is_here = residual is None and hidden.untyped_storage().data_ptr() == own
+        if is_here and isinstance(rows, slice):
+            return hidden[rows], None
         return (
             _gathered(hidden, rows, self._x_host),
             None if residual is None else _gathered(residual, rows, self._residual_host),

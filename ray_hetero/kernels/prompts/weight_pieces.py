@@ -1,7 +1,7 @@
 """Weights that a GPU reads from host memory piece by piece, each ahead of its use.
 
-A step multiplies by the same weights in the same order as the step before.  So what came after a
-piece the last time is on its way over the link while the piece is computed with.
+A step multiplies by the same weights in the same order as the last step of its kind.  So what came
+after a piece then is on its way over the link while the piece is computed with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -131,8 +131,6 @@ class Piece:
     end: int
     inputs: int
     expansion: Expansion
-    after: Piece | None = None
-    """The one that was computed with next the last time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,14 +180,35 @@ def piece_outputs(outputs: int, most: int) -> int:
     return tiles if tiles <= most else blocks
 
 
-class Following(Protocol):
-    """What a GPU reads at once, and what it reads next."""
+class ReadingOrder:
+    """The order in which steps of one kind use pieces, as the last one of them did.
 
-    after: Any
-    """Another one, or None."""
+    Steps of different kinds use different pieces, each with other ones after it; in one order for
+    all, each step would be taken for a step of the kind before it.
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[Piece, Piece] = {}
+        self.last: Piece | None = None
+        """The one that was used last; None where what comes next does not follow it."""
+
+    def use(self, piece: Piece) -> None:
+        """Note that a piece is used, after the last one."""
+        if self.last is not None:
+            self._after[self.last] = piece
+        self.last = piece
+
+    def after(self, piece: Piece) -> Piece | None:
+        """What was used after a piece the last time, if anything was."""
+        return self._after.get(piece)
+
+    def interrupt(self) -> None:
+        """Have what comes next follow nothing; all that is known stays."""
+        self.last = None
 
 
-Read = TypeVar("Read", bound=Following)
+Read = TypeVar("Read")
+"""What a GPU reads at once."""
 
 
 @dataclass(eq=False)
@@ -251,17 +270,18 @@ class LinkReader(ABC, Generic[Read]):
         for slot in self._ahead:
             slot.ready.synchronize()
 
-    def read_ahead(self, last: Read) -> None:
+    def read_ahead(self, last: Read, after: Callable[[Read], Read | None]) -> None:
         """Order what comes after the last piece that was ordered, as far as there are slots.
 
         Args:
             last: that piece, where all have come.
+            after: what comes after a piece, if that is known.
 
         """
-        following = (self._ahead[-1].piece or last) if self._ahead else last
-        while len(self._ahead) < self._count and following.after is not None:
-            following = following.after
+        following = after((self._ahead[-1].piece or last) if self._ahead else last)
+        while len(self._ahead) < self._count and following is not None:
             self.fetch(following)
+            following = after(following)
 
 
 class PieceReader(LinkReader[Piece]):
@@ -280,32 +300,37 @@ class PieceReader(LinkReader[Piece]):
         super().__init__(device, module, SLOTS, nbytes)
         self._computing = computing
         self._expanded = torch.empty(nbytes // BF16_BYTES, dtype=torch.bfloat16, device=device)
-        self._last: Piece | None = None
 
     def copies(self, piece: Piece) -> Iterator[tuple[torch.Tensor, int]]:
         """All of it."""
         yield piece.weight.view(torch.uint8).view(-1), 0
 
-    def expanded(self, piece: Piece, into: torch.Tensor | None = None) -> torch.Tensor:
+    def expanded(
+        self, piece: Piece, order: ReadingOrder, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The piece on the GPU, [outputs, inputs], bf16; the next ones are on their way then.
 
         Args:
             piece: of one of the weights.
+            order: of steps of the kind that uses it.
             into: where it is expanded to, [outputs, inputs], contiguous; None for memory that the
                 next piece overwrites.
 
         """
-        if self._last is not None:
-            self._last.after = piece
-        self._last = piece
+        order.use(piece)
         slot = self._slot_of(piece)
         self._computing.wait_event(slot.ready)
         rows, inputs = piece.end - piece.begin, piece.inputs
         weight = self._expanded[: rows * inputs] if into is None else into.view(-1)
         piece.expansion(slot.memory[: piece.weight.nbytes], weight)
         slot.free.record(self._computing)
-        self.read_ahead(piece)
+        self.read_ahead(piece, order.after)
         return weight.view(rows, inputs)
+
+    def prepare(self, order: ReadingOrder) -> None:
+        """Order what the next step of a kind uses first, where all slots are left free."""
+        if not self._ahead and order.last is not None:
+            self.read_ahead(order.last, order.after)
 
     def _slot_of(self, piece: Piece) -> Slot[Piece]:
         # Pieces that were expected and did not come are passed over.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ray_hetero.kernels.prompts.weight_pieces import PieceReader, Placed
+from ray_hetero.kernels.prompts.weight_pieces import PieceReader, Placed, ReadingOrder
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,7 @@ class WeightsAhead:
         addresses: list[int],
         pieces: Mapping[int, Sequence[Placed]],
         reader: PieceReader,
+        order: ReadingOrder,
         memory: torch.Tensor,
     ) -> None:
         """Have weights come and be expanded, until the memory is full.
@@ -88,6 +89,7 @@ class WeightsAhead:
             addresses: of the weights, in the order of their products.
             pieces: of all weights, by address.
             reader: of pieces.
+            order: of steps that use these weights.
             memory: of the GPU, bf16; what was in it before is forgotten.
 
         """
@@ -100,7 +102,7 @@ class WeightsAhead:
                 if count > len(memory):
                     return
                 weight, memory = memory[:count], memory[count:]
-                reader.expanded(placed.piece, weight)
+                reader.expanded(placed.piece, order, weight)
                 expanded.add(placed, weight)
 
     def forget(self) -> None:

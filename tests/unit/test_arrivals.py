@@ -1,0 +1,243 @@
+"""Requests that reach an idle engine together begin in one step, in vLLM's own loop."""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreRequestType, core
+from worlds import layout, node
+
+from placement.cluster.assignment import assign
+from ray_hetero.compat import engine_core
+from ray_hetero.compat.engine_core import MOST_S, QUIET_S
+from ray_hetero.config import HeteroConfig
+from ray_hetero.executor import hetero_executor
+from ray_hetero.executor.hetero_executor import HeteroExecutor
+from ray_hetero.planning.rank_devices import reads_over_link
+from ray_hetero.world import World
+
+GAP_S = 0.0002
+ROUNDS = 15
+"""Of which the median counts: the machine may do something else meanwhile."""
+LATE_S = 0.004
+"""A machine that does something else."""
+ADD, ABORT, UTILITY = (
+    EngineCoreRequestType.ADD,
+    EngineCoreRequestType.ABORT,
+    EngineCoreRequestType.UTILITY,
+)
+
+
+class NotingQueue(queue.Queue[Any]):
+    """A queue that notes how long it was waited for, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits: list[float] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if timeout is not None:
+            self.limits.append(timeout)
+        return super().get(block, timeout)
+
+
+class Scheduler:
+    """What an engine's loop needs of one."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    has_unfinished_requests = has_requests
+
+
+def engine_of(config: Any) -> Any:
+    """vLLM's engine up to its first step."""
+    engine = core.EngineCoreProc.__new__(core.EngineCoreProc)
+    engine.vllm_config, engine.scheduler, engine.batch_queue = config, Scheduler(), None
+    engine.input_queue, engine.aborts_queue = NotingQueue(), queue.Queue()
+    engine.engines_running, engine.process_input_queue_block = False, True
+    engine.shutdown_state = core.EngineShutdownState.RUNNING
+    engine._idle_state_callbacks = []
+    engine.add_request = lambda request, wave: engine.scheduler.requests.append(request)
+    return engine
+
+
+def put(engine: Any, messages: Sequence[Any], gap_s: float = GAP_S) -> threading.Thread:
+    """Put messages into an engine's queue, one after another."""
+
+    def put_all() -> None:
+        for number, message in enumerate(messages):
+            if number:
+                time.sleep(gap_s)
+            engine.input_queue.put(message)
+
+    thread = threading.Thread(target=put_all)
+    thread.start()
+    return thread
+
+
+def added(*requests: Any) -> list[Any]:
+    return [(ADD, (request, 0)) for request in requests]
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of an engine whose arrivals are gathered."""
+    name = "_process_input_queue"
+    monkeypatch.setattr(core.EngineCoreProc, name, core.EngineCoreProc._process_input_queue)
+    given = SimpleNamespace()
+    for one in (SimpleNamespace(), given):
+        engine_core.gather_arrivals(one)
+    return given
+
+
+def median(measure: Callable[[], float]) -> float:
+    return statistics.median(measure() for _ in range(ROUNDS))
+
+
+def test_requests_that_come_one_after_another_begin_together(config: Any) -> None:
+    def handed_over() -> int:
+        engine = engine_of(config)
+        thread = put(engine, added(*range(8)))
+        engine._process_input_queue()
+        found = len(engine.scheduler.requests)
+        thread.join()
+        return found
+
+    assert median(handed_over) == 8
+
+
+def test_an_engine_of_others_takes_what_is_there(config: Any) -> None:
+    for engine in (engine_of(SimpleNamespace()), engine_of(config)):
+        for message in added(1, 2):
+            engine.input_queue.put(message)
+        engine._process_input_queue()
+        assert engine.scheduler.requests == [1, 2]
+        assert engine.input_queue.limits == [QUIET_S] * (engine.vllm_config is config)
+
+
+def test_one_request_waits_a_millisecond_and_no_stream_of_them_longer_than_eight(
+    config: Any,
+) -> None:
+    assert (QUIET_S, MOST_S) == (0.001, 0.008)
+
+    def seconds(requests: int) -> float:
+        engine = engine_of(config)
+        thread = put(engine, added(*range(requests)))
+        began = time.perf_counter()
+        engine._process_input_queue()
+        taken = time.perf_counter() - began
+        thread.join()
+        return taken
+
+    assert QUIET_S <= median(lambda: seconds(1)) < QUIET_S + LATE_S
+    assert MOST_S <= median(lambda: seconds(200)) < MOST_S + LATE_S
+
+
+@pytest.mark.parametrize("busy", ["request", "batch", "other engines"])
+def test_an_engine_that_computes_does_not_wait(config: Any, busy: str) -> None:
+    engine = engine_of(config)
+    if busy == "request":
+        engine.scheduler.requests.append("running")
+    elif busy == "batch":
+        engine.batch_queue = ["a batch on its way"]
+    else:
+        engine.engines_running = True
+    engine.input_queue.put(*added("new"))
+    engine._process_input_queue()
+    assert engine.scheduler.requests[-1] == "new"
+    assert engine.input_queue.limits == []
+
+
+def test_what_else_clients_send_is_done_at_once(config: Any) -> None:
+    def delays() -> tuple[float, float]:
+        engine, done = engine_of(config), dict[str, float]()
+        engine.abort_requests = lambda ids: done.update(abort=time.perf_counter())
+        engine.called = lambda: done.update(utility=time.perf_counter())
+        engine.output_queue = queue.Queue()
+        thread = put(engine, [*added(1), (ABORT, ["one"]), (UTILITY, (0, 1, "called", ()))])
+        sent = time.perf_counter() + 2 * GAP_S
+        engine._process_input_queue()
+        thread.join()
+        return done["abort"] - sent, done["utility"] - sent
+
+    found = [delays() for _ in range(ROUNDS)]
+    assert all(statistics.median(column) < QUIET_S for column in zip(*found, strict=True))
+
+
+def test_a_shutdown_ends_the_wait(config: Any) -> None:
+    engine = engine_of(config)
+
+    def shut_down(ids: Any) -> None:
+        engine.shutdown_state = core.EngineShutdownState.REQUESTED
+
+    engine.abort_requests = shut_down
+    for message in (*added(1), (ABORT, [])):
+        engine.input_queue.put(message)
+    engine._process_input_queue()
+    assert engine.input_queue.empty()
+    assert engine.input_queue.limits == []
+
+
+def test_an_executor_that_fails_meanwhile_is_an_error_at_once(config: Any) -> None:
+    engine = engine_of(config)
+    put(engine, [*added(1), (EngineCoreRequestType.EXECUTOR_FAILED, b"")]).join()
+    with pytest.raises(RuntimeError, match=r"Executor failed\."):
+        engine._process_input_queue()
+
+
+@pytest.mark.parametrize("is_over_link", [True, False])
+def test_the_executor_asks_for_it_where_the_plan_says_so(
+    is_over_link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claim(executor: Any) -> None:
+        executor._planned = SimpleNamespace(reads_over_link=is_over_link)
+
+    asked: list[Any] = []
+    monkeypatch.setattr(engine_core, "gather_arrivals", asked.append)
+    monkeypatch.setattr(hetero_executor, "end_with_parent", lambda stop: None)
+    for name, step in (("_begin", lambda self: None), ("_claim_devices", claim),
+                       ("_connect", lambda self, ranks: None)):  # fmt: skip
+        monkeypatch.setattr(HeteroExecutor, name, step)
+    executor = HeteroExecutor.__new__(HeteroExecutor)
+    executor.vllm_config = SimpleNamespace()
+    executor._init_executor()
+    assert asked == [executor.vllm_config] * is_over_link
+
+
+@pytest.mark.parametrize(
+    ("stages", "experts", "cpu", "expected"),
+    [
+        (("c", "g"), 0, {}, True),
+        (("cc", "g"), 0, {}, True),
+        (("c", "g"), 0, {"prefill_on_gpu": False}, False),
+        (("c", "g"), 0, {"linear_kernel": "vllm"}, False),
+        (("g", "g"), 0, {}, False),
+        (("c", "c"), 0, {}, False),
+        (("g",), 1, {}, True),
+    ],
+)
+def test_engines_whose_steps_read_weights_over_a_link(
+    stages: tuple[str, ...], experts: int, cpu: dict[str, Any], expected: bool
+) -> None:
+    shape = layout(*stages)
+    there = node(sockets=shape.count("cpu") + experts, gpus=shape.count("gpu"), is_driver=True)
+    seats = assign(shape, [there])
+    beside = assign(layout("c" * experts), [there]) if experts else ()
+    world = World(shape, seats, (2,) * len(stages), beside)
+    config = HeteroConfig.model_validate({"cpu": {"linear_kernel": "streaming", **cpu}})
+    assert reads_over_link(config, world, [there], is_bf16=True) is expected
+    assert not reads_over_link(config, world, [there], is_bf16=False)
+    off = {"cpu": {"linear_kernel": "streaming", "prefill_on_gpu": False},
+           "experts": {"prefill_on_gpu": False}}  # fmt: skip
+    assert not reads_over_link(HeteroConfig.model_validate(off), world, [there], is_bf16=True)
