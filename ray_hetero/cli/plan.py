@@ -176,7 +176,7 @@ def plan(
                 acceptance=acceptance,
                 quantised=quantised_forms(content, computed, kv_cache_dtype),
             )
-        refuse_model(content, shape, found.layers)
+        refuse_model(content, config.cpu.linear_kernel, found.layers)
         if svg is not None:
             _write(svg, plan_svg(found.plan))
     except (PlacementError, RayHeteroError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ray_hetero.compat.patching import original
+from ray_hetero.compat.patching import original, replace
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,3 +60,28 @@ def is_read_by_attention(layer: nn.Module) -> bool:
     Uses: `_cpu_skip_gemm_dispatch`, which `MLAAttention` sets on such a layer and no other has.
     """
     return getattr(layer, "_cpu_skip_gemm_dispatch", False)
+
+
+def keep_scales_of_parts() -> None:
+    """Give the kernels layers in FP8 with one scale for each fused part as the checkpoint has them.
+
+    Replaces: `w8a8_utils.requantize_with_max_scale`, on CPU ranks.
+    Why: vLLM rounds the parts anew to one scale, with an operator that it has no CPU form of
+    (`_C.static_scaled_fp8_quant`), so that such a checkpoint does not load there.  The kernels take
+    a scale for each output, which leaves the weights as they are.
+    Can go when: vLLM's CPU build has that operator, or hands the scales of parts to kernels.
+
+    """
+    import torch
+    from vllm.model_executor.layers.quantization.utils import w8a8_utils
+
+    def make(stock: Any) -> Any:
+        def kept(weight: Any, weight_scale: Any, logical_widths: Any) -> Any:
+            # A part without a scale of its own keeps what vLLM begins with.
+            if weight_scale.ndim == 0 or weight_scale[-1] <= torch.finfo(weight.dtype).min:
+                return stock(weight, weight_scale, logical_widths)
+            return w8a8_utils.convert_to_channelwise(weight_scale, logical_widths), weight
+
+        return kept
+
+    replace(w8a8_utils, "requantize_with_max_scale", make)

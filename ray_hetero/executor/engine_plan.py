@@ -29,6 +29,7 @@ from ray_hetero.preflight.refusals import (
     refuse_heads,
     refuse_shared_experts,
 )
+from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 from ray_hetero.preflight.unsupported_drafters import Drafting
 from ray_hetero.worker import mixed_groups
 from ray_hetero.worker.rank_config import shared_settings
@@ -151,8 +152,9 @@ class EnginePlanner:
     def _refuse(self, world: World) -> None:
         model_config = self._vllm_config.model_config
         refuse_heads(model_config, world.layout)
+        linear_kernel = self._config.cpu.linear_kernel
         if world.has_cpu:
-            refuse_checkpoint(model_config)
+            refuse_checkpoint(CheckpointOnCpus.of_model(model_config, linear_kernel))
         if world.is_stock:
             return
         refuse_shared_experts(self._vllm_config.parallel_config)
@@ -160,7 +162,8 @@ class EnginePlanner:
         if speculative is not None:
             refuse_drafting(Drafting(self._vllm_config, self._config, world.layout))
             if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
-                refuse_checkpoint(speculative.draft_model_config)
+                draft_model = speculative.draft_model_config
+                refuse_checkpoint(CheckpointOnCpus.of_model(draft_model, linear_kernel))
 
     def _settle_dtype(self, world: World) -> None:
         """Say in which dtype the model is computed and why, or give a world of GPUs vLLM's own.

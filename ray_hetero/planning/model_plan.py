@@ -23,6 +23,8 @@ from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
 from ray_hetero.planning.split_search import Asked
+from ray_hetero.preflight.refusals import refuse_checkpoint
+from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 
 @dataclass(frozen=True)
@@ -175,22 +177,17 @@ def _all(node: Node) -> Iterator[RankDevice]:
         yield RankDevice(node.host.name, f"socket {socket.id}", figures, memory)
 
 
-def refuse_model(config: Mapping[str, Any], shape: ModelShape, found: LayerPlan) -> None:
+def refuse_model(config: Mapping[str, Any], linear_kernel: str, found: LayerPlan) -> None:
     """Refuse a checkpoint that the engine would refuse on these ranks.
+
+    Args:
+        config: `config.json` of the checkpoint.
+        linear_kernel: setting `cpu.linear_kernel`.
+        found: the ranks.
 
     Raises:
         UnsupportedError: its layers have no kernel on CPU ranks.
 
     """
-    from ray_hetero.preflight.unsupported_checkpoints import MODEL_TYPES, without_kernel
-
-    if not found.world.has_cpu:
-        return
-    scheme = config.get("quantization_config") or {}
-    method = str(scheme.get("quant_method", ""))
-    missing = without_kernel(method, scheme) or MODEL_TYPES.get(shape.model_type)
-    if missing is not None:
-        raise UnsupportedError(
-            f"a checkpoint with {missing} layers does not work with ray_hetero on CPU ranks: vLLM "
-            "has no CPU kernel for them. Write a layout without CPU ranks."
-        )
+    if found.world.has_cpu:
+        refuse_checkpoint(CheckpointOnCpus.of_config(config, linear_kernel))

@@ -22,7 +22,10 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.preflight.settings import check_settings
 from ray_hetero.preflight.unsupported_checkpoints import (
+    CheckpointOnCpus,
     architecture_without_kernel,
+    experts_without_kernel,
+    layers_only_streamed,
     layers_without_kernel,
 )
 from ray_hetero.preflight.unsupported_drafters import (
@@ -218,14 +221,28 @@ WITH_RESTARTS: Sequence[Refusal[EngineArgs]] = (
 )
 """Refused where an engine may start its ranks again."""
 
-MODELS_OF_CPU_RANKS: Sequence[Refusal[ModelConfig]] = (
+MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
     Refusal(
         "a checkpoint with {found} layers",
         layers_without_kernel,
-        "vLLM has no CPU kernel for them",
-        "Take the model as 8-bit integers (W8A8), 4-bit AWQ or GPTQ, or unquantised, or write a "
-        "layout without CPU ranks.",
-        seen="Which formats have one: the table below.",
+        "vLLM loads them for kernels of GPUs only",
+        "Take the model as 8-bit integers, 4-bit AWQ or GPTQ, or unquantised, or write a layout "
+        "without CPU ranks.",
+        seen="Which formats CPU ranks compute: the tables below.",
+    ),
+    Refusal(
+        "cpu.linear_kernel vllm beside a checkpoint with {found} layers",
+        layers_only_streamed,
+        "vLLM has no CPU kernel for them, and this project's kernels are not to be taken",
+        "Leave cpu.linear_kernel out.",
+    ),
+    Refusal(
+        "a mixture of experts in {found}",
+        experts_without_kernel,
+        "vLLM has no CPU form of experts in this format, which this project's kernel takes the "
+        "place of",
+        "Take the model as FP8 in blocks, as 4-bit integers, or unquantised, or write a layout "
+        "without CPU ranks.",
     ),
     Refusal(
         "a model with {found} layers",
@@ -330,7 +347,7 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stoc
         refusal.check(engine_args)
 
 
-def refuse_checkpoint(model: ModelConfig) -> None:
+def refuse_checkpoint(checkpoint: CheckpointOnCpus) -> None:
     """Refuse a model that has no CPU kernel; for worlds with CPU ranks.
 
     Raises:
@@ -338,7 +355,7 @@ def refuse_checkpoint(model: ModelConfig) -> None:
 
     """
     for refusal in MODELS_OF_CPU_RANKS:
-        refusal.check(model)
+        refusal.check(checkpoint)
 
 
 def refuse_drafting(drafting: Drafting) -> None:

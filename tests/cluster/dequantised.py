@@ -43,7 +43,7 @@ def dequantised(quantised: Path, plain: Path, dtype: torch.dtype = torch.bfloat1
 def weight_of(parts: dict[str, torch.Tensor], scheme: dict[str, Any]) -> torch.Tensor:
     """W [N, K] of one layer, float32."""
     method = scheme["quant_method"]
-    if method == "fp8":
+    if method == "fp8" and "weight_block_size" in scheme:
         rows, columns = scheme["weight_block_size"]
         weight = parts["weight"].float()
         scales = parts["weight_scale_inv"].repeat_interleave(rows, 0)[: weight.shape[0]]
@@ -54,25 +54,33 @@ def weight_of(parts: dict[str, torch.Tensor], scheme: dict[str, Any]) -> torch.T
     if method == "awq":
         codes, zeros = (_words(parts[name], AWQ_PLACES).t() for name in ("qweight", "qzeros"))
         return (codes - _spread(zeros, codes)) * _spread(parts["scales"].t(), codes)
-    if "weight" in parts:
+    packed = parts["weight"] if "weight_scale_2" in parts else parts.get("weight_packed")
+    if packed is None:
         return parts["weight"].float() * parts["weight_scale"]
-    if parts["weight_packed"].dtype == torch.uint8:
-        packed = parts["weight_packed"]
+    if packed.dtype == torch.uint8:
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).int()
         values = torch.tensor((*FP4, *(-value for value in FP4)))[codes]
+        if "weight_global_scale" in parts:
+            return values * _spread(parts["weight_scale"], codes) / parts["weight_global_scale"]
+        if "weight_scale_2" in parts:
+            return values * _spread(parts["weight_scale"], codes) * parts["weight_scale_2"]
         exponents = parts["weight_scale"].float() - MXFP4_BIAS
         return values * _spread(torch.exp2(exponents), codes)
-    codes = _words(parts["weight_packed"])
-    zeros = torch.full((1, 1), 8.0)
+    (group,) = scheme["config_groups"].values()
+    bits = group["weights"]["num_bits"]
+    codes = _words(packed, bits=bits)
+    zeros = torch.full((1, 1), float(1 << bits - 1))
     if "weight_zero_point" in parts:
         zeros = _spread(_words(parts["weight_zero_point"].t()).t(), codes)
     return (codes - zeros) * _spread(parts["weight_scale"], codes)
 
 
-def _words(words: torch.Tensor, places: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Codes of four bits of int32 words, along the last dimension."""
+def _words(
+    words: torch.Tensor, places: tuple[int, ...] | None = None, *, bits: int = 4
+) -> torch.Tensor:
+    """Codes of int32 words, along the last dimension."""
     unsigned = words.to(torch.int64) & 0xFFFFFFFF
-    each = [unsigned >> 4 * place & 15 for place in places]
+    each = [unsigned >> bits * place & (1 << bits) - 1 for place in places or range(32 // bits)]
     return torch.stack(each, dim=-1).flatten(-2).float()
 
 

@@ -27,14 +27,20 @@ from ray_hetero.cli.demo.model import (  # noqa: E402
     DemoShape,
     write_demo_model,
 )
+from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
+
+IN_GROUPS = DemoShape(hidden=768, heads=24)
+"""All sizes are multiples of 128, so that groups and blocks are as large as in published models."""
+SHAPES = {"wide": DemoShape(hidden=1024, heads=16), "fp8": IN_GROUPS, "w4a16": IN_GROUPS}
+"""Of variants that are not as large as other demo models."""
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Make (once) a demo checkpoint: architecture, `-int8` or `-wide` behind it, and dtype.
+    """Make (once) a demo checkpoint: architecture, a format or `-wide` behind it, and dtype.
 
-    `draft_model`, `eagle` and `eagle3` are drafters for the one of Llama in float32, `mtp` is that
-    one with a layer that drafts.
+    Formats are those of `demo-model --stored`.  `draft_model`, `eagle` and `eagle3` are drafters
+    for the one of Llama in float32, `mtp` is that one with a layer that drafts.
     """
     of_target = {"eagle": write_eagle_head, "eagle3": write_eagle3_head, "mtp": write_mtp_model}
     root = tmp_path_factory.mktemp("models")
@@ -48,14 +54,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         elif not directory.exists():
             architecture, _, variant = name.partition("-")
             stored = "f32" if dtype == "float32" else "bf16"
-            shape = DemoShape(hidden=1024, heads=16) if variant == "wide" else None
             with patch.dict(ARCHITECTURES, MAKERS):
                 write_demo_model(
                     directory,
                     architecture,
-                    shape=shape,
+                    shape=SHAPES.get(variant),
                     dtype=stored,
-                    stored="int8" if variant == "int8" else None,
+                    stored=variant if variant in FORMATS else None,
                 )
         return directory
 

@@ -31,6 +31,8 @@ CASES = [
     Case("llama-int8", "bfloat16", "c/g"),
     Case("llama-int8", "bfloat16", "g/c"),
     Case("llama-int8", "bfloat16", "gc"),
+    Case("llama-fp8", "bfloat16", "c/g"),
+    Case("llama-w4a16", "bfloat16", "c/g"),
 ]
 
 

@@ -50,6 +50,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models import registry as model_registry
 from vllm.platforms.interface import Platform
@@ -253,6 +254,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
     ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
     ("compat/quantised_experts", int_wna16, "_process_weights_cpu"),
+    ("compat/quantised_kernels", w8a8_utils, "requantize_with_max_scale"),
+    ("compat/quantised_kernels", w8a8_utils, "convert_to_channelwise"),
     ("compat/fused_experts", fused_moe, "fused_experts"),
     ("compat/fused_experts", fused_moe, "try_get_optimal_moe_config"),
     ("compat/fused_experts", fused_moe_activation, "MoEActivation"),

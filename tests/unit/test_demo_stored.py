@@ -58,13 +58,18 @@ def test_the_config_says_so_and_the_planner_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "method", "share"),
     [
+        ("w8a16", "compressed-tensors", 0.53),
         ("fp8", "fp8", 0.5),
+        ("fp8-tensor", "fp8", 0.5),
+        ("fp8-weight", "compressed-tensors", 0.5),
         ("fp8-channel", "compressed-tensors", 0.5),
         ("w4a16", "compressed-tensors", 0.28),
         ("w4a16-zeros", "compressed-tensors", 0.29),
         ("gptq", "gptq", 0.29),
         ("awq", "awq", 0.29),
         ("mxfp4", "compressed-tensors", 0.26),
+        ("nvfp4", "compressed-tensors", 0.28),
+        ("nvfp4-modelopt", "modelopt", 0.28),
     ],
 )
 def test_each_format_takes_the_bytes_that_the_planner_reads(
@@ -90,7 +95,7 @@ def test_the_last_outputs_of_a_weight_in_blocks_may_fill_half_a_block() -> None:
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--stored: expected one of int8, fp8, .*; got 'int3'"):
+    with pytest.raises(ConfigError, match=r"--stored: expected one of int8, w8a16, .*; got 'int3'"):
         write_demo_model(tmp_path / "model", stored="int3")
 
 

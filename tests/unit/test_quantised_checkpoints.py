@@ -24,6 +24,7 @@ from vllm.distributed import parallel_state  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.kernels import linear  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
+from vllm.model_executor.layers.quantization.utils import w8a8_utils  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.platforms.interface import PlatformEnum  # noqa: E402
@@ -31,6 +32,7 @@ from vllm.platforms.interface import PlatformEnum  # noqa: E402
 from placement.model.reading import shape_of  # noqa: E402
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
+from ray_hetero.compat import quantised_kernels  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.kernels.linear import quantised_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
@@ -41,8 +43,9 @@ pytestmark = [needs_native, pytest.mark.timeout(300)]
 SHAPE = DemoShape(layers=1, hidden=768, heads=24)
 """All sizes are multiples of 128."""
 HELD = {
-    "int8": "int8", "fp8": "fp8", "fp8-channel": "fp8", "w4a16": "int4", "w4a16-zeros": "int4",
-    "gptq": "int4", "awq": "int4", "mxfp4": "fp4",
+    "int8": "int8", "w8a16": "int8", "fp8": "fp8", "fp8-channel": "fp8", "fp8-tensor": "fp8",
+    "fp8-weight": "fp8", "w4a16": "int4", "w4a16-zeros": "int4", "gptq": "int4", "awq": "int4",
+    "mxfp4": "fp4", "nvfp4": "fp4", "nvfp4-modelopt": "fp4",
 }  # fmt: skip
 """The format of ray_hetero/weight_formats that holds each."""
 PARTS = {
@@ -71,6 +74,8 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     # As vLLM's CPU worker does.
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    requantise = w8a8_utils.requantize_with_max_scale
+    monkeypatch.setattr(w8a8_utils, "requantize_with_max_scale", requantise)
     for name in quantised_linear.KERNELS:
         lists = getattr(linear, name)
         monkeypatch.setitem(lists, PlatformEnum.CPU, list(lists.get(PlatformEnum.CPU, [])))
@@ -135,3 +140,20 @@ def test_layers_compute_with_the_checkpoints_weights(
             expected = x.float() @ weight.T
             room = 2 * weight.shape[1] * 2**-24 * (x.float().abs() @ weight.abs().T)
             assert ((found.float() - expected).abs() <= room + 2**-8 * expected.abs()).all(), ours
+
+
+@pytest.mark.usefixtures("_restored")
+def test_one_scale_of_parts_that_are_stored_together_is_the_layers() -> None:
+    quantised_kernels.keep_scales_of_parts()
+    weight = torch.randn(96, 64).to(torch.float8_e4m3fn)
+    parts = [32, 32, 32]
+    # vLLM begins with these, and a checkpoint of fused layers has the first only.
+    scales = torch.full((3,), torch.finfo(torch.float32).min)
+    scales[0] = 0.5
+    scale, kept = w8a8_utils.requantize_with_max_scale(weight, scales, parts)
+    assert scale == 0.5
+    assert kept is weight
+    apart = torch.tensor([0.5, 0.25, 1.0])
+    scale, kept = w8a8_utils.requantize_with_max_scale(weight, apart, parts)
+    assert scale.equal(apart.repeat_interleave(32)[:, None])
+    assert kept is weight

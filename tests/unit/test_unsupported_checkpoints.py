@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from ray_hetero.cli.demo.int8 import scheme
+from ray_hetero.cli.demo.stored import FORMATS
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.preflight.refusals import refuse_checkpoint
-from ray_hetero.preflight.unsupported_checkpoints import without_kernel
+from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 COMPRESSED = "compressed-tensors"
+NVFP4 = ("nvfp4-pack-quantized", 4, "float")
 
 
 def _compressed(stored: str, bits: int, kind: str = "int", *, activations: bool = False) -> Any:
@@ -22,33 +23,83 @@ def _compressed(stored: str, bits: int, kind: str = "int", *, activations: bool 
     return {"format": stored, "config_groups": {"group_0": group}}
 
 
+def _model(
+    method: str | None, scheme: Any = None, *, experts: int = 0, model_type: str = "llama"
+) -> Any:
+    """What vLLM knows about a model."""
+    given = {} if scheme is None else {"quantization_config": scheme}
+    return SimpleNamespace(
+        quantization=method,
+        hf_config=SimpleNamespace(model_type=model_type, **given),
+        get_num_experts=lambda: experts,
+    )
+
+
+def _refuse(model: Any, linear_kernel: str = "auto") -> None:
+    refuse_checkpoint(CheckpointOnCpus.of_model(model, linear_kernel))
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "layers"),
+    [
+        ("modelopt_fp4", {"quant_algo": "W4A16_NVFP4"}, "NVFP4 weight-only"),
+        ("modelopt_fp4", {"quant_algo": "NVFP4", **_compressed(*NVFP4)}, "NVFP4 weight-only"),
+        ("modelopt", {"quant_algo": "MXFP8"}, "MXFP8"),
+        ("fbgemm_fp8", {}, "FBGEMM FP8"),
+        ("auto_gptq", {"bits": 8}, "8-bit GPTQ"),
+        (COMPRESSED, _compressed(*NVFP4), "NVFP4 weight-only"),
+    ],
+)
+def test_refused_with_any_kernels(method: str, given: dict[str, Any], layers: str) -> None:
+    said = rf"with {layers} layers .* GPUs only\. Take the model as .*, or write a layout without"
+    with pytest.raises(UnsupportedError, match=said):
+        _refuse(_model(method, given))
+    config = {"quantization_config": {**given, "quant_method": method}}
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_checkpoint(CheckpointOnCpus.of_config(config, "auto"))
+
+
 @pytest.mark.parametrize(
     ("method", "given", "layers"),
     [
         ("modelopt_fp4", {}, "NVFP4"),
-        ("auto_gptq", {"bits": 8}, "8-bit GPTQ"),
-        (COMPRESSED, _compressed("nvfp4-pack-quantized", 4, "float"), "NVFP4"),
+        ("modelopt_fp4", {"quant_algo": "NVFP4"}, "NVFP4"),
+        (COMPRESSED, _compressed(*NVFP4, activations=True), "NVFP4"),
         (COMPRESSED, _compressed("pack-quantized", 8), "8-bit int weight-only"),
         (COMPRESSED, _compressed("float-quantized", 8, "float"), "8-bit float weight-only"),
     ],
 )
-def test_refused(method: str, given: dict[str, Any], layers: str) -> None:
-    assert without_kernel(method, given) == layers
-    model: Any = SimpleNamespace(
-        quantization=method,
-        hf_config=SimpleNamespace(model_type="llama", quantization_config=given),
-    )
-    said = (
-        rf"with {layers} layers .* no CPU kernel.* Take the model as .*, or write a layout without"
-    )
+def test_refused_where_this_projects_kernels_are_not_taken(
+    method: str, given: dict[str, Any], layers: str
+) -> None:
+    for kernel in ("auto", "streaming"):
+        _refuse(_model(method, given), kernel)
+    said = f"linear_kernel vllm beside a checkpoint with {layers} layers .* Leave cpu.linear_kernel"
     with pytest.raises(UnsupportedError, match=said):
-        refuse_checkpoint(model)
+        _refuse(_model(method, given), "vllm")
+    with pytest.raises(UnsupportedError, match=rf"a mixture of experts in {layers} .* Take the"):
+        _refuse(_model(method, given, experts=8))
+    kept = {**given, "ignore": ["re:.*mlp.experts.*"]}
+    _refuse(_model(method, kept, experts=8))
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("fp8", "fp8-tensor"), (COMPRESSED, "compressed")], ids=str
+)
+def test_experts_with_one_scale_are_refused(method: str, name: str) -> None:
+    if name in FORMATS:
+        given = FORMATS[name].scheme(128, [])
+    else:
+        given = _compressed("float-quantized", 8, "float", activations=True)
+        given["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    _refuse(_model(method, given), "vllm")
+    with pytest.raises(UnsupportedError, match="in FP8 with one scale does"):
+        _refuse(_model(method, given, experts=8))
 
 
 def test_an_architecture_is_refused() -> None:
-    model: Any = SimpleNamespace(quantization=None, hf_config=SimpleNamespace(model_type="mamba"))
     with pytest.raises(UnsupportedError, match=r"Mamba layers.* scan\. Write a layout without"):
-        refuse_checkpoint(model)
+        _refuse(_model(None, model_type="mamba"))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +108,9 @@ def test_an_architecture_is_refused() -> None:
         ("None", {}),
         ("auto_gptq", {"bits": 4}),
         ("auto_awq", {"bits": 4}),
-        ("fp8", {"activation_scheme": "dynamic"}),
-        (COMPRESSED, scheme(128, [])),
+        ("fp8", {}),
+        ("fp8", FORMATS["fp8"].scheme(128, [])),
+        (COMPRESSED, FORMATS["int8"].scheme(128, [])),
         (COMPRESSED, _compressed("mxfp4-pack-quantized", 4, "float")),
         (COMPRESSED, _compressed("pack-quantized", 4)),
         (COMPRESSED, _compressed("float-quantized", 8, "float", activations=True)),
@@ -66,9 +118,16 @@ def test_an_architecture_is_refused() -> None:
     ],
 )
 def test_not_refused(method: str, given: dict[str, Any]) -> None:
-    assert without_kernel(method, given) is None
+    for kernel in ("auto", "vllm"):
+        _refuse(_model(method, given, experts=8), kernel)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_format_of_demo_models_is_refused(name: str) -> None:
+    config = {"model_type": "llama", "quantization_config": FORMATS[name].scheme(128, [])}
+    refuse_checkpoint(CheckpointOnCpus.of_config(config, "auto"))
 
 
 def test_an_unquantised_model_has_no_configuration_to_ask() -> None:
-    model: Any = SimpleNamespace(quantization=None, hf_config=SimpleNamespace(model_type="llama"))
-    refuse_checkpoint(model)
+    _refuse(_model(None))
+    refuse_checkpoint(CheckpointOnCpus.of_config({"model_type": "llama"}, "vllm"))

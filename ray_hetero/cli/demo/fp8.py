@@ -1,6 +1,7 @@
-"""Linear layers in floats of eight bits: in blocks as DeepSeek and Qwen publish them, or by output.
+"""Linear layers in floats of eight bits: in blocks as DeepSeek and Qwen publish them, or otherwise.
 
-Blocks are those of vLLM's method `fp8`, outputs those of compressed-tensors (W8A8, dynamic).
+Blocks, and one scale for a layer, are those of vLLM's method `fp8`; scales of outputs are those of
+compressed-tensors, with activations of eight bits (W8A8, dynamic) or without (W8A16).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 LARGEST = 448.0
 """Of E4M3."""
+BYTE = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 def block_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
@@ -36,7 +38,15 @@ def block_tensors(weight: Any, group: int) -> dict[str, Any]:
 
 def channel_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
     """`quantization_config` of a checkpoint with a scale an output; there are no groups."""
-    byte = {"num_bits": 8, "type": "float", "symmetric": True}
+    return _channel_scheme(ignored, {**BYTE, "strategy": "token", "dynamic": True})
+
+
+def weight_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of the same checkpoint with activations as they are (W8A16)."""
+    return _channel_scheme(ignored, None)
+
+
+def _channel_scheme(ignored: Sequence[str], activations: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -45,8 +55,8 @@ def channel_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {**byte, "strategy": "channel", "dynamic": False},
-                "input_activations": {**byte, "strategy": "token", "dynamic": True},
+                "weights": {**BYTE, "strategy": "channel", "dynamic": False},
+                "input_activations": activations,
             }
         },
     }
@@ -55,6 +65,21 @@ def channel_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
 def channel_tensors(weight: Any, group: int) -> dict[str, Any]:
     """Floats and the scales of outputs of a weight [N, K]."""
     scale = weight.abs().amax(dim=1, keepdim=True) / LARGEST
+    return {"weight": _floats(weight / scale), "weight_scale": scale}
+
+
+def tensor_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint with one scale a layer; there are no groups."""
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": list(ignored),
+    }
+
+
+def tensor_tensors(weight: Any, group: int) -> dict[str, Any]:
+    """Floats and the one scale of a weight [N, K]."""
+    scale = weight.abs().amax() / LARGEST
     return {"weight": _floats(weight / scale), "weight_scale": scale}
 
 

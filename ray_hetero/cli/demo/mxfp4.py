@@ -37,9 +37,16 @@ def tensors(weight: Any, group: int) -> dict[str, Any]:
     groups = weight.view(outputs, inputs // GROUP, GROUP)
     exponents = torch.ceil(torch.log2(groups.abs().amax(-1) / VALUES[-1]))
     scaled = groups / torch.exp2(exponents)[..., None]
-    nearest = (scaled.abs()[..., None] - torch.tensor(VALUES)).abs().argmin(-1)
-    codes = (nearest | (scaled < 0) * 8).to(torch.uint8).view(outputs, inputs // 2, 2)
+    codes = nearest_codes(scaled).view(outputs, inputs // 2, 2)
     return {
         "weight_packed": codes[..., 0] | codes[..., 1] << 4,
         "weight_scale": (exponents + BIAS).to(torch.uint8),
     }
+
+
+def nearest_codes(scaled: Any) -> Any:
+    """The codes whose values are nearest, uint8."""
+    import torch
+
+    nearest = (scaled.abs()[..., None] - torch.tensor(VALUES)).abs().argmin(-1)
+    return (nearest | (scaled < 0) * 8).to(torch.uint8)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_hetero.cli.demo import awq, fp8, gptq, int8, mxfp4, w4a16
+from ray_hetero.cli.demo import awq, fp8, gptq, int8, mxfp4, nvfp4, w4a16
 
 UNQUANTISED = ("lm_head",)
 """Linear layers that stay as they are, as in most checkpoints."""
@@ -36,13 +36,18 @@ class Stored:
 
 FORMATS = {
     "int8": Stored(int8.scheme, int8.tensors),
+    "w8a16": Stored(w4a16.scheme_of_bytes, w4a16.tensors_of_bytes),
     "fp8": Stored(fp8.block_scheme, fp8.block_tensors),
     "fp8-channel": Stored(fp8.channel_scheme, fp8.channel_tensors),
+    "fp8-tensor": Stored(fp8.tensor_scheme, fp8.tensor_tensors),
+    "fp8-weight": Stored(fp8.weight_scheme, fp8.channel_tensors),
     "w4a16": Stored(w4a16.scheme, w4a16.tensors),
     "w4a16-zeros": Stored(w4a16.scheme_with_zeros, w4a16.tensors_with_zeros),
     "gptq": Stored(gptq.scheme, gptq.tensors),
     "awq": Stored(awq.scheme, awq.tensors),
     "mxfp4": Stored(mxfp4.scheme, mxfp4.tensors),
+    "nvfp4": Stored(nvfp4.scheme, nvfp4.tensors),
+    "nvfp4-modelopt": Stored(nvfp4.modelopt_scheme, nvfp4.modelopt_tensors),
 }
 """By the name that `--stored` takes."""
 

@@ -99,6 +99,7 @@ class LinearLayers:
                 self._shared = SharedWeights()
         quantised_linear.use_holder(self._stored)
         quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=self._streams)
+        quantised_kernels.keep_scales_of_parts()
         if self._streams:
             cpu_linear.use_linear(
                 torch.ops.ray_hetero.streaming_linear,
