@@ -213,6 +213,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 is_shared=world.has_socket_group(seat),
                 sends_alone=world.layout.sends_alone(seat.stage),
                 dtype=self._vllm_config.model_config.dtype,
+                place=self._rank.place,
             )
             if self._vllm_config.lora_config is not None:
                 lora.leave_tokens_without_adapter()
