@@ -1,6 +1,7 @@
 """A socket's measured figures, kept in a file so that the next start does not measure again.
 
-The read bandwidth is here, what several rows cost is in `row_costs`.  One file a host, in the
+The read bandwidth is here, what several rows cost is in `row_costs`, shares of decode steps are in
+ray_hetero/kernels/layers/kept_shares.py.  One file a host, in the
 user's cache directory: homes are often shared between the nodes of a cluster.  A figure is used
 again for a week: a measurement that something else disturbed is not kept for ever, and a machine
 may get other memory.
@@ -22,6 +23,8 @@ from placement.host.native import read_bandwidth
 
 KEPT_SECONDS = 7 * 24 * 3600.0
 PROBE_SECONDS = 0.2
+MEASURE_AGAIN = "RAY_HETERO_MEASURE_AGAIN"
+"""Environment variable; with the value 1 no kept figure is used, and new ones take their place."""
 
 
 def cache_directory() -> Path:
@@ -77,6 +80,11 @@ def _fresh(entry: Any) -> float | None:
 
 def is_fresh(measured_at: Any) -> bool:
     """Whether a figure that was measured then is used again."""
+    return os.environ.get(MEASURE_AGAIN) != "1" and is_young(measured_at)
+
+
+def is_young(measured_at: Any) -> bool:
+    """Whether a figure that was measured then may still be true."""
     return isinstance(measured_at, int | float) and 0 <= time.time() - measured_at < KEPT_SECONDS
 
 
@@ -89,7 +97,7 @@ def read_figures(path: Path) -> dict[str, Any]:
     """The figures of a file; none where it is not there, or is no such file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+
+import torch
 
 
 def measure_on_cpu(worker: Any) -> None:
@@ -16,6 +19,33 @@ def measure_on_cpu(worker: Any) -> None:
         worker.model_runner.profile_run()
     else:
         worker.model_runner.warming_up_model()
+
+
+def run_ahead(worker: Any) -> None:
+    """Make a rank's largest forward pass before its memory is measured, and keep nothing cached.
+
+    It needs no other stage: a stage behind another one makes its own input.
+
+    Uses: `GPUModelRunner._dummy_run`, `GPUModelRunner.max_num_tokens`,
+    `Worker._scoped_allocator_max_split`, `Worker.randomize_dummy_inputs`,
+    `CPUModelRunner.warming_up_model`.
+    """
+    from vllm.platforms import current_platform
+
+    runner = worker.model_runner
+    if not current_platform.is_cuda():
+        runner.warming_up_model()
+        return
+    # As the measurement: workspaces grow in this pass, and must not pin what they leave.
+    with worker._scoped_allocator_max_split(max_split_size_mb=20):
+        runner._dummy_run(
+            runner.max_num_tokens,
+            is_profile=True,
+            randomize_inputs=worker.randomize_dummy_inputs,
+        )
+    torch.accelerator.synchronize()
+    gc.collect()
+    torch.accelerator.empty_cache()
 
 
 def run_forward(runner: Any, tokens: int) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import shared_decode
+from ray_hetero.kernels.layers.decode_shares import Shares
 from ray_hetero.kernels.layers.group_layers import (
     GroupLayers,
     PromptOffer,
@@ -27,7 +28,6 @@ from ray_hetero.kernels.layers.group_layers import (
     WholeLayers,
     linears_of,
 )
-from ray_hetero.kernels.layers.shared_decode import Shares
 from ray_hetero.kernels.linear import step_limit
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, InGroup
@@ -112,10 +112,14 @@ def _shares(offer: PromptOffer, behind: BehindAttention, gather: Gather) -> Shar
     kernel, layers = offer.kernel, offer.runs[0]
     if kernel is None or not offer.share or not shared_decode.suits(layers):
         return Shares(())
-    gather(None)  # they read the same memory: all begin together
+    # They read the same memory: all begin together.
+    places = gather(offer.place)
     return shared_decode.shares_of(
-        offer.share, layers, kernel, behind, lambda taken: max(gather(taken))
-    )
+        offer.share, layers, kernel, behind, lambda taken: max(gather(taken)),
+        # The first rank has the GPU, and keeps what is measured for all.
+        place="; ".join(places) if behind.about and all(places) else "",
+        agree=lambda found: gather(found)[0],
+    )  # fmt: skip
 
 
 def _settle_steps(offer: PromptOffer, layers: WholeLayers | None, gather: Gather) -> None:

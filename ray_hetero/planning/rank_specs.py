@@ -5,7 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from placement.cluster.assignment import Node
+from placement.cluster.assignment import Node, Seat
+from placement.host.cpulist import format_cpulist
+from placement.host.topology import Host
 from ray_hetero.planning import world_plan
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings
@@ -53,10 +55,25 @@ def rank_specs(
             gpus_beside=world_plan.gpus_beside(seat, hosts[seat.node_id]),
             near_gpus=near_gpus[seat.node_id],
             own_near_gpus=own_near_gpus[seat.node_id],
+            place=place_of(plan, seat, hosts[seat.node_id], engine),
             meeting=meeting,
         )
         for seat in plan.world.members
     )
+
+
+def place_of(plan: LayerPlan, seat: Seat, host: Host, engine: EngineSpec) -> str:
+    """What times that a CPU rank measures depend on beside its kernels and weights."""
+    if seat.kind != "cpu":
+        return ""
+    beside = [
+        f"stage {other.stage} on CPUs {format_cpulist(plan.threads.get(other.rank, ()))}"
+        for other in plan.world.members
+        if other.kind == "cpu" and other.node_id == seat.node_id and other.rank != seat.rank
+    ]
+    own = f"stage {seat.stage} on CPUs {format_cpulist(plan.threads.get(seat.rank, ()))}"
+    model = host.cpu_model or "unknown CPU"
+    return ", ".join([f"{model}, OpenMP {engine.config.cpu.openmp}, {own}", *beside])
 
 
 def spare_cpus(plan: LayerPlan, node: Node) -> tuple[int, ...]:

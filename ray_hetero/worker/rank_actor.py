@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import torch
+from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -57,8 +58,8 @@ from ray_hetero.runtime.shared_pages import kept_memory
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
 from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.worker.speculation import Speculation, models_of
-from ray_hetero.worker.warmup import Step
-from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
+from ray_hetero.worker.warmup import Step, runs_ahead
+from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform, run_ahead
 from ray_hetero.world import Forecast, RankSpec
 
 resting_collector.wake()
@@ -160,6 +161,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         self._is_driver_node = rank.seat.is_driver_node
         self._remote_experts: RemoteExperts | None = None
         self._serving_cpus: tuple[int, ...] = ()
+        self._own_cpus = rank.own
         settle(rank)
 
     def prepare(self) -> Fingerprint:
@@ -213,6 +215,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 is_shared=world.has_socket_group(seat),
                 sends_alone=world.layout.sends_alone(seat.stage),
                 dtype=self._vllm_config.model_config.dtype,
+                place=self._rank.place,
             )
             if self._vllm_config.lora_config is not None:
                 lora.leave_tokens_without_adapter()
@@ -257,13 +260,23 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if world.layout.is_mixed(seat.stage):
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)
+        ahead = runs_ahead(
+            world.layout, seat.stage,
+            compiles=self._vllm_config.compilation_config.mode != CompilationMode.NONE,
+            has_others=bool(world.experts) or self._parallel_config.data_parallel_size > 1,
+        )  # fmt: skip
+        context = replace(self._context(), has_run_ahead=ahead)
         self.worker = RankWorker(
-            self.worker, self._context(), seat.stage, self._rank.forecast, self._remote_experts
+            self.worker, context, seat.stage, self._rank.forecast, self._remote_experts
         )
         seconds = {
             "joining groups and loading weights": loaded - began,
             "making weights ready for the kernels": time.perf_counter() - loaded,
         }
+        if ahead:
+            began = time.perf_counter()
+            run_ahead(self.worker.worker, self._serving_cpus, self._own_cpus)
+            seconds["dummy forward pass while other ranks load"] = time.perf_counter() - began
         return {**self.wait_for_init(), "seconds": seconds}
 
     def _prompt_gpu(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
@@ -305,7 +318,9 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         """Load and compile near the GPU; answers the logical CPUs to serve on."""
         cpus = self._rank.near_gpus.get(gpu, ())
         if cpus:
-            move_process(os.getpid(), self._rank.own_near_gpus.get(gpu, cpus))
+            near = self._rank.own_near_gpus.get(gpu, cpus)
+            move_process(os.getpid(), near)
+            self._own_cpus = near or self._own_cpus
             rank = self._rank.seat.rank
             logger.info("gpu rank %d serves on CPUs %s, near GPU %d", rank, cpus, gpu)
         return cpus or self._rank.spare

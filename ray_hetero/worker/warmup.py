@@ -77,6 +77,25 @@ class WarmupSizes:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
+def runs_ahead(layout: Layout, stage: int, *, compiles: bool, has_others: bool) -> bool:
+    """Whether the ranks of a stage make their largest forward pass as soon as they are loaded.
+
+    They compile in it: GPU ranks while CPU ranks make their weights ready, and these while GPU
+    ranks still compile.  All ranks of a stage are of one kind and answer alike, so that they meet
+    in each other's collectives.  With expert ranks, or beside other engines of a data-parallel
+    group, a pass would wait for those.
+
+    Args:
+        layout: kinds of all ranks.
+        stage: of the ranks.
+        compiles: whether they compile (not eager).
+        has_others: whether there are such ranks or engines.
+
+    """
+    is_of_both = {"cpu", "gpu"} <= set(layout.kinds)
+    return is_of_both and not layout.is_mixed(stage) and compiles and not has_others
+
+
 def schedule(
     layout: Layout, sizes: WarmupSizes, phase: Phase, *, has_boundary: bool
 ) -> tuple[tuple[Step, ...], ...]:

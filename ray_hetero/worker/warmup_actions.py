@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,8 @@ class RankContext:
     """Logical CPUs that a CPU rank computes on."""
     serving_cpus: tuple[int, ...] = ()
     """Logical CPUs that a GPU rank keeps to from now on; none where it may use any."""
+    has_run_ahead: bool = False
+    """Whether its largest forward pass is made before the schedule begins."""
     max_remote_memory_fraction: float | None = None
     """Largest share of its memory on other nodes."""
 
@@ -63,6 +65,25 @@ def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
         return Acknowledged(context.rank, step.number, _ACTIONS[step.action](worker, context, step))
 
 
+def run_ahead(worker: Any, serving_cpus: Collection[int], own_cpus: Collection[int]) -> None:
+    """Have a rank's vLLM worker make its largest forward pass while other ranks get ready.
+
+    Args:
+        worker: vLLM's.
+        serving_cpus: what a GPU rank keeps to meanwhile: CPU ranks measure their steps on the
+            others.
+        own_cpus: what it may use again then, until the engine serves.
+
+    """
+    keep_to(serving_cpus)
+    try:
+        with torch.inference_mode(), set_current_vllm_config(worker.vllm_config):
+            warmup.run_ahead(worker)
+    finally:
+        if serving_cpus:
+            keep_to(own_cpus)
+
+
 def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
     if current_platform.is_cuda():
         return int(worker.determine_available_memory())
@@ -71,7 +92,8 @@ def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
 
 
 def _forward(worker: Any, context: RankContext, step: Step) -> None:
-    warmup.run_forward(worker.model_runner, step.tokens)
+    if not (context.has_run_ahead and step.tokens == worker.model_runner.max_num_tokens):
+        warmup.run_forward(worker.model_runner, step.tokens)
 
 
 def _kv_budget(worker: Any, context: RankContext, step: Step) -> int:

@@ -19,9 +19,10 @@ from vllm.v1.attention.backends import cpu_attn
 
 from ray_hetero.kernels.layers import attention as attention_module
 from ray_hetero.kernels.layers import decode_step, decoder_layers, shared_decode
+from ray_hetero.kernels.layers.decode_shares import Share, Shares
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.layers.layer_parts import Linear
-from ray_hetero.kernels.layers.shared_decode import Share, SharedDecode, Shares
+from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, shape_of

@@ -73,6 +73,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from ray_hetero import plugin
 from ray_hetero.compat import (
@@ -197,6 +198,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/warmup", CPUModelRunner, "profile_run"),
     ("compat/warmup", CPUModelRunner, "warming_up_model"),
     ("compat/warmup", GPUModelRunner, "_dummy_run"),
+    ("compat/warmup", Worker, "_scoped_allocator_max_split"),
+    ("compat/warmup", Worker, "randomize_dummy_inputs"),
     ("compat/warmup", GPUModelRunner, "_dummy_sampler_run"),
     ("compat/warmup", GPUModelRunner, "_dummy_pooler_run"),
     ("compat/warmup", GPUModelRunner, "_warmup_and_capture"),

@@ -30,8 +30,9 @@ from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.kernels.layers import attention as attention_module  # noqa: E402
 from ray_hetero.kernels.layers import decode_step, decoder_layers, layer_tokens  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.layers.shared_decode import Share, SharedDecode, Shares  # noqa: E402
+from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.behind_attention import OnGpu  # noqa: E402

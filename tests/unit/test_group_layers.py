@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers import layer_tokens, shared_decode  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
@@ -369,6 +371,23 @@ def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     request = steps.request(6)
     steps.check((request, 0, 4))
     steps.check((request, 4, 5))
+
+
+def test_a_group_measures_once_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 6))
+    chosen, measured = Shares((Share(1), Share(6, 1 / 3))), []
+    monkeypatch.setattr(
+        shared_decode, "best_shares", lambda *given: measured.append(given) or chosen
+    )
+    for places in (("CPUs 0", "CPUs 1"), ("CPUs 0", "CPUs 1"), ("CPUs 0", "CPUs 2")):
+        steps = GroupSteps(monkeypatch, layers=3, share="auto")
+        for rank, place in zip(steps.ranks, places, strict=True):
+            rank.offer = replace(rank.offer, place=place)
+        found = steps.join()
+        assert [group[0].shares for group in found] == [chosen, chosen]
+    # Both ranks, before anything was kept and with other cores.
+    assert len(measured) == 2 + 2
 
 
 def test_without_memory_of_the_gpu_all_ranks_decode_alone(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_layer_plan import plan, server
 
+from placement.host.cpulist import format_cpulist
 from ray_hetero.compat import layer_partition
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning import layer_plan
@@ -46,6 +47,22 @@ def test_threads_move_with_their_seats() -> None:
             assert seat.rank not in found.threads
         else:
             assert set(found.threads[seat.rank]) < set(seat.socket.cpus)
+
+
+def test_a_place_tells_all_that_computes_at_the_same_time() -> None:
+    nodes = server(1, 2)
+    found = plan(CONFIG, nodes, pipeline=3)
+    engine: Any = EngineSpec(None, CONFIG, None)  # type: ignore[arg-type]
+    shared: Any = None
+    two = [rank for rank in rank_specs(found, nodes, engine, shared) if rank.seat.kind == "cpu"]
+    assert len({rank.place for rank in two}) == 2
+    for rank in two:
+        own = f"stage {rank.seat.stage} on CPUs {format_cpulist(rank.threads)}"
+        assert rank.place.count(" on CPUs ") == 2
+        assert f", OpenMP auto, {own}, stage " in rank.place
+    (alone,) = (rank for rank in specs(server(1, 1))[1] if rank.seat.kind == "cpu")
+    assert all(alone.place != rank.place for rank in two)
+    assert {rank.place for rank in specs(server(1, 1))[1] if rank.seat.kind == "gpu"} == {""}
 
 
 def test_threads_are_counted_once_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ tests/gpu/test_prompt_gpu.py.
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels.layers import decode_step, layer_tokens, shared_decode  # noqa: E402
+from ray_hetero.kernels.layers import decode_shares, decode_step, layer_tokens, shared_decode  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import Share, Shares, best_shares  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.kernels.layers.shared_decode import Share, Shares, best_shares  # noqa: E402
+from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
 from ray_hetero.kernels.prompts import behind_attention, gpu_post_attention, gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -35,7 +37,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged; vLLM's logger hands nothing on to pytest's."""
     found: list[str] = []
     for level in ("info", "warning"):
-        for module in (shared_decode, decode_step):
+        for module in (decode_shares, decode_step):
             monkeypatch.setattr(
                 module.logger, level, lambda text, *given: found.append(text % given)
             )
@@ -238,7 +240,7 @@ def test_steps_of_these_layers_are_measured(
     monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 5))
     steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
     assert steps.shared is not None
-    found = shared_decode.measured(steps.known, steps.shared._kernel, steps.behind)
+    found = shared_decode.shares_of("auto", steps.known, steps.shared._kernel, steps.behind)
     assert [one.tokens for one in found.measured] == [1, 5]
     (line,) = said
     assert line.startswith(f"decode steps of {LAYERS} layers take least time if the GPU computes")
@@ -249,7 +251,7 @@ def test_steps_of_these_layers_are_measured(
 def test_steps_are_measured_that_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, share=1.0, most=9)
     assert steps.shared is not None
-    found = shared_decode.measured(steps.known, steps.shared._kernel, steps.behind)
+    found = shared_decode.shares_of("auto", steps.known, steps.shared._kernel, steps.behind)
     assert [one.tokens for one in found.measured] == [1, 8]
     assert [steps.shared.count(tokens) for tokens in (9, 10)] == [LAYERS, 0]
 
@@ -272,13 +274,73 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
         )
     )
     assert "8: 2 (the last), 64000.0 to 49000.0 ms" in said[0]
-    # It ends where more takes longer, and begins with what fewer tokens give away; then what was
-    # chosen is compared with the cores alone again.
-    evenly = [one[:2] for one in asked if not one[2]]
-    assert [count for tokens, count in evenly if tokens == 32] == [0, 1, 2, 3, 4, 5, 6, *[0, 5] * 3]
-    assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 6, 7, *[0, 6] * 3]
     assert [found.of(tokens).of_layers for tokens in (0, 7, 40, 128)] == [0, 0, 0.625, 0.75]
     assert [found.of(tokens).last for tokens in (0, 7, 40, 128)] == [0, 2, 0, 0]
+    # Every second number until more takes longer, the neighbours of the best one, none below what
+    # fewer tokens give away; then what was chosen is compared with the cores alone again.
+    evenly = [one[:2] for one in asked if not one[2]]
+    assert [count for tokens, count in evenly if tokens == 32] == [0, 2, 4, 6, 8, 5, 7, *[0, 5] * 3]
+    assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 7, 8, 6, *[0, 6] * 3]
+    # 8 tokens are between 1 and 32, which differ; a size between two that agree is not measured.
+    assert 8 in {tokens for tokens, *_ in asked}
+    asked.clear()
+    found = best_shares(lambda *step: asked.append(step) or 1 - 0.2 * (step[1] == 2), 4, (1, 8, 32))
+    assert found == Shares((Share(1, last=2), Share(8, last=2), Share(32, last=2)))
+    assert {tokens for tokens, *_ in asked} == {1, 32}
+
+
+def test_one_layer_or_none_may_be_given_away() -> None:
+    for layers in (1, 2, 3):
+        found = best_shares(
+            lambda tokens, count, late: 1 - 0.5 * (count == 1 and not late), layers, (8,)
+        )
+        assert found == Shares((Share(8, 1 / layers),))
+    assert best_shares(lambda tokens, count, late: 1.0 + count, 1, (1, 8)).is_empty
+    assert best_shares(lambda tokens, count, late: 1.0, 8, ()) == Shares(())
+
+
+def test_a_share_is_measured_once_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 5))
+    steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
+    kernel = steps.kernel
+    chosen = Shares((Share(1), Share(5, 3 / LAYERS)))
+    measured, run = [], []
+    monkeypatch.setattr(
+        shared_decode, "best_shares", lambda *given: measured.append(given) or chosen
+    )
+    divided = SharedDecode.divided
+
+    def divided_and_noted(self: SharedDecode, count: int, *, is_late: bool = False) -> Any:
+        run.append((count, is_late))
+        return divided(self, count, is_late=is_late)
+
+    monkeypatch.setattr(SharedDecode, "divided", divided_and_noted)
+
+    def ask(place: str) -> Shares:
+        return shared_decode.shares_of("auto", steps.known, kernel, steps.behind, place=place)
+
+    assert [ask("here") for _ in range(2)] == [chosen] * 2
+    assert len(measured) == 1
+    (line,) = said
+    assert "as an earlier start measured it" in line
+    assert "1: 0 %; 5: 60 % (cpu.decode_gpu_share; RAY_HETERO_MEASURE_AGAIN=1" in line
+    # What it gives away is run once, so that no request waits for a kernel that is to be built.
+    assert run == [(3, False)]
+    ask("elsewhere")
+    assert len(measured) == 2
+    monkeypatch.setattr(kernel, "step_tokens", 64)
+    ask("here")
+    assert len(measured) == 3
+    for _ in range(2):
+        ask("")
+    assert len(measured) == 5
+    # A number is what was asked for.
+    assert shared_decode.shares_of(0.5, steps.known, kernel, steps.behind, place="here") == Shares(
+        (Share(1, 0.5),)
+    )
 
 
 def test_a_gain_that_noise_may_be_is_none() -> None:

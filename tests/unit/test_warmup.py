@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from worlds import layout
 
-from ray_hetero.worker.warmup import Action, Phase, Step, WarmupSizes, schedule
+from ray_hetero.worker.warmup import Action, Phase, Step, WarmupSizes, runs_ahead, schedule
 
 EAGER = WarmupSizes(max_num_batched_tokens=512, max_num_seqs=64, cpu_compiles=False)
 COMPILED = WarmupSizes(max_num_batched_tokens=512, max_num_seqs=64, cpu_compiles=True)
@@ -49,6 +49,34 @@ def test_every_stage_runs_the_model_once_and_sizes_its_kv_cache_once(
         assert {Action.MEASURE_MEMORY, Action.FORWARD} & set(done)
         answers = [a for a in done if a in (Action.MEASURE_MEMORY, Action.KV_BUDGET)]
         assert len(answers) == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        (("c", "g"), [True, True]),
+        (("g", "c", "g"), [True, True, True]),
+        (("cc", "gg"), [True, True]),
+        # The ranks of a mixed stage run in lockstep, by the schedule.
+        (("cg", "g"), [False, True]),
+        (("g", "cg"), [True, False]),
+        # Ranks of one kind are ready at the same time.
+        (("g", "gg"), [False, False]),
+        (("c", "c"), [False, False]),
+    ],
+)
+def test_stages_compile_as_soon_as_they_are_loaded(
+    stages: tuple[str, ...], expected: list[bool]
+) -> None:
+    def ahead(**other: bool) -> list[bool]:
+        asked = {"compiles": True, "has_others": False} | other
+        return [runs_ahead(layout(*stages), at, **asked) for at in range(len(stages))]
+
+    assert ahead() == expected
+    # Nobody would answer such a pass.
+    assert not any(ahead(has_others=True))
+    # There is nothing to compile.
+    assert not any(ahead(compiles=False))
 
 
 def test_an_eager_cpu_stage_makes_one_short_pass() -> None:

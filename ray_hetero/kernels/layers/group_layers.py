@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.layers.decode_shares import Shares
 from ray_hetero.kernels.layers.layer_parts import Linear, QkvInput
-from ray_hetero.kernels.layers.shared_decode import Shares
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
@@ -83,6 +83,8 @@ class PromptOffer:
     """Of the layers that the GPU computes in decode steps, see `CpuConfig.decode_gpu_share`."""
     kernel: StreamingLinear | None = None
     """What computes decode steps, whose largest size is measured then (step_limit.py)."""
+    place: str = ""
+    """Of the rank, see `RankSpec.place`."""
 
     @property
     def linears(self) -> list[Linear]:

@@ -16,6 +16,7 @@ from ray_hetero.compat.compilation import leave_uncompiled
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import decoder_layers, latent_layers, shared_decode
 from ray_hetero.kernels.layers.adapters import Adapters
+from ray_hetero.kernels.layers.decode_shares import Shares
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, Layer, register
 from ray_hetero.kernels.layers.fused_modules import (
     MODULES,
@@ -25,7 +26,7 @@ from ray_hetero.kernels.layers.fused_modules import (
 )
 from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
 from ray_hetero.kernels.layers.group_layers import GroupLayers
-from ray_hetero.kernels.layers.shared_decode import SharedDecode, Shares
+from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
@@ -65,7 +66,7 @@ def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
 
 def install(
     found: Fusible, kernel: StreamingLinear, group: Sequence[GroupLayers] | None = None,
-    *, sends_alone: bool = False, share: float | Literal["auto"] = 0.0,
+    *, sends_alone: bool = False, share: float | Literal["auto"] = 0.0, seat: str = "",
 ) -> Fused:  # fmt: skip
     """Put operators into the places of layers, and log what is left.
 
@@ -75,6 +76,7 @@ def install(
         group: by run, what computes prompts for all ranks of this one's group, if something does.
         sends_alone: whether no other rank of this stage sends results to the next one.
         share: of the layers that a GPU computes in decode steps, see `CpuConfig.decode_gpu_share`.
+        seat: of this rank, see `RankSpec.place`.
 
     """
     memories: Memories = {}
@@ -90,7 +92,7 @@ def install(
             _share(made, run.layers, kernel, of_group.behind, shares)
         elif share and (behind := _behind(run.layers, kernel)) is not None:
             if shares is None:
-                shares = shared_decode.shares_of(share, run.layers, kernel, behind)
+                shares = shared_decode.shares_of(share, run.layers, kernel, behind, place=seat)
             _share(made, run.layers, kernel, behind, shares)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)

@@ -23,18 +23,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ray_hetero.kernels.layers.decode_shares import Seconds, Share, Shares, best_shares
 from ray_hetero.kernels.layers.decode_step import (
     CacheAddress,
     NativeLayers,
     StepRequests,
     address_of,
 )
+from ray_hetero.kernels.layers.kept_shares import Agree, KeptShares, key_of
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention
-from ray_hetero.log import logger
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
@@ -45,55 +46,11 @@ the bytes of a third-level cache."""
 MEASURED_TOKENS = (1, 8, 32, 64, 128)
 """Tokens of steps that are measured; a step of another number takes the share of the next smaller
 one."""
-LATE_LAYERS = 2
-"""Most layers that are measured as the last ones: those that the GPU has room for."""
-ROUNDS = 3
+ROUNDS = 2
 """Of a measured step, of which the fastest counts but the first: in that one the GPU may build its
-kernels, and other weights have come ahead."""
-WORSE = 1.03
-"""Of the best time up to then, beyond which no more layers are tried."""
-GAIN = 0.96
-"""Of the time of the cores alone, above which nothing is given away."""
-CONFIRMATIONS = 3
-"""Times that a choice is measured again beside the cores alone, in turns: another program that used
-the cores for a moment has made one of the two slow, and would decide for as long as the engine
-runs."""
+kernels, and other weights have come ahead.  Choices are confirmed, so that one is enough."""
 BLOCK = 32
 """Tokens of a KV block of measured steps."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """What is given away in steps of some number of tokens."""
-
-    tokens: int
-    """From so many on."""
-    of_layers: float = 0.0
-    """Share of all layers, which are evenly among them."""
-    last: int = 0
-    """In place of that, so many of the last layers.
-
-    The GPU has room for the weights of about two layers, which come while other stages compute.
-    The last layers take these, and nothing crosses the link while the cores read theirs.
-    """
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Share of the layers that is given away, by tokens of a step."""
-
-    measured: tuple[Share, ...]
-    """By tokens, ascending."""
-
-    def of(self, tokens: int) -> Share:
-        """The share for a step of so many tokens."""
-        known = [one for one in self.measured if one.tokens <= tokens]
-        return known[-1] if known else Share(0)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no step gives anything away."""
-        return not any(one.of_layers or one.last for one in self.measured)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +89,7 @@ class SharedDecode:
         """Layers of a step of so many tokens whose rest the GPU computes."""
         if tokens > self._behind.tokens:
             return 0
-        share, layers = self.shares.of(tokens), len(self._layers)
-        return min(share.last, layers) or round(share.of_layers * layers)
+        return given_away(self.shares.of(tokens), len(self._layers))
 
     def __call__(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
@@ -231,42 +187,50 @@ def suits(layers: Sequence[Layer]) -> bool:
 
 def shares_of(
     wanted: float | Literal["auto"], layers: Sequence[Layer], kernel: StreamingLinear,
-    behind: BehindAttention, agreed: Callable[[float], float] = float,
+    behind: BehindAttention, agreed: Callable[[float], float] = float, *, place: str = "",
+    agree: Agree = lambda found: found,
 ) -> Shares:  # fmt: skip
-    """The shares that `CpuConfig.decode_gpu_share` asks for; arguments as of `measured`."""
-    if wanted == "auto":
-        return measured(layers, kernel, behind, agreed)
-    return Shares((Share(1, wanted),))
+    """The shares that `CpuConfig.decode_gpu_share` asks for.
 
-
-def measured(
-    layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
-    agreed: Callable[[float], float] = float,
-) -> Shares:  # fmt: skip
-    """The shares with which steps of these layers take the least time on this host.
+    Those that take the least time on this host are measured, or were in an earlier start.
 
     Args:
+        wanted: the setting.
         layers: those that `suits`; in a group this rank's parts of them.
         kernel: what computes them on the cores.
         behind: what computes what lies behind their attention.
         agreed: makes of this rank's seconds those that all ranks of its group choose by.
+        place: of this rank, see `RankSpec.place`; empty where nothing is kept.
+        agree: gives all ranks of the group what its first rank has kept.
 
     """
+    if wanted != "auto":
+        return Shares((Share(1, wanted),))
     some = layers[:MEASURED_LAYERS]
     measure = step_seconds(some, kernel, behind)
     most = min(kernel.step_tokens, behind.tokens)
     asked = [tokens for tokens in MEASURED_TOKENS if tokens <= most]
-    return best_shares(lambda *step: agreed(measure(*step)), len(some), asked)
+    kept = KeptShares(key_of(some, kernel, behind, place), agree)
+    if (known := kept.known(asked)) is not None:
+        for one in known.measured:
+            # No request waits until a kernel is built or loaded.
+            if count := given_away(one, len(some)):
+                measure(one.tokens, count, one.last > 0)
+        return known
+    found = best_shares(lambda *step: agreed(measure(*step)), len(some), asked)
+    kept.keep(found)
+    return found
 
 
-Seconds = Callable[[int, int, bool], float]
-"""Of a step of so many tokens that gives so many layers away, evenly or the last ones."""
+def given_away(share: Share, layers: int) -> int:
+    """So many of these layers are given away."""
+    return min(share.last, layers) or round(share.of_layers * layers)
 
 
 def step_seconds(
     layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention
 ) -> Seconds:
-    """What measures a step of these layers, each request of one token; arguments as of `measured`.
+    """What measures a step of these layers, each request of one token; arguments as of `shares_of`.
 
     Before each step the link has had the time that it needs to come ahead, as while other stages
     compute.
@@ -294,52 +258,3 @@ def step_seconds(
         return min(taken[1:])
 
     return seconds
-
-
-def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:
-    """Choose shares by the time of steps, and say so.
-
-    Args:
-        seconds: measures a step.
-        layers: of the step.
-        asked: tokens of steps, ascending.  The more tokens, the more layers are given away.
-
-    """
-    found: list[Share] = []
-    said = []
-    least = 1
-    for tokens in asked:
-        alone = best = seconds(tokens, 0, False)
-        chosen, is_late = 0, False
-        for count in range(1, min(LATE_LAYERS, layers) + 1):
-            taken = seconds(tokens, count, True)
-            if taken < best:
-                best, chosen, is_late = taken, count, True
-        of_these = float("inf")
-        for count in range(least, layers + 1):
-            taken = seconds(tokens, count, False)
-            if taken < best:
-                best, chosen, is_late = taken, count, False
-            if taken > WORSE * of_these:
-                break
-            of_these = min(of_these, taken)
-        if best <= GAIN * alone:
-            for _ in range(CONFIRMATIONS):
-                alone = min(alone, seconds(tokens, 0, False))
-                best = min(best, seconds(tokens, chosen, is_late))
-        if best > GAIN * alone:
-            best, chosen, is_late = alone, 0, False
-        if not is_late:
-            least = max(least, chosen)
-        found.append(Share(tokens, last=chosen) if is_late else Share(tokens, chosen / layers))
-        said.append(
-            f"{tokens}: {chosen}{' (the last)' if is_late else ''}, "
-            f"{1e3 * alone:.1f} to {1e3 * best:.1f} ms"
-        )
-    logger.info(
-        "decode steps of %d layers take least time if the GPU computes the output and MLP matrices "
-        "of this many of them, by number of tokens: %s (cpu.decode_gpu_share)",
-        layers,
-        "; ".join(said),
-    )
-    return Shares(tuple(found))

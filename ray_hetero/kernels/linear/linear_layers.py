@@ -54,6 +54,7 @@ class LinearLayers:
             group can map, for one GPU to compute the prompts of all.
         sends_alone: whether no other rank of this one's stage sends results to the next one.
         dtype: that the model is computed in.
+        place: of this rank, see `RankSpec.place`; empty where measured times are not kept.
 
     Raises:
         UnsupportedError: what was asked for cannot be had here.
@@ -63,9 +64,10 @@ class LinearLayers:
     def __init__(
         self, config: CpuConfig, gpu: torch.device | None, tokens: int,
         spare: Sequence[int] = (), *, is_shared: bool = False, sends_alone: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype = torch.bfloat16, place: str = "",
     ) -> None:  # fmt: skip
         self._config = config
+        self._place = place
         self._is_half = dtype == torch.float16
         self._device, self._tokens = gpu, tokens
         self._shared: SharedWeights | None = None
@@ -256,7 +258,7 @@ class LinearLayers:
         if self._config.fuse_layers:
             fused = install(
                 found, self._kernel, group, sends_alone=self._sends_alone,
-                share=self._config.decode_gpu_share,
+                share=self._config.decode_gpu_share, seat=self._place,
             )  # fmt: skip
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused.layers)
         if group is None and not fused.is_shared:
@@ -278,7 +280,7 @@ class LinearLayers:
         return PromptOffer(
             [run.layers for run in found.runs], self._shared, self._device, self._tokens,
             self._config.prefill_on_gpu_tokens, self._spare, self._config.decode_gpu_share,
-            self._kernel,
+            self._kernel, self._place,
         )  # fmt: skip
 
     def _take_gpu(self, kernel: StreamingLinear, found: Fusible) -> None:

@@ -35,6 +35,10 @@ class BehindAttention(Protocol):
     def tokens(self) -> int:
         """Most tokens of a step; on all ranks of a group the same."""
 
+    @property
+    def about(self) -> str:
+        """The GPU and what it has room for; empty on the other ranks of a group."""
+
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the cores leave an attention [tokens, queries] and the residual [tokens, N]."""
 
@@ -92,6 +96,11 @@ class OnGpu:
     def tokens(self) -> int:
         """Most tokens of a step."""
         return min(SHARED_TOKENS, self._gpu.tokens)
+
+    @property
+    def about(self) -> str:
+        """The GPU and what it has room for."""
+        return self._gpu.about
 
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Page-locked memory."""
@@ -155,6 +164,11 @@ class InGroup:
     def tokens(self) -> int:
         """Most tokens of a step."""
         return min(SHARED_TOKENS, self._tokens)
+
+    @property
+    def about(self) -> str:
+        """Of the first rank."""
+        return "" if self._first is None else self._first.about
 
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of this rank; for the residual what the first rank's GPU reads."""

@@ -21,6 +21,7 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.prompts.gpu_identity import gpu_of
 from ray_hetero.kernels.prompts.step_memory import StepMemory
 from ray_hetero.kernels.prompts.weight_pieces import (
     PieceReader,
@@ -159,6 +160,13 @@ class GpuPrefill:
     def tokens(self) -> int:
         """Most tokens of a step."""
         return self._tokens
+
+    @property
+    def about(self) -> str:
+        """The GPU, and what decides how long it takes for the weights of a layer."""
+        ahead = self.memory.behind_products.numel()
+        triton = "with" if self.uses_triton else "without"
+        return f"{gpu_of(self._device)}, {ahead} weights ahead {triton} Triton"
 
     def stream(self) -> Any:
         """Make a stream of this device."""

@@ -1,0 +1,161 @@
+"""Shares of layers that a GPU computes in decode steps, and how the fastest are found.
+
+The steps themselves are in shared_decode.py, which measures them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ray_hetero.log import logger
+
+LATE_LAYERS = 2
+"""Most layers that are measured as the last ones: those that the GPU has room for."""
+WORSE = 1.03
+"""Of the best time up to then, beyond which no more layers are tried."""
+GAIN = 0.96
+"""Of the time of the cores alone, above which nothing is given away."""
+CONFIRMATIONS = 3
+"""Times that a choice is measured again beside the cores alone, in turns: another program that used
+the cores for a moment has made one of the two slow, and would decide for as long as the engine
+runs."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is given away in steps of some number of tokens."""
+
+    tokens: int
+    """From so many on."""
+    of_layers: float = 0.0
+    """Share of all layers, which are evenly among them."""
+    last: int = 0
+    """In place of that, so many of the last layers.
+
+    The GPU has room for the weights of about two layers, which come while other stages compute.
+    The last layers take these, and nothing crosses the link while the cores read theirs.
+    """
+
+    def __str__(self) -> str:
+        """For people."""
+        given = f"the last {self.last}" if self.last else f"{100 * self.of_layers:.0f} %"
+        return f"{self.tokens}: {given}"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Share of the layers that is given away, by tokens of a step."""
+
+    measured: tuple[Share, ...]
+    """By tokens, ascending."""
+
+    def of(self, tokens: int) -> Share:
+        """The share for a step of so many tokens."""
+        known = [one for one in self.measured if one.tokens <= tokens]
+        return known[-1] if known else Share(0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step gives anything away."""
+        return not any(one.of_layers or one.last for one in self.measured)
+
+    def __str__(self) -> str:
+        """For people, by tokens."""
+        return "; ".join(map(str, self.measured))
+
+
+Seconds = Callable[[int, int, bool], float]
+"""Of a step of so many tokens that gives so many layers away, evenly or the last ones."""
+
+
+def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:
+    """Choose shares by the time of steps, and say so.
+
+    Args:
+        seconds: measures a step.
+        layers: of the step.
+        asked: tokens of steps, ascending.  The more tokens, the more layers are given away.
+
+    """
+    found: dict[int, _Choice] = {}
+    # Where two sizes give the same away, one in between does so too and is not measured.
+    for place in [*range(0, len(asked), 2), *range(1, len(asked), 2)]:
+        tokens, (below, above) = asked[place], (place - 1, place + 1)
+        if place % 2 and above < len(asked) and found[below].same(found[above]):
+            found[place] = found[below]
+            continue
+        least = max([1, *(one.evenly for at, one in found.items() if at < place)])
+        found[place] = _choice(lambda *step, n=tokens: seconds(n, *step), layers, least)
+    chosen = [found[place] for place in range(len(asked))]
+    logger.info(
+        "decode steps of %d layers take least time if the GPU computes the output and MLP matrices "
+        "of this many of them, by number of tokens: %s (cpu.decode_gpu_share)",
+        layers,
+        "; ".join(f"{tokens}: {one}" for tokens, one in zip(asked, chosen, strict=True)),
+    )
+    return Shares(
+        tuple(
+            Share(tokens, last=one.count) if one.is_late else Share(tokens, one.count / layers)
+            for tokens, one in zip(asked, chosen, strict=True)
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a size of steps gives away."""
+
+    count: int
+    is_late: bool
+    alone: float
+    """Seconds of the cores alone."""
+    best: float
+
+    @property
+    def evenly(self) -> int:
+        """Layers that are evenly among all."""
+        return 0 if self.is_late else self.count
+
+    def same(self, other: _Choice) -> bool:
+        """Whether both give the same away."""
+        return (self.count, self.is_late) == (other.count, other.is_late)
+
+    def __str__(self) -> str:
+        late = " (the last)" if self.is_late else ""
+        return f"{self.count}{late}, {1e3 * self.alone:.1f} to {1e3 * self.best:.1f} ms"
+
+
+def _choice(seconds: Callable[[int, bool], float], layers: int, least: int) -> _Choice:
+    """The choice for steps of one size, of at least so many layers where they are evenly given."""
+    alone = seconds(0, False)
+    taken = {(0, False): alone}
+    for count in range(1, min(LATE_LAYERS, layers) + 1):
+        taken[count, True] = seconds(count, True)
+    evenly = _evenly(lambda count: seconds(count, False), layers, least)
+    taken |= {(count, False): one for count, one in evenly.items()}
+    (count, is_late), best = min(taken.items(), key=lambda one: one[1])
+    if best <= GAIN * alone:
+        for _ in range(CONFIRMATIONS):
+            alone = min(alone, seconds(0, False))
+            best = min(best, seconds(count, is_late))
+    if best > GAIN * alone:
+        return _Choice(0, False, alone, alone)
+    return _Choice(count, is_late, alone, best)
+
+
+def _evenly(seconds: Callable[[int], float], layers: int, least: int) -> dict[int, float]:
+    """Time of steps by number of layers: of every second number, until that takes longer, and of
+    those beside the best one."""
+    taken: dict[int, float] = {}
+    best = float("inf")
+    for count in sorted({*range(max(2, least), layers + 1, 2), layers}):
+        taken[count] = seconds(count)
+        if taken[count] > WORSE * best:
+            break
+        best = min(best, taken[count])
+    count = min(taken, key=lambda one: taken[one])
+    for beside in (count - 1, count + 1):
+        if least <= beside <= layers and beside not in taken:
+            taken[beside] = seconds(beside)
+    return taken
