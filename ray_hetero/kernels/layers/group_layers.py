@@ -149,8 +149,9 @@ class WholeLayers:
             for layer in run:
                 for linear in linears_of(layer):
                     gpu.add_whole(cast("WholeWeight", linear.weight))
-        taken = gpu.take()
-        own, ranks = offer.runs[0][0].attention.shape, 1 + len(others)
+        first = offer.runs[0][0]
+        taken = gpu.take(first.parts.output.weight.shape[0])
+        own, ranks = first.attention.shape, 1 + len(others)
         shape = AttentionShape(ranks * own.heads, ranks * own.kv_heads, own.size)
         memory = AttentionMemory(gpu, shape)
         if gpu.device.type == "cuda":
