@@ -161,7 +161,7 @@ def main() -> None:
     gpu = GpuPrefill(torch.device("cuda:0"), options.most)
     layers, shape = made_layers(options, gpu)
     start = time.perf_counter()
-    taken = gpu.take()
+    taken = gpu.take(layers[0].parts.output.weight.shape[0])
     memory = AttentionMemory(gpu, shape)
     about = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": len(layers),

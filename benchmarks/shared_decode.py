@@ -135,7 +135,7 @@ def main() -> None:
         torch.device(options.device), options.step_tokens, parse_cpulist(options.cores)
     )
     layers = made_layers(options, gpu)
-    taken = gpu.take()
+    taken = gpu.take(layers[0].parts.output.weight.shape[0])
     behind = OnGpu(layers, gpu)
     seconds = step_seconds(layers, kernel, behind)
     about = {

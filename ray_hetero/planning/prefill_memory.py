@@ -11,8 +11,9 @@ PIECE_BYTES = 64 << 20
 """Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
 and a product costs."""
 SLOTS = 6
-"""Pieces on the GPU: one that is computed with, others on their way.  In decode steps they hold the
-weights of an 8B model's layer behind its attention, in 12 bits, before they are needed."""
+"""Pieces in 16 bits that there is room for on the GPU at least: one that is computed with, others
+on their way.  In decode steps they hold the weights of an 8B model's layer behind its attention, in
+12 bits, before they are needed."""
 CUDA_BYTES = 620 << 20
 """What CUDA takes of a GPU for a process, with the libraries of matrix products; measured on an
 H100."""
@@ -36,6 +37,33 @@ def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
     """
     pieces = (SLOTS + 1) * piece_bytes(inputs)
     return CUDA_BYTES + WORKING_BYTES + pieces + BF16_BYTES * tokens * (outputs + 2 * inputs)
+
+
+def ahead_bytes(inputs: int, hidden: int, tokens: int) -> int:
+    """Bytes of `gpu_bytes` for pieces as they are stored, which come ahead of their use.
+
+    That counts a residual as wide as the widest input.  What the residual of a model does not need
+    holds pieces.
+
+    Args:
+        inputs: most inputs of a linear layer.
+        hidden: elements of a token's residual, at most `inputs`.
+        tokens: most tokens of a step.
+
+    """
+    return SLOTS * piece_bytes(inputs) + BF16_BYTES * tokens * (inputs - hidden)
+
+
+def slots_within(budget: int, stored: int, pieces: int) -> int:
+    """Pieces that there is room for, as many as there are at most, and one at least.
+
+    Args:
+        budget: bytes.
+        stored: most bytes of a piece as it is stored.
+        pieces: that there are.
+
+    """
+    return max(1, min(budget // stored, pieces))
 
 
 def piece_bytes(inputs: int) -> int:

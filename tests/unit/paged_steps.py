@@ -136,7 +136,7 @@ class Steps:
         kernel.prompts = Prompts(gpu, least)
         self.kernel, self.linears = kernel, linears
         self.known = known_layers(self.decoder, linears, kernel)
-        gpu.take()
+        gpu.take(self.known[0].parts.output.weight.shape[0])
         shape = shape_of(self.known)
         assert shape is not None
         memory = AttentionMemory(gpu, shape) if has_memory else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,12 @@ from ray_hetero.kernels.layers import decoder_layers, layer_fusion, layer_tokens
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.step_rows import Request, one_prompt, step_rows  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_layers, gpu_prefill, gpu_rows  # noqa: E402
+from ray_hetero.kernels.prompts import (  # noqa: E402
+    gpu_layers,
+    gpu_prefill,
+    gpu_rows,
+    kv_transfer,
+)
 from ray_hetero.kernels.prompts.gpu_attention import Lengths, attend, put_together  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
@@ -213,6 +219,24 @@ def test_memory_by_hand() -> None:
     # Two results of 4096 elements, two layers' 1024 of keys and as many of values, two bytes each.
     spans = 3 * prefill_memory.KV_SPAN_BYTES
     assert attention_bytes(32, 8, 128, 100) == 100 * 2 * (2 * 4096 + 2 * 2 * 1024) + spans
+
+
+def test_slots_are_not_sorted_where_no_tokens_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_ones: list[torch.Tensor] = []
+    sort = torch.sort
+
+    def sort_and_note(x: torch.Tensor) -> Any:
+        sorted_ones.append(x)
+        return sort(x)
+
+    monkeypatch.setattr(torch, "sort", sort_and_note)
+    slots = torch.arange(32, 40)
+    new = Request(0, 8, 0, ())
+    assert kv_transfer.spans_of([new], slots, 16, 4, CPU) == []
+    assert not sorted_ones
+    (span,) = kv_transfer.spans_of([replace(new, cached=16, blocks=(1,))], slots, 16, 4, CPU)
+    assert (span.runs, span.tokens) == (((1, 1),), 16)
+    assert len(sorted_ones) == 1
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])

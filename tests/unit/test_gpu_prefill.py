@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,13 @@ from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece, PieceReader  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
-from ray_hetero.planning.prefill_memory import SLOTS, gpu_bytes  # noqa: E402
+from ray_hetero.planning.prefill_memory import (  # noqa: E402
+    CUDA_BYTES,
+    SLOTS,
+    WORKING_BYTES,
+    gpu_bytes,
+    slots_within,
+)
 from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.weight_formats.base import pack  # noqa: E402
 
@@ -101,7 +108,8 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(PieceReader, "fetch", fetch_and_count)
     pieces = sum(len(found) for found in gpu._pieces.values())
-    assert pieces > 2 * SLOTS
+    slots = gpu._reader.slots
+    assert slots < pieces
 
     def step() -> Iterator[int]:
         for one in packed:
@@ -118,7 +126,7 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     first = len(gpu._pieces[packed[0].data_ptr()])
     assert counts[0] == first
     assert [slot.piece for slot in gpu._reader._ahead] == [
-        placed.piece for placed in gpu._pieces[packed[0].data_ptr()][:SLOTS]
+        placed.piece for placed in gpu._pieces[packed[0].data_ptr()][:slots]
     ]
 
 
@@ -147,13 +155,60 @@ def test_memory_by_hand() -> None:
     assert gpu_bytes(32, 8192, 1) == cuda + 7 * 32 * 8192 * 2 + 16416 * 2
 
 
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_what_is_taken_is_what_is_counted(
+    is_compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [(2048, 512), (512, 4096)]  # as of an MLP whose hidden states have 512 elements
+    plain = [torch.randn(n, k).mul_(k**-0.5).bfloat16() for n, k in sizes]
+    kind = CompactWeight if is_compact else PackedWeight
+    taken: list[int] = []
+    empty = torch.empty
+
+    def empty_and_note(*shape: Any, **how: Any) -> torch.Tensor:
+        made = empty(*shape, **how)
+        # What `host_memory` makes is named by its device too, but may be page-locked.
+        if "pin_memory" not in how and "device" in how:
+            taken.append(made.nbytes)
+        return made
+
+    def slots(tokens: int, hidden: int | None) -> int:
+        gpu = GpuPrefill(CPU, tokens)
+        for weight in plain:
+            packed = kind.made(pack(weight), native)
+            assert packed is not None
+            gpu.add(packed)
+        monkeypatch.setattr(torch, "empty", empty_and_note)
+        taken.clear()
+        of_weights = gpu.take(hidden).gpu_bytes - gpu_bytes(2048, 4096, tokens)
+        monkeypatch.setattr(torch, "empty", empty)
+        assert of_weights == sum(weight.gpu_bytes for weight in gpu._weights.values())
+        counted = gpu_bytes(2048, 4096, tokens) - CUDA_BYTES - WORKING_BYTES
+        slot = (256 << 10) * (3 if is_compact else 4) // 4
+        assert counted - slot < sum(taken) <= counted
+        return gpu._reader.slots
+
+    assert sum(n * k for n, k in sizes) * 2 // (256 << 10) == 24  # pieces
+    # A piece in 12 bits leaves a quarter of the room for one in 16.
+    few = SLOTS * 4 // 3 if is_compact else SLOTS
+    assert slots(64, None) == few
+    # 64 tokens of 3584 elements: 448 KiB.
+    assert slots(64, 512) == few + (2 if is_compact else 1)
+
+
+def test_there_are_not_more_slots_than_pieces() -> None:
+    gpu, packed = prompt_gpu(weights()[:1], 4096)
+    assert gpu._reader.slots == len(gpu._pieces[packed[0].data_ptr()]) == 6
+    assert slots_within(10, 20, 3) == 1
+
+
 def test_memory_that_is_not_there_is_an_error_that_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, _ = prompt_gpu([])
     gpu.add(PackedWeight.made(pack(weights()[0]), native))
 
-    def no_memory(self: GpuPrefill, *sizes: int) -> None:
+    def no_memory(self: GpuPrefill, *sizes: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     monkeypatch.setattr(GpuPrefill, "_allocate", no_memory)
@@ -205,7 +260,7 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
 def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_memory(self: GpuPrefill, *sizes: int) -> None:
+    def no_memory(self: GpuPrefill, *sizes: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(GpuPrefill, "_allocate", no_memory)

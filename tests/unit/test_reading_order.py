@@ -20,7 +20,7 @@ from paged_steps import Conversation, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_prefill, weight_pieces  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import (  # noqa: E402
     Piece,
     PieceReader,
@@ -51,6 +51,7 @@ class Copies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
         given.setdefault("most", 2048)
+        monkeypatch.setattr(weight_pieces, "slots_within", lambda *sizes: SLOTS)
         self.steps = Steps(monkeypatch, layers=LAYERS, **given)
         self.request: Conversation = self.steps.request(1000)
         self.done = 0

@@ -26,6 +26,7 @@ from ray_hetero.distributed import linking  # noqa: E402
 from ray_hetero.distributed.messages import Message, Packing  # noqa: E402
 from ray_hetero.distributed.neighbour import Neighbours  # noqa: E402
 from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa: E402
+from ray_hetero.kernels.layers import group_layers  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill, stage_output  # noqa: E402
 from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -148,10 +149,19 @@ def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
     assert offer is not None
     rows = memory.of_handle[offer.handle].view(CAPACITY, PACKING.row_bytes)
     output.accepted(is_seen=True)
+    copies: list[torch.Tensor] = []
+    copied = group_layers._copies
+
+    def copy_and_note(results: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        copies.append(results)
+        return copied(results)
+
+    monkeypatch.setattr(group_layers, "_copies", copy_and_note)
     stays = []
     one, other = group.request(70), group.request(120)
     for parts in ([(one, 0, 69)], [(one, 69, 70), (other, 0, 119)]):
-        (x, total), *_ = group.step(*parts)
+        (x, total), (x_of_other, total_of_other) = group.step(*parts)
+        assert x_of_other.shape == total_of_other.shape == x.shape
         stays.append(output.holds({"hidden_states": x, "residual": total}))
         if stays[-1]:
             there = PACKING.views(rows[: len(x)])
@@ -160,6 +170,8 @@ def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
         apart = (x.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
         assert float(apart.max()) < CLOSE
     assert stays == [False, True]
+    # Of the first step, by both ranks; nobody needs copies of what stays.
+    assert len(copies) == 2
 
 
 def test_what_a_model_changes_goes_through_the_host(

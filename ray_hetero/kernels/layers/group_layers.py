@@ -151,8 +151,9 @@ class WholeLayers:
             for layer in run:
                 for linear in linears_of(layer):
                     gpu.add_whole(cast("WholeWeight", linear.weight))
-        taken = gpu.take()
-        own, ranks = offer.runs[0][0].attention.shape, 1 + len(others)
+        first = offer.runs[0][0]
+        taken = gpu.take(first.parts.output.weight.shape[0])
+        own, ranks = first.attention.shape, 1 + len(others)
         shape = AttentionShape(ranks * own.heads, ranks * own.kv_heads, own.size)
         memory = AttentionMemory(gpu, shape)
         if gpu.device.type == "cuda":
@@ -273,7 +274,7 @@ class GroupLayers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `GpuLayers`; on all ranks at once, with the same result.
 
-        With an output, which only the first rank has, the others' results are not those of this
+        With an output, which only the first rank has, the others' results have no values of this
         step: what uses it knows that nobody needs them.
 
         Raises:
@@ -283,15 +284,22 @@ class GroupLayers:
         """
         decoding, has_requests = len(rows.decoding), caches is not None
         self._group.begin((len(positions), rows.tokens, decoding, int(has_requests)))
+        shape = rows.tokens, hidden.shape[1]
         if self._layers is None:
             meanwhile()
-            self._group.wait()
+            if self._group.wait():
+                # Nobody reads them, and memory that nothing is written to costs nothing.
+                return hidden.new_empty(shape), hidden.new_empty(shape)
         else:
-            with self._group.telling():
+            with self._group.telling(stays=output is not None):
                 found = self._layers(positions, hidden, residual, rows, caches, meanwhile, output)
             if output is not None:
                 return found
-        shape = rows.tokens, hidden.shape[1]
-        x, total = self._group.results[:, : shape[0] * shape[1]]
         # The next step overwrites them once all ranks have come to it.
-        return x.clone().view(shape), total.clone().view(shape)
+        x, total = _copies(self._group.results[:, : shape[0] * shape[1]])
+        return x.view(shape), total.view(shape)
+
+
+def _copies(results: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, total = results
+    return x.clone(), total.clone()

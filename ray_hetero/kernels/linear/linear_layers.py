@@ -286,8 +286,9 @@ class LinearLayers:
     def _take_gpu(self, kernel: StreamingLinear, found: Fusible) -> None:
         if self._gpu is None:
             return
+        first = found.runs[0].layers[0] if found.runs else None
         try:
-            taken = self._gpu.take()
+            taken = self._gpu.take(None if first is None else first.parts.output.weight.shape[0])
         except UnsupportedError as error:
             if self._config.prefill_on_gpu is True:
                 raise

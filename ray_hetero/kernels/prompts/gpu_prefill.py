@@ -24,6 +24,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
 from ray_hetero.kernels.prompts.step_memory import StepMemory
 from ray_hetero.kernels.prompts.weight_pieces import (
+    Piece,
     PieceReader,
     Placed,
     ReadingOrder,
@@ -32,7 +33,7 @@ from ray_hetero.kernels.prompts.weight_pieces import (
     cut,
 )
 from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, ExpandedWeight, WeightsAhead
-from ray_hetero.planning.prefill_memory import SHARED_TOKENS, gpu_bytes
+from ray_hetero.planning.prefill_memory import SHARED_TOKENS, ahead_bytes, gpu_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
 from ray_hetero.weight_formats.base import HostWeight
 from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
@@ -103,8 +104,12 @@ class GpuPrefill:
         """Have a weight computed here whose parts begin with pages of their own."""
         self._weights[weight.data.data_ptr()] = weight
 
-    def take(self) -> PrefillBytes:
+    def take(self, hidden: int | None = None) -> PrefillBytes:
         """Lock the weights' pages and take memory of the GPU.
+
+        Args:
+            hidden: elements of a token's residual; None if they are not known, which takes them
+                for the most inputs of a weight.
 
         Raises:
             UnsupportedError: the pages cannot be locked, or the GPU has too little memory left.
@@ -114,12 +119,14 @@ class GpuPrefill:
         if not weights:
             return PrefillBytes(0, 0)
         outputs, inputs = (max(weight.shape[i] for weight in weights) for i in (0, 1))
-        of_parts = max(part.source.shape[1] for weight in weights for part in weight.parts)
+        hidden = inputs if hidden is None else min(hidden, inputs)
         needed = gpu_bytes(outputs, inputs, self._tokens)
         needed += sum(weight.gpu_bytes for weight in weights)
         try:
             self._lock_pages()
-            self._allocate(outputs, inputs, of_parts)
+            cut_up = {at: list(cut(weight, self._device)) for at, weight in self._weights.items()}
+            pieces = [placed.piece for found in cut_up.values() for placed in found]
+            self._allocate(outputs, inputs, hidden, pieces)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
@@ -128,7 +135,7 @@ class GpuPrefill:
                 "Lower gpu.memory_utilization or --max-num-batched-tokens, or set "
                 "cpu.prefill_on_gpu to false."
             ) from None
-        self._pieces = {at: list(cut(weight, self._device)) for at, weight in self._weights.items()}
+        self._pieces = cut_up
         return PrefillBytes(sum(weight.nbytes for weight in weights), needed)
 
     def _lock_pages(self) -> None:
@@ -140,15 +147,16 @@ class GpuPrefill:
             for part in weight.parts:
                 lock_pages(part.source.data)
 
-    def _allocate(self, outputs: int, inputs: int, inputs_of_parts: int) -> None:
+    def _allocate(self, outputs: int, inputs: int, hidden: int, pieces: list[Piece]) -> None:
         device = self._device
         # vLLM's CPU worker puts things that do nothing into their places in torch.cuda.
         module: Any = torch.cuda.streams if device.type == "cuda" else torch.cpu
         self._module = module
         self._computing = module.Stream()
         self._done = module.Event()
-        self._reader = PieceReader(device, module, self._computing, inputs_of_parts)
-        self.memory = StepMemory(device, self._tokens, inputs, outputs)
+        budget = ahead_bytes(inputs, hidden, self._tokens)
+        self._reader = PieceReader(device, module, self._computing, pieces, budget)
+        self.memory = StepMemory(device, self._tokens, inputs, outputs, hidden)
         """For the tokens of a step."""
 
     @property

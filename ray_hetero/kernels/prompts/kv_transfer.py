@@ -177,6 +177,8 @@ def spans_of(
             part = _Part(request, first, min(room, all_blocks - first))
             groups[-1].append(part)
             first, room = first + part.blocks, room - part.blocks
+    if not groups:
+        return []
     own = torch.sort(slots)
     return [_span(parts, requests, own, block, device) for parts in groups]
 

@@ -73,12 +73,17 @@ class PromptGroup:
                 raise dist.DistError(f"{self._name(member)} computes another step")
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell all other ranks how the first one's part of a step ends."""
-        said = {"problem": "the step was not computed"}
+    def telling(self, *, stays: bool = False) -> Iterator[None]:
+        """Tell all other ranks how the first one's part of a step ends.
+
+        Args:
+            stays: whether its results stay on the GPU, and are not in the ranks' memory.
+
+        """
+        said: dict[str, Any] = {"problem": "the step was not computed"}
         try:
             yield
-            said = {}
+            said = {"stays": stays}
         except torch.OutOfMemoryError as error:
             said = {"memory": str(error)[:MOST_TEXT]}
             raise
@@ -91,8 +96,11 @@ class PromptGroup:
                 for member in self._others():
                     stack.callback(self._send, member, json.dumps(said).encode())
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Wait in another rank until the first one has had the step computed.
+
+        Returns:
+            Whether the results stay on the GPU.
 
         Raises:
             torch.OutOfMemoryError: the GPU has run out of memory.
@@ -104,6 +112,7 @@ class PromptGroup:
             raise torch.OutOfMemoryError(said["memory"])
         if "problem" in said:
             raise dist.DistError(f"{self._name(0)} has failed: {said['problem']}")
+        return bool(said["stays"])
 
     def caches(self, own: Sequence[torch.Tensor]) -> Caches | None:
         """Hand layers' caches to the first rank, and take them there; once for each run of layers.

@@ -18,10 +18,13 @@ class StepMemory:
         tokens: most of a step.
         inputs: most that a product has for a token.
         outputs: the same.
+        hidden: elements of a token's residual.
 
     """
 
-    def __init__(self, device: torch.device, tokens: int, inputs: int, outputs: int) -> None:
+    def __init__(
+        self, device: torch.device, tokens: int, inputs: int, outputs: int, hidden: int
+    ) -> None:
         self._device = device
 
         def memory(elements: int) -> torch.Tensor:
@@ -31,9 +34,8 @@ class StepMemory:
         self.behind_products = self._y[SHARED_TOKENS * outputs :]
         """Where smaller steps have no products: there is room for whole weights."""
         self._x_host = self.host_memory(tokens * inputs)
-        # A residual is the input of some layer.
-        self._residual = memory(tokens * inputs)
-        self._residual_host = self.host_memory(tokens * inputs)
+        self._residual = memory(tokens * hidden)
+        self._residual_host = self.host_memory(tokens * hidden)
 
     def host_memory(self, *shape: int) -> torch.Tensor:
         """Make host memory, bf16, that the GPU copies from and to by itself."""

@@ -16,9 +16,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, piece_bytes
+from ray_hetero.planning.prefill_memory import BF16_BYTES, piece_bytes, slots_within
 from ray_hetero.weight_formats.base import BLOCK, Expansion
 
+SLOT_ALIGNMENT = 512
+"""Bytes that memory for a piece is a multiple of, as torch aligns what it takes of a GPU."""
 TILE_OUTPUTS = 256
 """Of a tile that a GPU's product is made of, or two of them: parts of a tile cost as much."""
 
@@ -238,13 +240,16 @@ class LinkReader(ABC, Generic[Read]):
     def __init__(self, device: torch.device, module: Any, slots: int, nbytes: int) -> None:
         self._copying = module.Stream()
         self._count = slots
-        made: list[Slot[Read]] = [
-            Slot(torch.empty(nbytes, dtype=torch.uint8, device=device), module.Event(),
-                 module.Event())
-            for _ in range(slots)
-        ]  # fmt: skip
+        # In one, which torch rounds up once only.
+        memory = torch.empty((slots, nbytes), dtype=torch.uint8, device=device)
+        made: list[Slot[Read]] = [Slot(one, module.Event(), module.Event()) for one in memory]
         self._slots = itertools.cycle(made)
         self._ahead: deque[Slot[Read]] = deque()
+
+    @property
+    def slots(self) -> int:
+        """Pieces on the GPU at most."""
+        return self._count
 
     @abstractmethod
     def copies(self, piece: Read) -> Iterator[tuple[torch.Tensor, int]]:
@@ -291,15 +296,21 @@ class PieceReader(LinkReader[Piece]):
         device: the GPU; for tests the CPU.
         module: that makes its streams and events.
         computing: the stream that products are computed on.
-        inputs: most inputs of a weight.
+        pieces: all of them.
+        budget: bytes for those that come ahead.
 
     """
 
-    def __init__(self, device: torch.device, module: Any, computing: Any, inputs: int) -> None:
-        nbytes = piece_bytes(inputs)
-        super().__init__(device, module, SLOTS, nbytes)
+    def __init__(
+        self, device: torch.device, module: Any, computing: Any, pieces: Sequence[Piece],
+        budget: int,
+    ) -> None:  # fmt: skip
+        stored = max(piece.weight.nbytes for piece in pieces)
+        stored = -(-stored // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        super().__init__(device, module, slots_within(budget, stored, len(pieces)), stored)
         self._computing = computing
-        self._expanded = torch.empty(nbytes // BF16_BYTES, dtype=torch.bfloat16, device=device)
+        values = max((piece.end - piece.begin) * piece.inputs for piece in pieces)
+        self._expanded = torch.empty(values, dtype=torch.bfloat16, device=device)
 
     def copies(self, piece: Piece) -> Iterator[tuple[torch.Tensor, int]]:
         """All of it."""
