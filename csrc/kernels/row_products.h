@@ -170,6 +170,12 @@ inline const Scaled* with_zeros(const Weight& w) {
   return scaled != nullptr && scaled->has_zeros() ? scaled : nullptr;
 }
 
+// Whether so many tokens' inputs are to be floats for a weight.
+inline bool wants_floats(const Weight& w, std::int64_t m) {
+  const RowKernels& kernels = kernels_of(w.stretch(0, 0, 2));
+  return kernels.has_codes && m <= kFloatTokens && kernels.codes.sum_floats[0] != nullptr;
+}
+
 // Sums [m][kBlock] of up to 32 tokens, whose tiles are set up where there are any.
 inline void sum_few(const TokenTiles& x, std::int64_t m, const Stretch& stretch, float* sums) {
   const RowKernels& kernels = kernels_of(stretch);

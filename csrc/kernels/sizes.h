@@ -20,6 +20,7 @@ constexpr std::int64_t kCodesAhead = 6;     // the same of codes, which take few
 constexpr std::int64_t kCodesRing = 8;      // have to leave the processor's queues before they are loaded
 static_assert(kCodesRing > kCodesAhead);
 constexpr std::int64_t kDirectTokens = 1;   // whose products with codes need no tiles
+constexpr std::int64_t kFloatTokens = 3;    // up to which inputs become floats where codes of four bits do
 // Up to which codes are multiplied as they are where their groups are no whole tiles; then weights
 // are scaled.  NVFP4's, of 16 inputs: without tiles 0.88 of the time of scaled weights for 8 tokens,
 // 1.25 for 32 (AVX2); beside scaled weights in tiles 0.77 for 2 tokens, 1.7 for 8 (AMX).
