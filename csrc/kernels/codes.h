@@ -259,10 +259,17 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
     scales.prepare(group);
     const GroupScales own = scales.at(group);
     const float* from = group_sums + group % 2 * m * kBlock;
-    for (std::int64_t token = 0; token < m; ++token, from += kBlock) {
-      const float inputs = has_zeros ? sum_of_inputs(x, groups, group, token, begin, end) : 0;
-      add_scaled(own, has_zeros, inputs, load_floats(from), load_floats(from + kLanes),
-                 sums + token * kBlock);
+    if (has_zeros) {
+      for (std::int64_t token = 0; token < m; ++token, from += kBlock) {
+        const float inputs = sum_of_inputs(x, groups, group, token, begin, end);
+        add_scaled(own, true, inputs, load_floats(from), load_floats(from + kLanes),
+                   sums + token * kBlock);
+      }
+    } else {
+      // Two operations and their loads and stores for each token: without a question between them.
+      for (std::int64_t at = 0; at < m * kBlock; at += kBlock) {
+        add_scaled(own, false, 0, load_floats(from + at), load_floats(from + at + kLanes), sums + at);
+      }
     }
   };
   std::uint16_t* ring = scratch_bf16(kCodesRing * kTile * kRow, kExpanded);
