@@ -289,6 +289,7 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
         prefetch_lines(codes.at(), kTile / 2 * Codes::kPairBytes);
         expand_rows(codes, kTile, ring + ahead % kCodesRing * kTile * kRow);
       }
+      prefetch_tokens(x.data + (tile + kTokensAhead) * x.tile, m);
       multiply<kTwo>(x.data + tile * x.tile, ring + tile % kCodesRing * kTile * kRow);
     }
     store_sums<kTwo>(group_sums + group % 2 * m * kBlock);

@@ -19,6 +19,7 @@ static_assert(kRing > kAhead);
 constexpr std::int64_t kCodesAhead = 6;     // the same of codes, which take fewer instructions: they
 constexpr std::int64_t kCodesRing = 8;      // have to leave the processor's queues before they are loaded
 static_assert(kCodesRing > kCodesAhead);
+constexpr std::int64_t kTokensAhead = 2;    // tiles of tokens that are fetched before they are needed
 constexpr std::int64_t kDirectTokens = 1;   // whose products with codes need no tiles
 constexpr std::int64_t kFloatTokens = 3;    // up to which inputs become floats where codes of four bits do
 // Up to which codes are multiplied as they are where their groups are no whole tiles; then weights

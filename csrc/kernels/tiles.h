@@ -53,6 +53,12 @@ RAY_HETERO_INLINE void multiply(const std::uint16_t* x, const std::uint16_t* w) 
   }
 }
 
+// Have the tiles of some tokens come, a line each: those of all rows are more than a first-level cache
+// has room for beside the weights.
+RAY_HETERO_PREFETCH void prefetch_tokens(const std::uint16_t* x, std::int64_t tokens) {
+  for (std::int64_t token = 0; token < tokens; ++token) prefetch_l1(x + token * 2 * kTile);
+}
+
 inline void configure_tiles(std::int64_t tokens) { set_tiles(TileConfig(tokens)); }
 
 // For how many tokens a thread has set its tiles up, which takes as long as some products; nothing
