@@ -273,9 +273,21 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
     }
   };
   std::uint16_t* ring = scratch_bf16(kCodesRing * kTile * kRow, kExpanded);
+  const auto slot = [&](std::int64_t tile) { return ring + tile % kCodesRing * kTile * kRow; };
   Codes codes(stretch);
   const std::int64_t tiles = stretch.rows / kTile;
   std::int64_t ahead = 0;  // tile that is expanded next
+  const auto expand_up_to = [&](std::int64_t tile) {
+    for (; ahead < std::min(tiles, tile); ++ahead) {
+      prefetch_lines(codes.at(), kTile / 2 * Codes::kPairBytes);
+      expand_rows(codes, kTile, slot(ahead));
+    }
+  };
+  if constexpr (!kTwo) {
+    // Of up to 16 tokens, operands are loaded a tile before their products.
+    expand_up_to(kCodesAhead);
+    load_operands<0>(x.data, slot(0));
+  }
   // A group's sums are still on their way to the cache when they have left the tiles: they are added
   // when the next group is there.
   std::int64_t before = -1, before_begin = 0, before_end = 0;
@@ -285,12 +297,21 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
     const std::int64_t end = std::min(groups.end(group), stretch.rows);
     clear_sums<kTwo>();
     for (; tile * kTile < end; ++tile) {
-      for (; ahead < std::min(tiles, tile + kCodesAhead + 1); ++ahead) {
-        prefetch_lines(codes.at(), kTile / 2 * Codes::kPairBytes);
-        expand_rows(codes, kTile, ring + ahead % kCodesRing * kTile * kRow);
+      if constexpr (kTwo) {
+        expand_up_to(tile + kCodesAhead + 1);
+        prefetch_tokens(x.data + (tile + kTokensAhead) * x.tile, m);
+        multiply<true>(x.data + tile * x.tile, slot(tile));
+      } else {
+        const std::int64_t next = std::min(tile + 1, tiles - 1);
+        const std::uint16_t* next_x = x.data + next * x.tile;
+        if (tile % 2 == 0) {
+          multiply_and_load<0>(next_x, slot(next));
+        } else {
+          multiply_and_load<1>(next_x, slot(next));
+        }
+        prefetch_tokens(x.data + (tile + 1 + kTokensAhead) * x.tile, m);
+        expand_up_to(tile + kCodesAhead + 1);
       }
-      prefetch_tokens(x.data + (tile + kTokensAhead) * x.tile, m);
-      multiply<kTwo>(x.data + tile * x.tile, ring + tile % kCodesRing * kTile * kRow);
     }
     store_sums<kTwo>(group_sums + group % 2 * m * kBlock);
     if (before >= 0) add(before, before_begin, before_end);
