@@ -32,6 +32,15 @@ SHAPES: dict[str, dict[str, int]] = {
     # Four layers of TinyLlama.
     "1b-4": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
              "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
+    # The same linear layers in models of other families.
+    "1b-4-mistral": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
+                     "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
+    "1b-4-gemma2": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
+                    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64,
+                    "vocab_size": 32000},
+    "1b-4-gemma3": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
+                    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64,
+                    "vocab_size": 32000},
     # 40.6 GB in bf16.
     "20b": {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 48,
             "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 128256},
@@ -46,7 +55,28 @@ SHAPES: dict[str, dict[str, int]] = {
                    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
                    "moe_intermediate_size": 768},
 }  # fmt: skip
-"""Shapes by name: dense ones of Llama, and one with experts of Qwen3."""
+"""Shapes by name: dense ones of Llama unless they are in `FAMILIES`, and Qwen3's with experts."""
+
+_GEMMA: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "1b-4-mistral": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096,
+    },
+    "1b-4-gemma2": _GEMMA | {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "1b-4-gemma3": _GEMMA | {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+        "sliding_window": 512, "rope_local_base_freq": 10000.0,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+}  # fmt: skip
+"""What the config.json of shapes of other families than Llama has in addition, by name."""
 
 DTYPE_BYTES = 2
 
@@ -96,11 +126,11 @@ def config_of(name: str) -> dict[str, Any]:
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
             "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
         }  # fmt: skip
-    return config | SHAPES[name]
+    return config | FAMILIES.get(name, {}) | SHAPES[name]
 
 
 def layer_bytes(shape: dict[str, int]) -> int:
-    """Bytes of one decoder layer in bf16: attention, MLP or all experts, and the norms."""
+    """Bytes of one decoder layer in bf16: attention, MLP or all experts, and the norms of Llama."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     others = 2 * hidden
     if experts := shape.get("num_experts"):
@@ -110,6 +140,14 @@ def layer_bytes(shape: dict[str, int]) -> int:
     queries = shape["num_attention_heads"] * head_size(shape)
     kv = shape["num_key_value_heads"] * head_size(shape)
     return DTYPE_BYTES * (2 * hidden * queries + 2 * hidden * kv + 3 * hidden * inner + others)
+
+
+def more_norm_bytes(name: str) -> int:
+    """Bytes of the norms that a layer of a known shape has beside those of Llama."""
+    family, shape = FAMILIES.get(name, {}).get("model_type", ""), SHAPES[name]
+    behind = 2 * shape["hidden_size"] if family.startswith("gemma") else 0
+    of_heads = 2 * head_size(shape) if family == "gemma3_text" else 0
+    return DTYPE_BYTES * (behind + of_heads)
 
 
 def head_size(shape: dict[str, int]) -> int:

@@ -89,6 +89,26 @@ class ExpandedCodes {
   const std::uint16_t* at_;
 };
 
+// Add to sums [M][kBlock] what a group's rows from `begin` to `end` add, whose sums are in one chain
+// or two.
+template <int M, std::size_t kChains>
+RAY_HETERO_INLINE void add_chains(const TokenTiles& x, const ScalesAhead& scales,
+                                  std::int64_t group, std::int64_t begin, std::int64_t end,
+                                  const Sums<M> (&chains)[kChains], float* to) {
+  const Groups& groups = scales.groups();
+  const bool has_zeros = groups.encoding().has_zeros();
+  const GroupScales own = scales.at(group);
+  for (int token = 0; token < M; ++token) {
+    Floats left = chains[0].left[token], right = chains[0].right[token];
+    if constexpr (kChains > 1) {
+      left = plus(left, chains[1].left[token]);
+      right = plus(right, chains[1].right[token]);
+    }
+    const float inputs = has_zeros ? sum_of_inputs(x, groups, group, token, begin, end) : 0;
+    add_scaled(own, has_zeros, inputs, left, right, to + token * kBlock);
+  }
+}
+
 // Add to sums [M][kBlock] what rows of a stretch from `first` on add, whose codes are read next.
 template <int M, typename Codes>
 RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, ScalesAhead& scales,
@@ -97,7 +117,6 @@ RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, ScalesAhead& scales,
   const Groups& groups = scales.groups();
   // Each chain of sums waits for itself; those of two or more tokens are enough.
   constexpr int kChains = M == 1 ? 2 : 1;
-  const bool has_zeros = groups.encoding().has_zeros();
   std::int64_t group = groups.at(first);
   for (std::int64_t row = first; row < first + rows; ++group) {
     const std::int64_t begin = row;
@@ -115,16 +134,7 @@ RAY_HETERO_INLINE void add_code_rows(const TokenTiles& x, ScalesAhead& scales,
         add_row<M>(pairs + 2, x.token, two.left[1], two.right[1], sums[kChains - 1]);
       }
     }
-    const GroupScales own = scales.at(group);
-    for (int token = 0; token < M; ++token) {
-      Floats left = sums[0].left[token], right = sums[0].right[token];
-      if constexpr (kChains > 1) {
-        left = plus(left, sums[1].left[token]);
-        right = plus(right, sums[1].right[token]);
-      }
-      const float inputs = has_zeros ? sum_of_inputs(x, groups, group, token, begin, end) : 0;
-      add_scaled(own, has_zeros, inputs, left, right, to + token * kBlock);
-    }
+    add_chains<M>(x, scales, group, begin, end, sums, to);
   }
 }
 
@@ -187,6 +197,54 @@ void sum_expanded_codes(const TokenTiles& x, std::int64_t m, const Stretch& stre
   }
 }
 
+// ---- in float32 ---------------------------------------------------------------------------------
+
+#if RAY_HETERO_HAS_TILES
+// Processors with tiles take four operations for VDPBF16PS, which has two products of each lane, one
+// for a product in float32, and one for looking up a code of four bits as a float: so few tokens,
+// whose inputs are floats already, are multiplied in float32.
+
+// Sums [M][kBlock] of M tokens: each chain of sums in the order of add_code_rows, the second of a
+// pair first as VDPBF16PS has it, so that one token's have the same bits.  A lane of 32 bits holds an
+// output's inputs of two rows in nibbles 0, 4, 2 and 6, those of the output 16 behind it in nibbles
+// 1, 5, 3 and 7 (formats/int4.h).  Lanes are read again 1 to 3 bytes further in the place of being
+// shifted: look-ups and products take the ports that shifts do.  Behind the last row are scales.
+template <int M, typename Codes>
+void sum_float_rows(const TokenTiles& x, const Stretch& stretch, float* sums) {
+  constexpr int kChains = M == 1 ? 2 : 1;
+  const Floats table = load_bf16(Codes::kTable);
+  clear(sums, M);
+  ScalesAhead scales(stretch);
+  const Groups& groups = scales.groups();
+  const std::uint8_t* at = stretch.data;
+  std::int64_t group = groups.at(0);
+  for (std::int64_t row = 0; row < stretch.rows; ++group) {
+    const std::int64_t begin = row, end = std::min(groups.end(group), stretch.rows);
+    scales.prepare(group);
+    Sums<M> chains[kChains];
+    for (Sums<M>& chain : chains) chain.clear();
+    for (; row < end; row += 2, at += Codes::kPairBytes) {
+      prefetch_lines(at, Codes::kPairBytes);
+      for (int one = 0; one < 2; ++one) {
+        Sums<M>& sum = chains[one * (kChains - 1)];
+        const float* inputs = x.floats + 2 * (row + one);
+        for (int which = 1; which >= 0; --which) {
+          const Pairs lanes = load_pairs(at + 2 * which + one);
+          const Floats left = looked_up_floats<0>(table, lanes);
+          const Floats right = looked_up_floats<4>(table, lanes);
+          for (int i = 0; i < M; ++i) {
+            const Floats input = spread(inputs[i * x.inputs + which]);
+            sum.left[i] = times_plus(left, input, sum.left[i]);
+            sum.right[i] = times_plus(right, input, sum.right[i]);
+          }
+        }
+      }
+    }
+    add_chains<M>(x, scales, group, begin, end, chains, sums);
+  }
+}
+#endif
+
 // ---- with tiles ---------------------------------------------------------------------------------
 
 // Sums [m][kBlock] of up to 32 tokens; tiles have rows of one group only.
@@ -201,16 +259,35 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
     scales.prepare(group);
     const GroupScales own = scales.at(group);
     const float* from = group_sums + group % 2 * m * kBlock;
-    for (std::int64_t token = 0; token < m; ++token, from += kBlock) {
-      const float inputs = has_zeros ? sum_of_inputs(x, groups, group, token, begin, end) : 0;
-      add_scaled(own, has_zeros, inputs, load_floats(from), load_floats(from + kLanes),
-                 sums + token * kBlock);
+    if (has_zeros) {
+      for (std::int64_t token = 0; token < m; ++token, from += kBlock) {
+        const float inputs = sum_of_inputs(x, groups, group, token, begin, end);
+        add_scaled(own, true, inputs, load_floats(from), load_floats(from + kLanes),
+                   sums + token * kBlock);
+      }
+    } else {
+      // Two operations and their loads and stores for each token: without a question between them.
+      for (std::int64_t at = 0; at < m * kBlock; at += kBlock) {
+        add_scaled(own, false, 0, load_floats(from + at), load_floats(from + at + kLanes), sums + at);
+      }
     }
   };
   std::uint16_t* ring = scratch_bf16(kCodesRing * kTile * kRow, kExpanded);
+  const auto slot = [&](std::int64_t tile) { return ring + tile % kCodesRing * kTile * kRow; };
   Codes codes(stretch);
   const std::int64_t tiles = stretch.rows / kTile;
   std::int64_t ahead = 0;  // tile that is expanded next
+  const auto expand_up_to = [&](std::int64_t tile) {
+    for (; ahead < std::min(tiles, tile); ++ahead) {
+      prefetch_lines(codes.at(), kTile / 2 * Codes::kPairBytes);
+      expand_rows(codes, kTile, slot(ahead));
+    }
+  };
+  if constexpr (!kTwo) {
+    // Of up to 16 tokens, operands are loaded a tile before their products.
+    expand_up_to(kCodesAhead);
+    load_operands<0>(x.data, slot(0));
+  }
   // A group's sums are still on their way to the cache when they have left the tiles: they are added
   // when the next group is there.
   std::int64_t before = -1, before_begin = 0, before_end = 0;
@@ -220,11 +297,21 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
     const std::int64_t end = std::min(groups.end(group), stretch.rows);
     clear_sums<kTwo>();
     for (; tile * kTile < end; ++tile) {
-      for (; ahead < std::min(tiles, tile + kCodesAhead + 1); ++ahead) {
-        prefetch_lines(codes.at(), kTile / 2 * Codes::kPairBytes);
-        expand_rows(codes, kTile, ring + ahead % kCodesRing * kTile * kRow);
+      if constexpr (kTwo) {
+        expand_up_to(tile + kCodesAhead + 1);
+        prefetch_tokens(x.data + (tile + kTokensAhead) * x.tile, m);
+        multiply<true>(x.data + tile * x.tile, slot(tile));
+      } else {
+        const std::int64_t next = std::min(tile + 1, tiles - 1);
+        const std::uint16_t* next_x = x.data + next * x.tile;
+        if (tile % 2 == 0) {
+          multiply_and_load<0>(next_x, slot(next));
+        } else {
+          multiply_and_load<1>(next_x, slot(next));
+        }
+        prefetch_tokens(x.data + (tile + 1 + kTokensAhead) * x.tile, m);
+        expand_up_to(tile + kCodesAhead + 1);
       }
-      multiply<kTwo>(x.data + tile * x.tile, ring + tile % kCodesRing * kTile * kRow);
     }
     store_sums<kTwo>(group_sums + group % 2 * m * kBlock);
     if (before >= 0) add(before, before_begin, before_end);
@@ -239,19 +326,30 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
 struct CodeKernels {
   using Sum = void (*)(const TokenTiles&, const Stretch&, float*);
   using SumOfTokens = void (*)(const TokenTiles&, std::int64_t, const Stretch&, float*);
-  Sum sum[kGroup];           // for one token and more
-  SumOfTokens sum_expanded;  // for more than these
-  SumOfTokens sum_tiles[2];  // for one tile of tokens and two; where there are tiles
+  Sum sum[kGroup];               // for one token and more
+  SumOfTokens sum_expanded;      // for more than these
+  SumOfTokens sum_tiles[2];      // for one tile of tokens and two; where there are tiles
+  Sum sum_floats[kFloatTokens];  // for tokens whose inputs are floats; or nullptr
 };
+
+#if RAY_HETERO_HAS_TILES
+template <typename Codes, int... kLess>
+constexpr void set_float_kernels(CodeKernels& kernels, std::integer_sequence<int, kLess...>) {
+  ((kernels.sum_floats[kLess] = sum_float_rows<kLess + 1, Codes>), ...);
+}
+#endif
 
 template <typename Codes, int... kLess>
 constexpr CodeKernels code_kernels(std::integer_sequence<int, kLess...>) {
-  if constexpr (kHasTiles) {
-    return {{sum_code_rows<kLess + 1, Codes>...}, sum_expanded_codes<Codes>,
-            {sum_code_tiles<false, Codes>, sum_code_tiles<true, Codes>}};
-  } else {
-    return {{sum_code_rows<kLess + 1, Codes>...}, sum_expanded_codes<Codes>, {}};
+  CodeKernels kernels{{sum_code_rows<kLess + 1, Codes>...}, sum_expanded_codes<Codes>, {}, {}};
+#if RAY_HETERO_HAS_TILES
+  kernels.sum_tiles[0] = sum_code_tiles<false, Codes>;
+  kernels.sum_tiles[1] = sum_code_tiles<true, Codes>;
+  if constexpr (Codes::kTable != nullptr) {
+    set_float_kernels<Codes>(kernels, std::make_integer_sequence<int, kFloatTokens>());
   }
+#endif
+  return kernels;
 }
 
 // Whether that many tokens are multiplied with codes as they are; else with scaled ones.
@@ -263,7 +361,9 @@ inline bool is_for_codes(std::int64_t m, const Stretch& stretch) {
 // Sums [m][kBlock] of up to 32 tokens.
 inline void sum_codes(const CodeKernels& kernels, const TokenTiles& x, std::int64_t m,
                       const Stretch& stretch, float* sums) {
-  if (kHasTiles && m > kDirectTokens && Groups(stretch).are_tiles()) {
+  if (x.floats != nullptr) {
+    kernels.sum_floats[m - 1](x, stretch, sums);
+  } else if (kHasTiles && m > kDirectTokens && Groups(stretch).are_tiles()) {
     kernels.sum_tiles[m > kTile](x, m, stretch, sums);
   } else if (m <= kGroup) {
     kernels.sum[m - 1](x, stretch, sums);

@@ -178,7 +178,7 @@ class ExpertProduct {
       for (std::int64_t token = 0; token < tokens; token += kGroup) {
         const auto some = std::min<std::int64_t>(kGroup, tokens - token);
         kAddRows[some - 1](x.data + (begin + token) * x.k + 2 * row, x.k, in_bf16, rows, is_first,
-                           sums + token * kBlock);
+                           {}, sums + token * kBlock);
       }
     }
   }

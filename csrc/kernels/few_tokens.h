@@ -68,6 +68,7 @@ class FewTokens {
       return;
     }
     reserve_few(task.m);
+    if (wants_floats(task.w, task.m)) scratch(task.m * task.w.k(), kFloats);
     if (const Scaled* scaled = with_zeros(task.w)) scratch(task.m * scaled->groups(), kInputSums);
   }
 
@@ -93,6 +94,9 @@ class FewTokens {
       float* sums = scratch(task_.m * zeros_->groups(), kInputSums);
       sum_groups(*zeros_, tokens, task_.m, sums);
       tokens.group_sums = sums, tokens.groups = zeros_->groups();
+    }
+    if (wants_floats(task_.w, task_.m)) {
+      tokens.floats = own_floats(tokens), tokens.inputs = task_.w.k();
     }
     TileSetUp set_up;
     if (!expands_) set_up.for_tokens(task_.m);
@@ -129,6 +133,20 @@ class FewTokens {
     std::uint16_t* tiles = scratch_bf16(task_.m * task_.w.k(), kOwnTokens);
     pack_tokens(task_, 0, task_.w.pairs() / kTile, tiles);
     return tiles;
+  }
+
+  // The same in float32, token by token.
+  const float* own_floats(const TokenTiles& tokens) const {
+    float* floats = scratch(task_.m * task_.w.k(), kFloats);
+    for (std::int64_t token = 0; token < task_.m; ++token) {
+      float* to = floats + token * task_.w.k();
+      for (std::int64_t row = 0; row < task_.w.pairs(); row += kTile, to += 2 * kTile) {
+        const std::uint16_t* from = tokens.at(row) + token * tokens.token;
+        store_floats(to, load_bf16(from));
+        store_floats(to + kLanes, load_bf16(from + kLanes));
+      }
+    }
+    return floats;
   }
 
   // All parts of a block, whose sums stay with this thread.

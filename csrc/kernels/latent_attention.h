@@ -173,7 +173,7 @@ class LatentAttention {
         const std::uint16_t* tokens = chunk.tiles[token / kTile] + of_tile * stride;
         float* to = scores + token * kBlock;
         if (lanes > kTile) {
-          kAddRows[here - 1](tokens, stride, queries, size / 2, true, to);
+          kAddRows[here - 1](tokens, stride, queries, size / 2, true, {}, to);
         } else {
           kScoreLeft[here - 1](tokens, stride, queries, size, to);
         }
@@ -265,7 +265,7 @@ class LatentAttention {
         for (std::int64_t lane = 0; lane < lanes; lane += kGroup) {
           const auto some = std::min<std::int64_t>(kGroup, lanes - lane);
           kAddRows[some - 1](shares + lane * kChunk, kChunk, latents, rows, chunk.is_first,
-                             sums + lane * kBlock);
+                             {}, sums + lane * kBlock);
         }
       }
       latents += kChunkPairs * kRow;

@@ -14,7 +14,7 @@ class ManyTokens {
         wide_(std::clamp<std::int64_t>(task.w.blocks() * groups_ / (4 * threads_), 1,
                                        kPieceBlocks)),
         columns_((task.w.blocks() + wide_ - 1) / wide_),
-        packed_(kHasTiles ? scratch_bf16(task.m * task.w.k(), kSharedTokens) : nullptr),
+        packed_(scratch_bf16(task.m * pieces() * kPieceInputs, kSharedTokens)),
         queue_(columns_ * groups_, threads_) {}
 
   void run() {
@@ -30,6 +30,9 @@ class ManyTokens {
         for (std::int64_t tile = 0; tile < task_.w.pairs() / kTile; ++tile) {
           pack_tokens(task_, tile, tile + 1, packed_);
         }
+      } else {
+#pragma omp for schedule(static)
+        for (std::int64_t token = 0; token < task_.m; ++token) pack(token);
       }
       const int thread = omp_get_thread_num();
       TileSetUp set_up;
@@ -41,6 +44,27 @@ class ManyTokens {
   }
 
  private:
+  static constexpr std::int64_t kPieceInputs = 2 * kPieceRows;
+
+  std::int64_t pieces() const { return (task_.w.pairs() + kPieceRows - 1) / kPieceRows; }
+
+  // Have a token's inputs for a piece lie behind those of the token before.  From token to token of x
+  // there are often multiples of 4 KiB, whose lines take each other's places in a cache, and more
+  // pages than a processor keeps at hand.
+  void pack(std::int64_t token) {
+    const std::uint16_t* from = task_.x + token * task_.stride;
+    std::uint16_t* to = packed_ + token * kPieceInputs;
+    for (std::int64_t at = 0; at < task_.w.k(); at += kPieceInputs, to += task_.m * kPieceInputs) {
+      std::memcpy(to, from + at, std::min(kPieceInputs, task_.w.k() - at) * sizeof(*to));
+    }
+  }
+
+  // From a token on.
+  TokenTiles packed(std::int64_t token) const {
+    const TokenTiles all{packed_, kHasTiles ? 2 * kTile : kPieceInputs, task_.m * 2 * kTile};
+    return all.from_token(token);
+  }
+
   void sum(std::int64_t unit, TileSetUp& set_up) {
     const std::int64_t first = unit / groups_ * wide_;
     const std::int64_t last = std::min(first + wide_, task_.w.blocks());
@@ -48,8 +72,7 @@ class ManyTokens {
     const std::int64_t end = std::min(begin + tokens_, task_.m);
     const std::int64_t tokens = end - begin;
     if (tokens <= 0) return;
-    const Places places{task_.m, kHasTiles ? task_.w.k() : task_.stride, kHasTiles};
-    const TokenTiles x = places.tiles(kHasTiles ? packed_ : task_.x, 0).from_token(begin);
+    const TokenTiles x = packed(begin);
     float* sums = scratch((last - first) * tokens * kBlock, kSums);
     for (std::int64_t row = 0; row < task_.w.pairs(); row += kPieceRows) {
       const std::int64_t rows = std::min(kPieceRows, task_.w.pairs() - row);
@@ -69,7 +92,7 @@ class ManyTokens {
   const int threads_;
   const std::int64_t groups_, tokens_;  // groups of tokens, and tokens of each
   const std::int64_t wide_, columns_;   // blocks of a unit, and units of a group
-  std::uint16_t* packed_;               // [k / 32][m][32]
+  std::uint16_t* packed_;  // [k / 32][m][32], or of pieces [k / 256][m][256]
   WorkQueue queue_;
 };
 

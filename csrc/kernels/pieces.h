@@ -54,7 +54,7 @@ inline void add_piece(const TokenTiles& x, std::int64_t tokens, const Piece& pie
   }
   constexpr std::int64_t kGroupTokens = kHasTiles ? kFewTokens : kGroup;
   const std::int64_t groups = (tokens + kGroupTokens - 1) / kGroupTokens;
-  const std::int64_t turns = groups * (kHasTiles ? piece.rows / kTile : 1);
+  const std::int64_t turns = groups * (piece.rows / kTile);
   const std::int64_t lines = (piece.next_bytes / kLineBytes + turns - 1) / turns;
   const std::uint8_t* next = piece.next;
   for (std::int64_t token = 0; token < tokens; token += kGroupTokens, sums += kGroupTokens * kBlock) {
@@ -64,11 +64,10 @@ inline void add_piece(const TokenTiles& x, std::int64_t tokens, const Piece& pie
       set_up.for_tokens(here);
       (here > kTile ? add_group<true> : add_group<false>)(from, x.tile, piece.data, piece.rows,
                                                           is_first, next, lines, sums);
-      next += piece.rows / kTile * lines * kLineBytes;
     } else {
-      for (std::int64_t line = 0; line < lines; ++line, next += kLineBytes) prefetch_l2(next);
-      kAddRows[here - 1](from, x.token, piece.data, piece.rows, is_first, sums);
+      kAddRows[here - 1](from, x.token, piece.data, piece.rows, is_first, {next, lines}, sums);
     }
+    next += piece.rows / kTile * lines * kLineBytes;
   }
 }
 

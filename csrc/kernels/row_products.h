@@ -21,24 +21,38 @@ RAY_HETERO_INLINE void store_token(const Task& task, std::int64_t token, std::in
 
 // ---- rows in bf16 -------------------------------------------------------------------------------
 
+// Lines that are read ahead while rows are multiplied, some every 16 rows: a burst of them would take
+// all fill buffers of the first-level cache, and what is multiplied would wait for memory too.
+struct LinesAhead {
+  const std::uint8_t* next = nullptr;
+  std::int64_t lines = 0;  // every 16 rows
+
+  RAY_HETERO_PREFETCH void fetch() {
+    for (std::int64_t line = 0; line < lines; ++line, next += kLineBytes) prefetch_l2(next);
+  }
+};
+
 // Sums [M][kBlock] of M tokens plus what some rows in bf16 add to them.
 template <int M>
 void add_rows(const std::uint16_t* x, std::int64_t stride, const std::uint16_t* w,
-              std::int64_t rows, bool is_first, float* to) {
+              std::int64_t rows, bool is_first, LinesAhead ahead, float* to) {
   Sums<M> sums;
   if (is_first) {
     sums.clear();
   } else {
     sums.load(to, kBlock);
   }
-  for (std::int64_t row = 0; row < rows; ++row, x += 2, w += kRow) {
-    add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
+  for (std::int64_t row = 0; row < rows;) {
+    ahead.fetch();
+    for (const std::int64_t end = std::min(row + kTile, rows); row < end; ++row, x += 2, w += kRow) {
+      add_row<M>(x, stride, load_pairs(w), load_pairs(w + kBlock), sums);
+    }
   }
   sums.store(to, kBlock);
 }
 
 using AddRows = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
-                         bool, float*);
+                         bool, LinesAhead, float*);
 template <int... kLess>
 constexpr std::array<AddRows, kGroup> add_rows_of(std::integer_sequence<int, kLess...>) {
   return {add_rows<kLess + 1>...};
@@ -90,13 +104,17 @@ void sum_tiles(const std::uint16_t* x, std::int64_t step, const Stretch& stretch
     // A tile cannot be loaded from stores that are still on their way to the cache, so the next
     // tiles are expanded while this one is multiplied.
     std::uint16_t* ring = scratch_bf16(kRing * kTile * kRow, kExpanded);
+    // Others may lie between the tiles of these tokens.
+    const auto tokens = std::min<std::int64_t>(step / (2 * kTile), kTwo ? 2 * kTile : kTile);
     Rows rows(stretch);
     for (std::int64_t tile = -kAhead; tile < tiles; ++tile) {
       if (tile + kAhead < tiles) {
         prefetch_lines(rows.at(), kTile / 2 * Rows::kPairBytes);
         expand_rows(rows, kTile, ring + (tile + kAhead) % kRing * kTile * kRow);
       }
-      if (tile >= 0) multiply<kTwo>(x + tile * step, ring + tile % kRing * kTile * kRow);
+      if (tile < 0) continue;
+      prefetch_tokens(x + (tile + kTokensAhead) * step, tokens);
+      multiply<kTwo>(x + tile * step, ring + tile % kRing * kTile * kRow);
     }
   }
   store_sums<kTwo>(sums);
@@ -115,7 +133,7 @@ void sum_expanded(const TokenTiles& x, std::int64_t m, const Stretch& stretch, f
     }
     for (std::int64_t token = 0; token < m; token += kGroup) {
       kAddRows[std::min<std::int64_t>(kGroup, m - token) - 1](
-          x.at(row) + token * x.token, x.token, room, count, row == 0, sums + token * kBlock);
+          x.at(row) + token * x.token, x.token, room, count, row == 0, {}, sums + token * kBlock);
     }
   }
 }
@@ -168,6 +186,12 @@ inline const Scaled* with_zeros(const Weight& w) {
   const bool has_codes = kernels_of(w.stretch(0, 0, 2)).has_codes;
   const auto* scaled = has_codes ? static_cast<const Scaled*>(w.encoding) : nullptr;
   return scaled != nullptr && scaled->has_zeros() ? scaled : nullptr;
+}
+
+// Whether so many tokens' inputs are to be floats for a weight.
+inline bool wants_floats(const Weight& w, std::int64_t m) {
+  const RowKernels& kernels = kernels_of(w.stretch(0, 0, 2));
+  return kernels.has_codes && m <= kFloatTokens && kernels.codes.sum_floats[0] != nullptr;
 }
 
 // Sums [m][kBlock] of up to 32 tokens, whose tiles are set up where there are any.

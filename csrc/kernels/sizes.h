@@ -16,10 +16,12 @@ constexpr std::int64_t kScalarTokens = 8;   // up to which outliers are added on
 constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
 constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
 static_assert(kRing > kAhead);
-constexpr std::int64_t kCodesAhead = 6;     // the same of codes, which take fewer instructions: they
-constexpr std::int64_t kCodesRing = 8;      // have to leave the processor's queues before they are loaded
+constexpr std::int64_t kCodesAhead = 3;     // the same of codes: an odd number, as loads wait for those stores
+constexpr std::int64_t kCodesRing = 4;      // before them that are a multiple of 4 KiB, two tiles, away
 static_assert(kCodesRing > kCodesAhead);
+constexpr std::int64_t kTokensAhead = 2;    // tiles of tokens that are fetched before they are needed
 constexpr std::int64_t kDirectTokens = 1;   // whose products with codes need no tiles
+constexpr std::int64_t kFloatTokens = 3;    // up to which inputs become floats where codes of four bits do
 // Up to which codes are multiplied as they are where their groups are no whole tiles; then weights
 // are scaled.  NVFP4's, of 16 inputs: without tiles 0.88 of the time of scaled weights for 8 tokens,
 // 1.25 for 32 (AVX2); beside scaled weights in tiles 0.77 for 2 tokens, 1.7 for 8 (AMX).

@@ -53,6 +53,29 @@ RAY_HETERO_INLINE void multiply(const std::uint16_t* x, const std::uint16_t* w) 
   }
 }
 
+// Of up to 16 tokens, the operands of the products with 16 rows of W, in one of two sets of tiles.
+template <int kSet>
+RAY_HETERO_INLINE void load_operands(const std::uint16_t* x, const std::uint16_t* w) {
+  load_tile<kSet == 0 ? 6 : 2>(w, kRowBytes);
+  load_tile<kSet == 0 ? 7 : 3>(w + kBlock, kRowBytes);
+  load_tile<kSet == 0 ? 4 : 5>(x, kTokenStride);
+}
+
+// The products of one set, while the other's operands are loaded: in one set, these would wait until
+// the products have read theirs.
+template <int kSet>
+RAY_HETERO_INLINE void multiply_and_load(const std::uint16_t* next_x, const std::uint16_t* next_w) {
+  load_operands<1 - kSet>(next_x, next_w);
+  multiply_tiles<0, kSet == 0 ? 4 : 5, kSet == 0 ? 6 : 2>();
+  multiply_tiles<1, kSet == 0 ? 4 : 5, kSet == 0 ? 7 : 3>();
+}
+
+// Have the tiles of some tokens come, a line each: those of all rows are more than a first-level cache
+// has room for beside the weights.
+RAY_HETERO_PREFETCH void prefetch_tokens(const std::uint16_t* x, std::int64_t tokens) {
+  for (std::int64_t token = 0; token < tokens; ++token) prefetch_l1(x + token * 2 * kTile);
+}
+
 inline void configure_tiles(std::int64_t tokens) { set_tiles(TileConfig(tokens)); }
 
 // For how many tokens a thread has set its tiles up, which takes as long as some products; nothing

@@ -16,18 +16,23 @@ struct TokenTiles {
   // somebody has made them.
   const float* group_sums = nullptr;
   std::int64_t groups = 0;
+  // Each token's inputs in float32 [tokens][inputs], where somebody has made them.
+  const float* floats = nullptr;
+  std::int64_t inputs = 0;
 
   const std::uint16_t* at(std::int64_t row) const {
     return data + row / kTile * tile + row % kTile * 2;
   }
   // The same from a row on, which begins a tile.
   TokenTiles from_row(std::int64_t row) const {
-    return {at(row), token, tile, group_sums, groups};
+    const float* own = floats == nullptr ? nullptr : floats + 2 * row;
+    return {at(row), token, tile, group_sums, groups, own, inputs};
   }
   // The same from a token on.
   TokenTiles from_token(std::int64_t first) const {
     const float* sums = group_sums == nullptr ? nullptr : group_sums + first * groups;
-    return {data + first * token, token, tile, sums, groups};
+    const float* own = floats == nullptr ? nullptr : floats + first * inputs;
+    return {data + first * token, token, tile, sums, groups, own, inputs};
   }
 };
 

@@ -30,10 +30,19 @@ from contenders import (  # noqa: E402
 )
 from engine_run import Point, Timeline, figures, forced_drafts  # noqa: E402
 from expert_weights import VARIANTS, BlockScaled, Shape, fp8_experts_of  # noqa: E402
+from families import ratios  # noqa: E402
 from forced_drafter import ForcedDrafter  # noqa: E402
 from heavy_tailed import CIRCLE, DEGREES, SPREAD, write_checkpoint  # noqa: E402
 from planner_check import Planner, fits, verdict  # noqa: E402
-from shapes import QUANTISED, SHAPES, head_bytes, layer_bytes, write_shape  # noqa: E402
+from shapes import (  # noqa: E402
+    FAMILIES,
+    QUANTISED,
+    SHAPES,
+    head_bytes,
+    layer_bytes,
+    more_norm_bytes,
+    write_shape,
+)
 from side_by_side import merged, together  # noqa: E402
 from side_by_side_report import arrivals, crossing_of, floor_ms, table  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -45,12 +54,26 @@ from placement.model.reading import shape_of  # noqa: E402
 @pytest.mark.parametrize("name", SHAPES)
 def test_bytes_of_a_shape_are_those_that_the_planner_counts(name: str) -> None:
     shape = shape_of(write_shape(name))
-    assert sum(tensor.rank_bytes(1) for tensor in shape.layers[0].tensors) == layer_bytes(
-        SHAPES[name]
-    )
+    expected = layer_bytes(SHAPES[name]) + more_norm_bytes(name)
+    assert sum(tensor.rank_bytes(1) for tensor in shape.layers[0].tensors) == expected
     assert sum(t.rank_bytes(1) for t in shape.output_matrix if t.role != "norm") >= head_bytes(
         SHAPES[name]
     )
+
+
+def test_shapes_of_other_families_read_what_llamas_does() -> None:
+    for name in FAMILIES:
+        assert layer_bytes(SHAPES[name]) == layer_bytes(SHAPES["1b-4"])
+        assert more_norm_bytes(name) < layer_bytes(SHAPES[name]) / 10_000
+
+
+def test_a_familys_time_is_compared_with_llamas_of_the_same_round() -> None:
+    times = {"1b-4": [10.0, 20.0, 30.0], "1b-4-gemma2": [10.5, 20.0, 36.0]}
+    rows = {
+        name: [{"batch": 8, "decode_ms": value} for value in values]
+        for name, values in times.items()
+    }
+    assert ratios(rows, "decode_ms", 8) == {"1b-4-gemma2": [1.05, 1.0, 1.2]}
 
 
 def test_a_decode_step_is_the_time_of_one_token_of_each_request() -> None:

@@ -11,7 +11,14 @@ pytest.importorskip("vllm")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa: E402
+from native_module import (  # noqa: E402
+    EMULATED,
+    LEVELS,
+    TESTED,
+    level_of,
+    native,
+    needs_native,
+)
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.weight_formats import SCALED_FORMATS, ScaledWeight  # noqa: E402
@@ -173,6 +180,32 @@ def test_products_have_groups_of_any_size(
     kind: type[ScaledWeight], group: int, level: str, *, has_zeros: bool
 ) -> None:
     check_products(kind, made(kind, 32, 2176, group, has_zeros=has_zeros), level)
+
+
+@pytest.mark.skipif(not EMULATED, reason="needs emulated levels")
+@pytest.mark.parametrize("group", [12, 128])
+@pytest.mark.parametrize(("kind", "has_zeros"), [(Int4Weight, True), (Fp4Weight, False)])
+def test_one_tokens_products_in_float32_are_those_of_pairs_to_the_bit(
+    kind: type[ScaledWeight], group: int, *, has_zeros: bool
+) -> None:
+    weight = kind.stored(made(kind, 32, 2176, group, has_zeros=has_zeros), native)
+    x = torch.randn(2176).bfloat16()
+    found = []
+    for name in ("emulated_amx", "emulated_avx512_bf16"):
+        # Less what they are rounded to, sums show their lowest bits.
+        y = torch.full((32,), torch.nan, dtype=torch.bfloat16)
+        native.linear(
+            x=x.data_ptr(), stride=2176, w=weight.data.data_ptr(), encoding=weight.encoding,
+            bias=0, y=y.data_ptr(), m=1, level=EMULATED[name],
+        )  # fmt: skip
+        bias = -y.float()
+        native.linear(
+            x=x.data_ptr(), stride=2176, w=weight.data.data_ptr(), encoding=weight.encoding,
+            bias=bias.data_ptr(), y=y.data_ptr(), m=1, level=EMULATED[name],
+        )  # fmt: skip
+        found.append((bias, y))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(bits(found[0][1]), bits(found[1][1]))
 
 
 def test_fp8_without_denormal_codes_and_with_one_in_any_place() -> None:

@@ -28,6 +28,8 @@ namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Reads two rows of codes.
 struct ReadFp8 {
+  static constexpr const std::uint16_t* kTable = nullptr;
+
   RAY_HETERO_INLINE TwoRows operator()(const std::uint8_t* at) const {
     const Pairs codes[2] = {load_pairs(at), load_pairs(at + kRow)};
     TwoRows rows;

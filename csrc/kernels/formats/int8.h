@@ -26,6 +26,8 @@ namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Reads two rows of codes.
 struct ReadInt8 {
+  static constexpr const std::uint16_t* kTable = nullptr;
+
   RAY_HETERO_INLINE TwoRows operator()(const std::uint8_t* at) const {
     TwoRows rows;
     for (int row = 0; row < 2; ++row) {

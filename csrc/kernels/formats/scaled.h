@@ -235,11 +235,13 @@ class ScalesAhead {
 
 // Reads rows of a format's codes, two at a time: not scaled, exact in bf16.
 //
-// Read(stretch)(at) gives the two that lie at `at`, kBytes of them.
+// Read()(at) gives the two that lie at `at`, kBytes of them; Read::kTable are the values of codes of
+// four bits that lie as int4.h says, or nullptr.
 template <typename Read, std::int64_t kBytes>
 class CodeRows {
  public:
   static constexpr std::int64_t kPairBytes = kBytes;
+  static constexpr const std::uint16_t* kTable = Read::kTable;
 
   RAY_HETERO_INLINE explicit CodeRows(const Stretch& stretch) : at_(stretch.data) {}
 
@@ -309,6 +311,8 @@ class ScaledRows {
 template <const std::uint16_t* kValues>
 class ReadNibbles {
  public:
+  static constexpr const std::uint16_t* kTable = kValues;
+
   RAY_HETERO_INLINE ReadNibbles() : values_(word_table(kValues)) {}
 
   RAY_HETERO_INLINE TwoRows operator()(const std::uint8_t* at) const {

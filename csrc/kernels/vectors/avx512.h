@@ -177,6 +177,11 @@ template <int kShift>
 RAY_HETERO_INLINE Pairs looked_up_words(WordTable table, Pairs words) {
   return _mm512_permutexvar_epi16(kShift == 0 ? words : _mm512_srli_epi16(words, kShift), table);
 }
+// The same of lanes of 32 bits: of a number only its last four bits count.
+template <int kShift>
+RAY_HETERO_INLINE Floats looked_up_floats(Floats table, Pairs lanes) {
+  return _mm512_permutexvar_ps(kShift == 0 ? lanes : _mm512_srli_epi32(lanes, kShift), table);
+}
 RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
   const __m512i bits = _mm512_slli_epi32(widened_bytes(at), 23);
   return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x400000)));

@@ -254,6 +254,17 @@ RAY_HETERO_INLINE Pairs looked_up_words(const WordTable& table, Pairs words) {
   for (std::uint16_t& word : found) word = table.word[word >> kShift & 15];
   return load_pairs(found);
 }
+// Of a table of 16 floats those whose numbers are the four bits of each lane from kShift on.
+template <int kShift>
+RAY_HETERO_INLINE Floats looked_up_floats(Floats table, Pairs lanes) {
+  Floats found;
+  for (int i = 0; i < kLanes; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, lanes.byte + 4 * i, sizeof(bits));
+    found.lane[i] = table.lane[bits >> kShift & 15];
+  }
+  return found;
+}
 // Powers of two by their exponents in 16 bytes, as float32 and E8M0 have them; 255 is none.
 RAY_HETERO_INLINE Floats load_exponents(const std::uint8_t* at) {
   Floats found;
