@@ -31,7 +31,7 @@ class EngineSpec:
     in_notebook: bool = False
     """Whether that process is the kernel of a notebook."""
     metrics_path: str = ""
-    """Where the figures of the ranks are to be written, on the host of that process."""
+    """File on the calling process's host that the ranks' figures are to be written to."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Forecast:
     context: int
     """Tokens of each of them."""
     step_s: float
-    """That step on the rank's stage, in seconds."""
+    """Time of that decode step on the rank's stage, in seconds."""
     kv_tokens: int
     """Tokens that the KV cache of every rank must hold."""
 
@@ -166,8 +166,8 @@ class RankSpec:
     spare: tuple[int, ...]
     """Logical CPUs of its node that no CPU rank computes on; may be none."""
     own: tuple[int, ...] = ()
-    """Those and the ones that this engine's CPU ranks compute on, which others may use until the
-    engine serves; none where no CPU rank computes on the node."""
+    """Logical CPUs of `spare` and those that this engine's CPU ranks compute on, which others may
+    use until the engine serves; none where no CPU rank computes on the node."""
     forecast: Forecast | None = None
     """None where nothing is known to plan from."""
     gpus_beside: tuple[int, ...] = ()
@@ -176,6 +176,6 @@ class RankSpec:
     """Logical CPUs near each GPU of its node, by the GPU's number there; those of `spare` serve for
     a GPU that has none."""
     own_near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Those of `own` that are on the NUMA node of each GPU, where that is known."""
+    """Logical CPUs of `own` on the NUMA node of each GPU, where that is known."""
     meeting: str = ""
     """Name by which ranks of the stages and expert ranks of this engine find each other."""

@@ -38,7 +38,7 @@ class _Description:
     host: Host
     claims: tuple[Holder, ...]
     machine: str
-    """The same on Ray nodes that share one machine; empty if unknown."""
+    """Identity of the machine, equal on all Ray nodes that share it; empty if unknown."""
 
 
 def _describe(claims: Path | None) -> _Description:

@@ -27,7 +27,7 @@ class RowCosts:
     """Cost of products of several rows beside those of one row."""
 
     ratios: tuple[float, ...]
-    """Of each number of rows in `ROWS`, ascending; the first is 1."""
+    """Cost of each number of rows in `ROWS`, ascending, relative to one row; the first is 1."""
     is_measured: bool = True
     """Whether this project has measured them; else a description says so."""
 

@@ -16,13 +16,13 @@ class Tensor:
     name: str
     """Name without the layer's prefix; `*` stands for the number of an expert."""
     elements: int
-    """Elements of one of them."""
+    """Elements of one such tensor."""
     dtype_bytes: int
     count: int = 1
-    """How many there are: experts of a layer, otherwise 1."""
+    """Number of such tensors: the experts of a layer, otherwise 1."""
     role: Role = "other"
     shards: int | None = None
-    """Into how many tensor-parallel parts it can be cut at most; 1 is replicated, None any."""
+    """Most tensor-parallel parts that the tensor can be cut into; 1 is replicated, None any."""
     values: int = 1
     """Weights in one element: 8 for 4-bit weights packed into int32, 0 for scales and norms."""
 
@@ -88,7 +88,7 @@ class Layer:
     kv: KvCache | None
     """None where the layer keeps no KV cache."""
     remote: tuple[Tensor, ...] = ()
-    """Its experts, where expert ranks hold them; these are not among `tensors`."""
+    """Tensors of experts that expert ranks hold; these are not among `tensors`."""
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ class StageCosts:
     fixed: int
     """Cost beside its layers."""
     reach: tuple[int, ...]
-    """By first layer: the end (exclusive) of the longest run of layers that fits there."""
+    """End (exclusive) of the longest run of layers that fits there, by the run's first layer."""
 
 
 def reach_of(needs: Sequence[int], room: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory, unix_sockets
 
 _MEMBER = struct.Struct("i")
-"""What a rank that connects says: its place in the group."""
+"""Message of a rank that connects: its place in the group."""
 Gather = Callable[[Any], list[Any]]
 """Tells all ranks of the group something, and gives what each of them has told."""
 

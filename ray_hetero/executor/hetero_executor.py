@@ -50,7 +50,7 @@ from ray_hetero.worker.warmup import Phase, WarmupSizes
 from ray_hetero.world import World
 
 PLANNING_TRIES = 3
-"""How often an engine plans when others claim first what it has planned with."""
+"""Most plans that an engine makes when others claim first what it has planned with."""
 
 
 class HeteroExecutor(GuardedExecutor):

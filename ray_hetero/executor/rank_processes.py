@@ -29,11 +29,11 @@ from ray_hetero.world import World
 ANSWER_SECONDS = 5.0
 """Longest wait for a node, in seconds; one that is gone must not delay the end of an engine."""
 ASKED_SECONDS = 1.0
-"""How long a process that Ray has asked to end may take, in seconds."""
+"""Longest wait for a process that Ray has asked to end, in seconds."""
 GONE_SECONDS = 3.0
 """Longest wait for a killed process to be gone, in seconds."""
 POLL_SECONDS = 0.05
-"""How often a node looks whether a process is gone, in seconds."""
+"""Interval at which a node looks whether a process is gone, in seconds."""
 LOG_TAIL_BYTES = 1 << 16
 """End of a rank's log that is searched for a crash, in bytes."""
 

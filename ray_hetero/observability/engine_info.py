@@ -33,7 +33,7 @@ class RankInfo:
     first_layer: int
     layers: int
     actor: str
-    """Its name in `ray list actors`."""
+    """Name of the rank's actor in `ray list actors`."""
     predicted_ms: float | None
     """The decode step that the plan has priced, on this rank's stage."""
 
@@ -53,7 +53,7 @@ class EngineInfo:
     picture: str
     """The plan as SVG; empty where nothing is known to plan from."""
     metrics_path: str = ""
-    """Where the server reads the figures of the ranks, on this host; empty for nowhere."""
+    """File on this host where the server reads the ranks' figures; empty for none."""
 
 
 def info_of(

@@ -136,7 +136,7 @@ WITHOUT_NATIVE = {
     "ray_hetero._streaming_linear": "linear layers are computed by vLLM's kernels",
     "ray_hetero._expert_handover": "experts stay with the stages",
 }
-"""What is done instead of each native module."""
+"""Substitute for each native module where it is missing, for messages."""
 
 
 def _native_check() -> Check:
