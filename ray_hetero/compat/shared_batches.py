@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 CLASS = f"{__name__}.SharingScheduler"
-"""What `scheduler_cls` of vLLM's configuration is set to."""
+"""Name of the class that `scheduler_cls` of vLLM's configuration is set to."""
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]

@@ -24,7 +24,7 @@ from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.world_plan import with_chosen_sockets
 
 EXPERTS_KEY = '"experts": {"ranks": "auto"}'
-"""What to type for layouts with expert ranks."""
+"""Setting to type for layouts with expert ranks."""
 WORTH_A_RANK = 0.99
 """Fewer ranks are taken where their step, by this factor, is no longer than the shortest."""
 

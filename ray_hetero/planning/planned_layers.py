@@ -27,7 +27,7 @@ class LayerPlan:
     threads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Logical CPUs of each CPU rank's compute threads, by rank."""
     expert_bytes: int = 0
-    """Of the experts that each expert rank holds, as the checkpoint has them."""
+    """Bytes of the experts that each expert rank holds, as the checkpoint has them."""
 
     @property
     def experts(self) -> tuple[ExpertPlan, ...]:

@@ -20,7 +20,7 @@ requests stay for the next ones."""
 KV_SHARE_OF_FREE = 0.5
 """Most of the free memory that an automatic KV cache takes, shared by the ranks of a host."""
 CORES_TO_SPARE = 8
-"""From so many cores a socket on, `auto` keeps some for the engine and for Ray."""
+"""Least cores of a socket of which `auto` keeps some for the engine and for Ray."""
 DRIVER_CORES = 2
 """Kept on the driver's node: one for the engine's loop, one for the API server and Ray."""
 OTHER_CORES = 1
