@@ -24,7 +24,7 @@ class LinkedLayer:
 
     slices: tuple[LinkedSlice, ...]
     expansions: tuple[tuple[tuple[Stack, StackExpansion], ...], ...]
-    """Of each half of each slice."""
+    """Expansions of each half of each slice."""
     biases: Biases
 
     @classmethod
@@ -97,9 +97,9 @@ class ExpertExpansion:
                 starts.append(end)
                 end += experts * max(slices[rank].halves[half].most_bytes for slices in layers)
         self.starts = tuple(starts)
-        """Where each half of each slice begins in memory that has a piece as it is stored."""
+        """Offset in bytes of each half of each slice in memory that has a piece as it is stored."""
         self.stored_bytes = end
-        """Of that memory."""
+        """Bytes of the memory that has a piece as it is stored."""
 
     def expanded(
         self, layer: LinkedLayer, stored: torch.Tensor, runs: Sequence[Run]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 ROUNDS = 2
-"""Of which the fastest counts: the first one reads memory that was never read before."""
+"""Rounds, of which the fastest counts: the first one reads memory that was never read before."""
 STEP_TOKENS = 8
 """A share of the experts is chosen for multiples of these."""
 

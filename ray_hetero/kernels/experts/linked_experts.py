@@ -59,7 +59,7 @@ class LinkedSlice:
 
     halves: tuple[Half, Half]
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
-    """As `RoutedExperts.biases`."""
+    """Biases in the layout of `RoutedExperts.biases`."""
     activation: str
 
     @property

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 
 OUTPUTS_MULTIPLE = 16
-"""Of a slice's outputs; a vector's."""
+"""Divisor of the number of a slice's outputs: a vector's elements."""
 
 
 class Adapters:

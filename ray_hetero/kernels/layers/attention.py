@@ -27,9 +27,9 @@ from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.gpu_layers import AttentionShape
 
 HEAD_MULTIPLE = 16
-"""Of a head's size; a vector's."""
+"""Divisor of a head's size: a vector's elements."""
 SPAN = 32
-"""Of a head's size and a block's tokens: what csrc/kernels/attention.h takes at once."""
+"""Divisor of a head's size and of a block's tokens: what csrc/kernels/attention.h takes at once."""
 
 
 class Attention:
@@ -56,7 +56,7 @@ class Attention:
         models without positions here."""
         self._is_interleaved = modules.rotary is not None and not is_neox(modules.rotary)
         self.norms = [norm for norm in map(as_norm, modules.head_norms) if norm is not None]
-        """Of heads of queries and of keys; none in most models."""
+        """Norms of the heads of queries and of keys; none in most models."""
         self._level = kernel.level
         self.rotation = kernel.native.Rotation(
             heads=self.shape.heads,

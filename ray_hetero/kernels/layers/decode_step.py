@@ -104,7 +104,7 @@ class NativeLayers:
             ends_attended=ends_attended,
         )  # fmt: skip
         self._kept = first, layers
-        """What the native object points at."""
+        """Parts that the native object points at."""
 
     def run(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
@@ -159,7 +159,7 @@ class DecodeStep:
         self._adapters = adapters
         self._layers = NativeLayers(kernel, first, layers)
         self.shared: SharedDecode | None = None
-        """What computes steps in which a GPU computes some layers, if one does."""
+        """Steps in which a GPU computes some layers; None where none does."""
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None

@@ -202,9 +202,9 @@ MODULES: dict[Calls, tuple[type[FusedRun], type[Any]]] = {
     Calls.SUM_AND_MORE: (SumAndMoreRun, SumAndMoreDone),
     Calls.WITHOUT_POSITIONS: (RunWithoutPositions, DoneWithoutPositions),
 }
-"""What takes the place of the first layer, and of each other one."""
+"""Classes that take the place of the first layer and of each other one, by form of the calls."""
 WITH_MODULES: dict[Calls, type[AttentionRun]] = {
     Calls.RESIDUAL: ResidualAttention,
     Calls.HIDDEN_FIRST: HiddenFirstAttention,
 }
-"""What takes the place of each layer whose MLP stays vLLM's module."""
+"""Class that takes the place of a layer whose MLP stays vLLM's module, by form of the calls."""

@@ -44,7 +44,7 @@ PLAIN_ACTIVATIONS: dict[type, Activation] = {
     ReLUSquaredActivation: "relu_squared",
     nn.SiLU: "silu",
 }
-"""Of MLPs without a gate, by class."""
+"""Activations of MLPs without a gate, by class."""
 Linears = Mapping[nn.Module, Linear]
 """Linear layers that the kernel computes, by vLLM's module."""
 
@@ -56,9 +56,9 @@ class Run:
     decoder: Any
     """vLLM's model that calls them."""
     attribute: str
-    """Where it has its layers."""
+    """Attribute of the model that holds its layers."""
     begin: int
-    """Place of the first one there."""
+    """Index of the first layer of the run there."""
     layers: list[Layer]
 
     @property
@@ -84,11 +84,11 @@ class LatentRun:
     """A layer with multi-head latent attention, which becomes an operator of its own."""
 
     layers: nn.ModuleList
-    """Where vLLM's model has it."""
+    """List of vLLM's model that holds the layer."""
     place: int
     layer: LatentLayer
     mlp: nn.Module
-    """What comes behind it: vLLM's module."""
+    """Module of vLLM's that comes behind the layer."""
 
 
 @dataclass(frozen=True, eq=False)

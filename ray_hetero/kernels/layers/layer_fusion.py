@@ -36,7 +36,7 @@ from ray_hetero.kernels.prompts.stage_output import StageOutput
 from ray_hetero.log import logger
 
 Memories = dict[AttentionShape, AttentionMemory | None]
-"""What was made of each shape; None where there was no room."""
+"""Memory made for each shape; None where there was no room."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Request:
     cached: int
     """Tokens before them, whose keys and values are in the cache."""
     blocks: tuple[int, ...]
-    """Of the cached tokens, in order."""
+    """Blocks of the cached tokens, in order."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ RELOAD = (
     "a CPU rank cannot load weights anew: its layers compute with packed copies of those that they "
     "had at first (linear layers stream). Start a new engine, or set cpu.linear_kernel to vllm."
 )
-"""What a rank answers to `reload_weights`."""
+"""Message of a CPU rank that is asked to reload weights."""
 
 
 class LinearLayers:

@@ -17,11 +17,11 @@ class LatentModules:
     """vLLM's modules of a layer with multi-head latent attention, by the part that each is."""
 
     input_norm: Any
-    """Before the attention."""
+    """Norm of the attention's input."""
     down: Any
     """Gives the latent of queries, if they have one, the latent, and the rotated part of keys."""
     query_norm: Any
-    """Of the latent of queries; None where queries are made of the hidden state."""
+    """Norm of the latent of queries; None where queries are made of the hidden state."""
     queries: Any
     """Gives the queries of all heads, each a plain part and a rotated one."""
     latent_norm: Any
@@ -32,11 +32,11 @@ class LatentModules:
     attend: Any
     """vLLM's `MLAAttention`."""
     output: Any
-    """What the attention's results are multiplied with."""
+    """Linear layer that the attention's results are multiplied with."""
     norm: Any
-    """Before the MLP or the experts."""
+    """Norm of the input of the MLP or the experts."""
     mlp: Any
-    """Which stay vLLM's module."""
+    """MLP or experts, which stay vLLM's module."""
     attention: Any
     """All from `down` to `output` in one module of vLLM's."""
 
