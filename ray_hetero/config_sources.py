@@ -1,4 +1,4 @@
-"""Where settings come from: the file that RAY_HETERO_CONFIG names, and vLLM's `additional_config`.
+"""Sources of settings: the file that RAY_HETERO_CONFIG names, and vLLM's `additional_config`.
 
 Both hold the same keys, with `ray_hetero` around them or without.  This module knows where settings
 stand and which of them win; what the keys may be and mean is `ray_hetero.config`'s.

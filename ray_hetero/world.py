@@ -169,7 +169,7 @@ class RankSpec:
     """Logical CPUs of `spare` and those that this engine's CPU ranks compute on, which others may
     use until the engine serves; none where no CPU rank computes on the node."""
     forecast: Forecast | None = None
-    """None where nothing is known to plan from."""
+    """Forecast of the plan; None where nothing is known to plan from."""
     gpus_beside: tuple[int, ...] = ()
     """GPUs of a CPU rank's own NUMA nodes, by number, as far as the node tells."""
     near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

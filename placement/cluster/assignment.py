@@ -1,4 +1,4 @@
-"""Which rank sits on which node and socket, and the Ray bundle that stands for its device."""
+"""Node and socket of each rank, and the Ray bundle that stands for its device."""
 
 from __future__ import annotations
 

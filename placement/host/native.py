@@ -1,4 +1,4 @@
-"""Where pages are, where they should be, and how fast a socket reads its memory.
+"""Places of pages, where they should be, and how fast a socket reads its memory.
 
 The functions about pages work with and without the compiled module (`placement._native`, built
 from csrc/ where there was a compiler); the bandwidth probe needs it.

@@ -45,7 +45,7 @@ class RowCosts:
         return low + (rows - left) / (right - left) * (high - low)
 
     def __str__(self) -> str:
-        """For people."""
+        """Sentence about the costs, for people."""
         rows, costs = _listed(map(str, ROWS)), _listed(f"{one:.2f}" for one in self.ratios)
         return f"{rows} rows cost {costs} times one row"
 

@@ -86,7 +86,7 @@ class Layer:
     index: int
     tensors: tuple[Tensor, ...]
     kv: KvCache | None
-    """None where the layer keeps no KV cache."""
+    """KV cache of the layer; None where it keeps none."""
     remote: tuple[Tensor, ...] = ()
     """Tensors of experts that expert ranks hold; these are not among `tensors`."""
 
@@ -125,7 +125,7 @@ def role_of(name: str) -> Role:
 
 
 def shards_of(name: str, kv_heads: int) -> int | None:
-    """Into how many parts vLLM can cut that tensor at most: 1 is replicated, None is any."""
+    """Most parts that vLLM can cut that tensor into: 1 is replicated, None is any."""
     if _REPLICATED.search(name):
         return 1
     return kv_heads if _KV_HEADS.search(name) else None

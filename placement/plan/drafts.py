@@ -115,7 +115,7 @@ class SocketRows:
     """Cost of steps of several rows; None where it is predicted."""
 
     def __str__(self) -> str:
-        """For people."""
+        """Sentence about the costs, for people."""
         if self.costs is None:
             return f"steps of several rows on {self.name} of {self.node}: predicted, not measured"
         source = "measured" if self.costs.is_measured else "as described"

@@ -30,7 +30,7 @@ class ExpertTimes:
     """Seconds of the GPU for all experts; some experts take their share of it."""
 
     def seconds(self, share: float) -> float:
-        """Of a layer of whose experts the GPU computes such a share, from 0 to 1."""
+        """Seconds of a layer of whose experts the GPU computes such a share, from 0 to 1."""
         sockets = 0.0 if share == 1 else (1 - share) * self.cores + self.handover
         return max(sockets, share * self.link)
 

@@ -23,7 +23,7 @@ class StageCosts:
 
 
 def reach_of(needs: Sequence[int], room: int) -> tuple[int, ...]:
-    """For each first layer the end of the longest run whose needs together stay within `room`."""
+    """End of the longest run whose needs together stay within `room`, by its first layer."""
     sums = [0, *accumulate(needs)]
     reach, end = [], 0
     for start in range(len(needs)):

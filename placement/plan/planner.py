@@ -170,7 +170,7 @@ class Planner:
 
     @cached_property
     def _first_alike(self) -> tuple[int, ...]:
-        """For each layer the first one that is like it; most models have one or two kinds."""
+        """First layer that is like each layer; most models have one or two kinds."""
         first: dict[tuple[object, ...], int] = {}
         return tuple(
             first.setdefault((layer.tensors, layer.kv, layer.remote), index)

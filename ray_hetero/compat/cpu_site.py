@@ -60,7 +60,7 @@ def cpu_site_needed(installed: Callable[[str], str | None] = installed_version) 
 
 
 def site_directory(vllm_version: str) -> Path:
-    """Where the site of a vLLM version is: RAY_HETERO_CPU_SITE, else the user's data directory."""
+    """Directory of a vLLM version's site: RAY_HETERO_CPU_SITE, else the user's data directory."""
     if named := os.environ.get(SITE_VARIABLE):
         return Path(named).expanduser().absolute()
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"

@@ -27,7 +27,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
     max_num_scheduled_tokens: int
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's."""
+        """Schedule a step as vLLM does, of a share of the requests."""
         most = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = min(most, self._share() or most)
         try:

@@ -66,7 +66,7 @@ class RemoteLayer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where what lies in the memory."""
+    """Layout of the handover memory."""
 
     ranks: int
     """Expert ranks."""

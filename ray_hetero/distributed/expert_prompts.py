@@ -210,7 +210,7 @@ def _shares(
 def _slices(
     layers: Sequence[RemoteLayer], offers: Sequence[Offer], dtype: torch.dtype
 ) -> list[tuple[LinkedSlice, ...] | None]:
-    """Of each layer those of all expert ranks; None where one of them has none to read.
+    """Slices of all expert ranks by layer; None where one of them has none to read.
 
     Raises:
         UnsupportedError: no layer can be read.

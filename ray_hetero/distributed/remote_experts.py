@@ -87,7 +87,7 @@ direct_register_custom_op(
 
 
 def are_remote(remote: int, layers: int) -> Callable[[str], bool]:
-    """Which of vLLM's layers have their experts on expert ranks, by name.
+    """Test by name whether a layer of vLLM's has its experts on expert ranks.
 
     A drafter's layers, which are numbered behind the model's, have not.
 

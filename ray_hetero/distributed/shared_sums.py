@@ -28,7 +28,7 @@ from ray_hetero.runtime import sealed_memory, unix_sockets
 _MEMBER = struct.Struct("i")
 """Message of a rank that connects: its place in the group."""
 Gather = Callable[[Any], list[Any]]
-"""Tells all ranks of the group something, and gives what each of them has told."""
+"""Function that tells all ranks of the group something, and gives what each has told."""
 
 
 def joined(

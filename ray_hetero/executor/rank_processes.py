@@ -1,4 +1,4 @@
-"""Where the ranks' processes are, and what can be learned about them on their nodes.
+"""Processes of the ranks, and what can be learned about them on their nodes.
 
 A rank that hangs or has died cannot be asked.  Its node can: by one short task there.
 """
@@ -80,7 +80,7 @@ class RankProcesses:
         return "; ".join(said)
 
     def logs(self) -> str:
-        """Where the ranks' logs are."""
+        """Paths of the ranks' logs, each with its rank and node."""
         return ", ".join(
             f"{place.log} (rank {rank}, node {self._world.members[rank].node_name})"
             for rank, place in enumerate(self._places)

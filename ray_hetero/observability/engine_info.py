@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank is and what it holds."""
+    """Place of a rank and what it holds."""
 
     rank: int
     stage: int | None
-    """None for an expert rank."""
+    """Number of the rank's pipeline stage; None for an expert rank."""
     tensor_rank: int
     kind: str
     node: str

@@ -1,4 +1,4 @@
-"""Where the ranks of a running engine say how they are: one small Ray actor an engine.
+"""The board on which ranks of a running engine report: one small Ray actor an engine.
 
 Ranks are busy in `run` and cannot be asked, so each tells the board every few seconds, and whoever
 wants to know asks the board.  It needs no CPU of the cluster and goes with the engine's driver.

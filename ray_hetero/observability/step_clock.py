@@ -1,4 +1,4 @@
-"""Where a rank's time goes in each step: computing, or waiting for the stage before it."""
+"""Time of a rank in each step: computing, or waiting for the stage before it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class LayerPlan:
 
     world: World
     split: Split | None
-    """None where model or devices are unknown, or the given layers do not fit."""
+    """Priced split; None where model or devices are unknown, or the given layers do not fit."""
     kv_tokens: int = 0
     """Tokens that the KV cache will hold."""
     warning: str = ""

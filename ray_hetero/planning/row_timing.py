@@ -50,7 +50,7 @@ def bytes_wanted(cache: int) -> int:
 
 
 def passes(level_name: str, format_name: str) -> dict[int, Callable[[], None]]:
-    """By number of rows: what multiplies so many rows with all weights.
+    """Functions that multiply some number of rows with all weights, by that number.
 
     Args:
         level_name: set of instructions, which must be the best one of this processor.

@@ -55,7 +55,7 @@ def run_checks(root: Path = Path("/")) -> list[Check]:
 
 
 def surroundings(root: Path = Path("/")) -> list[Check]:
-    """Of the checks, what can end an engine that runs on this host, or stop it for minutes.
+    """Checks of what can end an engine that runs on this host, or stop it for minutes.
 
     Args:
         root: directory that stands for `/` where /sys and /proc are read.

@@ -103,7 +103,7 @@ def _keeps_experts(scheme: Mapping[str, Any]) -> bool:
 
 
 def _formats(checkpoint: CheckpointOnCpus) -> Iterator[str]:
-    """Those formats of a checkpoint's layers that something lacks a CPU kernel for."""
+    """Formats of a checkpoint's layers for which something lacks a CPU kernel."""
     method, scheme = checkpoint.method, checkpoint.scheme
     algorithm = str(scheme.get("quant_algo", ""))
     if method == "modelopt":

@@ -102,7 +102,7 @@ class OwnedRay:
         return cls(connection, **json.loads(answer))
 
     def processes(self) -> list[psutil.Process]:
-        """Its keeper and all below it: Ray's own processes and its workers."""
+        """Keeper of this Ray and all processes below it: Ray's own and its workers."""
         try:
             keeper = psutil.Process(self.pid)
             return [keeper, *keeper.children(recursive=True)]

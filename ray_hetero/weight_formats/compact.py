@@ -111,7 +111,7 @@ class CompactWeight(HostWeight):
         outputs: tuple[int, int],
         device: torch.device,
     ) -> Expansion:
-        """As of a weight at hand, from its codebook and lists."""
+        """Expansion of some outputs, from the weight's codebook and lists."""
         from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes
 
         inputs = shape[1]
@@ -137,7 +137,7 @@ class CompactWeight(HostWeight):
         tables: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> StackExpansion:
-        """As for one weight, each with its codebook."""
+        """Expansion of weights, each with its codebook."""
         import torch
 
         from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes

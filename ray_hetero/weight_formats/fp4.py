@@ -30,7 +30,7 @@ class Fp4Weight(ScaledWeight):
 
     @classmethod
     def values(cls, codes: torch.Tensor) -> torch.Tensor:
-        """From the table."""
+        """Values of codes, taken from the table."""
         import torch
 
         table = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)

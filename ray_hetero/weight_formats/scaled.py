@@ -233,7 +233,7 @@ class ScaledWeight(HostWeight):
         outputs: tuple[int, int],
         device: torch.device,
     ) -> Expansion:
-        """As any outputs."""
+        """Expansion that any outputs of a weight have."""
         return _Expansion(cls, shape[1], _layout_of(facts))
 
     @classmethod
@@ -244,7 +244,7 @@ class ScaledWeight(HostWeight):
         tables: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> StackExpansion:
-        """As one weight of all their outputs."""
+        """Expansion of weights as one weight of all their outputs."""
         return AsOneWeight(_Expansion(cls, shape[1], _layout_of(facts)))
 
     def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:

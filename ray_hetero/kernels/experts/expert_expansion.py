@@ -39,12 +39,12 @@ class LinkedLayer:
 
     @property
     def halves(self) -> tuple[Half, ...]:
-        """Of all slices, one after the other."""
+        """Halves of all slices, one after the other."""
         return tuple(half for one in self.slices for half in one.halves)
 
     @property
     def count(self) -> int:
-        """Experts."""
+        """Number of experts."""
         return self.slices[0].count
 
     @property
@@ -54,7 +54,7 @@ class LinkedLayer:
 
     @property
     def inner(self) -> int:
-        """Of one slice."""
+        """Inner size of one slice."""
         return self.slices[0].halves[1].shape[1]
 
     @property
@@ -173,7 +173,7 @@ class ExpertExpansion:
 
 
 def _biases_of(slices: Sequence[LinkedSlice], device: torch.device) -> Biases:
-    """Of all slices together: gates and ups side by side, downs added up."""
+    """Biases of all slices together: gates and ups side by side, downs added up."""
     gate_ups = [one.biases[0] for one in slices if one.biases[0] is not None]
     downs = [one.biases[1] for one in slices if one.biases[1] is not None]
     if len(gate_ups) < len(slices) or len(downs) < len(slices):
@@ -206,7 +206,7 @@ def sizes_of(layers: Sequence[Sequence[LinkedSlice]]) -> ExpertSizes:
 
 
 def _elements(slices: Sequence[LinkedSlice], half: int) -> int:
-    """Of one expert's gates and ups, or downs, all slices together."""
+    """Elements of one expert's gates and ups, or downs, all slices together."""
     outputs, inputs = slices[0].halves[half].shape
     return len(slices) * outputs * inputs
 

@@ -110,7 +110,7 @@ def adapters_of(
 
 
 def first_of(linears: Iterable[Linear]) -> Adapters | None:
-    """Those of the first layer that has some; all layers of a step have the same slots."""
+    """Adapters of the first layer that has some; all layers of a step have the same slots."""
     return next((one.adapters for one in linears if one.adapters is not None), None)
 
 

@@ -33,7 +33,7 @@ SPAN = 32
 
 
 class Attention:
-    """From queries, keys and values to what the output projection multiplies.
+    """The attention from queries, keys and values to what the output projection multiplies.
 
     Args:
         modules: of a layer whose attention `why_unsuited` says nothing of.
@@ -45,7 +45,7 @@ class Attention:
         attend = modules.attend
         self.name: str = attend.layer_name
         self.scores = known_scores(attend)
-        """None if an attention does more than csrc/kernels/attention.h does."""
+        """Treatment of the scores; None if it is more than csrc/kernels/attention.h can do."""
         self._head = int(attend.head_size)
         self.shape = AttentionShape(attend.num_heads, attend.num_kv_heads, self._head)
         self._sizes = [self.shape.queries, self.shape.keys, self.shape.keys]

@@ -164,7 +164,7 @@ class DecodeStep:
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `DecoderLayers`, or None if this step is something else.
+        """Compute a step as `DecoderLayers` does; None if the step is of another kind.
 
         Args:
             positions: [M], int64.

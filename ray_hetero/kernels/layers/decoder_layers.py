@@ -117,7 +117,7 @@ class DecoderLayers:
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a decoder layer of vLLM does, for all of them.
+        """Compute all layers as vLLM's decoder layers do.
 
         Args:
             positions: [M].
@@ -212,7 +212,7 @@ class DecoderLayers:
         return whole, sums
 
     def _divided(self, contexts: Sequence[Any], tokens: int) -> StepRows | None:
-        """Who computes which rows of a step; None if it is none that a GPU computes."""
+        """Division of a step's rows between cores and GPU; None if the GPU computes none."""
         metadata, first, cache, slots = contexts[0]
         if (
             slots is None

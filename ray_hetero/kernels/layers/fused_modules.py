@@ -49,7 +49,7 @@ class ResidualRun(FusedRun):
 
 
 class ResidualDone(nn.Module):  # type: ignore[misc]
-    """Behind a `ResidualRun`."""
+    """Module of a layer behind a `ResidualRun`, which has already computed it."""
 
     def forward(
         self,
@@ -135,7 +135,7 @@ class SumRun(FusedRun):
 
 
 class SumDone(nn.Module):  # type: ignore[misc]
-    """Behind a `SumRun`."""
+    """Module of a layer behind a `SumRun`, which has already computed it."""
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hand on what is given."""
@@ -154,7 +154,7 @@ class SumAndMoreRun(FusedRun):
 
 
 class SumAndMoreDone(nn.Module):  # type: ignore[misc]
-    """Behind a `SumAndMoreRun`."""
+    """Module of a layer behind a `SumAndMoreRun`, which has already computed it."""
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor
@@ -175,7 +175,7 @@ class RunWithoutPositions(FusedRun):
 
 
 class DoneWithoutPositions(nn.Module):  # type: ignore[misc]
-    """Behind a `RunWithoutPositions`."""
+    """Module of a layer behind a `RunWithoutPositions`, which has already computed it."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hand on what is given."""

@@ -1,4 +1,4 @@
-"""Which layers with multi-head latent attention become one operator, once weights are loaded."""
+"""The layers with multi-head latent attention that become one operator with loaded weights."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class LatentParts:
     norm: Norm
     """Norm of the attention's input."""
     down: Linear
-    """Gives the latent of queries, if they have one, the latent, and the rotated part of keys."""
+    """Layer for the latent of queries, if they have one, the latent and the keys' rotated part."""
     query_norm: Norm | None
     """Norm of the latent of queries; None where queries have none."""
     queries: Linear
@@ -137,7 +137,7 @@ class StepRequests:
         cls, metadata: Any, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor,
         module: ModuleType,
     ) -> StepRequests | None:  # fmt: skip
-        """Those of a step; None if it is none of a few tokens of each request.
+        """Requests of a step; None if the step has more than a few tokens of a request.
 
         Args:
             metadata: vLLM's.
@@ -198,7 +198,7 @@ class LatentLayer:
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the input of the layer to that of its MLP or experts.
+        """Compute the layer from its input to that of its MLP or experts.
 
         Args:
             positions: [M].

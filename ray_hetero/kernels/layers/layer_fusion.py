@@ -207,7 +207,7 @@ def _share(
 
 
 def _output(gpu: GpuPrefill | None) -> StageOutput | None:
-    """Where the last layers of a stage leave what a GPU computes for the next one."""
+    """Output in which the last layers of a stage leave what a GPU computes for the next one."""
     if gpu is None or gpu.device.type != "cuda":
         return None
     output = StageOutput(gpu)

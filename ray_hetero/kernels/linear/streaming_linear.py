@@ -63,7 +63,7 @@ class StreamingLinear:
         self.step_tokens: int = native.STEP_TOKENS
         """Most tokens of a decode step that is one native call."""
         self.prompts: Prompts | None = None
-        """Set once the weights are loaded."""
+        """Computation of steps of many tokens; set once the weights are loaded."""
         self.sums: RankSums | None = None
         """Sums of a tensor-parallel group in native calls; set once weights are loaded."""
         self.weights: dict[int, HostWeight] = {}

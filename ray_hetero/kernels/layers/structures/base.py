@@ -31,7 +31,7 @@ class LayerModules:
     head_norms: tuple[Any, ...]
     """Norms of each head's queries and of its keys; none in most models."""
     rotary: Any
-    """Turns queries and keys by their positions; None where nothing does."""
+    """Rotary embedding of queries and keys by their positions; None where there is none."""
     attend: Any
     """vLLM's `Attention`."""
     output: Any

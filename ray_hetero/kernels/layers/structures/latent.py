@@ -19,14 +19,14 @@ class LatentModules:
     input_norm: Any
     """Norm of the attention's input."""
     down: Any
-    """Gives the latent of queries, if they have one, the latent, and the rotated part of keys."""
+    """Layer for the latent of queries, if they have one, the latent and the keys' rotated part."""
     query_norm: Any
     """Norm of the latent of queries; None where queries are made of the hidden state."""
     queries: Any
-    """Gives the queries of all heads, each a plain part and a rotated one."""
+    """Layer for the queries of all heads, each a plain part and a rotated one."""
     latent_norm: Any
     rotary: Any
-    """Turns the rotated parts by their positions."""
+    """Rotary embedding that turns the rotated parts by their positions."""
     wrapper: Any
     """vLLM's module around these products and the attention, and the one that is below."""
     attend: Any
