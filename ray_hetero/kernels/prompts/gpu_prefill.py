@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 LIMIT_S = 600.0
 """Longest wait for the thread that orders work beside the main one."""
 LEAST_BYTES = 1 << 20
-"""Of a weight; smaller ones may share pages, which can be locked only once."""
+"""Least bytes of a weight; smaller ones may share pages, which can be locked only once."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class GpuPrefill:
         """Whether what is computed is a decode step that the cores share with the GPU."""
         self._ahead = WeightsAhead()
         self._ordered: Future[None] | None = None
-        """What another thread orders of those."""
+        """Expansion of weights ahead that another thread orders; None while there is none."""
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
@@ -148,11 +148,11 @@ class GpuPrefill:
         self._done = module.Event()
         self._reader = PieceReader(device, module, self._computing, inputs_of_parts)
         self.memory = StepMemory(device, self._tokens, inputs, outputs)
-        """For the tokens of a step."""
+        """Memory for the tokens of a step."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device that computes."""
         return self._device
 
     @property
@@ -200,7 +200,7 @@ class GpuPrefill:
     def received(
         self, *results: torch.Tensor, into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """As `StepMemory.send`; waits for all that was computed before."""
+        """Send as `StepMemory.send` does; waits for all that was computed before."""
         received = self.memory.send(*results, into=into)
         self.wait()
         return received

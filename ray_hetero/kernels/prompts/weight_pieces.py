@@ -20,7 +20,7 @@ from ray_hetero.planning.prefill_memory import BF16_BYTES, SLOTS, piece_bytes
 from ray_hetero.weight_formats.base import BLOCK, Expansion
 
 TILE_OUTPUTS = 256
-"""Of a tile that a GPU's product is made of, or two of them: parts of a tile cost as much."""
+"""Outputs of one tile of a GPU's product, or of two: parts of a tile cost as much."""
 
 
 class Source(Protocol):
@@ -48,9 +48,9 @@ class Part:
 
     source: Source
     outputs: tuple[tuple[int, int, int], ...]
-    """Its outputs in runs: first, last, and where the first is among those of the whole."""
+    """Outputs of the part in runs: first, last, and where the first is among those of the whole."""
     inputs: int = 0
-    """Where its first input is among those of the whole."""
+    """Place of the part's first input among those of the whole."""
     is_added: bool = False
     """Whether its products are added to those of parts before."""
 
@@ -65,7 +65,7 @@ class WholeWeight:
 
     @property
     def data(self) -> torch.Tensor:
-        """That of the first part, which it is known by."""
+        """Data of the first part, by which the weight is known."""
         return self.parts[0].source.data
 
     @property
@@ -139,7 +139,7 @@ class Placed:
 
     piece: Piece
     outputs: slice
-    """Among those of the whole."""
+    """Outputs of the piece among those of the whole."""
     inputs: slice
     is_added: bool
     """Whether its products are added to those of pieces before."""
@@ -208,7 +208,7 @@ class ReadingOrder:
 
 
 Read = TypeVar("Read")
-"""What a GPU reads at once."""
+"""Type of what a GPU reads at once."""
 
 
 @dataclass(eq=False)
