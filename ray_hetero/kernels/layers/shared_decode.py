@@ -40,20 +40,20 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
 
 MEASURED_LAYERS = 8
-"""Of a run of layers, those that are measured: the first ones.  Of an 8B model they have many times
-the bytes of a third-level cache."""
+"""Number of the first layers of a run that are measured.  Of an 8B model they have many times the
+bytes of a third-level cache."""
 MEASURED_TOKENS = (1, 8, 32, 64, 128)
 """Tokens of steps that are measured; a step of another number takes the share of the next smaller
 one."""
 LATE_LAYERS = 2
 """Most layers that are measured as the last ones: those that the GPU has room for."""
 ROUNDS = 3
-"""Of a measured step, of which the fastest counts but the first: in that one the GPU may build its
-kernels, and other weights have come ahead."""
+"""Rounds of a measured step, of which the fastest counts but the first: in that one the GPU may
+build its kernels, and other weights have come ahead."""
 WORSE = 1.03
-"""Of the best time up to then, beyond which no more layers are tried."""
+"""Factor on the best time up to then, beyond which no more layers are tried."""
 GAIN = 0.96
-"""Of the time of the cores alone, above which nothing is given away."""
+"""Share of the time of the cores alone above which nothing is given away."""
 CONFIRMATIONS = 3
 """Times that a choice is measured again beside the cores alone, in turns: another program that used
 the cores for a moment has made one of the two slow, and would decide for as long as the engine
@@ -67,11 +67,11 @@ class Share:
     """What is given away in steps of some number of tokens."""
 
     tokens: int
-    """From so many on."""
+    """Least tokens of a step that takes this share."""
     of_layers: float = 0.0
     """Share of all layers, which are evenly among them."""
     last: int = 0
-    """In place of that, so many of the last layers.
+    """Number of the last layers that are given away instead.
 
     The GPU has room for the weights of about two layers, which come while other stages compute.
     The last layers take these, and nothing crosses the link while the cores read theirs.
@@ -83,7 +83,7 @@ class Shares:
     """Share of the layers that is given away, by tokens of a step."""
 
     measured: tuple[Share, ...]
-    """By tokens, ascending."""
+    """Shares that were measured, by tokens, ascending."""
 
     def of(self, tokens: int) -> Share:
         """The share for a step of so many tokens."""
@@ -166,7 +166,7 @@ class SharedDecode:
         self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],
         hidden: torch.Tensor, residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """As a call, with the calls of the cores given."""
+        """Compute a step as a call does, with the calls of the cores given."""
         tokens = len(hidden)
         given = [segment.end - 1 for segment in segments if segment.is_given]
         # Weights that the step needs first have come since the step before, as a rule.
@@ -260,7 +260,8 @@ def measured(
 
 
 Seconds = Callable[[int, int, bool], float]
-"""Of a step of so many tokens that gives so many layers away, evenly or the last ones."""
+"""Function that gives the seconds of a step by its tokens, the number of layers that it gives away,
+and whether these are the last ones."""
 
 
 def step_seconds(
