@@ -69,9 +69,9 @@ class Links:
     shared_sums: Link = Link("shared sums", 20 * GB, 5e-6)
     """Sockets of a group in decode steps that are one native call: memory that all ranks map."""
     boundary: Link = Link("shared messages", 10 * GB, 70e-6)
-    """Stages of one node, to the next, where a CPU rank is in the engine: memory that both map."""
+    """Messages from stage to stage of a node where a CPU rank is in the engine: shared memory."""
     handover: Link = Link("handover", 16 * GB, 13e-6)
-    """A GPU stage to expert ranks and back, once a layer: memory that both map."""
+    """Tokens from a GPU stage to expert ranks and sums back, once a layer: shared memory."""
     gloo: Link = Link("Gloo", 3 * GB, 150e-6)
     """Tensor-parallel groups of both kinds on one node: through host memory."""
     network: Link = Link("network", 1.25 * GB, 300e-6)

@@ -11,8 +11,8 @@ SPLIT_GAIN = 0.03
 """Least part of a layer's time that a split must be predicted to save, beside the better of the two
 alone."""
 SPLIT_SECONDS = 0.3e-3
-"""Least seconds that a split must save besides: its kernels are launched, and the last piece of
-weights is computed with after it has come.  Assumed, not measured."""
+"""Least seconds that a split must save beside `SPLIT_GAIN`: its kernels are launched, and the last
+piece of weights is computed with after it has come.  Assumed, not measured."""
 SPLIT_STEPS = 32
 """Steps between none of a layer's experts and all, as far as there are so many: a finer share saves
 less than a thirtieth of the layer's time, and each one has pieces of its own."""

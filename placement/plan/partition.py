@@ -19,7 +19,7 @@ class StageCosts:
     fixed: int
     """Cost beside its layers."""
     reach: tuple[int, ...]
-    """End (exclusive) of the longest run of layers that fits there, by the run's first layer."""
+    """End (exclusive) of the longest run of layers that fits, by the run's first layer."""
 
 
 def reach_of(needs: Sequence[int], room: int) -> tuple[int, ...]:

@@ -50,8 +50,8 @@ class EngineFacts:
     is_bf16: bool = False
     """Whether what is not quantised is computed in bfloat16 where there are CPU ranks."""
     per_rank: frozenset[str] = frozenset()
-    """Limits, of the most sequences and the most tokens, that are for each rank of the world:
-    vLLM's defaults on a driver without a GPU."""
+    """Names of the limits of sequences and tokens that are for each rank of the world: vLLM's
+    defaults on a driver without a GPU."""
     drafter: Drafter | None = None
     """Drafter of speculative decoding; None without it."""
 

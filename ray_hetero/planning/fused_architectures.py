@@ -23,7 +23,7 @@ class Architecture:
     names: tuple[str, ...]
     """Values in `architectures` of a checkpoint's config.json."""
     model_types: tuple[str, ...] = ()
-    """Values of `model_type` there for architectures that are computed as one operator."""
+    """Values of `model_type` in a config.json whose layers are computed as one operator."""
     in_engines: tuple[str, ...] = ()
     """Values of `model_type` for which whole engines are compared with stock vLLM by the tests."""
     parts: str = ""

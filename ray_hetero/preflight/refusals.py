@@ -58,7 +58,7 @@ class Refusal(Generic[Asked]):
     why: str
     instead: str = "Leave it out."
     seen: str = ""
-    """Result of trying it, for the page."""
+    """Result of trying the option, for the compatibility page."""
 
     def check(self, asked: Asked) -> None:
         """Raise if it is asked for.

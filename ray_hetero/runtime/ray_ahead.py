@@ -75,7 +75,7 @@ class OwnedRay:
 
     connection: socket.socket
     pid: int
-    """Process that keeps this Ray."""
+    """Process id of this Ray's keeper."""
     address: str
     """Address of this Ray, for `ray.init`."""
 

@@ -27,7 +27,7 @@ class PlacementProof:
     cores: int
     """Cores that the rank computes on."""
     bound: int
-    """Number of these cores that have a thread which may run there only."""
+    """Number of the rank's cores that have a thread which may run there only."""
 
     @property
     def foreign_share(self) -> float | None:

@@ -58,7 +58,7 @@ class Run:
     attribute: str
     """Attribute of the model that holds its layers."""
     begin: int
-    """Index of the first layer of the run there."""
+    """Index of the run's first layer among the model's."""
     layers: list[Layer]
 
     @property

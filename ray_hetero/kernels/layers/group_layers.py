@@ -221,7 +221,7 @@ class GroupLayers:
     """
 
     instead = "the cores of its group's ranks compute them, several times as long"
-    """Consequence, for messages, once the GPU has run out of memory."""
+    """Consequence of the GPU's running out of memory, for messages."""
     others: tuple[tuple[torch.Tensor, ...], ...] = ()
     """Caches of the other ranks, in the first."""
 

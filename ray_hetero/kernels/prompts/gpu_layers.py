@@ -129,7 +129,7 @@ class GpuLayers:
         "it computes their linear layers only, and prompts of thousands of tokens take several "
         "times as long"
     )
-    """Consequence, for messages, once the GPU has run out of memory."""
+    """Consequence of the GPU's running out of memory, for messages."""
     others: tuple[tuple[torch.Tensor, ...], ...] = ()
     """Caches of the other ranks, as in `Caches.others`."""
 
