@@ -57,7 +57,7 @@ _KINDS = (
         _float,
     ),
 )
-"""In this order: a whole number looks like a float too."""
+"""Kinds of plain scalars in the order of matching: a whole number looks like a float too."""
 
 
 class _OneMeaning(yaml.SafeLoader):

@@ -63,7 +63,7 @@ class GpuConfig(_Section):
     """Memory bandwidth of a GPU in 10^9 bytes per second, used for planning; null takes it from the
     table of known parts."""
     in_mixed_groups: Literal["eager", "compiled", "graphs"] = "graphs"
-    """How GPU ranks run in a tensor-parallel group with CPU ranks: eager runs operator by operator,
+    """Mode of GPU ranks in a tensor-parallel group with CPU ranks: eager runs operator by operator,
     compiled compiles the code between collectives, graphs also captures it as CUDA graphs."""
     env: Environment = {}
     """Environment variables that GPU ranks get in addition."""

@@ -1,4 +1,4 @@
-"""Where settings come from: the file that RAY_HETERO_CONFIG names, and vLLM's `additional_config`.
+"""Sources of settings: the file that RAY_HETERO_CONFIG names, and vLLM's `additional_config`.
 
 Both hold the same keys, with `ray_hetero` around them or without.  This module knows where settings
 stand and which of them win; what the keys may be and mean is `ray_hetero.config`'s.
@@ -41,7 +41,7 @@ class Source:
 
     kind: Literal["file", "additional_config"]
     name: str
-    """As messages call it, such as `RAY_HETERO_CONFIG=/etc/ray_hetero.yaml`."""
+    """Name of the source in messages, such as `RAY_HETERO_CONFIG=/etc/ray_hetero.yaml`."""
     settings: dict[str, Any]
 
 
@@ -51,7 +51,7 @@ class Merged:
 
     settings: dict[str, Any]
     origins: Mapping[Path, Source] = field(default_factory=dict)
-    """By the paths of values; sections have none."""
+    """Sources by the paths of the values; sections have none."""
 
     def origin(self, path: Path) -> Source | None:
         """The source of a value, or of the value that a path leads into."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 logger = logging.getLogger("vllm.ray_hetero")
-"""Below vLLM's own logger, so that its level, format and handlers hold; imports no vLLM."""
+"""Logger below vLLM's own, so that its level, format and handlers hold; imports no vLLM."""
 
 
 def adopt(package: str) -> None:

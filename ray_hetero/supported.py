@@ -1,4 +1,4 @@
-"""Which vLLM this package works with."""
+"""The release of vLLM that this package works with."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class EngineSpec:
     in_notebook: bool = False
     """Whether that process is the kernel of a notebook."""
     metrics_path: str = ""
-    """Where the figures of the ranks are to be written, on the host of that process."""
+    """File on the calling process's host that the ranks' figures are to be written to."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Forecast:
     context: int
     """Tokens of each of them."""
     step_s: float
-    """That step on the rank's stage, in seconds."""
+    """Time of that decode step on the rank's stage, in seconds."""
     kv_tokens: int
     """Tokens that the KV cache of every rank must hold."""
 
@@ -166,10 +166,10 @@ class RankSpec:
     spare: tuple[int, ...]
     """Logical CPUs of its node that no CPU rank computes on; may be none."""
     own: tuple[int, ...] = ()
-    """Those and the ones that this engine's CPU ranks compute on, which others may use until the
-    engine serves; none where no CPU rank computes on the node."""
+    """Logical CPUs of `spare` and those that this engine's CPU ranks compute on, which others may
+    use until the engine serves; none where no CPU rank computes on the node."""
     forecast: Forecast | None = None
-    """None where nothing is known to plan from."""
+    """Forecast of the plan; None where nothing is known to plan from."""
     gpus_beside: tuple[int, ...] = ()
     """GPUs of a CPU rank's own NUMA nodes, by number, as far as the node tells."""
     near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which rank sits on which node and socket, and the Ray bundle that stands for its device."""
+"""Node and socket of each rank, and the Ray bundle that stands for its device."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Node:
     sockets: tuple[Socket, ...]
     """Sockets (or shares of them) that no other engine holds."""
     gpus: int
-    """GPUs of it that no placement group holds."""
+    """GPUs of the node that no placement group holds."""
     cpus: float
-    """CPUs that Ray knows there."""
+    """CPUs that Ray knows on the node."""
     is_driver: bool = False
     holders: tuple[str, ...] = ()
-    """Who holds the other sockets, for messages."""
+    """Holders of the node's other sockets, for messages."""
     held_gpus: int = 0
-    """GPUs of it that placement groups hold."""
+    """GPUs of the node that placement groups hold."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def default_directory() -> Path:
-    """Where this user's claims on this host are: RAY_HETERO_CLAIM_DIR, else a fixed place.
+    """Directory of this user's claims on this host: RAY_HETERO_CLAIM_DIR, else a fixed place.
 
     The fixed place depends on nothing that differs between a login shell and a Ray worker (so not
     on TMPDIR or XDG_RUNTIME_DIR): ray_hetero-UID below /run/lock, or below /tmp where the user may

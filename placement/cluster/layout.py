@@ -1,4 +1,4 @@
-"""Which kind of device each rank of the world gets: stages, each with its tensor-parallel ranks.
+"""Kind of device of each rank of the world: stages, each with its tensor-parallel ranks.
 
 Ranks are numbered stage by stage.  Where all stages have one size this is the order of vLLM
 (`initialize_model_parallel`): rank = stage · TP + tp.

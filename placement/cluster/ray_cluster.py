@@ -38,7 +38,7 @@ class _Description:
     host: Host
     claims: tuple[Holder, ...]
     machine: str
-    """The same on Ray nodes that share one machine; empty if unknown."""
+    """Identity of the machine, equal on all Ray nodes that share it; empty if unknown."""
 
 
 def _describe(claims: Path | None) -> _Description:
@@ -237,7 +237,7 @@ def release(group: PlacementGroup) -> None:
 def reservable_memory(
     needed: Mapping[int, int], seats: Sequence[Seat], engines: int = 1
 ) -> dict[int, int]:
-    """Of the host memory that CPU ranks need, what Ray has free for them: all of a node's or none.
+    """Host memory for CPU ranks that Ray has free: all that a node's ranks need, or none.
 
     Ray counts 70 % of a node's memory unless told otherwise (`ray start --memory`), and weights may
     rightly take more; a bundle that asked for it would then wait for ever.

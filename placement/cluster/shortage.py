@@ -18,7 +18,7 @@ class NodeResources:
     name: str
     resources: Mapping[str, float]
     held: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By placement group."""
+    """Resources that are held, by placement group."""
 
     def hold(self, group: str, bundle: Mapping[str, float]) -> None:
         """Count a bundle that is on this node."""

@@ -28,7 +28,7 @@ MEASURE_AGAIN = "RAY_HETERO_MEASURE_AGAIN"
 
 
 def cache_directory() -> Path:
-    """Where the files are: $XDG_CACHE_HOME/ray_hetero, else ~/.cache/ray_hetero."""
+    """Directory of the files: $XDG_CACHE_HOME/ray_hetero, else ~/.cache/ray_hetero."""
     given = os.environ.get("XDG_CACHE_HOME")
     base = Path(given) if given else Path.home() / ".cache"
     return base / "ray_hetero"

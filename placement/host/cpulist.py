@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MAX_ID = 1 << 16
-"""Above every CPU and node number of Linux (NR_CPUS ≤ 8192); guards against absurd ranges."""
+"""Limit above every CPU and node number of Linux (NR_CPUS ≤ 8192); guards against absurd ranges."""
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:

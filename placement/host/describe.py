@@ -21,7 +21,7 @@ _hosts = TypeAdapter(Host)
 
 
 def host_table(host: Host) -> RenderableType:
-    """For `rich`: NUMA nodes, GPUs, and what limits the process."""
+    """Table for `rich`: NUMA nodes, GPUs, and what limits the process."""
     parts: list[RenderableType] = [_node_table(host)]
     if host.gpus:
         parts.append(_gpu_table(host.gpus))

@@ -136,7 +136,7 @@ def _gpu(
 
 
 def _pci_address(bus_id: str) -> str:
-    """As /sys writes it: `00000000:65:00.0` → `0000:65:00.0`."""
+    """PCI address as /sys writes it: `00000000:65:00.0` → `0000:65:00.0`."""
     match = re.fullmatch(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])", bus_id)
     if match is None:
         raise TopologyError(f"GPU: expected a PCI address such as 0000:65:00.0, found {bus_id!r}")

@@ -1,4 +1,4 @@
-"""Where pages are, where they should be, and how fast a socket reads its memory.
+"""Places of pages, where they should be, and how fast a socket reads its memory.
 
 The functions about pages work with and without the compiled module (`placement._native`, built
 from csrc/ where there was a compiler); the bandwidth probe needs it.
@@ -25,7 +25,7 @@ except ImportError:
 DEFAULT_SAMPLE = 1 << 16
 """Pages that are looked at by default: 0.2 % exact on a share, a few milliseconds."""
 DEFAULT_PROBE_BYTES = 128 << 20
-"""Per thread; together well above the last-level caches of today's sockets."""
+"""Bytes that each thread reads; together well above the last-level caches of today's sockets."""
 REASONS = {
     errno.EPERM: (
         "the container's seccomp profile forbids it; give the container the capability "

@@ -11,7 +11,7 @@ from placement.host.tree import Tree
 
 PAGE_KIB = 4
 _DELETED = "\\040(deleted)"
-"""Behind the name of memory that has none in a file system."""
+"""Suffix of the name of memory that has no name in a file system."""
 
 
 def pages_per_node(

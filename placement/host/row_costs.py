@@ -27,7 +27,7 @@ class RowCosts:
     """Cost of products of several rows beside those of one row."""
 
     ratios: tuple[float, ...]
-    """Of each number of rows in `ROWS`, ascending; the first is 1."""
+    """Cost of each number of rows in `ROWS`, ascending, relative to one row; the first is 1."""
     is_measured: bool = True
     """Whether this project has measured them; else a description says so."""
 
@@ -45,7 +45,7 @@ class RowCosts:
         return low + (rows - left) / (right - left) * (high - low)
 
     def __str__(self) -> str:
-        """For people."""
+        """Sentence about the costs, for people."""
         rows, costs = _listed(map(str, ROWS)), _listed(f"{one:.2f}" for one in self.ratios)
         return f"{rows} rows cost {costs} times one row"
 

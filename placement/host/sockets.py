@@ -1,4 +1,4 @@
-"""Which sockets a host has for CPU ranks."""
+"""Sockets that a host has for CPU ranks."""
 
 from __future__ import annotations
 

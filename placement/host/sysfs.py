@@ -22,7 +22,7 @@ from placement.host.tree import Tree
 NODES = "sys/devices/system/node"
 CPUS = "sys/devices/system/cpu"
 GIVEN_BACK = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
-"""What an allocation on the node can get: free pages and cache that the kernel drops for it."""
+"""Memory that an allocation on a node can get: free pages and cache that the kernel drops."""
 KIBIBYTE = 1024
 
 

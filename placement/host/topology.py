@@ -18,7 +18,7 @@ class Core:
     """One physical core."""
 
     cpus: tuple[int, ...]
-    """Its online logical CPUs (SMT siblings), ascending; never empty."""
+    """Online logical CPUs of the core (SMT siblings), ascending; never empty."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class NumaNode:
     memory_bytes: int | None = None
     """All memory of the node; 0 where the process may not allocate (its cpuset)."""
     free_bytes: int | None = None
-    """Of it, what an allocation can get: free pages and page cache that the kernel drops."""
+    """Memory that an allocation can get: free pages and page cache that the kernel drops."""
     distances: tuple[int, ...] = ()
     """SLIT distance to each online node in order of node id, 10 = itself; empty if unknown."""
 
@@ -78,7 +78,7 @@ class Host:
     numa_nodes: tuple[NumaNode, ...]
     gpus: tuple[Gpu, ...] = ()
     instruction_sets: frozenset[str] = frozenset()
-    """Of avx2, avx512f, avx512_bf16, avx512_vnni, amx_bf16, amx_int8, amx_tile."""
+    """Names out of avx2, avx512f, avx512_bf16, avx512_vnni, amx_bf16, amx_int8 and amx_tile."""
     memory_limit_bytes: int | None = None
     """cgroup limit of the process; None where there is none."""
     cpu_limit: float | None = None

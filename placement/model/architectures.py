@@ -19,7 +19,7 @@ class Vector:
     name: str
     elements: int
     dtype_bytes: int | None = None
-    """None is the model's dtype."""
+    """Bytes of an element; None is the model's dtype."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Sorted:
     """A checkpoint's tensors by where they belong; names of a layer without its prefix."""
 
     layers: dict[int, dict[str, tuple[Stored, int]]]
-    """By layer index and name: the tensor and how many experts have it."""
+    """Tensors by layer index and name, each with the number of experts that have it."""
     embedding: tuple[Stored, ...]
     final_norm: tuple[Stored, ...]
     output_head: tuple[Stored, ...]

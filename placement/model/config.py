@@ -20,7 +20,7 @@ class UnknownModelError(PlacementError):
 
 
 MOST = 2**31 - 1
-"""Larger than any size in a config."""
+"""Limit above any size in a config."""
 MOST_LAYERS = 1000
 EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 

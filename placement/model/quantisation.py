@@ -42,7 +42,7 @@ class Stored:
 
 
 Format = Callable[[Linear], list[Stored]]
-"""Gives what is stored instead of a linear layer's weight (bias left out)."""
+"""Function that gives the tensors stored instead of a linear layer's weight, without the bias."""
 
 
 def store(linear: Linear, prefix: str, dtype_bytes: int, quantised: Quantised) -> list[Stored]:

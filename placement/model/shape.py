@@ -47,7 +47,7 @@ class ModelShape:
     active_experts: int = 0
     mla: Mla | None = None
     expert_parts: int = 0
-    """Into how many slices a routed expert can be cut at most: its inner size, or blocks of it."""
+    """Most slices that a routed expert can be cut into: its inner size, or blocks of it."""
 
     def with_remote_experts(self, layers: int) -> ModelShape:
         """The model as stages of it are that leave their last layers' experts to expert ranks.

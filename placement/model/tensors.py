@@ -16,13 +16,13 @@ class Tensor:
     name: str
     """Name without the layer's prefix; `*` stands for the number of an expert."""
     elements: int
-    """Elements of one of them."""
+    """Elements of one such tensor."""
     dtype_bytes: int
     count: int = 1
-    """How many there are: experts of a layer, otherwise 1."""
+    """Number of such tensors: the experts of a layer, otherwise 1."""
     role: Role = "other"
     shards: int | None = None
-    """Into how many tensor-parallel parts it can be cut at most; 1 is replicated, None any."""
+    """Most tensor-parallel parts that the tensor can be cut into; 1 is replicated, None any."""
     values: int = 1
     """Weights in one element: 8 for 4-bit weights packed into int32, 0 for scales and norms."""
 
@@ -86,9 +86,9 @@ class Layer:
     index: int
     tensors: tuple[Tensor, ...]
     kv: KvCache | None
-    """None where the layer keeps no KV cache."""
+    """KV cache of the layer; None where it keeps none."""
     remote: tuple[Tensor, ...] = ()
-    """Its experts, where expert ranks hold them; these are not among `tensors`."""
+    """Tensors of experts that expert ranks hold; these are not among `tensors`."""
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +125,7 @@ def role_of(name: str) -> Role:
 
 
 def shards_of(name: str, kv_heads: int) -> int | None:
-    """Into how many parts vLLM can cut that tensor at most: 1 is replicated, None is any."""
+    """Most parts that vLLM can cut that tensor into: 1 is replicated, None is any."""
     if _REPLICATED.search(name):
         return 1
     return kv_heads if _KV_HEADS.search(name) else None

@@ -35,7 +35,7 @@ from placement.yaml_file import read_yaml
 
 ASSUMED_HOST_LINK = 25 * GB
 MOST_DEVICES = 10_000
-"""More than this are a slip of the pen, and take minutes to plan."""
+"""Most devices; more are a slip of the pen, and take minutes to plan."""
 
 
 @dataclass(frozen=True)

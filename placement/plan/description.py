@@ -59,7 +59,7 @@ class DevicesSection(_Section):
     part: str | None = None
     """A name of the table of known parts."""
     name: Name | None = None
-    """What to call it; the part's name otherwise."""
+    """Name of the device; the part's name where it is left out."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
     memory_gib: Positive | None = None
     """Memory of one device."""
@@ -70,7 +70,7 @@ class DevicesSection(_Section):
     bf16_tflop_s: Positive | None = None
     """Dense bf16 compute, 10^12 FLOP per second."""
     layer_latency_us: Annotated[float, Field(ge=0, le=1e9)] = 0
-    """What a layer costs beside its bytes: kernel launches, thread barriers."""
+    """Cost of a layer beside its bytes, in microseconds: kernel launches, thread barriers."""
     runtime_gib: Positive = 1
     """Memory of process, libraries, CUDA context and graphs."""
 
@@ -91,7 +91,7 @@ class GpusSection(DevicesSection):
     """GPUs of a node."""
 
     host_link_gb_s: Positive | None = None
-    """Between GPU and host memory; 25 where neither this nor the part says."""
+    """Bandwidth between GPU and host memory, 10^9 bytes per second; default: the part's, or 25."""
 
 
 class SocketsSection(DevicesSection):
@@ -102,12 +102,12 @@ class SocketsSection(DevicesSection):
     cores: Count = 1
     """Physical cores of one socket."""
     instruction_sets: list[Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=40)]] = []
-    """What the processor has, by the names of /proc/cpuinfo: with amx_bf16, CPU ranks are planned
-    with the kernels that need it."""
+    """Instruction sets of the processor, by the names of /proc/cpuinfo: with amx_bf16, CPU ranks
+    are planned with the kernels that need it."""
     kv_cache_gib: Positive | None = None
     """Largest KV cache of one CPU rank."""
     row_costs: list[Annotated[float, Field(ge=1, le=1e6)]] | None = None
-    """What products of 1, 2, 4, 8, 16 and 32 rows cost beside one of one row; predicted from the
+    """Cost of products of 1, 2, 4, 8, 16 and 32 rows relative to one row; predicted from the
     socket's compute where this is left out."""
 
     @field_validator("row_costs")

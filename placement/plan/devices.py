@@ -33,16 +33,16 @@ class DeviceFigures:
     """Bytes per second between a GPU and its host's memory; None for a socket."""
     source: Source = "table"
     layer_latency_s: float = 0.0
-    """What a layer costs beside its bytes and operations: kernel launches, thread barriers."""
+    """Seconds of a layer beside its bytes and operations: kernel launches, thread barriers."""
     step_latency_s: float = 0.0
-    """What a step costs beside its layers: inputs, sampling, messages."""
+    """Seconds of a step beside its layers: inputs, sampling, messages."""
     is_launching: bool = False
     """Whether kernels are launched one by one while earlier ones run, as on an eager GPU: a layer
     then takes its latency or its reads, whichever is longer, not both."""
     read_share: float = 1.0
-    """Of the bytes of 16-bit matrices, what a step reads: less than 1 where they are compact."""
+    """Share of the bytes of 16-bit matrices that a step reads: below 1 where they are compact."""
     row_costs: RowCosts | None = None
-    """What a decode step of several rows costs a socket; None where its operations tell."""
+    """Cost to a socket of a decode step of several rows; None where its operations tell."""
     adds_within_step: bool = False
     """Whether a decode step is one native call, in which the ranks of a group add up too."""
 
@@ -67,15 +67,15 @@ class Links:
     shm: Link = Link("shared memory", 10 * GB, 30e-6)
     """Sockets of one node, inside a tensor-parallel group of sockets only."""
     shared_sums: Link = Link("shared sums", 20 * GB, 5e-6)
-    """The same in decode steps that are one native call: memory that all ranks map."""
+    """Sockets of a group in decode steps that are one native call: memory that all ranks map."""
     boundary: Link = Link("shared messages", 10 * GB, 70e-6)
-    """From stage to stage on one node where a CPU rank is in the engine: memory that both map."""
+    """Messages from stage to stage of a node where a CPU rank is in the engine: shared memory."""
     handover: Link = Link("handover", 16 * GB, 13e-6)
-    """From a GPU stage to expert ranks and back, once a layer: memory that both map."""
+    """Tokens from a GPU stage to expert ranks and sums back, once a layer: shared memory."""
     gloo: Link = Link("Gloo", 3 * GB, 150e-6)
     """Tensor-parallel groups of both kinds on one node: through host memory."""
     network: Link = Link("network", 1.25 * GB, 300e-6)
-    """Between nodes; 10 Gbit/s."""
+    """Ranks of different nodes; 10 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class RankDevice:
 
     node: str
     label: str
-    """What it is on its node, for people: GPU 0, socket 1."""
+    """Name of the device on its node, for people: GPU 0, socket 1."""
     figures: DeviceFigures
     usable_bytes: int
     """Memory for weights, KV cache, activations and the runtime together."""
     runtime_bytes: int = GIB
-    """Of these, what process, libraries, CUDA context and graphs take."""
+    """Part of `usable_bytes` that process, libraries, CUDA context and graphs take."""
     kv_limit_bytes: int | None = None
     """Largest KV cache that the user allows; None is no limit."""
 
@@ -119,7 +119,7 @@ class StageDevices:
     """Memory of each of its GPUs for experts that they read over their links in prompts; 0 where
     expert ranks compute all."""
     prompt_gpu: PromptGpu | None = None
-    """Of a stage of CPU ranks, what computes prompts for them; None where they do."""
+    """GPU that computes prompts for a stage of CPU ranks; None where they do so themselves."""
 
     @property
     def kinds(self) -> frozenset[Kind]:

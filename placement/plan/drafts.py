@@ -96,7 +96,7 @@ class Drafting:
     drafts: int
     step_s: float
     tokens: float
-    """That a request gets from a step."""
+    """Tokens that a request gets from a step."""
 
     @property
     def token_s(self) -> float:
@@ -110,12 +110,12 @@ class SocketRows:
 
     node: str
     name: str
-    """Of the processor."""
+    """Name of the processor."""
     costs: RowCosts | None
-    """None where they are predicted."""
+    """Cost of steps of several rows; None where it is predicted."""
 
     def __str__(self) -> str:
-        """For people."""
+        """Sentence about the costs, for people."""
         if self.costs is None:
             return f"steps of several rows on {self.name} of {self.node}: predicted, not measured"
         source = "measured" if self.costs.is_measured else "as described"
@@ -129,11 +129,11 @@ class Speculation:
     acceptance: float
     asked: Drafting
     plain: Drafting
-    """Without drafts."""
+    """Decoding without drafts."""
     best: Drafting
     """The number of drafts with the shortest time for a token."""
     rows: tuple[SocketRows, ...] = ()
-    """What these prices rest on, where a step is computed by sockets."""
+    """Sockets' costs of several rows that these prices rest on, where sockets compute a step."""
 
     def lines(self) -> Iterator[str]:
         """What to tell of it."""

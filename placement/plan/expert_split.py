@@ -11,8 +11,8 @@ SPLIT_GAIN = 0.03
 """Least part of a layer's time that a split must be predicted to save, beside the better of the two
 alone."""
 SPLIT_SECONDS = 0.3e-3
-"""What a split must save besides: its kernels are launched, and the last piece of weights is
-computed with after it has come.  Assumed, not measured."""
+"""Least seconds that a split must save beside `SPLIT_GAIN`: its kernels are launched, and the last
+piece of weights is computed with after it has come.  Assumed, not measured."""
 SPLIT_STEPS = 32
 """Steps between none of a layer's experts and all, as far as there are so many: a finer share saves
 less than a thirtieth of the layer's time, and each one has pieces of its own."""
@@ -23,14 +23,14 @@ class ExpertTimes:
     """Seconds of a layer's experts for the tokens of one step."""
 
     cores: float
-    """Of the sockets for all experts; some take their share of that."""
+    """Seconds of the sockets for all experts; some experts take their share of it."""
     handover: float
-    """Of tokens to the sockets and of sums back, however many experts they compute."""
+    """Seconds of tokens to the sockets and of sums back, however many experts they compute."""
     link: float
-    """Of the GPU for all experts; some take their share of that."""
+    """Seconds of the GPU for all experts; some experts take their share of it."""
 
     def seconds(self, share: float) -> float:
-        """Of a layer of whose experts the GPU computes such a share, from 0 to 1."""
+        """Seconds of a layer of whose experts the GPU computes such a share, from 0 to 1."""
         sockets = 0.0 if share == 1 else (1 - share) * self.cores + self.handover
         return max(sockets, share * self.link)
 

@@ -1,4 +1,4 @@
-"""From the name that a driver or /proc/cpuinfo gives a device to its entry in the known parts."""
+"""Entries in the known parts by the name that a driver or /proc/cpuinfo gives a device."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ class StageCosts:
     fixed: int
     """Cost beside its layers."""
     reach: tuple[int, ...]
-    """By first layer: the end (exclusive) of the longest run of layers that fits there."""
+    """End (exclusive) of the longest run of layers that fits, by the run's first layer."""
 
 
 def reach_of(needs: Sequence[int], room: int) -> tuple[int, ...]:
-    """For each first layer the end of the longest run whose needs together stay within `room`."""
+    """End of the longest run whose needs together stay within `room`, by its first layer."""
     sums = [0, *accumulate(needs)]
     reach, end = [], 0
     for start in range(len(needs)):

@@ -23,9 +23,9 @@ class Plan:
     devices: tuple[RankDevice, ...]
     """All devices there are, those without a rank too."""
     remarks: tuple[str, ...] = ()
-    """What whoever made the plan wants to say."""
+    """Remarks of whoever made the plan."""
     speculation: Speculation | None = None
-    """What drafts bring, if there are any."""
+    """Gain of speculative decoding, if the plan has drafts."""
     experts: tuple[ExpertPlan, ...] = ()
     """The expert ranks, if there are any."""
 

@@ -30,7 +30,7 @@ from placement.plan.workload import Workload, asked_sequences, asked_tokens
 Order = Literal["auto", "fixed"]
 
 ALL_ORDERS = 4
-"""With more stages than this only orders that keep each kind together are tried."""
+"""Most stages of which all orders are tried; of more, only those that keep each kind together."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Planner:
     objective: Objective
     links: Links
     drafter: Drafter | None = None
-    """With one, decode steps verify its drafts."""
+    """Drafter whose drafts decode steps verify; None without speculative decoding."""
 
     def best(self, order: Order) -> Split | None:
         """The best split over all orders; None where none fits.
@@ -170,7 +170,7 @@ class Planner:
 
     @cached_property
     def _first_alike(self) -> tuple[int, ...]:
-        """For each layer the first one that is like it; most models have one or two kinds."""
+        """First layer that is like each layer; most models have one or two kinds."""
         first: dict[tuple[object, ...], int] = {}
         return tuple(
             first.setdefault((layer.tensors, layer.kv, layer.remote), index)

@@ -1,4 +1,4 @@
-"""Which stage holds which layers: the split that fits and makes the step shortest.
+"""Layers of each stage: the split that fits and makes the step shortest.
 
     split = choose_split(shape, stages, batch=1, context=4096, max_sequences=4)
     split.order, split.layers, split.step_s, [rank.kv_bytes for rank in split.ranks]

@@ -20,9 +20,9 @@ class RankPlan:
     rank: int
     device: RankDevice
     memory: Memory
-    """With the KV cache that was asked for."""
+    """Memory of the rank by use, with the KV cache that was asked for."""
     kv_bytes: int
-    """Budget of its KV cache: room for the split's `kv_tokens`."""
+    """Budget of the rank's KV cache: room for the split's `kv_tokens`."""
 
     @property
     def kv_room(self) -> int:
@@ -43,7 +43,7 @@ class ExpertPlan:
     device: RankDevice
     weight_bytes: int
     layers: int
-    """Of how many layers, the model's last ones."""
+    """Number of layers whose experts the rank holds slices of: the model's last ones."""
 
 
 def kv_room(device: RankDevice, memory: Memory) -> int:
@@ -57,7 +57,7 @@ class StagePlan:
     """One stage of the pipeline."""
 
     given: int
-    """Its place among the stages that were handed in."""
+    """Index of the stage among those that were handed in."""
     devices: StageDevices
     first_layer: int
     layers: int

@@ -19,7 +19,7 @@ class Step:
     weights: int = 0
     kv: int = 0
     compute: int = 0
-    """What operations take beyond the time of the reads, on a socket for all tokens but one."""
+    """Time of operations beyond the time of the reads, on a socket for all tokens but one."""
     output: int = 0
     """Output matrix on the last stage."""
     sampling: int = 0

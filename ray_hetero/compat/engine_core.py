@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 QUIET_S = 0.001
-"""Without a message, after which an idle engine takes all requests for there that come together."""
+"""Seconds without a message after which an idle engine takes all requests that came together."""
 MOST_S = 0.008
 """Longest wait of a request for others, however many come."""
 

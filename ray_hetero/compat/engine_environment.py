@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from ray_hetero.compat.patching import original
 
 _before: dict[str, str | None] = {}
-"""What the variables were, by name, before this process had set them."""
+"""Values that the variables had before this process set them, by name; None for unset ones."""
 
 
 def put(name: str, value: str) -> None:

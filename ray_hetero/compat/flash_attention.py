@@ -17,7 +17,7 @@ import torch
 from ray_hetero.log import logger
 
 LIBRARY = Path("vllm", "vllm_flash_attn", "_vllm_fa3_C.abi3.so")
-"""Where vLLM's CUDA build has it."""
+"""Path of the library in vLLM's CUDA build."""
 HOPPER = 9
 """Compute capability, without its second number, of the GPUs that it is for."""
 PLAIN: dict[str, Any] = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 KEPT = ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens")
-"""What vLLM's engine has added to a rank's configuration of its KV cache."""
+"""Fields that vLLM's engine has added to a rank's configuration of its KV cache."""
 
 
 def with_heads(spec: KVCacheSpec, heads: Callable[[int], int]) -> KVCacheSpec:

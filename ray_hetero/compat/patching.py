@@ -26,7 +26,7 @@ def original(owner: Any, name: str) -> Any:
 
 
 STOCK = "__ray_hetero_stock__"
-"""On a patch: what it stands for."""
+"""Attribute of a patch that holds what the patch stands for."""
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

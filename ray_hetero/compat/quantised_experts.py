@@ -43,7 +43,7 @@ class StoredExperts:
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale; None where the tensors' shapes say it."""
     layout: str = "compressed-tensors"
-    """Who packs integers of four bits this way: compressed-tensors, gptq or awq."""
+    """Packing of integers of four bits, by who packs them so: compressed-tensors, gptq or awq."""
 
 
 def use_quantised_experts(kernel: Callable[..., None]) -> None:

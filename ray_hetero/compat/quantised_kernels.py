@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     )
 
 OPERATORS = {"_POSSIBLE_KERNELS": "cpu_gemm_wna16"}
-"""What vLLM's own kernel of a list calls, where a build for a processor may lack it; that kernel
-does not look for it before its first step (CPUWNA16LinearKernel)."""
+"""Operator that vLLM's own kernel of a list calls, where a build for a processor may lack it; that
+kernel does not look for it before its first step (CPUWNA16LinearKernel)."""
 
 
 def offer_kernels(kernels: Mapping[str, type], *, is_first: bool) -> None:

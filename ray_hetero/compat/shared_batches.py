@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 CLASS = f"{__name__}.SharingScheduler"
-"""What `scheduler_cls` of vLLM's configuration is set to."""
+"""Name of the class that `scheduler_cls` of vLLM's configuration is set to."""
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]
@@ -27,7 +27,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
     max_num_scheduled_tokens: int
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's."""
+        """Schedule a step as vLLM does, of a share of the requests."""
         most = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = min(most, self._share() or most)
         try:

@@ -35,7 +35,7 @@ def stand_in_platform() -> str | None:
 
 
 def check_own_device() -> None:
-    """Before an engine of another backend, which computes where it is started.
+    """Refuse an engine of another backend, which would compute where it is started.
 
     Raises:
         UnsupportedError: this process has its platform from here only.

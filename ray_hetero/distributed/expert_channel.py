@@ -22,9 +22,9 @@ from ray_hetero.errors import RankError
 from ray_hetero.log import logger
 
 LOOK_SECONDS = 0.05
-"""How often the watch looks whether expert ranks go on, in seconds."""
+"""Interval at which the watch looks whether expert ranks go on, in seconds."""
 RELEASE_SECONDS = 0.001
-"""How often it ends waits once one has failed, in seconds: each layer of the step has one."""
+"""Interval at which waits are ended once a rank has failed, in seconds: each layer has one."""
 
 
 class Signals(Protocol):
@@ -117,7 +117,7 @@ class ExpertChannel:
         self._names = tuple(names)
         self._limit_s = limit_s
         self.problem: Exception | None = None
-        """What has ended the channel; results from then on are none."""
+        """Error that has ended the channel, which gives no results then; None while it works."""
         self._stop = threading.Event()
         self._connections = list(connections)
         self._watch = threading.Thread(target=self._look, daemon=True, name="ExpertWatch")

@@ -22,9 +22,9 @@ from ray_hetero.errors import StartupError
 from ray_hetero.runtime.unix_sockets import NOTE, user_of
 
 POLL_SECONDS = 0.05
-"""How often an expert rank looks whether somebody listens already, in seconds."""
+"""Interval at which an expert rank looks whether somebody listens already, in seconds."""
 MOST_BYTES = 1 << 20
-"""Of one message between the two."""
+"""Most bytes of one message between a rank of the stages and an expert rank."""
 LIMIT = "startup.load_timeout_s"
 """Name of the setting that limits these waits."""
 

@@ -32,8 +32,8 @@ except ImportError:
 
 PAGE = 4096
 MOST_TOKENS = HANDOVER_TOKENS
-"""Of one handover; a step of more tokens is handed over in pieces.  So many are enough for the
-experts' products, and the memory stays small."""
+"""Most tokens of one handover; a step of more tokens is handed over in pieces.  So many are enough
+for the experts' products, and the memory stays small."""
 
 
 def native() -> Any:
@@ -57,7 +57,7 @@ class RemoteLayer:
     """A layer whose experts lie on expert ranks."""
 
     name: str
-    """As vLLM has it: the prefix of its experts."""
+    """Name of the layer in vLLM: the prefix of its experts."""
     hidden: int
     """Size of a token."""
     chosen: int
@@ -66,7 +66,7 @@ class RemoteLayer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where what lies in the memory."""
+    """Layout of the handover memory."""
 
     ranks: int
     """Expert ranks."""
@@ -77,7 +77,7 @@ class Geometry:
     chosen: int
     """Most experts of a token."""
     dtype: torch.dtype
-    """Of tokens and results."""
+    """Data type of tokens and results."""
 
     @classmethod
     def of(

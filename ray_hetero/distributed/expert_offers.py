@@ -23,12 +23,12 @@ from ray_hetero.runtime.shared_pages import SharedPages
 
 @dataclass(frozen=True)
 class Offer:
-    """Of one expert rank."""
+    """What one expert rank offers to a stage."""
 
     rates: CoreRates | None
-    """Of its cores, for one layer; None where it has measured nothing."""
+    """Rates of the rank's cores for one layer; None where it has measured nothing."""
     slices: Mapping[str, LinkedSlice]
-    """Its slices of the stage's layers by vLLM's name, as far as they can be read."""
+    """Slices of the stage's layers, by vLLM's name, as far as they can be read."""
 
 
 def give(

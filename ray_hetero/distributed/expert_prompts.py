@@ -28,11 +28,11 @@ from ray_hetero.log import logger
 from ray_hetero.planning.prefill_memory import BF16_BYTES
 
 MEASURED_TOKENS = 1024
-"""Of the layers that the GPU is measured with."""
+"""Tokens of a step of the layers that the GPU is measured with."""
 MEASURED_LAYERS = 3
 """Most layers of a measurement: each one's first pieces come while the one before is computed."""
 ROUNDS = 3
-"""Of measuring, after one that builds kernels; the median counts."""
+"""Rounds of a measurement, after one that builds kernels; the median counts."""
 
 
 class ExpertLink:
@@ -210,7 +210,7 @@ def _shares(
 def _slices(
     layers: Sequence[RemoteLayer], offers: Sequence[Offer], dtype: torch.dtype
 ) -> list[tuple[LinkedSlice, ...] | None]:
-    """Of each layer those of all expert ranks; None where one of them has none to read.
+    """Slices of all expert ranks by layer; None where one of them has none to read.
 
     Raises:
         UnsupportedError: no layer can be read.

@@ -15,7 +15,7 @@ from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 
 TURN_SECONDS = 1.0
-"""How long the native loop goes on before it lets Python look at signals, in seconds."""
+"""Seconds that the native loop goes on before it lets Python look at signals."""
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Sums [M, hidden] from tokens [M, hidden], weights and ids [M, chosen]."""
 
@@ -27,12 +27,12 @@ class HeldLayer:
     hidden: int
     """Size of a token."""
     dtype: torch.dtype
-    """Of tokens and sums."""
+    """Data type of tokens and sums."""
     compute: Compute
     call: Any = None
     """The native `ExpertCall` that computes the same without Python; None where there is none."""
     experts: RoutedExperts | None = None
-    """What computes them here; None where vLLM's kernel does."""
+    """Kernels that compute the experts here; None where vLLM's kernel does."""
     chosen: int = 0
     """Experts of a token."""
 

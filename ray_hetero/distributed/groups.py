@@ -268,6 +268,6 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
     def _slicing(
         group: GroupCoordinator | None, tensors: dict[str, bool] | None
     ) -> tuple[GroupCoordinator | None, dict[str, bool] | None]:
-        """Who gathers what after a transfer: nobody where CPU ranks or unequal stages are."""
+        """Group and tensors gathered after a transfer: none with CPU ranks or unequal stages."""
         assert _world is not None
         return (group, tensors) if _world.is_stock else (None, None)

@@ -30,7 +30,7 @@ class Terms:
     """What both ends of a link have agreed on, and how this end computes."""
 
     packing: Packing
-    """How the tensors of a token lie in a row."""
+    """Layout of the tensors of a token in a row."""
     capacity: int
     """Most tokens of a message."""
     in_flight: int
@@ -38,7 +38,7 @@ class Terms:
     timeout_s: float
     """Longest wait for the other end, now and in each step (exchange.timeout_s)."""
     device: torch.device
-    """Where this end computes."""
+    """Device on which this end computes."""
     numa_nodes: tuple[int, ...] = ()
     """NUMA nodes of a CPU rank, which computes in the memory that it has received into."""
 

@@ -38,7 +38,7 @@ class Introduction:
     """What a sending rank tells the receiving one once."""
 
     signature: Signature
-    """What the sending rank sends."""
+    """Names and shapes of the tensors that the sending rank sends."""
     machine: str
     """Identity of its machine, whose processes read one clock; empty if unknown."""
     offers: tuple[tuple[str, bytes], ...]

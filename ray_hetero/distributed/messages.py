@@ -64,7 +64,7 @@ class Packing:
         return set(self._parts)
 
     def message_bytes(self, capacity: int) -> int:
-        """Of the memory of a message for so many tokens."""
+        """Bytes of a message's memory for so many tokens."""
         return HEADER_BYTES + capacity * self.row_bytes
 
     def views(self, rows: torch.Tensor) -> Tensors:

@@ -25,9 +25,9 @@ from ray_hetero.world import RankSpec
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _channels: list[ExpertChannel] = []
-"""Of this process: none before it is connected, then one."""
+"""Channel of this process: none before it is connected, then one."""
 _links: list[ExpertLink] = []
-"""Of this process, one where its GPU computes experts of large steps."""
+"""Link of this process: one where its GPU computes experts of large steps, otherwise none."""
 
 
 def _hand_over(
@@ -87,7 +87,7 @@ direct_register_custom_op(
 
 
 def are_remote(remote: int, layers: int) -> Callable[[str], bool]:
-    """Which of vLLM's layers have their experts on expert ranks, by name.
+    """Test by name whether a layer of vLLM's has its experts on expert ranks.
 
     A drafter's layers, which are numbered behind the model's, have not.
 

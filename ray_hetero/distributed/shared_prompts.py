@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer_parts import Linear
 
 Gather = Callable[[Any], list[Any]]
-"""Tells all ranks of the group something, and gives what each of them has told."""
+"""Function that tells all ranks of the group something, and gives what each has told."""
 
 
 def joined(

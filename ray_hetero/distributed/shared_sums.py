@@ -26,9 +26,9 @@ from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory, unix_sockets
 
 _MEMBER = struct.Struct("i")
-"""What a rank that connects says: its place in the group."""
+"""Message of a rank that connects: its place in the group."""
 Gather = Callable[[Any], list[Any]]
-"""Tells all ranks of the group something, and gives what each of them has told."""
+"""Function that tells all ranks of the group something, and gives what each has told."""
 
 
 def joined(

@@ -125,7 +125,7 @@ class StageBoundary:
         return bool(self._device.type != "cpu")
 
     def _wait_until_read(self, message: Message) -> None:
-        """Until a GPU has copied what came; a CPU has computed with it before its next step."""
+        """Wait until a GPU has copied what came; a CPU computes with it before its next step."""
         if self._is_gpu:
             self._copied[id(message)].synchronize()
 

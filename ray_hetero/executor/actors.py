@@ -82,9 +82,9 @@ class RankActors:
         self.processes: RankProcesses | None = None
         """The actors' processes; None before `prepare` has been answered."""
         self.fingerprints: Sequence[Fingerprint] = ()
-        """What each rank runs with; empty before `prepare` has been answered."""
+        """Fingerprint of what each rank runs with; empty before `prepare` has been answered."""
         self.seconds: Sequence[Mapping[str, float]] = ()
-        """What each serving rank has taken for the parts of `start`; empty before."""
+        """Seconds that each serving rank has taken for the parts of `start`; empty before."""
 
     @classmethod
     def create(

@@ -42,7 +42,7 @@ class EnginePlan:
 
     layers: LayerPlan
     specs: tuple[RankSpec, ...]
-    """What each rank is told, by rank."""
+    """Specification that each rank is started with, by rank."""
     memory_bytes: dict[int, int]
     """Host memory that each CPU rank will take, by rank; none where nothing is known."""
     spare_here: tuple[int, ...]
@@ -51,7 +51,7 @@ class EnginePlan:
     reads_over_link: bool
     """Whether steps of many tokens read weights of CPU ranks or expert ranks over a GPU's link."""
     locality: str | None
-    """Which sockets are near the GPUs that they feed; None where nothing is known of it."""
+    """Statement of which sockets are near the GPUs that they feed; None where nothing is known."""
 
     @property
     def world(self) -> World:

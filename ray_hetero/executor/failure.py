@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ray_hetero.executor.rank_processes import RankProcesses
 
 SETTLE_SECONDS = 2.0
-"""How long other ranks' ends are waited for once one is known, in seconds."""
+"""Longest wait for other ranks' ends once one is known, in seconds."""
 POLL_SECONDS = 1.0
-"""How often the watch looks whether it is to stop, in seconds; short, because Ray must not be left
-while a thread waits inside it."""
+"""Interval at which the watch looks whether it is to stop, in seconds; short, because Ray must not
+be left while a thread waits inside it."""
 WATCH_STOP_SECONDS = 10.0
 """Longest wait for the watch to stop, in seconds."""
 
@@ -49,7 +49,7 @@ class Ending:
     severity: Severity
     text: str
     error: RayHeteroError | PlacementError | None = None
-    """What the rank raised for the user; None for any other error."""
+    """Error that the rank raised for the user; None for any other error."""
 
 
 def ending_of(rank: int, ref: Any) -> Ending | None:

@@ -50,7 +50,7 @@ from ray_hetero.worker.warmup import Phase, WarmupSizes
 from ray_hetero.world import World
 
 PLANNING_TRIES = 3
-"""How often an engine plans when others claim first what it has planned with."""
+"""Most plans that an engine makes when others claim first what it has planned with."""
 
 
 class HeteroExecutor(GuardedExecutor):
@@ -68,7 +68,7 @@ class HeteroExecutor(GuardedExecutor):
             engine_core.gather_arrivals(self.vllm_config)
 
     def _begin(self) -> None:
-        """Before the first step: what was asked for, and nothing yet of what the steps make."""
+        """Prepare the start-up: what was asked for, and nothing yet of what its steps make."""
         adopt("placement")
         # Before Ray's own exit handler, which was there earlier; a finalizer would come after it.
         self._at_exit = partial(_shut_down_late, weakref.ref(self))
@@ -103,7 +103,7 @@ class HeteroExecutor(GuardedExecutor):
         return self._plan.world
 
     def _claim_devices(self) -> RankSet:
-        """From discovery to claimed sockets; again from the start if another engine was faster."""
+        """Discover, plan and claim sockets; start over if another engine was faster."""
         # Of engines that start together one gets what it wants each time.
         tries = PLANNING_TRIES + self._turn.engines - 1
         for left in reversed(range(tries)):
@@ -371,7 +371,7 @@ def _seconds_for_this_engine() -> float | None:
 
 
 def _shut_down_late(reference: weakref.ref[HeteroExecutor]) -> None:
-    """At the interpreter's exit, where neither vLLM's client nor the engine's process ended it."""
+    """Shut an engine down at exit, where neither vLLM's client nor its process has ended it."""
     executor = reference()
     if executor is not None:
         executor.shutdown()

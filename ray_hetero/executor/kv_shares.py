@@ -43,7 +43,7 @@ class KvShares:
         self._heads = [
             (heads_of_rank(heads, size), most) for size in layout.sizes for _ in range(size)
         ]
-        """By rank: heads that it keeps, and heads that vLLM plans with."""
+        """Heads that each rank keeps, and heads that vLLM plans with, by rank."""
 
     @property
     def common(self) -> list[dict[str, Any]]:

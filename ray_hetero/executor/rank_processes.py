@@ -1,4 +1,4 @@
-"""Where the ranks' processes are, and what can be learned about them on their nodes.
+"""Processes of the ranks, and what can be learned about them on their nodes.
 
 A rank that hangs or has died cannot be asked.  Its node can: by one short task there.
 """
@@ -29,11 +29,11 @@ from ray_hetero.world import World
 ANSWER_SECONDS = 5.0
 """Longest wait for a node, in seconds; one that is gone must not delay the end of an engine."""
 ASKED_SECONDS = 1.0
-"""How long a process that Ray has asked to end may take, in seconds."""
+"""Longest wait for a process that Ray has asked to end, in seconds."""
 GONE_SECONDS = 3.0
 """Longest wait for a killed process to be gone, in seconds."""
 POLL_SECONDS = 0.05
-"""How often a node looks whether a process is gone, in seconds."""
+"""Interval at which a node looks whether a process is gone, in seconds."""
 LOG_TAIL_BYTES = 1 << 16
 """End of a rank's log that is searched for a crash, in bytes."""
 
@@ -80,7 +80,7 @@ class RankProcesses:
         return "; ".join(said)
 
     def logs(self) -> str:
-        """Where the ranks' logs are."""
+        """Paths of the ranks' logs, each with its rank and node."""
         return ", ".join(
             f"{place.log} (rank {rank}, node {self._world.members[rank].node_name})"
             for rank, place in enumerate(self._places)

@@ -20,7 +20,7 @@ from ray_hetero.executor.failure import Failure
 from ray_hetero.world import World
 
 POLL_SECONDS = 0.5
-"""How often a wait looks whether a rank has ended, in seconds."""
+"""Interval at which a wait looks whether a rank has ended, in seconds."""
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class RequestQueue(MessageQueue):  # type: ignore[misc]
     """The queue that every rank reads; full when a rank takes nothing out of it."""
 
     failure: Failure
-    """What ends a wait of this queue."""
+    """Failure of a rank, which ends a wait of this queue."""
     limit_s: float
     """Longest wait for room in this queue, in seconds."""
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank is and what it holds."""
+    """Place of a rank and what it holds."""
 
     rank: int
     stage: int | None
-    """None for an expert rank."""
+    """Number of the rank's pipeline stage; None for an expert rank."""
     tensor_rank: int
     kind: str
     node: str
@@ -33,7 +33,7 @@ class RankInfo:
     first_layer: int
     layers: int
     actor: str
-    """Its name in `ray list actors`."""
+    """Name of the rank's actor in `ray list actors`."""
     predicted_ms: float | None
     """The decode step that the plan has priced, on this rank's stage."""
 
@@ -53,7 +53,7 @@ class EngineInfo:
     picture: str
     """The plan as SVG; empty where nothing is known to plan from."""
     metrics_path: str = ""
-    """Where the server reads the figures of the ranks, on this host; empty for nowhere."""
+    """File on this host where the server reads the ranks' figures; empty for none."""
 
 
 def info_of(

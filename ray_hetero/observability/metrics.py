@@ -38,7 +38,7 @@ class Figure:
     """One sum of a rank's step clock."""
 
     field: str
-    """Of StepTotals."""
+    """Name of the sum in StepTotals."""
     name: str
     help: str
 
@@ -97,7 +97,7 @@ class RankFigures:
     labels: Sequence[str]
     """Values of `LABELS`."""
     totals: Mapping[str, float]
-    """By `Figure.field`."""
+    """Sums of the rank by `Figure.field`."""
 
     @classmethod
     def of(cls, engine: str, info: RankInfo, totals: StepTotals) -> RankFigures:

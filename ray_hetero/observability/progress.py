@@ -55,7 +55,7 @@ class StepProgress:
     def __init__(self, advance: Callable[[], object]) -> None:
         self._advance = advance
         self.outcome = ""
-        """What came of it, for the log."""
+        """Outcome of the step, for the log."""
 
     def advance(self) -> None:
         """One more part of the step is done."""

@@ -1,4 +1,4 @@
-"""Where the seconds of an engine's start-up go, as a table."""
+"""Table of the seconds of an engine's start-up."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class RankStatus:
 
     info: RankInfo
     news: RankNews | None
-    """None before its first report."""
+    """Latest news of the rank; None before its first report."""
 
     @property
     def health(self) -> str:
@@ -47,7 +47,7 @@ class RankStatus:
         return "ok"
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON: bytes, seconds, milliseconds where the name says so."""
+        """Give plain values for JSON: bytes, seconds, milliseconds where the name says so."""
         info, news = self.info, self.news
         found: dict[str, Any] = {
             "rank": info.rank,
@@ -121,7 +121,7 @@ class EngineStatus:
         return f"engine {info.engine}: {self.content.state} {info.model}, started {age} s ago"
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Give plain values for JSON."""
         info = self.content.info
         return {
             "engine": info.engine,

@@ -1,4 +1,4 @@
-"""Where the ranks of a running engine say how they are: one small Ray actor an engine.
+"""The board on which ranks of a running engine report: one small Ray actor an engine.
 
 Ranks are busy in `run` and cannot be asked, so each tells the board every few seconds, and whoever
 wants to know asks the board.  It needs no CPU of the cluster and goes with the engine's driver.
@@ -36,13 +36,13 @@ class RankReport:
     rank: int
     pid: int
     resident_bytes: int
-    """Of its process, in the host's memory."""
+    """Bytes of the rank's process in the host's memory."""
     gpu_bytes: int
-    """Of its GPU, in use by its process's allocator; 0 for a CPU rank."""
+    """Bytes of the rank's GPU that its process's allocator has in use; 0 for a CPU rank."""
     totals: StepTotals
-    """Since the rank serves."""
+    """Sums of the rank's steps since it serves."""
     in_step_s: float
-    """How long the step that it is in has taken so far; 0 between steps."""
+    """Seconds that the step in progress has taken so far; 0 between steps."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class BoardContent:
     info: EngineInfo
     state: State
     news: dict[int, RankNews]
-    """By rank; ranks that have not reported yet are missing."""
+    """Latest news by rank; ranks that have not reported yet are missing."""
 
 
 class _History:

@@ -1,4 +1,4 @@
-"""Where a rank's time goes in each step: computing, or waiting for the stage before it."""
+"""Time of a rank in each step: computing, or waiting for the stage before it."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class StepTotals:
     steps: int = 0
     tokens: int = 0
     busy_s: float = 0.0
-    """Computing: inside the worker's calls, less waiting and exchange."""
+    """Seconds of computing: inside the worker's calls, less waiting and exchange."""
     waiting_s: float = 0.0
-    """Until the previous stage had computed; of an expert rank, between two layers of steps: what a
-    stage computes meanwhile, and the handover."""
+    """Seconds of waiting until the previous stage had computed; of an expert rank, between two
+    layers of steps: what a stage computes meanwhile, and the handover."""
     exchange_s: float = 0.0
-    """For the tensors between stages, to and from this one."""
+    """Seconds of exchanging tensors between stages, to and from this one."""
     received_bytes: int = 0
     sent_bytes: int = 0
     priced_steps: int = 0
     """Steps of as many tokens as the one that the plan has priced."""
     priced_s: float = 0.0
-    """Of `busy_s`, what these took."""
+    """Part of `busy_s` that `priced_steps` took."""
     verifying_steps: int = 0
     """Steps in which at least one request had draft tokens."""
     verifying_tokens: int = 0
-    """Of `tokens`, those of these steps: the drafts and one a request."""
+    """Part of `tokens` that `verifying_steps` computed: the drafts and one a request."""
     verifying_s: float = 0.0
-    """Of `busy_s`, what these took."""
+    """Part of `busy_s` that `verifying_steps` took."""
     native_layer_tokens: int = 0
     """Tokens times decoder layers that native calls of decode steps have computed."""
     gpu_layer_tokens: int = 0
@@ -153,7 +153,7 @@ class StepClock:
         self._ended = time.perf_counter()
         self._reported = StepTotals()
         self.totals = StepTotals()
-        """Since the start."""
+        """Sums of all steps since the start."""
 
     def begin(self) -> float:
         """A call of the worker begins; answers the time, in seconds."""

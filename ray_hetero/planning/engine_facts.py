@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH = 2048
 """Tokens of a sequence where a model's config.json does not say; vLLM's own."""
 DEFAULT_GPU_SHARE = 0.92
-"""Of a GPU's memory; vLLM's own --gpu-memory-utilization."""
+"""Share of a GPU's memory that an engine takes; vLLM's own --gpu-memory-utilization."""
 LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
     "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
-"""Where a config.json may tell the longest sequence, as vLLM's ModelConfig looks for it."""
+"""Keys of a config.json that may tell the longest sequence, as vLLM's ModelConfig reads them."""
 CPU_BLOCK_SIZE = 128
 """Tokens of a KV block on CPU ranks; vLLM's own default there, and every GPU backend takes it."""
 
@@ -50,10 +50,10 @@ class EngineFacts:
     is_bf16: bool = False
     """Whether what is not quantised is computed in bfloat16 where there are CPU ranks."""
     per_rank: frozenset[str] = frozenset()
-    """Of the most sequences and tokens, those that are for each rank of the world: vLLM's defaults
-    on a driver without a GPU."""
+    """Names of the limits of sequences and tokens that are for each rank of the world: vLLM's
+    defaults on a driver without a GPU."""
     drafter: Drafter | None = None
-    """Of speculative decoding."""
+    """Drafter of speculative decoding; None without it."""
 
     def in_world(self, ranks: int) -> EngineFacts:
         """The facts once the number of ranks is known."""

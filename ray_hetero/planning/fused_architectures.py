@@ -19,15 +19,15 @@ class Architecture:
     """Some architectures of checkpoints that vLLM runs with the same layers."""
 
     models: str
-    """As they are called."""
+    """Names of the models for people."""
     names: tuple[str, ...]
-    """In `architectures` of a checkpoint's config.json."""
+    """Values in `architectures` of a checkpoint's config.json."""
     model_types: tuple[str, ...] = ()
-    """In `model_type` there, of those that are computed as one operator."""
+    """Values of `model_type` in a config.json whose layers are computed as one operator."""
     in_engines: tuple[str, ...] = ()
     """Values of `model_type` for which whole engines are compared with stock vLLM by the tests."""
     parts: str = ""
-    """What their layers have beside Llama's."""
+    """Parts that these layers have beside those of Llama's."""
     is_in_parts: bool = False
     """Whether the attention of a layer is one operator, and what comes behind is another."""
     why_not: str = ""

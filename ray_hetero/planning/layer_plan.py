@@ -1,4 +1,4 @@
-"""Which stage holds which layers, from what the devices can do, and what to expect of a step.
+"""Layers of each stage, from what the devices can do, and what to expect of a step.
 
 The user's own layers win.  Worlds of one kind get equal shares; worlds of both kinds get what
 `choose_split` finds best, unless model or devices are unknown.

@@ -1,4 +1,4 @@
-"""Which stages an engine gets when nobody has asked for any: from the machine and the model.
+"""Stages of an engine for which nobody has asked: from the machine and the model.
 
 A model that fits on one GPU, or on the fewest GPUs of one node, runs on them alone.  Otherwise
 every layout worth a look is priced by `plan_layers`, as the engine itself would plan it, and the
@@ -24,9 +24,9 @@ from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.world_plan import with_chosen_sockets
 
 EXPERTS_KEY = '"experts": {"ranks": "auto"}'
-"""What to type for layouts with expert ranks."""
+"""Setting to type for layouts with expert ranks."""
 WORTH_A_RANK = 0.99
-"""Fewer ranks are taken where their step, by this factor, is no longer than the shortest."""
+"""Factor on the step of fewer ranks, which are taken where it is no longer than the shortest."""
 
 Stages = tuple[tuple[Kind, ...], ...]
 
@@ -39,7 +39,7 @@ class Candidate:
     experts: int = 0
     """Expert ranks beside it."""
     plan: LayerPlan | None = None
-    """None where it does not fit, or cannot be priced."""
+    """Layers of the layout; None where it does not fit, or cannot be priced."""
     problem: str = ""
     """Why there is no plan."""
     is_unknown: bool = False
@@ -155,7 +155,7 @@ def choose_layout(
 
 
 def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Those that fit, the shortest step first, then those that do not."""
+    """Candidates that fit, the shortest step first, then those that do not."""
     return tuple(
         sorted(candidates, key=lambda one: (one.plan is None, one.step_s if one.plan else 0.0))
     )

@@ -32,7 +32,7 @@ class Machine:
     measure: Measure
     """Measures what neither the configuration nor the model of a device tells."""
     described: Described | None = None
-    """What a description says of a seat's device."""
+    """Function that gives the device of a seat as a description of the cluster has it."""
     links: Links | None = None
     """The ways between ranks; None is what is assumed of them."""
     measure_rows: MeasureRows | None = None

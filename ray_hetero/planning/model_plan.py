@@ -34,7 +34,7 @@ class ModelPlan:
     plan: Plan
     layers: LayerPlan
     choice: Choice | None
-    """How the stages were chosen; None where they were asked for."""
+    """Choice by which the stages were made; None where they were asked for."""
 
 
 def plan_model(

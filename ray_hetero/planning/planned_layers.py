@@ -18,7 +18,7 @@ class LayerPlan:
 
     world: World
     split: Split | None
-    """None where model or devices are unknown, or the given layers do not fit."""
+    """Priced split; None where model or devices are unknown, or the given layers do not fit."""
     kv_tokens: int = 0
     """Tokens that the KV cache will hold."""
     warning: str = ""
@@ -27,7 +27,7 @@ class LayerPlan:
     threads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Logical CPUs of each CPU rank's compute threads, by rank."""
     expert_bytes: int = 0
-    """Of the experts that each expert rank holds, as the checkpoint has them."""
+    """Bytes of the experts that each expert rank holds, as the checkpoint has them."""
 
     @property
     def experts(self) -> tuple[ExpertPlan, ...]:

@@ -15,10 +15,10 @@ SLOTS = 6
 on their way.  In decode steps they hold the weights of an 8B model's layer behind its attention, in
 12 bits, before they are needed."""
 CUDA_BYTES = 620 << 20
-"""What CUDA takes of a GPU for a process, with the libraries of matrix products; measured on an
-H100."""
+"""Bytes that CUDA takes of a GPU for a process, with the libraries of matrix products; measured on
+an H100."""
 WORKING_BYTES = 192 << 20
-"""For norms and gates of a chunk of tokens: three times 4 bytes of 16384 values each."""
+"""Bytes for norms and gates of a chunk of tokens: three times 4 bytes of 16384 values each."""
 BF16_BYTES = 2
 SHARED_TOKENS = 128
 """Most tokens of a decode step whose layers cores and GPU share."""
@@ -72,7 +72,7 @@ def piece_bytes(inputs: int) -> int:
 
 
 KV_SPAN_BYTES = 64 << 20
-"""Of a layer's cached keys and values that attention reads at once: 16384 tokens of an 8B model."""
+"""Bytes of a layer's cached keys and values read at once: 16384 tokens of an 8B model."""
 KV_SLOTS = 2
 """Spans that are on their way to the GPU, or wait there as they lie in the cache."""
 KV_RETURNS = 2
@@ -107,14 +107,14 @@ def output_bytes(hidden: int, tokens: int) -> int:
 
 
 EXPERT_BYTES = 1 << 30
-"""Of a GPU for experts that it reads over its link, unless something else is asked for, or one
-expert takes more."""
+"""Bytes of a GPU for experts that it reads over its link, unless something else is asked for, or
+one expert takes more."""
 EXPERT_SLOTS = 2
 """Pieces of a layer's experts on a GPU as they are stored: one that is expanded, one on its way."""
 EXPANSION_BYTES = 64 << 20
-"""Of weights in bf16 that are expanded at once, before they are put where products read them."""
+"""Bytes of bf16 weights that are expanded at once, before they are put where products read them."""
 EXPERT_WORK_BYTES = 256 << 20
-"""Of the kernel's intermediate results for a chunk of tokens."""
+"""Bytes of the kernel's intermediate results for a chunk of tokens."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ class ExpertSizes:
     count: int
     """Experts of a layer."""
     stored: int
-    """Bytes of one as it is stored, all slices together."""
+    """Bytes of one expert as it is stored, all slices together."""
     expanded: int
-    """Of one in bf16."""
+    """Bytes of one expert in bf16."""
     largest: int
-    """Of the largest weight of one slice in bf16."""
+    """Bytes of the largest weight of one slice in bf16."""
     tables: int
     """Bytes of all layers that stay on the GPU."""
 

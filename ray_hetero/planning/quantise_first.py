@@ -39,7 +39,7 @@ INTEGERS_OF_4_BITS: Mapping[str, Any] = {
 SCHEMES: Mapping[str, Mapping[str, Any]] = {"FP8": FP8_IN_BLOCKS, "4-bit": INTEGERS_OF_4_BITS}
 """`quantization_config` of common checkpoints, those that lose least first."""
 WORTH_IT = 2.0
-"""How many times as fast a step has to be where sockets still hold layers."""
+"""Least factor by which a step has to be faster where sockets still hold layers."""
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,11 @@ LATENCIES: dict[tuple[Kind, bool], Latency] = {
 and 14 cores beside it (docs/gpu-host/2026-11-22-h200.md), what is left when weights are read at the
 measured bandwidth.  A CPU layer costs less where weights do not drive Python from the caches."""
 FUSED = Latency(0.45e-3, 1.5e-3)
-"""Of a CPU rank whose layers are one operator, compiled or not; from decode steps of half an 8B
-shape on 14 cores beside an H100 (docs/gpu-host/2026-11-22-h100-decode-step.md)."""
+"""Latency of a CPU rank whose layers are one operator, compiled or not; from decode steps of half
+an 8B shape on 14 cores beside an H100 (docs/gpu-host/2026-11-22-h100-decode-step.md)."""
 EXPERT_LAYER = Latency(0.1e-3, 0.0)
-"""Of an expert rank: what a call for a layer's experts takes beside its reads, from 128 experts of
-2048 x 768, eight of them for one token, on 14 cores (docs/gpu-host/2026-11-23.md)."""
+"""Latency of an expert rank: what a call for a layer's experts takes beside its reads, from 128
+experts of 2048 x 768, eight of them for one token, on 14 cores (docs/gpu-host/2026-11-23.md)."""
 
 NOTHING_MEASURED: Mapping[int, RowCosts] = MappingProxyType({})
 

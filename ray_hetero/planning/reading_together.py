@@ -1,4 +1,4 @@
-"""Which CPU ranks read their weights at the same time through the same memory controllers."""
+"""CPU ranks that read their weights at the same time through the same memory controllers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Readers:
     node_id: str
     cpus: tuple[int, ...]
     threads: int
-    """More than the CPUs where ranks share cores."""
+    """Threads that read; more than the CPUs where ranks share cores."""
 
 
 def reading_together(seats: Sequence[Seat], threads: Threads) -> dict[int, Readers]:
-    """By CPU rank: the threads of all ranks that read when it reads, its own included."""
+    """Threads of all ranks that read when a CPU rank reads, its own included, by rank."""
     places: dict[tuple[object, ...], list[int]] = {}
     for seat in seats:
         if seat.socket is not None:

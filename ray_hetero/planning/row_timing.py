@@ -21,13 +21,13 @@ from ray_hetero.weight_formats.base import pack
 
 OUTPUTS, INPUTS = 8192, 4096
 LEAST_BYTES, MOST_BYTES = 400 << 20, 2 << 30
-"""Of all weights together, copies of one that are read one after the other as those of layers."""
+"""Bytes of all weights together, copies of one that are read in turn as those of layers are."""
 TIMES_CACHE = 2
-"""How many times as large as the last cache they are where that is more than the least."""
+"""Size of the weights in units of the last cache's, where that is more than the least."""
 CACHES = Path("/sys/devices/system/cpu")
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
 ENOUGH_S = 2.0
-"""After so many seconds no further round begins."""
+"""Seconds after which no further round begins."""
 
 
 def last_cache_bytes(folder: Path = CACHES) -> int:
@@ -50,7 +50,7 @@ def bytes_wanted(cache: int) -> int:
 
 
 def passes(level_name: str, format_name: str) -> dict[int, Callable[[], None]]:
-    """By number of rows: what multiplies so many rows with all weights.
+    """Functions that multiply some number of rows with all weights, by that number.
 
     Args:
         level_name: set of instructions, which must be the best one of this processor.

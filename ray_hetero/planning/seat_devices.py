@@ -18,7 +18,7 @@ ASSUMED_HOST_LINK = 25 * GB
 ASSUMED_FLOP_PER_BYTE = 150
 """bf16 FLOP of a GPU for a byte that it reads, where the part is not in the table (150 to 420)."""
 SYSTEM_SHARE = 0.05
-"""Of a socket's memory, left to the system: Ray's memory monitor kills above 95 %."""
+"""Share of a socket's memory left to the system: Ray's memory monitor kills above 95 %."""
 # bf16 FLOP per second and core at 2 GHz: AMX 1024 a cycle; two 512-bit units with bf16 dot
 # products 64 (as the table has it for EPYC 9654), without them 32 x 2 in float32; AVX2 half of it.
 _FLOPS_PER_CORE = (
@@ -29,7 +29,7 @@ _REACHABLE = 0.4
 """Share of these that matrix products reach, as for the table's sockets."""
 
 Described = Callable[[Seat], RankDevice]
-"""What a description of a cluster says of the device of a seat."""
+"""Function that gives the device of a seat as a description of a cluster has it."""
 
 
 class UnknownDeviceError(RayHeteroError):

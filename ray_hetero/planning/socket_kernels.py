@@ -19,7 +19,7 @@ def streams_weights(config: CpuConfig, host: Host) -> bool:
 
 
 def read_share(config: CpuConfig, host: Host, *, is_bf16: bool) -> float:
-    """Of the bytes of 16-bit matrices, what a CPU rank reads."""
+    """Share of the bytes of 16-bit matrices that a CPU rank reads."""
     streams = is_bf16 and streams_weights(config, host)
     name = config.weight_format(level_of(host)) if streams else "packed"
     return FORMATS[name].read_share

@@ -37,7 +37,7 @@ LIMIT_S = 60.0
 Place = tuple[str, tuple[int, ...]]
 """A node's id and CPUs that compute together."""
 MeasureRows = Callable[[Sequence[Seat], Threads], Mapping[int, RowCosts]]
-"""What several rows cost each CPU rank for which it can be measured, by rank."""
+"""Function that measures the cost of several rows for each CPU rank where it can, by rank."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RowKernel:
     """What the linear layers of a host's CPU ranks are computed with."""
 
     level: str
-    """Its set of instructions."""
+    """Set of instructions of the kernel."""
     weight_format: str
     openmp: str
     """The configuration's cpu.openmp."""

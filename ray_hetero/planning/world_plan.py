@@ -1,4 +1,4 @@
-"""From a described cluster to a world: layout, seats, layers and cores.  No Ray, no actors."""
+"""Plan of a world from a described cluster: layout, seats, layers and cores.  No Ray, no actors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ requests stay for the next ones."""
 KV_SHARE_OF_FREE = 0.5
 """Most of the free memory that an automatic KV cache takes, shared by the ranks of a host."""
 CORES_TO_SPARE = 8
-"""From so many cores a socket on, `auto` keeps some for the engine and for Ray."""
+"""Least cores of a socket of which `auto` keeps some for the engine and for Ray."""
 DRIVER_CORES = 2
-"""Kept on the driver's node: one for the engine's loop, one for the API server and Ray."""
+"""Cores kept on the driver's node: one for the engine's loop, one for API server and Ray."""
 OTHER_CORES = 1
-"""Kept on every other node, for Ray."""
+"""Cores kept on every other node, for Ray."""
 
 
 def plan_world(
@@ -256,7 +256,7 @@ def _cores_beside(gpu: Gpu, host: Host) -> tuple[Core, ...]:
 
 
 def cpus_on_nodes_of_gpus(host: Host, cpus: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """Those of some logical CPUs that are on the NUMA node of each GPU.
+    """Logical CPUs out of `cpus` that are on the NUMA node of each GPU.
 
     Args:
         host: the node.

@@ -37,7 +37,7 @@ class Check:
     status: Status
     found: str
     remedy: str = ""
-    """What to type or change; empty where there is nothing to do."""
+    """Command to type or change to make; empty where there is nothing to do."""
 
 
 def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Check:

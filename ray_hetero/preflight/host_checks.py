@@ -55,7 +55,7 @@ def run_checks(root: Path = Path("/")) -> list[Check]:
 
 
 def surroundings(root: Path = Path("/")) -> list[Check]:
-    """Of the checks, what can end an engine that runs on this host, or stop it for minutes.
+    """Checks of what can end an engine that runs on this host, or stop it for minutes.
 
     Args:
         root: directory that stands for `/` where /sys and /proc are read.
@@ -136,7 +136,7 @@ WITHOUT_NATIVE = {
     "ray_hetero._streaming_linear": "linear layers are computed by vLLM's kernels",
     "ray_hetero._expert_handover": "experts stay with the stages",
 }
-"""What is done instead of each native module."""
+"""Substitute for each native module where it is missing, for messages."""
 
 
 def _native_check() -> Check:

@@ -42,7 +42,7 @@ class NodeSoftware:
     has_model: bool = True
     """Whether the model is there, where it is a directory."""
     checks: tuple[Check, ...] = ()
-    """Of the node's memory, limits and Ray."""
+    """Checks of the node's memory, limits and Ray."""
 
 
 def read_node_software(model: str | None = None) -> NodeSoftware:

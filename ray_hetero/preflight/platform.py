@@ -8,7 +8,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.world import RankSpec
 
 PRETEND_GPU = "RAY_HETERO_PRETEND_GPU"
-"""For tests: GPU ranks compute on the CPU platform where there is no GPU."""
+"""Environment variable of tests: GPU ranks compute on the CPU platform where there is no GPU."""
 
 
 def is_pretending() -> bool:

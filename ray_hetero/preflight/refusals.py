@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 Asked = TypeVar("Asked")
-"""Where a refusal looks: arguments of vLLM's, or a part of its configuration."""
+"""Type that a refusal looks at: arguments of vLLM's, or a part of its configuration."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Refusal(Generic[Asked]):
     """One thing that does not work."""
 
     option: str
-    """What is refused; `{found}` stands for what was asked for."""
+    """Option that is refused; `{found}` stands for what was asked for."""
     is_asked: Callable[[Asked], object]
-    """What was asked for; nothing, or something false, where it was not."""
+    """Function that returns what was asked for; nothing, or something false, where it was not."""
     why: str
     instead: str = "Leave it out."
     seen: str = ""
-    """What happened when it was tried; for the page."""
+    """Result of trying the option, for the compatibility page."""
 
     def check(self, asked: Asked) -> None:
         """Raise if it is asked for.

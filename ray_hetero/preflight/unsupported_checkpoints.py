@@ -30,7 +30,7 @@ declares; linear layers keep their scales (compat/quantised_kernels.py)."""
 MODEL_TYPES = {"mamba": "Mamba"}
 """Architectures without a kernel → what the layers are: their selective scan is not there."""
 KEPT = ("ignore", "modules_to_not_convert", "exclude_modules")
-"""Where a checkpoint names what it does not quantise."""
+"""Keys under which a checkpoint names modules that it does not quantise."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _keeps_experts(scheme: Mapping[str, Any]) -> bool:
 
 
 def _formats(checkpoint: CheckpointOnCpus) -> Iterator[str]:
-    """Those formats of a checkpoint's layers that something lacks a CPU kernel for."""
+    """Formats of a checkpoint's layers for which something lacks a CPU kernel."""
     method, scheme = checkpoint.method, checkpoint.scheme
     algorithm = str(scheme.get("quant_algo", ""))
     if method == "modelopt":

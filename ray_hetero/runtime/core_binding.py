@@ -1,4 +1,4 @@
-"""Which cores the threads of the engine's processes run on.
+"""Cores on which the threads of the engine's processes run.
 
 OpenMP binds its own workers.  What is left are the main thread, which leads them, and the threads
 of Ray, ZeroMQ and Gloo, which must not take a core from them.

@@ -28,7 +28,7 @@ LOOK_AT = {
     ),
     signal.SIGKILL: ". If nobody did that, memory ran out: look at `dmesg | grep -i kill`.",
 }
-"""What usually sends a signal."""
+"""Usual cause of each signal, as the end of a message."""
 
 
 def catch() -> None:

@@ -12,7 +12,7 @@ import ray
 from ray_hetero.runtime.ray_arguments import RAY_SETTINGS
 
 OBJECT_STORE_BYTES = 128 << 20
-"""Nothing large goes through the object store; Ray's default would take 30 % of the memory."""
+"""Bytes of the object store: nothing large goes through it; Ray's default takes 30 % of memory."""
 OWN_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
@@ -22,7 +22,7 @@ OWN_SETTINGS = {
 worker is started for every core at once, which none of the ranks can use: theirs have environments
 of their own."""
 LINGER_SECONDS = 2.0
-"""What Ray's processes get to end by themselves when it has been stopped."""
+"""Seconds that Ray's processes get to end by themselves when it has been stopped."""
 
 
 def settle_environment() -> None:

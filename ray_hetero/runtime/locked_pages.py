@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 _locked: dict[tuple[int, int], torch.Tensor] = {}
-"""By address and bytes.  Kept: other memory at an address that CUDA has locked could not be
-locked."""
+"""Locked tensors by address and bytes.  Kept: other memory at an address that CUDA has locked could
+not be locked."""
 
 
 def lock_pages(memory: torch.Tensor) -> None:

@@ -17,9 +17,9 @@ from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
 
 ENGINE_PROCESS = "EngineCore"
-"""How the names of vLLM's engine processes begin."""
+"""Beginning of the names of vLLM's engine processes."""
 END_SECONDS = 10.0
-"""How long the engine may take to end in order."""
+"""Seconds that the engine may take to end in order."""
 
 
 def end_with_parent(stop_ranks: Callable[[], object]) -> None:

@@ -12,10 +12,10 @@ from enum import IntEnum
 from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Makes a rank write the stacks of all its threads into its log."""
+"""Signal that makes a rank write the stacks of all its threads into its log."""
 SAMPLE_SECONDS = 0.5
 BUSY_SHARE = 0.2
-"""Of one core's time; above it a process computes, below it waits."""
+"""Share of one core's time above which a process computes, and below which it waits."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ProcessId:
 
     pid: int
     started: str
-    """In clock ticks since the host's boot; empty for a process that was gone already."""
+    """Start of the process in clock ticks since the host's boot; empty if it was gone already."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
@@ -53,7 +53,7 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """Of the calling process."""
+        """Place of the calling process."""
         error = os.readlink("/proc/self/fd/2")
         return cls(ProcessId.of(os.getpid()), error if error.startswith("/") else "", oom_kills())
 

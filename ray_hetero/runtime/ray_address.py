@@ -15,7 +15,7 @@ from ray_hetero.errors import StartupError
 
 MODE = "RAY_AUTH_MODE"
 HEAD_PORT = 6379
-"""Where `ray start --head` listens unless it is told otherwise."""
+"""Port on which `ray start --head` listens unless it is told otherwise."""
 LISTENING_SECONDS = 5.0
 """Longest wait for the port to be open; Ray itself would try for minutes."""
 WHERE_IT_GOES = (

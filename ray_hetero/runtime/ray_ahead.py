@@ -25,11 +25,11 @@ from ray_hetero.log import logger
 from ray_hetero.runtime import local_ray, unix_sockets
 
 VARIABLE = "RAY_HETERO_RAY_AHEAD"
-"""Where the keeper listens, for the process of the engine."""
+"""Environment variable that tells the engine's process where the keeper listens."""
 READY_SECONDS = 120.0
 """Longest wait for a Ray that is being started."""
 UNCLAIMED_SECONDS = 300.0
-"""How long a Ray without an engine is kept: importing vLLM takes seconds, from a slow disk more."""
+"""Seconds that a Ray without an engine is kept: importing vLLM from a slow disk takes long."""
 END_SECONDS = 10.0
 """Longest wait for a Ray to end; it takes one or two."""
 ANSWER_BYTES = 4096
@@ -37,7 +37,7 @@ KEEP = (
     "import sys; descriptor = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
     "from ray_hetero.runtime import ray_ahead; ray_ahead.keep(descriptor)"
 )
-"""What the keeper's process runs, with the import path of its starter."""
+"""Program of the keeper's process, which gets the import path of its starter."""
 
 
 # --- in the process that starts the engine -----------------------------------------------------
@@ -75,9 +75,9 @@ class OwnedRay:
 
     connection: socket.socket
     pid: int
-    """Of the process that keeps it."""
+    """Process id of this Ray's keeper."""
     address: str
-    """For `ray.init`."""
+    """Address of this Ray, for `ray.init`."""
 
     @classmethod
     def claimed(cls) -> OwnedRay | None:
@@ -102,7 +102,7 @@ class OwnedRay:
         return cls(connection, **json.loads(answer))
 
     def processes(self) -> list[psutil.Process]:
-        """Its keeper and all below it: Ray's own processes and its workers."""
+        """Keeper of this Ray and all processes below it: Ray's own and its workers."""
         try:
             keeper = psutil.Process(self.pid)
             return [keeper, *keeper.children(recursive=True)]

@@ -8,9 +8,9 @@ from placement.host.topology import Host
 from placement.units import GIB
 
 OBJECT_STORE_BYTES = GIB
-"""Nothing large goes through the object store; Ray's default takes 30 % of the memory."""
+"""Bytes of the object store: nothing large goes through it; Ray's default takes 30 % of memory."""
 RANKS_SHARE = 0.95
-"""Of a host's memory, what ranks and the object store may have; the rest is the system's."""
+"""Share of a host's memory for ranks and the object store; the rest is the system's."""
 RAY_SETTINGS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
 """The memory monitor kills the largest worker of a full node, and a node full of weights is how it
 should be.  Ray makes its workers nice (15): the engine, which polls its queues, would then take

@@ -12,7 +12,7 @@ import os
 import torch
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""What cannot be done any more to the memory: changing its size, or its seals."""
+"""Seals of the memory: neither its size nor its seals can be changed any more."""
 
 
 def opened(name: str, size: int) -> int:

@@ -22,16 +22,17 @@ HUGE = 2 << 20
 STEP = 4 * HUGE
 """Bytes that are made huge pages at once, ahead of what is written."""
 LONG_STEP = 8 * STEP
-"""The same where more is sure to be written.  Each time the system waits for all cores, which takes
-0.6 ms where two have nothing else to do and tens of ms where they are busy; huge pages themselves
-are made at 4.5 GB/s by one thread, and two threads were no faster there."""
+"""Bytes that are made huge pages at once where more is sure to be written.  Each time the system
+waits for all cores, which takes 0.6 ms where two have nothing else to do and tens of ms where they
+are busy; huge pages themselves are made at 4.5 GB/s by one thread, and two threads were no faster
+there."""
 _COLLAPSE = 25
 """MADV_COLLAPSE, which Python's mmap has no name for."""
 _NONE, _FIXED = 0, 0x10
 """PROT_NONE, MAP_FIXED."""
 _NO_RESERVE = 0x4000
 _kept: dict[int, SharedPages] = {}
-"""By address, those that `keep` was called for."""
+"""Pages that `keep` was called for, by address."""
 
 
 class SharedPages:
@@ -57,7 +58,7 @@ class SharedPages:
         self.prepared_bytes = 0
         """Bytes that `prepare` has taken."""
         self.huge_bytes = 0
-        """Those of them that are huge pages."""
+        """Part of `prepared_bytes` that is huge pages."""
         self._collapses = True
 
     @classmethod

@@ -65,7 +65,7 @@ class HostWeight(ABC):
     data: torch.Tensor
     """[N, …], contiguous: the rows of any 32 outputs from a multiple of 32 on are neighbours."""
     encoding: Any
-    """What belongs to the weight beside its rows: `Encoding` of the native module."""
+    """Native `Encoding` of the weight: what belongs to it beside its rows."""
 
     @classmethod
     @abstractmethod

@@ -111,7 +111,7 @@ class CompactWeight(HostWeight):
         outputs: tuple[int, int],
         device: torch.device,
     ) -> Expansion:
-        """As of a weight at hand, from its codebook and lists."""
+        """Expansion of some outputs, from the weight's codebook and lists."""
         from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes
 
         inputs = shape[1]
@@ -137,7 +137,7 @@ class CompactWeight(HostWeight):
         tables: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> StackExpansion:
-        """As for one weight, each with its codebook."""
+        """Expansion of weights, each with its codebook."""
         import torch
 
         from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes
@@ -163,13 +163,13 @@ class _Expansion:
     inputs: int
     expand: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
     upper: torch.Tensor
-    """As `compact_on_gpu.upper_bytes` has them."""
+    """Upper bytes, [256], as `compact_on_gpu.upper_bytes` returns them."""
     places: torch.Tensor
-    """Of outliers among the elements of the weight."""
+    """Places of the outliers among the elements of the weight."""
     values: torch.Tensor
-    """Theirs, bf16."""
+    """Values of the outliers, bf16."""
     blocks: tuple[tuple[int, torch.Tensor], ...]
-    """Those that stay packed: number, and [32, inputs], bf16."""
+    """Blocks that stay packed: number, and [32, inputs], bf16."""
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
         self.expand(rows, self.upper, self.inputs, weight)
@@ -185,17 +185,17 @@ class _StackExpansion:
     upper: torch.Tensor
     """[weights, 256], as `compact_on_gpu.upper_bytes` has them."""
     places: torch.Tensor
-    """Of outliers among the elements of all weights, ascending by weight."""
+    """Places of the outliers among the elements of all weights, ascending by weight."""
     values: torch.Tensor
-    """Theirs, bf16."""
+    """Values of the outliers, bf16."""
     outliers_before: tuple[int, ...]
-    """Of each weight, and how many there are."""
+    """Number of outliers before each weight; the last entry counts all of them."""
     packed: torch.Tensor
-    """Numbers among all blocks of those that stay packed, ascending."""
+    """Numbers of the blocks that stay packed among all blocks, ascending."""
     rows: torch.Tensor
-    """[packed, 32, inputs], bf16: theirs."""
+    """Rows of the packed blocks, [packed, 32, inputs], bf16."""
     packed_before: tuple[int, ...]
-    """Of each weight, and how many there are."""
+    """Number of packed blocks before each weight; the last entry counts all of them."""
 
     def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
         outputs, inputs = self.shape

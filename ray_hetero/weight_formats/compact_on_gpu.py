@@ -29,7 +29,7 @@ its outputs."""
 BYTES = 256
 """Values of a byte, of which `upper_bytes` has one each."""
 CHECKED_INPUTS = 160
-"""Of the weight that the kernel is tried with: a whole number of programs and a part of one."""
+"""Inputs of the weight that the kernel is tried with: whole programs and a part of one."""
 
 Expand = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 

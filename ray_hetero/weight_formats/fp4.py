@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes 0 to 7; the fourth bit is the sign."""
+"""Values of the codes 0 to 7; the fourth bit is the sign."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Fp4Weight(ScaledWeight):
 
     @classmethod
     def values(cls, codes: torch.Tensor) -> torch.Tensor:
-        """From the table."""
+        """Values of codes, taken from the table."""
         import torch
 
         table = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)

@@ -32,7 +32,7 @@ class Fp8Weight(ScaledWeight):
 
     @classmethod
     def values(cls, codes: torch.Tensor) -> torch.Tensor:
-        """As PyTorch has them."""
+        """Values of codes as PyTorch has them."""
         import torch
 
         return codes.view(torch.float8_e4m3fn)

@@ -38,7 +38,7 @@ class PackedWeight(HostWeight):
         outputs: tuple[int, int],
         device: torch.device,
     ) -> Expansion:
-        """As any outputs."""
+        """Expansion that any outputs of a weight have."""
         return _Expansion(shape[1])
 
     @classmethod
@@ -49,7 +49,7 @@ class PackedWeight(HostWeight):
         tables: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> StackExpansion:
-        """As one weight of all their outputs."""
+        """Expansion of weights as one weight of all their outputs."""
         return AsOneWeight(_Expansion(shape[1]))
 
     def packed(self, native: ModuleType, level: Any) -> torch.Tensor:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 GROUP_MULTIPLE = 4
-"""Of a group's inputs: what kernels expand at once."""
+"""Divisor of a group's number of inputs: what kernels expand at once."""
 LARGEST_SCALE = 2.0**100
-"""Of any scale: far above what checkpoints hold, and below what overflows on the way."""
+"""Largest scale: far above what checkpoints hold, and below what overflows on the way."""
 LANES = 16
-"""Of 32 bits in a register: a row's 64 elements, two inputs of 32 outputs, are two in bf16."""
+"""Lanes of 32 bits in a register: in bf16 a row, two inputs of 32 outputs, fills two registers."""
 NATIVE_SCALES = {
     "float32": "float32", "bfloat16": "bfloat16", "float8_e8m0fnu": "e8m0",
     "float8_e4m3fn": "e4m3",
@@ -55,7 +55,7 @@ class Codes:
     zeros: torch.Tensor | None = None
     """[N, groups], uint8, codes whose value is 0; None for the format's own."""
     factor: float = 1.0
-    """What E4M3 scales are multiplied with, in float32."""
+    """Factor that E4M3 scales are multiplied with, in float32."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class ScaledWeight(HostWeight):
     layout: Layout
 
     bits: ClassVar[int]
-    """Of a code."""
+    """Bits of a code."""
     scale_types: ClassVar[tuple[str, ...]]
     """PyTorch's names of the types that scales may have."""
     has_zeros: ClassVar[bool] = False
@@ -233,7 +233,7 @@ class ScaledWeight(HostWeight):
         outputs: tuple[int, int],
         device: torch.device,
     ) -> Expansion:
-        """As any outputs."""
+        """Expansion that any outputs of a weight have."""
         return _Expansion(cls, shape[1], _layout_of(facts))
 
     @classmethod
@@ -244,7 +244,7 @@ class ScaledWeight(HostWeight):
         tables: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> StackExpansion:
-        """As one weight of all their outputs."""
+        """Expansion of weights as one weight of all their outputs."""
         return AsOneWeight(_Expansion(cls, shape[1], _layout_of(facts)))
 
     def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:

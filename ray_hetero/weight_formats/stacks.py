@@ -25,16 +25,16 @@ class Stack:
 
     format: str
     shape: tuple[int, int]
-    """N, K of each."""
+    """Shape of each weight, N and K."""
     first: int
-    """Number of the first one among all."""
+    """Number of the first weight among all."""
     count: int
     nbytes: int
-    """Of the rows of each."""
+    """Bytes of the rows of each weight."""
     facts: Mapping[str, Any]
-    """As `HostWeight.facts` has them."""
+    """Facts about the weights, as in `HostWeight.facts`."""
     tables: Mapping[str, torch.Tensor]
-    """As `HostWeight.tables` has them."""
+    """Tables of the weights, as in `HostWeight.tables`."""
 
     @property
     def last(self) -> int:

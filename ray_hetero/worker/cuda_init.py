@@ -12,7 +12,7 @@ import ctypes
 import os
 
 VARIABLE = "RAY_HETERO_SEES_GPUS"
-"""In the environment of a CPU rank whose prompts a GPU may compute."""
+"""Environment variable of a CPU rank whose prompts a GPU may compute."""
 HIDING = "CUDA_VISIBLE_DEVICES"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Mode = Literal["eager", "compiled", "graphs"]
 
 MOST_TOKENS = 256
-"""Of a step that graphs are captured of, unless the user names sizes."""
+"""Most tokens of a step that graphs are captured of, unless the user names sizes."""
 COLLECTIVE = "vllm::all_reduce"
 """The operator behind which a group's sums are, wherever a model adds them up."""
 

@@ -23,11 +23,11 @@ class PlacementProof:
     pages: Mapping[int, int]
     """Resident pages of 4 KiB by NUMA node."""
     what: str
-    """Which pages were counted."""
+    """Description of the pages that were counted."""
     cores: int
     """Cores that the rank computes on."""
     bound: int
-    """Of these, how many have a thread that may run there only."""
+    """Number of the rank's cores that have a thread which may run there only."""
 
     @property
     def foreign_share(self) -> float | None:

@@ -83,7 +83,7 @@ class RankWorker:
         self._boundary: Any = None
         self._over_host: HostCommunicator | None = None
         self.failure: Exception | None = None
-        """What a step has failed with: the ranks are out of step, this one must not go on."""
+        """Error of a step that failed: the ranks are out of step, this one must not go on."""
         self.clock = StepClock(
             lambda line: logger.info("%s rank %d: %s", context.kind, context.rank, line),
             predicted=None

@@ -52,7 +52,7 @@ class Fingerprint:
     fields: Mapping[str, str]
     physical_gpus: tuple[int, ...] = ()
     place: Place = dataclass_field(default_factory=Place.here)
-    """Of the process that answers."""
+    """Place of the process that answers."""
 
 
 def shared_settings(

@@ -24,7 +24,7 @@ PROPAGATED_PREFIXES = (
 )
 """Variables of the driver that ranks need; the same families that vLLM hands to its workers."""
 PER_RANK = frozenset({"VLLM_HOST_IP", "VLLM_HOST_PORT", "VLLM_CPU_OMP_THREADS_BIND"})
-"""Of these families, what describes the driver's own process and must not travel."""
+"""Variables that describe the driver's own process and must not travel to ranks."""
 
 
 def cpu_rank_environment(

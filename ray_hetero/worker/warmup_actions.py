@@ -48,7 +48,7 @@ class RankContext:
     kv_tokens: int | None = None
     """Tokens that the plan gives the KV cache; None where there is no plan of it."""
     numa_nodes: tuple[int, ...] = ()
-    """Where a CPU rank's memory belongs; none for a GPU rank."""
+    """NUMA nodes where a CPU rank's memory belongs; none for a GPU rank."""
     threads: tuple[int, ...] = ()
     """Logical CPUs that a CPU rank computes on."""
     serving_cpus: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any
 from ray_hetero.cli.demo.integers import BITS, packed, rounded
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbouring outputs lies where in a word, from its lowest bits on."""
+"""Number of the output, of eight neighbouring ones, at each place in a word, lowest bits first."""
 
 
 def scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 LARGEST = 448.0
-"""Of E4M3."""
+"""Largest value of E4M3."""
 BYTE = {"num_bits": 8, "type": "float", "symmetric": True}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 LARGEST = 127
-"""Of a signed byte, so that the range is symmetric."""
+"""Largest value of a signed byte whose range is symmetric."""
 
 
 def scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:

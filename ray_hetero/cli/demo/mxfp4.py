@@ -7,9 +7,9 @@ from typing import Any
 
 GROUP = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes 0 to 7; the fourth bit is the sign."""
+"""Values of the codes 0 to 7; the fourth bit is the sign."""
 BIAS = 127
-"""Of the exponents."""
+"""Bias of the exponents."""
 
 
 def scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from ray_hetero.cli.demo.mxfp4 import VALUES, nearest_codes
 
 GROUP = 16
 DIVISOR = 1024.0
-"""What the scales of a layer are divided by: the same for the parts of a fused layer, of which vLLM
-takes one for all.  Weights may be up to 2.6."""
+"""Divisor of the scales of a layer: the same for the parts of a fused layer, of which vLLM takes
+one for all.  Weights may be up to 2.6."""
 
 
 def scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ UNQUANTISED = ("lm_head",)
 """Linear layers that stay as they are, as in most checkpoints."""
 WEIGHT = ".weight"
 ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
-"""What chooses experts; it stays as it is too."""
+"""Ends of the names of routers, which choose experts; they stay as they are too."""
 LAST_OF_FUSED = "kv_a_proj_with_mqa"
 """A linear layer whose outputs need not fill their last block, as nothing lies behind them in
 vLLM's layer: the latents of DeepSeek V3 are 4 and a half."""
@@ -21,7 +21,7 @@ GROUPS = (128, 64, 32)
 """Inputs of a group, and outputs and inputs of a block: the first of these that all sizes fit."""
 
 Tensors = dict[str, Any]
-"""What is stored in place of a layer's weight, by the ends of their names."""
+"""Tensors stored in place of a layer's weight, by the ends of their names."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ FORMATS = {
     "nvfp4": Stored(nvfp4.scheme, nvfp4.tensors),
     "nvfp4-modelopt": Stored(nvfp4.modelopt_scheme, nvfp4.modelopt_tensors),
 }
-"""By the name that `--stored` takes."""
+"""Formats by the name that `--stored` takes."""
 
 
 def quantise(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SUCCESSOR_SHARE = 0.9
-"""How much of an output row is its predecessor's embedding; the rest is noise."""
+"""Share of an output row that is its predecessor's embedding; the rest is noise."""
 QUIET = 0.25
 """Factor on the output rows of tokens that are no readable text, so that they rarely win."""
 LOGIT_SCALE = 3.0

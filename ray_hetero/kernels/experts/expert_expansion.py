@@ -24,7 +24,7 @@ class LinkedLayer:
 
     slices: tuple[LinkedSlice, ...]
     expansions: tuple[tuple[tuple[Stack, StackExpansion], ...], ...]
-    """Of each half of each slice."""
+    """Expansions of each half of each slice."""
     biases: Biases
 
     @classmethod
@@ -39,12 +39,12 @@ class LinkedLayer:
 
     @property
     def halves(self) -> tuple[Half, ...]:
-        """Of all slices, one after the other."""
+        """Halves of all slices, one after the other."""
         return tuple(half for one in self.slices for half in one.halves)
 
     @property
     def count(self) -> int:
-        """Experts."""
+        """Number of experts."""
         return self.slices[0].count
 
     @property
@@ -54,7 +54,7 @@ class LinkedLayer:
 
     @property
     def inner(self) -> int:
-        """Of one slice."""
+        """Inner size of one slice."""
         return self.slices[0].halves[1].shape[1]
 
     @property
@@ -97,9 +97,9 @@ class ExpertExpansion:
                 starts.append(end)
                 end += experts * max(slices[rank].halves[half].most_bytes for slices in layers)
         self.starts = tuple(starts)
-        """Where each half of each slice begins in memory that has a piece as it is stored."""
+        """Offset in bytes of each half of each slice in memory that has a piece as it is stored."""
         self.stored_bytes = end
-        """Of that memory."""
+        """Bytes of the memory that has a piece as it is stored."""
 
     def expanded(
         self, layer: LinkedLayer, stored: torch.Tensor, runs: Sequence[Run]
@@ -173,7 +173,7 @@ class ExpertExpansion:
 
 
 def _biases_of(slices: Sequence[LinkedSlice], device: torch.device) -> Biases:
-    """Of all slices together: gates and ups side by side, downs added up."""
+    """Biases of all slices together: gates and ups side by side, downs added up."""
     gate_ups = [one.biases[0] for one in slices if one.biases[0] is not None]
     downs = [one.biases[1] for one in slices if one.biases[1] is not None]
     if len(gate_ups) < len(slices) or len(downs) < len(slices):
@@ -206,7 +206,7 @@ def sizes_of(layers: Sequence[Sequence[LinkedSlice]]) -> ExpertSizes:
 
 
 def _elements(slices: Sequence[LinkedSlice], half: int) -> int:
-    """Of one expert's gates and ups, or downs, all slices together."""
+    """Elements of one expert's gates and ups, or downs, all slices together."""
     outputs, inputs = slices[0].halves[half].shape
     return len(slices) * outputs * inputs
 

@@ -21,11 +21,11 @@ from ray_hetero.log import logger
 from ray_hetero.weight_formats import FORMATS
 
 ACTIVATIONS = {"silu": SILU, "swigluoai": SWIGLU_OAI}
-"""By the value of vLLM's MoEActivation; gpt-oss has gate and up in turns."""
+"""Activations by the value of vLLM's MoEActivation; gpt-oss has gate and up in turns."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _layers: list[RoutedExperts] = []
-"""Of the model of this process, by their number."""
+"""Layers of the model of this process, by their number."""
 
 
 def _routed_experts(

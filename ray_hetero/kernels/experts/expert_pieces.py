@@ -97,7 +97,7 @@ class ExpertPieces:
             yield number, pieces
 
     def _places_of_run(self, begin: int, end: int, count: int) -> torch.Tensor | None:
-        """Those of neighbours, which layers have in common."""
+        """Places of neighbouring experts, which layers have in common."""
         if end - begin == count:
             return None
         key = (begin, end, count)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 ROUNDS = 2
-"""Of which the fastest counts: the first one reads memory that was never read before."""
+"""Rounds, of which the fastest counts: the first one reads memory that was never read before."""
 STEP_TOKENS = 8
 """A share of the experts is chosen for multiples of these."""
 
@@ -23,7 +23,7 @@ class CoreRates:
     once."""
 
     def seconds(self, tokens: int) -> float:
-        """For a step of so many tokens: on lines through the points, from nothing on."""
+        """Seconds for a step of so many tokens: on lines through the points, from nothing on."""
         most, whole = self.points[-1]
         pieces, rest = divmod(tokens, most)
         before, took = 0, 0.0
@@ -35,7 +35,7 @@ class CoreRates:
 
     @classmethod
     def of_all(cls, rates: Iterable[CoreRates]) -> CoreRates:
-        """Of ranks that compute at the same time: the slowest's, which were asked for the same."""
+        """Rates of ranks that compute together: the slowest's, all asked for the same."""
         points = zip(*(one.points for one in rates), strict=True)
         return cls(tuple(max(same, key=lambda point: point[1]) for same in points))
 

@@ -33,7 +33,7 @@ class Room:
     """
 
     pages: SharedPages | None = None
-    """Where other processes map it."""
+    """Pages through which other processes map the memory; None if it is private."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self._begin(torch.empty(sum(sizes), dtype=torch.uint8), (0, sizes[0]))
@@ -41,7 +41,7 @@ class Room:
     def _begin(self, memory: torch.Tensor, starts: tuple[int, int]) -> None:
         self._memory = memory
         self.starts = starts
-        """Where each half begins."""
+        """Offset in bytes of each half."""
         self._ends = list(starts)
 
     @property

@@ -10,7 +10,7 @@ from placement.plan.expert_split import ExpertTimes, best_split, splits
 from ray_hetero.kernels.experts.expert_rates import STEP_TOKENS, CoreRates
 
 Seconds = Callable[[int], float]
-"""For so many tokens; more take no less."""
+"""Function that gives the seconds for so many tokens; more take no less."""
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ UNUSED = 0.05
 """Share of a layer's experts from which on those that no token has chosen are left out, as expected
 of even choices: to look costs a wait for the GPU, once a layer."""
 LEAST_TOKENS = 256
-"""Of a chunk whose intermediate results have room."""
+"""Least tokens of a chunk, for whose intermediate results there is room."""
 Multiply = Callable[..., torch.Tensor]
-"""As `fused_experts`."""
+"""Function with the arguments and the result of `fused_experts`."""
 
 
 class GpuExperts:
@@ -58,14 +58,14 @@ class GpuExperts:
         budget_gib: float | Literal["auto"],
     ) -> None:
         self.device = device
-        """Where it computes."""
+        """Device that computes the experts."""
         given = [tuple(slices) for slices in layers if slices is not None]
         for slices in given:
             check(slices)
         sizes = sizes_of(given)
         budget = sizes.budget(budget_gib)
         self.experts = sizes.experts_of_a_piece(budget)
-        """Of a piece."""
+        """Experts of a piece."""
         if not self.experts:
             raise UnsupportedError(
                 f"this needs at least {(sizes.beside + sizes.each) / GIB:.2f} GiB of the GPU, "

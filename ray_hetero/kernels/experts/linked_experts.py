@@ -46,7 +46,7 @@ class Half:
         return max(in_lines(stack.nbytes) for stack in self.stacks)
 
     def begin(self, expert: int) -> int:
-        """Where an expert's weight begins in memory; its end is where the next one does."""
+        """Offset of an expert's weight in memory, which ends where the next one begins."""
         return sum(
             min(stack.count, max(0, expert - stack.first)) * in_lines(stack.nbytes)
             for stack in self.stacks
@@ -59,7 +59,7 @@ class LinkedSlice:
 
     halves: tuple[Half, Half]
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
-    """As `RoutedExperts.biases`."""
+    """Biases in the layout of `RoutedExperts.biases`."""
     activation: str
 
     @property

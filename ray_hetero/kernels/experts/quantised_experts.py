@@ -28,7 +28,7 @@ from ray_hetero.weight_formats.int4 import Int4Weight
 from ray_hetero.weight_formats.scaled import Codes, ScaledWeight
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where each of eight neighbouring outputs lies in a word of AutoAWQ's."""
+"""Place in a word of AutoAWQ's of each of eight neighbouring outputs."""
 KINDS: dict[str, type[ScaledWeight]] = {"fp8": Fp8Weight, "int4": Int4Weight, "mxfp4": Fp4Weight}
 """Formats by `StoredExperts.scheme`."""
 

@@ -20,7 +20,7 @@ from ray_hetero.weight_formats import HostWeight, PackedWeight
 from ray_hetero.weight_formats.base import pack
 
 MULTIPLE = 32
-"""Of the hidden size; the inner size is filled up with zeros to such a multiple."""
+"""Divisor of the hidden size; the inner size is filled up with zeros to such a multiple."""
 HALF_BLOCK = 16
 """Outputs of the gate that are neighbours, and those of up that belong to them."""
 
@@ -113,7 +113,7 @@ class RoutedExperts:
             for gate_up, down in zip(w13, w2, strict=True)
         ]
         self.room = memory
-        """Where all weights are."""
+        """Memory of all weights."""
         self._take(weights, w13_bias, w2_bias, native, level, activation, is_interleaved)
 
     @classmethod
@@ -181,7 +181,7 @@ class RoutedExperts:
                               for one in w13_bias]),
             None if w2_bias is None else w2_bias.float().contiguous(),
         )  # fmt: skip
-        """Of gates and ups in the order of `paired`, and of downs, float32; or None."""
+        """Biases of gates and ups in the order of `paired`, and of downs, float32; or None."""
         gate_up_bias, down_bias = (0 if b is None else b.data_ptr() for b in self.biases)
         self._native = native.Experts(
             experts=[

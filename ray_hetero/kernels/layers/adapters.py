@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 
 OUTPUTS_MULTIPLE = 16
-"""Of a slice's outputs; a vector's."""
+"""Divisor of the number of a slice's outputs: a vector's elements."""
 
 
 class Adapters:
@@ -110,7 +110,7 @@ def adapters_of(
 
 
 def first_of(linears: Iterable[Linear]) -> Adapters | None:
-    """Those of the first layer that has some; all layers of a step have the same slots."""
+    """Adapters of the first layer that has some; all layers of a step have the same slots."""
     return next((one.adapters for one in linears if one.adapters is not None), None)
 
 

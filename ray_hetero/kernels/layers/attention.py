@@ -27,13 +27,13 @@ from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.gpu_layers import AttentionShape
 
 HEAD_MULTIPLE = 16
-"""Of a head's size; a vector's."""
+"""Divisor of a head's size: a vector's elements."""
 SPAN = 32
-"""Of a head's size and a block's tokens: what csrc/kernels/attention.h takes at once."""
+"""Divisor of a head's size and of a block's tokens: what csrc/kernels/attention.h takes at once."""
 
 
 class Attention:
-    """From queries, keys and values to what the output projection multiplies.
+    """The attention from queries, keys and values to what the output projection multiplies.
 
     Args:
         modules: of a layer whose attention `why_unsuited` says nothing of.
@@ -45,7 +45,7 @@ class Attention:
         attend = modules.attend
         self.name: str = attend.layer_name
         self.scores = known_scores(attend)
-        """None if an attention does more than csrc/kernels/attention.h does."""
+        """Treatment of the scores; None if it is more than csrc/kernels/attention.h can do."""
         self._head = int(attend.head_size)
         self.shape = AttentionShape(attend.num_heads, attend.num_kv_heads, self._head)
         self._sizes = [self.shape.queries, self.shape.keys, self.shape.keys]
@@ -56,7 +56,7 @@ class Attention:
         models without positions here."""
         self._is_interleaved = modules.rotary is not None and not is_neox(modules.rotary)
         self.norms = [norm for norm in map(as_norm, modules.head_norms) if norm is not None]
-        """Of heads of queries and of keys; none in most models."""
+        """Norms of the heads of queries and of keys; none in most models."""
         self._level = kernel.level
         self.rotation = kernel.native.Rotation(
             heads=self.shape.heads,

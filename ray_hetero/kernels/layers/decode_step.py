@@ -104,7 +104,7 @@ class NativeLayers:
             ends_attended=ends_attended,
         )  # fmt: skip
         self._kept = first, layers
-        """What the native object points at."""
+        """Parts that the native object points at."""
 
     def run(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
@@ -159,12 +159,12 @@ class DecodeStep:
         self._adapters = adapters
         self._layers = NativeLayers(kernel, first, layers)
         self.shared: SharedDecode | None = None
-        """What computes steps in which a GPU computes some layers, if one does."""
+        """Steps in which a GPU computes some layers; None where none does."""
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `DecoderLayers`, or None if this step is something else.
+        """Compute a step as `DecoderLayers` does; None if the step is of another kind.
 
         Args:
             positions: [M], int64.

@@ -40,7 +40,7 @@ from ray_hetero.kernels.prompts.stage_output import StageOutput
 from ray_hetero.log import logger
 
 PROMPT_TOKENS = 16
-"""Of a request, from which its attention is worth sending its cached keys to a GPU: for fewer
+"""Least tokens of a request whose attention is worth sending its cached keys to a GPU: for fewer
 queries reading them where they are takes less time."""
 WEIGHTS_FOR_SENT = 16
 """Weights of the layers for each element of the keys and values that a GPU is sent so that the
@@ -48,7 +48,7 @@ cores need not decode beside it: the link takes a tenth longer for these then.""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _runs: list[DecoderLayers] = []
-"""Of this process, by the number that the operator is called with."""
+"""Runs of layers of this process, by the number that the operator is called with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +58,9 @@ class Layer:
     input: QkvInput
     attention: Attention
     parts: PostAttention
-    """Behind the attention, as if no layer followed."""
+    """Parts behind the attention, as if no layer followed."""
     calls: Calls = Calls.RESIDUAL
-    """How the model calls it."""
+    """Form in which the model calls the layer."""
     mlp: Any = None
     """vLLM's module that computes what comes behind `parts`, if something does."""
 
@@ -82,7 +82,7 @@ class DecoderLayers:
     ) -> None:  # fmt: skip
         self._kernel = kernel
         self.output: StageOutput | None = None
-        """Where results stay on that GPU, if these are the stage's last layers."""
+        """Output of the stage, which stays on that GPU, if these are the stage's last layers."""
         self._input = layers[0].input
         following = [*(layer.input for layer in layers[1:]), None]
         self._layers = [
@@ -117,7 +117,7 @@ class DecoderLayers:
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a decoder layer of vLLM does, for all of them.
+        """Compute all layers as vLLM's decoder layers do.
 
         Args:
             positions: [M].
@@ -212,7 +212,7 @@ class DecoderLayers:
         return whole, sums
 
     def _divided(self, contexts: Sequence[Any], tokens: int) -> StepRows | None:
-        """Who computes which rows of a step; None if it is none that a GPU computes."""
+        """Division of a step's rows between cores and GPU; None if the GPU computes none."""
         metadata, first, cache, slots = contexts[0]
         if (
             slots is None

@@ -49,7 +49,7 @@ class ResidualRun(FusedRun):
 
 
 class ResidualDone(nn.Module):  # type: ignore[misc]
-    """Behind a `ResidualRun`."""
+    """Module of a layer behind a `ResidualRun`, which has already computed it."""
 
     def forward(
         self,
@@ -135,7 +135,7 @@ class SumRun(FusedRun):
 
 
 class SumDone(nn.Module):  # type: ignore[misc]
-    """Behind a `SumRun`."""
+    """Module of a layer behind a `SumRun`, which has already computed it."""
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hand on what is given."""
@@ -154,7 +154,7 @@ class SumAndMoreRun(FusedRun):
 
 
 class SumAndMoreDone(nn.Module):  # type: ignore[misc]
-    """Behind a `SumAndMoreRun`."""
+    """Module of a layer behind a `SumAndMoreRun`, which has already computed it."""
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor
@@ -175,7 +175,7 @@ class RunWithoutPositions(FusedRun):
 
 
 class DoneWithoutPositions(nn.Module):  # type: ignore[misc]
-    """Behind a `RunWithoutPositions`."""
+    """Module of a layer behind a `RunWithoutPositions`, which has already computed it."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hand on what is given."""
@@ -202,9 +202,9 @@ MODULES: dict[Calls, tuple[type[FusedRun], type[Any]]] = {
     Calls.SUM_AND_MORE: (SumAndMoreRun, SumAndMoreDone),
     Calls.WITHOUT_POSITIONS: (RunWithoutPositions, DoneWithoutPositions),
 }
-"""What takes the place of the first layer, and of each other one."""
+"""Classes that take the place of the first layer and of each other one, by form of the calls."""
 WITH_MODULES: dict[Calls, type[AttentionRun]] = {
     Calls.RESIDUAL: ResidualAttention,
     Calls.HIDDEN_FIRST: HiddenFirstAttention,
 }
-"""What takes the place of each layer whose MLP stays vLLM's module."""
+"""Class that takes the place of a layer whose MLP stays vLLM's module, by form of the calls."""

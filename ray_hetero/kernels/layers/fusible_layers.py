@@ -1,4 +1,4 @@
-"""Which decoder layers of a model can become one operator, once its weights are loaded.
+"""The decoder layers of a model that can become one operator, once its weights are loaded.
 
 A structure says what a layer's parts are (structures/); here each of them is looked at.  Layers
 whose parts are all known here can take the place of vLLM's (layer_fusion.py).
@@ -44,7 +44,7 @@ PLAIN_ACTIVATIONS: dict[type, Activation] = {
     ReLUSquaredActivation: "relu_squared",
     nn.SiLU: "silu",
 }
-"""Of MLPs without a gate, by class."""
+"""Activations of MLPs without a gate, by class."""
 Linears = Mapping[nn.Module, Linear]
 """Linear layers that the kernel computes, by vLLM's module."""
 
@@ -56,9 +56,9 @@ class Run:
     decoder: Any
     """vLLM's model that calls them."""
     attribute: str
-    """Where it has its layers."""
+    """Attribute of the model that holds its layers."""
     begin: int
-    """Place of the first one there."""
+    """Index of the run's first layer among the model's."""
     layers: list[Layer]
 
     @property
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def adapters(self) -> Adapters | None:
-        """Those of one of the layers, if they have some."""
+        """Adapters of one of the layers, if they have some."""
         return first_of(
             one for layer in self.layers for one in (layer.input.qkv, *layer.parts.linears)
         )
@@ -84,11 +84,11 @@ class LatentRun:
     """A layer with multi-head latent attention, which becomes an operator of its own."""
 
     layers: nn.ModuleList
-    """Where vLLM's model has it."""
+    """List of vLLM's model that holds the layer."""
     place: int
     layer: LatentLayer
     mlp: nn.Module
-    """What comes behind it: vLLM's module."""
+    """Module of vLLM's that comes behind the layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class Fusible:
 
     @classmethod
     def none(cls) -> Fusible:
-        """Of a model that nothing was looked for in."""
+        """Result for a model in which nothing was looked for."""
         return cls([], Counter(), [], [])
 
 
@@ -155,7 +155,7 @@ def _callers(model: nn.Module, whole: Mapping[nn.Module, bool]) -> list[nn.Modul
 
 
 def _layers_attribute(decoder: Any) -> str | None:
-    """Where a model has its decoder layers; None for another module."""
+    """Attribute of a model that holds its decoder layers; None for another module."""
     known = [one.layers for one in STRUCTURES if one.is_model(decoder)]
     for name in (*known, "layers"):
         if all(hasattr(decoder, one) for one in (name, "start_layer", "end_layer")):

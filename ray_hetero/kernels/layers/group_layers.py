@@ -47,7 +47,7 @@ class PromptTerms:
     runs: tuple[int, ...]
     """Layers of each run of layers that follow one another."""
     shape: AttentionShape
-    """Of each rank's part of an attention."""
+    """Shape of each rank's part of an attention."""
     weights: tuple[tuple[int, int], ...]
     """Shapes of each rank's linear layers, in their order."""
     hidden: int
@@ -80,7 +80,7 @@ class PromptOffer:
     cores: tuple[int, ...] = ()
     """Logical CPUs of the thread that orders the GPU's work."""
     share: float | Literal["auto"] = 0.0
-    """Of the layers that the GPU computes in decode steps, see `CpuConfig.decode_gpu_share`."""
+    """Share of the layers that the GPU computes in decode steps: `CpuConfig.decode_gpu_share`."""
     kernel: StreamingLinear | None = None
     """What computes decode steps, whose largest size is measured then (step_limit.py)."""
     place: str = ""
@@ -125,7 +125,7 @@ class WholeLayers:
 
     runs: Sequence[GpuLayers]
     behind: Sequence[OnGpu]
-    """Of each run, in decode steps."""
+    """Layers behind the attention, of each run, in decode steps."""
     taken: PrefillBytes
 
     @classmethod
@@ -224,7 +224,7 @@ class GroupLayers:
     """
 
     instead = "the cores of its group's ranks compute them, several times as long"
-    """What happens from then on where the GPU has run out of memory."""
+    """Consequence of the GPU's running out of memory, for messages."""
     others: tuple[tuple[torch.Tensor, ...], ...] = ()
     """Caches of the other ranks, in the first."""
 
@@ -243,7 +243,7 @@ class GroupLayers:
 
     @property
     def gpu(self) -> GpuPrefill | None:
-        """Where layers are computed; None where this rank is not the first."""
+        """GPU that computes the layers; None where this rank is not the first."""
         return None if self._layers is None else self._layers.gpu
 
     def suits(self, tokens: int) -> bool:
@@ -272,7 +272,7 @@ class GroupLayers:
         meanwhile: Callable[[], None],
         output: StageOutput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `GpuLayers`; on all ranks at once, with the same result.
+        """Compute the layers as `GpuLayers` does, on all ranks at once with the same result.
 
         With an output, which only the first rank has, the others' results have no values of this
         step: what uses it knows that nobody needs them.

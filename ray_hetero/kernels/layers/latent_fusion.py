@@ -1,4 +1,4 @@
-"""Which layers with multi-head latent attention become one operator, once weights are loaded."""
+"""The layers with multi-head latent attention that become one operator with loaded weights."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.weight_formats.base import BLOCK
 
 ROTATED_MULTIPLE = 16
-"""Of the elements of a rotated part; a vector's."""
+"""Divisor of the number of elements of a rotated part: a vector's elements."""
 ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forward_native)
-"""What turns elements by the same table of cosines and sines, which may be scaled."""
+"""Rotations by one table of cosines and sines, which may be scaled."""
 
 
 def latent_layer_of(

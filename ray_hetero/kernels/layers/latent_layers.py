@@ -30,11 +30,11 @@ from ray_hetero.kernels.linear.token_rows import MOST_ROWS
 from ray_hetero.weight_formats import HostWeight
 
 BLOCK_MULTIPLE = 16
-"""Of a KV block's tokens: a tile's."""
+"""Divisor of the tokens of a KV block: a tile's."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _layers: list[LatentLayer] = []
-"""Of this process, by the number that the operator is called with."""
+"""Layers of this process, by the number that the operator is called with."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class LatentShape:
 
     heads: int
     latent: int
-    """What is cached of a token, and read as keys and as values."""
+    """Elements cached of a token, which are read as keys and as values."""
     rotated: int
-    """The part of keys and queries that is rotated."""
+    """Elements of keys and queries that are rotated."""
     plain: int
     """The other part of a head's queries."""
     value: int
@@ -62,11 +62,11 @@ class LatentParts:
 
     shape: LatentShape
     norm: Norm
-    """Before the attention."""
+    """Norm of the attention's input."""
     down: Linear
-    """Gives the latent of queries, if they have one, the latent, and the rotated part of keys."""
+    """Layer for the latent of queries, if they have one, the latent and the keys' rotated part."""
     query_norm: Norm | None
-    """Of the latent of queries."""
+    """Norm of the latent of queries; None where queries have none."""
     queries: Linear
     latent_norm: Norm
     cos_sin: torch.Tensor
@@ -137,7 +137,7 @@ class StepRequests:
         cls, metadata: Any, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor,
         module: ModuleType,
     ) -> StepRequests | None:  # fmt: skip
-        """Those of a step; None if it is none of a few tokens of each request.
+        """Requests of a step; None if the step has more than a few tokens of a request.
 
         Args:
             metadata: vLLM's.
@@ -198,7 +198,7 @@ class LatentLayer:
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the input of the layer to that of its MLP or experts.
+        """Compute the layer from its input to that of its MLP or experts.
 
         Args:
             positions: [M].

@@ -37,7 +37,7 @@ from ray_hetero.kernels.prompts.stage_output import StageOutput
 from ray_hetero.log import logger
 
 Memories = dict[AttentionShape, AttentionMemory | None]
-"""What was made of each shape; None where there was no room."""
+"""Memory made for each shape; None where there was no room."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _share(
 
 
 def _output(gpu: GpuPrefill | None) -> StageOutput | None:
-    """Where the last layers of a stage leave what a GPU computes for the next one."""
+    """Output in which the last layers of a stage leave what a GPU computes for the next one."""
     if gpu is None or gpu.device.type != "cuda":
         return None
     output = StageOutput(gpu)

@@ -23,7 +23,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
     "relu_squared": lambda x: functional.relu(x).square(),
 }
-"""What the native kernels compute by these names, in torch."""
+"""Functions in torch that compute what the native kernels compute by these names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Linear:
     bias: torch.Tensor | None
     """[N], float32."""
     adapters: Adapters | None = None
-    """Of requests; they are added to what the layer gives."""
+    """Adapters of requests, whose results are added to what the layer gives."""
 
     @property
     def native(self) -> tuple[int, int, Any, Any]:
@@ -113,19 +113,19 @@ class PostAttention:
 
     output: Linear
     norm: Norm
-    """Before the MLP."""
+    """Norm of the MLP's input."""
     gate_up: Linear | None = None
     """Gate and up in one, or up alone; None where the result is what `norm` gives."""
     down: Linear | None = None
     next: QkvInput | None = None
-    """Of the layer that comes; None after the last."""
+    """Inputs of the layer that follows; None after the last."""
     activation: Activation = "silu"
     output_norm: Norm | None = None
-    """Of what `output` gives, before it is added to the residual."""
+    """Norm of what `output` gives, before it is added to the residual; None where there is none."""
     down_norm: Norm | None = None
-    """Of what `down` gives, before it is added to the residual."""
+    """Norm of what `down` gives, before it is added to the residual; None where there is none."""
     multiplier: float = 1.0
-    """Of what is added to the residual."""
+    """Factor on what is added to the residual."""
     is_parallel: bool = False
     """Whether the MLP's norm is of the residual before the attention is added."""
 

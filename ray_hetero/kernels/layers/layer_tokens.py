@@ -15,15 +15,15 @@ class LayerTokens:
     """Tokens times layers, by way."""
 
     native: int = 0
-    """In native calls of decode steps."""
+    """Tokens times layers in native calls of decode steps."""
     on_gpu: int = 0
-    """By the GPU that computes this rank's prompts: whole layers, and in decode steps what lies
-    behind a layer's attention."""
+    """Tokens times layers by the GPU that computes this rank's prompts: whole layers, and in decode
+    steps what lies behind a layer's attention."""
     by_operators: int = 0
-    """By one operator after the other, on this rank's cores or with its GPU's linear layers."""
+    """Tokens times layers by single operators, on this rank's cores or its GPU's linear layers."""
     experts_on_gpu: int = 0
-    """Of layers whose experts lie on expert ranks, by a GPU that has read all or some of them over
-    its link; expert ranks count the tokens of a split layer too."""
+    """Tokens times layers whose experts lie on expert ranks, by a GPU that has read all or some of
+    them over its link; expert ranks count the tokens of a split layer too."""
 
 
 _counted = LayerTokens()

@@ -32,7 +32,7 @@ class PostAttentionBlock:
     def __call__(
         self, attended: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the output of one attention to the input of the next.
+        """Compute from the output of one attention to the input of the next.
 
         Args:
             attended: [M, K], bf16.

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
 
 MEASURED_LAYERS = 8
-"""Of a run of layers, those that are measured: the first ones.  Of an 8B model they have many times
-the bytes of a third-level cache."""
+"""Number of the first layers of a run that are measured.  Of an 8B model they have many times the
+bytes of a third-level cache."""
 MEASURED_TOKENS = (1, 8, 32, 64, 128)
 """Tokens of steps that are measured; a step of another number takes the share of the next smaller
 one."""
@@ -122,7 +122,7 @@ class SharedDecode:
         self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],
         hidden: torch.Tensor, residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """As a call, with the calls of the cores given."""
+        """Compute a step as a call does, with the calls of the cores given."""
         tokens = len(hidden)
         given = [segment.end - 1 for segment in segments if segment.is_given]
         # Weights that the step needs first have come since the step before, as a rule.

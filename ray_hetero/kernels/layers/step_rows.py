@@ -1,4 +1,4 @@
-"""Which tokens of a step the cores compute, and which the GPU.
+"""Division of a step's tokens between the cores and the GPU.
 
 A step mixes requests that decode, with a token each or a few drafts more, with chunks of prompts.
 They are independent but for one thing: vLLM lets a request use blocks of keys and values that
@@ -33,7 +33,7 @@ class Request:
     cached: int
     """Tokens before them, whose keys and values are in the cache."""
     blocks: tuple[int, ...]
-    """Of the cached tokens, in order."""
+    """Blocks of the cached tokens, in order."""
 
 
 @dataclass(frozen=True)

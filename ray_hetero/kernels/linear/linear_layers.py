@@ -34,12 +34,12 @@ from ray_hetero.weight_formats.base import pack
 from ray_hetero.weight_formats.scaled import Codes
 
 Join = Callable[[PromptOffer | None], Sequence[GroupLayers] | None]
-"""See distributed/shared_prompts.py."""
+"""Function by which ranks share a GPU for prompts, see distributed/shared_prompts.py."""
 RELOAD = (
     "a CPU rank cannot load weights anew: its layers compute with packed copies of those that they "
     "had at first (linear layers stream). Start a new engine, or set cpu.linear_kernel to vllm."
 )
-"""What a rank answers to `reload_weights`."""
+"""Message of a CPU rank that is asked to reload weights."""
 
 
 class LinearLayers:

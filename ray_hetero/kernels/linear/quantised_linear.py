@@ -55,7 +55,7 @@ INTEGERS: dict[Any, type[ScaledWeight]] = {
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 
 _hold: list[Hold] = []
-"""What the kernels of this process give weights to: the last one; vLLM makes the kernels itself."""
+"""Receiver of the kernels' weights in this process, the last one set; vLLM makes the kernels."""
 
 
 def use_holder(hold: Hold) -> None:
@@ -175,7 +175,7 @@ class BlockFloats:
     scales: torch.Tensor
     """[N / rows, K / columns], rounded up."""
     rows: int
-    """Of a block."""
+    """Rows of a block."""
     columns: int
 
     @property
@@ -317,7 +317,7 @@ KERNELS: dict[str, type] = {
     "_POSSIBLE_MXFP4_KERNELS": StreamedMxFloats,
     "_POSSIBLE_NVFP4_KERNELS": StreamedNvFloats,
 }
-"""By the list of vLLM's that each belongs to."""
+"""Kernels by the list of vLLM's that each belongs to."""
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

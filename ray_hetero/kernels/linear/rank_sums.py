@@ -86,7 +86,7 @@ class RankSums:
         memory[begin:end].zero_()
 
         self.missing: type[Exception] = native.MissingRank
-        """What native calls raise where another rank is missing."""
+        """Exception that native calls raise where another rank is missing."""
         self._level = native.levels()[-1]
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:

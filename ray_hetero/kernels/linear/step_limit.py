@@ -19,9 +19,9 @@ from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.log import logger
 
 MEASURED_LAYERS = 4
-"""Of an 8B model they have more bytes than a socket's third-level cache."""
+"""Layers measured; of an 8B model they have more bytes than a socket's third-level cache."""
 ROUNDS = 3
-"""Of which the fastest counts; in the first one the GPU builds its kernels."""
+"""Rounds, of which the fastest counts; in the first one the GPU builds its kernels."""
 
 
 def settle(

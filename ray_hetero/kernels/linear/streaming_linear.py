@@ -31,7 +31,7 @@ except ImportError:
     _native = None
 
 MULTIPLE = 32
-"""Of inputs and outputs, as the packed layout has them."""
+"""Divisor of the inputs and outputs that the packed layout has."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
@@ -57,15 +57,15 @@ class StreamingLinear:
         self.native = native
         self.level = native.levels()[-1] if level is None else level
         self.dtype = torch.bfloat16
-        """Of weights and activations, as the level has them."""
+        """Data type of weights and activations at this level."""
         self.few_tokens: int = native.FEW_TOKENS
-        """Up to which a step is to do nothing but read weights."""
+        """Most tokens of a step that is to do nothing but read weights."""
         self.step_tokens: int = native.STEP_TOKENS
         """Most tokens of a decode step that is one native call."""
         self.prompts: Prompts | None = None
-        """Set once the weights are loaded."""
+        """Computation of steps of many tokens; set once the weights are loaded."""
         self.sums: RankSums | None = None
-        """Of a tensor-parallel group that adds up in native calls; set once weights are loaded."""
+        """Sums of a tensor-parallel group in native calls; set once weights are loaded."""
         self.weights: dict[int, HostWeight] = {}
         """Known weights by their address, which is all that an operator is given."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
 
 STATUS_ELEMENTS = 16
-"""Of a sum by which ranks tell each other how something went: a vector's."""
+"""Elements of a sum by which ranks tell each other how something went: a vector's."""
 
 
 class BehindAttention(Protocol):
@@ -40,7 +40,7 @@ class BehindAttention(Protocol):
         """The GPU and what it has room for; empty on the other ranks of a group."""
 
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the cores leave an attention [tokens, queries] and the residual [tokens, N]."""
+        """Memory where cores leave an attention [tokens, queries] and the residual [tokens, N]."""
 
     def order(self, place: int) -> None:
         """Have the weights of a layer come; nothing else may be asked for before its `compute`."""
@@ -113,7 +113,7 @@ class OnGpu:
     def compute(
         self, place: int, attended: torch.Tensor, residual: torch.Tensor, following: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `BehindAttention` says."""
+        """Compute as `BehindAttention` says."""
         gpu = self._gpu
         gpu.begin(is_shared=True)
         with torch.inference_mode(), current(gpu.computing):
@@ -175,14 +175,14 @@ class InGroup:
         return self._attended[:tokens], self._residual[:tokens]
 
     def order(self, place: int) -> None:
-        """In the first rank."""
+        """Order the layer in the first rank; other ranks have nothing to order."""
         if self._first is not None:
             self._first.order(place)
 
     def compute(
         self, place: int, attended: torch.Tensor, residual: torch.Tensor, following: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `BehindAttention` says; at once on all ranks, with the same result."""
+        """Compute as `BehindAttention` says, at once on all ranks with the same result."""
         whole = self._of_all_heads(attended)
         problem: torch.OutOfMemoryError | None = None
         if self._first is not None:
@@ -197,7 +197,7 @@ class InGroup:
         return found[0], found[1]
 
     def wait_for_link(self) -> None:
-        """In the first rank."""
+        """Wait for the link in the first rank; other ranks have none."""
         if self._first is not None:
             self._first.wait_for_link()
 

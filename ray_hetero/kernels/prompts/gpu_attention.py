@@ -22,7 +22,7 @@ from ray_hetero.compat.flash_attention import flash_attention_3
 from ray_hetero.kernels.prompts.gpu_rows import chunks
 
 MOST_HEAD_SIZE = 256
-"""That the kernel behind torch.nn.attention.varlen takes."""
+"""Largest head size that the kernel behind torch.nn.attention.varlen takes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Lengths:
     """Lengths of sequences that lie one after the other."""
 
     ends: tuple[int, ...]
-    """Where each ends."""
+    """End of each sequence, as a number of tokens."""
     starts: torch.Tensor
     """[sequences + 1], int32, on the device."""
     most: int

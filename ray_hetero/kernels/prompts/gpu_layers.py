@@ -60,7 +60,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Caches:
-    """Where keys and values of a step go: vLLM's forward context of each layer."""
+    """Caches for keys and values of a step: vLLM's forward context of each layer."""
 
     modules: tuple[Any, ...]
     """vLLM's attention of each layer."""
@@ -68,11 +68,11 @@ class Caches:
     slots: torch.Tensor
     """[tokens that the GPU computes], int64."""
     others: tuple[tuple[torch.Tensor, ...], ...] = ()
-    """Of each other rank of the group whose prompts are computed here, those of all layers."""
+    """Caches of all layers of each other rank of the group whose prompts are computed here."""
 
     @property
     def by_layer(self) -> list[tuple[torch.Tensor, ...]]:
-        """Those of all ranks, by layer."""
+        """Caches of all ranks, by layer."""
         return list(zip(self.caches, *self.others, strict=True))
 
     @property
@@ -129,9 +129,9 @@ class GpuLayers:
         "it computes their linear layers only, and prompts of thousands of tokens take several "
         "times as long"
     )
-    """What happens from then on where the GPU has run out of memory."""
+    """Consequence of the GPU's running out of memory, for messages."""
     others: tuple[tuple[torch.Tensor, ...], ...] = ()
-    """As `Caches.others`."""
+    """Caches of the other ranks, as in `Caches.others`."""
 
     def __init__(
         self, layers: Sequence[Layer], gpu: GpuPrefill, memory: AttentionMemory,
@@ -161,7 +161,7 @@ class GpuLayers:
         meanwhile: Callable[[], None],
         output: StageOutput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `DecoderLayers`, for some rows of a step.
+        """Compute the layers as `DecoderLayers` does, for some rows of a step.
 
         Args:
             positions: [M], int64.
@@ -208,17 +208,17 @@ class GpuLayers:
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """In their order."""
+        """Layers in their order."""
         return self._layers
 
     @property
     def gpu(self) -> GpuPrefill:
-        """Where they are computed."""
+        """GPU that computes the layers."""
         return self._gpu
 
     @property
     def memory(self) -> AttentionMemory:
-        """For attention."""
+        """Memory for attention."""
         return self._memory
 
     @property

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 LIMIT_S = 600.0
 """Longest wait for the thread that orders work beside the main one."""
 LEAST_BYTES = 1 << 20
-"""Of a weight; smaller ones may share pages, which can be locked only once."""
+"""Least bytes of a weight; smaller ones may share pages, which can be locked only once."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class GpuPrefill:
         """Whether what is computed is a decode step that the cores share with the GPU."""
         self._ahead = WeightsAhead()
         self._ordered: Future[None] | None = None
-        """What another thread orders of those."""
+        """Expansion of weights ahead that another thread orders; None while there is none."""
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
@@ -161,7 +161,7 @@ class GpuPrefill:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device that computes."""
         return self._device
 
     @property
@@ -216,7 +216,7 @@ class GpuPrefill:
     def received(
         self, *results: torch.Tensor, into: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """As `StepMemory.send`; waits for all that was computed before."""
+        """Send as `StepMemory.send` does; waits for all that was computed before."""
         received = self.memory.send(*results, into=into)
         self.wait()
         return received

@@ -16,11 +16,11 @@ import torch
 from ray_hetero.kernels.layers.layer_parts import Norm, PostAttention
 
 CHUNK_TOKENS = 2048
-"""Whose norms and gates are computed together where there is no kernel for them."""
+"""Tokens whose norms and gates are computed together where there is no kernel for them."""
 PROGRAM_COLUMNS = 2048
 """Columns of a row that a program of the gate's kernel computes."""
 MOST_COLUMNS = 1 << 15
-"""Of a row whose norm one program takes."""
+"""Most columns of a row whose norm one program takes."""
 
 
 def chunks(tokens: int) -> Iterator[slice]:

@@ -39,7 +39,7 @@ class Returned:
     """New keys and values of a layer, in host memory once `ready` has come."""
 
     buffer: torch.Tensor
-    """What holds them."""
+    """Host memory that holds the keys and values."""
     keys: torch.Tensor
     """[tokens, kv heads, size]."""
     values: torch.Tensor
@@ -131,9 +131,9 @@ class Span:
     blocks: int
     tokens: int
     rows: torch.Tensor | None
-    """Which tokens of the blocks they are; None if it is the first ones.  On the GPU."""
+    """Rows of the span's tokens among its blocks', on the GPU; None if they are the first ones."""
     news: tuple[torch.Tensor, torch.Tensor] | None
-    """Which of them come from this step's own tokens, and from which of these.  On the GPU."""
+    """Rows of the span whose tokens are of this step, and their rows in it, on the GPU; or None."""
     key_lengths: Lengths
     query_lengths: Lengths
     query_rows: torch.Tensor | None

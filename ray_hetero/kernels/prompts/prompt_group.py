@@ -25,15 +25,15 @@ from ray_hetero.log import logger
 from ray_hetero.runtime.shared_pages import SharedPages, kept_at
 
 MOST_BYTES = 1 << 16
-"""Of a message."""
+"""Most bytes of a message."""
 MOST_TEXT = 1000
 """Characters of an error that is handed on."""
 _STEP = struct.Struct("5q")
 _YES, _NO = b"yes", b"no"
 RESULTS = 2
-"""What is to be added to the residual, and the residual."""
+"""Number of results: what is to be added to the residual, and the residual."""
 Caches = tuple[tuple[torch.Tensor, ...], ...]
-"""Of each other rank, those of all layers."""
+"""Caches of all layers of each other rank."""
 
 
 class PromptGroup:
@@ -48,7 +48,7 @@ class PromptGroup:
     def __init__(self, sums: RankSums, results: torch.Tensor) -> None:
         self.is_first = sums.is_first
         self.results = results
-        """For the hidden states and residuals of a step's tokens on the GPU."""
+        """Memory for the hidden states and residuals of a step on the GPU, [2, elements]."""
         self._sums = sums
         self._round = 0
         self._mapped: dict[int, SharedPages] = {}

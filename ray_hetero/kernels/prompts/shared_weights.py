@@ -23,7 +23,7 @@ from ray_hetero.weight_formats.base import Expansion
 from ray_hetero.weight_formats.stacks import Stack, metadata, stacks_of, tables_in
 
 ROOM_BYTES = 1 << 30
-"""Of memory that is made at once; its pages are taken as weights come."""
+"""Bytes of memory that is made at once; its pages are taken as weights come."""
 PAGE = 4096
 """Bytes; each weight begins with a page, so that its pages can be locked by themselves."""
 
@@ -33,7 +33,7 @@ class SharedWeights:
 
     def __init__(self) -> None:
         self.pages: list[SharedPages] = []
-        """In the order in which they were made."""
+        """Memory in the order in which it was made."""
         self._places: dict[int, tuple[int, int]] = {}
         self._end = self._prepared = 0
 
@@ -65,7 +65,7 @@ class SharedWeights:
         return all(linear.weight.data.data_ptr() in self._places for linear in linears)
 
     def described(self, linears: Sequence[Linear]) -> bytes:
-        """Where the weights of linear layers lie, and what belongs to them."""
+        """Places of the weights of linear layers, and what belongs to them."""
         told = []
         tensors: dict[str, torch.Tensor] = {}
         for number, linear in enumerate(linears):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
-"""What vLLM's models call them between stages."""
+"""Names of both results in vLLM's models, between stages."""
 
 
 class RowPacking(Protocol):
@@ -60,7 +60,7 @@ class GpuOffer:
 
 
 class StageOutput:
-    """Where a stage's last layers leave the results of steps that a GPU computes.
+    """Memory in which a stage's last layers leave the results of steps that a GPU computes.
 
     Args:
         gpu: that computes them.

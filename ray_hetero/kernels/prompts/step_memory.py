@@ -32,7 +32,7 @@ class StepMemory:
 
         self._x, self._y = memory(tokens * inputs), memory(tokens * outputs)
         self.behind_products = self._y[SHARED_TOKENS * outputs :]
-        """Where smaller steps have no products: there is room for whole weights."""
+        """Memory where smaller steps have no products: there is room for whole weights."""
         self._x_host = self.host_memory(tokens * inputs)
         self._residual = memory(tokens * hidden)
         self._residual_host = self.host_memory(tokens * hidden)

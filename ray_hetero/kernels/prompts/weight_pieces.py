@@ -22,7 +22,7 @@ from ray_hetero.weight_formats.base import BLOCK, Expansion
 SLOT_ALIGNMENT = 512
 """Bytes that memory for a piece is a multiple of, as torch aligns what it takes of a GPU."""
 TILE_OUTPUTS = 256
-"""Of a tile that a GPU's product is made of, or two of them: parts of a tile cost as much."""
+"""Outputs of one tile of a GPU's product, or of two: parts of a tile cost as much."""
 
 
 class Source(Protocol):
@@ -50,9 +50,9 @@ class Part:
 
     source: Source
     outputs: tuple[tuple[int, int, int], ...]
-    """Its outputs in runs: first, last, and where the first is among those of the whole."""
+    """Outputs of the part in runs: first, last, and where the first is among those of the whole."""
     inputs: int = 0
-    """Where its first input is among those of the whole."""
+    """Place of the part's first input among those of the whole."""
     is_added: bool = False
     """Whether its products are added to those of parts before."""
 
@@ -67,7 +67,7 @@ class WholeWeight:
 
     @property
     def data(self) -> torch.Tensor:
-        """That of the first part, which it is known by."""
+        """Data of the first part, by which the weight is known."""
         return self.parts[0].source.data
 
     @property
@@ -141,7 +141,7 @@ class Placed:
 
     piece: Piece
     outputs: slice
-    """Among those of the whole."""
+    """Outputs of the piece among those of the whole."""
     inputs: slice
     is_added: bool
     """Whether its products are added to those of pieces before."""
@@ -210,7 +210,7 @@ class ReadingOrder:
 
 
 Read = TypeVar("Read")
-"""What a GPU reads at once."""
+"""Type of what a GPU reads at once."""
 
 
 @dataclass(eq=False)

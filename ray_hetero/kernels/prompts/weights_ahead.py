@@ -20,7 +20,7 @@ class ExpandedPart:
     outputs: slice
     inputs: slice
     is_added: bool
-    """As in `Placed`."""
+    """Whether the products are added to those before, as in `Placed`."""
     values: torch.Tensor
     """[outputs · inputs], bf16."""
 
@@ -64,7 +64,7 @@ class WeightsAhead:
 
     def __init__(self) -> None:
         self._addresses: list[int] = []
-        """Of the weights that were asked for, as far as there is room."""
+        """Addresses of the weights that were asked for, as far as there is room."""
         self._weights: dict[int, ExpandedWeight] = {}
 
     def has(self, addresses: list[int]) -> bool:

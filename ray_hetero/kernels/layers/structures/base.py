@@ -25,31 +25,31 @@ class LayerModules:
     """vLLM's modules of a decoder layer, by the part that each of them is."""
 
     input_norm: Any
-    """Before the attention."""
+    """Norm of the attention's input."""
     qkv: Any
     """Queries, keys and values, one behind the other."""
     head_norms: tuple[Any, ...]
-    """Of each head's queries and of its keys; none in most models."""
+    """Norms of each head's queries and of its keys; none in most models."""
     rotary: Any
-    """Turns queries and keys by their positions; None where nothing does."""
+    """Rotary embedding of queries and keys by their positions; None where there is none."""
     attend: Any
     """vLLM's `Attention`."""
     output: Any
-    """What the attention's results are multiplied with."""
+    """Linear layer that the attention's results are multiplied with."""
     norm: Any
-    """Before the MLP."""
+    """Norm of the MLP's input."""
     gate_up: Any = None
-    """Its gate, and what the gate lets through, one behind the other; or what has no gate."""
+    """Gate and what the gate lets through, one behind the other; or the MLP's first layer alone."""
     activation: Any = None
     down: Any = None
     mlp: Any = None
-    """In the place of these three: experts, or another MLP, which stays vLLM's module."""
+    """Module of vLLM's in place of `gate_up`, `activation` and `down`: experts, or another MLP."""
     output_norm: Any = None
-    """Of what the attention adds to the residual."""
+    """Norm of the attention's output before it is added to the residual; None for none."""
     down_norm: Any = None
-    """Of what the MLP adds to the residual."""
+    """Norm of the MLP's output before it is added to the residual; None for none."""
     multiplier: float = 1.0
-    """Of what both add."""
+    """Factor on what attention and MLP add to the residual."""
     is_parallel: bool = False
     """Whether the MLP's norm is of the residual before the attention is added."""
 
@@ -72,7 +72,7 @@ class Structure(Protocol):
     """Attribute of a model that holds its layers; those of this stage are from `start_layer` to
     `end_layer`."""
     calls: Calls
-    """How a model calls them."""
+    """Form in which a model calls its layers."""
 
     def is_model(self, model: Any) -> bool:
         """Whether a model of vLLM's hands on to a layer what the one before it gave, only."""

@@ -17,26 +17,26 @@ class LatentModules:
     """vLLM's modules of a layer with multi-head latent attention, by the part that each is."""
 
     input_norm: Any
-    """Before the attention."""
+    """Norm of the attention's input."""
     down: Any
-    """Gives the latent of queries, if they have one, the latent, and the rotated part of keys."""
+    """Layer for the latent of queries, if they have one, the latent and the keys' rotated part."""
     query_norm: Any
-    """Of the latent of queries; None where queries are made of the hidden state."""
+    """Norm of the latent of queries; None where queries are made of the hidden state."""
     queries: Any
-    """Gives the queries of all heads, each a plain part and a rotated one."""
+    """Layer for the queries of all heads, each a plain part and a rotated one."""
     latent_norm: Any
     rotary: Any
-    """Turns the rotated parts by their positions."""
+    """Rotary embedding that turns the rotated parts by their positions."""
     wrapper: Any
     """vLLM's module around these products and the attention, and the one that is below."""
     attend: Any
     """vLLM's `MLAAttention`."""
     output: Any
-    """What the attention's results are multiplied with."""
+    """Linear layer that the attention's results are multiplied with."""
     norm: Any
-    """Before the MLP or the experts."""
+    """Norm of the input of the MLP or the experts."""
     mlp: Any
-    """Which stay vLLM's module."""
+    """MLP or experts, which stay vLLM's module."""
     attention: Any
     """All from `down` to `output` in one module of vLLM's."""
 
