@@ -176,9 +176,9 @@ class RankSpec:
     """Logical CPUs near each GPU of its node, by the GPU's number there; those of `spare` serve for
     a GPU that has none."""
     own_near_gpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Those of `own` that are on the NUMA node of each GPU, where that is known."""
+    """Logical CPUs of `own` on the NUMA node of each GPU, where that is known."""
     place: str = ""
-    """What times that a CPU rank measures depend on beside kernels and weights: its processor,
-    cores, and the CPU ranks that compute beside it."""
+    """Text of what a CPU rank's measured times depend on beside kernels and weights: its
+    processor, its cores, and the CPU ranks that compute beside it."""
     meeting: str = ""
     """Name by which ranks of the stages and expert ranks of this engine find each other."""

@@ -13,9 +13,9 @@ from ray_hetero.log import logger
 LATE_LAYERS = 2
 """Most layers that are measured as the last ones: those that the GPU has room for."""
 WORSE = 1.03
-"""Of the best time up to then, beyond which no more layers are tried."""
+"""Factor on the best time up to then, beyond which no more layers are tried."""
 GAIN = 0.96
-"""Of the time of the cores alone, above which nothing is given away."""
+"""Share of the time of the cores alone above which nothing is given away."""
 CONFIRMATIONS = 3
 """Times that a choice is measured again beside the cores alone, in turns: another program that used
 the cores for a moment has made one of the two slow, and would decide for as long as the engine
@@ -27,11 +27,11 @@ class Share:
     """What is given away in steps of some number of tokens."""
 
     tokens: int
-    """From so many on."""
+    """Least tokens of a step that takes this share."""
     of_layers: float = 0.0
     """Share of all layers, which are evenly among them."""
     last: int = 0
-    """In place of that, so many of the last layers.
+    """Number of the last layers that are given away instead.
 
     The GPU has room for the weights of about two layers, which come while other stages compute.
     The last layers take these, and nothing crosses the link while the cores read theirs.
@@ -48,7 +48,7 @@ class Shares:
     """Share of the layers that is given away, by tokens of a step."""
 
     measured: tuple[Share, ...]
-    """By tokens, ascending."""
+    """Shares that were measured, by tokens, ascending."""
 
     def of(self, tokens: int) -> Share:
         """The share for a step of so many tokens."""
@@ -66,7 +66,8 @@ class Shares:
 
 
 Seconds = Callable[[int, int, bool], float]
-"""Of a step of so many tokens that gives so many layers away, evenly or the last ones."""
+"""Function that gives the seconds of a step by its tokens, the number of layers that it gives away,
+and whether these are the last ones."""
 
 
 def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:

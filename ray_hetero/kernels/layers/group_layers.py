@@ -82,9 +82,9 @@ class PromptOffer:
     share: float | Literal["auto"] = 0.0
     """Share of the layers that the GPU computes in decode steps: `CpuConfig.decode_gpu_share`."""
     kernel: StreamingLinear | None = None
-    """What computes decode steps, whose largest size is measured then (step_limit.py)."""
+    """Kernel of decode steps, whose largest size is measured then (step_limit.py)."""
     place: str = ""
-    """Of the rank, see `RankSpec.place`."""
+    """Place of the rank, see `RankSpec.place`."""
 
     @property
     def linears(self) -> list[Linear]:

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.behind_attention import BehindAttention
 
 PREFIX = "decode shares, "
-"""Of the keys of these figures."""
+"""Beginning of the keys of these figures."""
 PACKAGE = Path(__file__).parents[2]
 SOURCES = ("kernels", "weight_formats", "planning/prefill_memory.py")
-"""Of this package: what a measured step consists of, besides the compiled kernels."""
+"""Parts of this package that a measured step consists of, besides the compiled kernels."""
 
 Agree = Callable[[Shares | None], Shares | None]
 """Gives all ranks of a group what the first one of them has found."""

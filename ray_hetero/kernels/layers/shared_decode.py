@@ -47,8 +47,9 @@ MEASURED_TOKENS = (1, 8, 32, 64, 128)
 """Tokens of steps that are measured; a step of another number takes the share of the next smaller
 one."""
 ROUNDS = 2
-"""Of a measured step, of which the fastest counts but the first: in that one the GPU may build its
-kernels, and other weights have come ahead.  Choices are confirmed, so that one is enough."""
+"""Rounds of a measured step, of which the fastest counts but the first: in that one the GPU may
+build its kernels, and other weights have come ahead.  Choices are confirmed, so that one is
+enough."""
 BLOCK = 32
 """Tokens of a KV block of measured steps."""
 

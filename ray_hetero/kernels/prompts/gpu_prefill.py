@@ -157,7 +157,7 @@ class GpuPrefill:
         budget = ahead_bytes(inputs, hidden, self._tokens)
         self._reader = PieceReader(device, module, self._computing, pieces, budget)
         self.memory = StepMemory(device, self._tokens, inputs, outputs, hidden)
-        """For the tokens of a step."""
+        """Memory for the tokens of a step."""
 
     @property
     def device(self) -> torch.device:
