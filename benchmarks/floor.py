@@ -10,7 +10,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from placement.host import native
 from placement.host.sockets import sockets_of
@@ -54,6 +55,24 @@ def socket_bandwidths(ranks: Sequence[Sequence[int]]) -> Bandwidths:
 
 def _read(cpus: Sequence[int]) -> float:
     return native.read_bandwidth(sorted(cpus), nbytes_per_thread=256 << 20, seconds=1.0)
+
+
+def cpu_ticks() -> dict[str, int]:
+    """Ticks of all processors since they were started: all of them, and those that were stolen.
+
+    A virtual machine's processors are stolen while its host lets others have them; the figure is
+    the eighth of the first line of `/proc/stat` (proc_stat(5)).  Threads that wait for each other
+    many times in a step lose far more than the share that is stolen.
+    """
+    fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]
+    ticks = [int(field) for field in fields]
+    return {"all": sum(ticks), "stolen": ticks[7]}
+
+
+def stolen_share(before: Mapping[str, int], after: Mapping[str, int]) -> float:
+    """Share of all processors' time that was stolen between two readings of `cpu_ticks`."""
+    passed = after["all"] - before["all"]
+    return round((after["stolen"] - before["stolen"]) / passed, 4) if passed else 0.0
 
 
 def gpu_figures() -> dict[str, float | str] | None:

@@ -193,6 +193,7 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
                 # Ranks of the engine before look for messages without a pause for a second.
                 time.sleep(1.5)
                 outcomes[name]["bandwidths"].append(floor.socket_bandwidths(run.ranks))
+                before = floor.cpu_ticks()
                 try:
                     said = turns[name].next()
                 except contender_process.NoTurnError as error:
@@ -200,6 +201,8 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
                     del turns[name]
                     write(run.options.out, run.found)
                     continue
+                stolen = floor.stolen_share(before, floor.cpu_ticks())
+                outcomes[name].setdefault("stolen_shares", []).append(stolen)
                 rounds[name].append(said.answers("RESULT "))
                 outcomes[name]["arrivals"] += said.answers("ARRIVAL ")
                 outcomes[name]["points"] = [together(of) for of in zip(*rounds[name], strict=True)]

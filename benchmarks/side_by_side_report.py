@@ -104,6 +104,10 @@ def cells(point: dict[str, Any], floor: float | None, memory: dict[str, Any] | N
     ]
 
 
+STOLEN = 0.01
+"""Share of the processors' time from which on the report warns."""
+
+
 def notes(found: dict[str, Any]) -> list[str]:
     """Bandwidths of the run, points left out, where streaming overtakes, lost contenders."""
     lines = []
@@ -111,6 +115,12 @@ def notes(found: dict[str, Any]) -> list[str]:
     for name in probed[0] if probed else ():
         rates = [b[name] / GB for b in probed]
         lines.append(f"CPU ranks read ({name}): {min(rates):.0f} to {max(rates):.0f} GB/s")
+    stolen = [s for one in found["contenders"].values() for s in one.get("stolen_shares", ())]
+    if stolen and max(stolen) >= STOLEN:
+        lines.append(
+            f"up to {max(stolen):.1%} of the processors' time was stolen from this machine: "
+            "decode steps of CPU ranks say nothing"
+        )
     if gpu := found["gpu"]:
         lines.append(
             f"{gpu['name']}: {gpu['copy_bytes_per_s'] / GB:.0f} GB/s, "

@@ -31,6 +31,7 @@ from contenders import (  # noqa: E402
 from engine_run import Point, Timeline, figures, forced_drafts  # noqa: E402
 from expert_weights import VARIANTS, BlockScaled, Shape, fp8_experts_of  # noqa: E402
 from families import ratios  # noqa: E402
+from floor import cpu_ticks, stolen_share  # noqa: E402
 from forced_drafter import ForcedDrafter  # noqa: E402
 from heavy_tailed import CIRCLE, DEGREES, SPREAD, write_checkpoint  # noqa: E402
 from planner_check import Planner, fits, verdict  # noqa: E402
@@ -44,7 +45,7 @@ from shapes import (  # noqa: E402
     write_shape,
 )
 from side_by_side import merged, together  # noqa: E402
-from side_by_side_report import arrivals, crossing_of, floor_ms, table  # noqa: E402
+from side_by_side_report import arrivals, crossing_of, floor_ms, notes, table  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from utilisation import shares_between  # noqa: E402
 
@@ -191,6 +192,17 @@ def test_a_later_run_replaces_its_points_and_keeps_the_others() -> None:
         (1, 128, 1), (8, 128, 3), (8, 1024, 4),
     ]  # fmt: skip
     assert len(both["bandwidths"]) == 4
+
+
+def test_a_report_warns_of_processors_that_were_stolen() -> None:
+    before, after = {"all": 1000, "stolen": 10}, {"all": 2000, "stolen": 94}
+    assert stolen_share(before, after) == pytest.approx(0.084)
+    assert stolen_share(after, after) == 0
+    assert set(cpu_ticks()) == {"all", "stolen"}
+    quiet = run_of(a=outcome("link"))
+    assert not any("stolen" in line for line in notes(quiet))
+    stolen = {"a": outcome("link") | {"stolen_shares": [0.001, 0.084]}}
+    assert "up to 8.4% of the processors' time" in " ".join(notes(run_of(**stolen)))
 
 
 def test_all_contenders_hold_the_same_layers_outside() -> None:
