@@ -40,6 +40,7 @@ END = "<!-- end of figures -->"
 NEWEST = "gpu-host/2026-11-23-half"
 NEWEST_PREFETCH = "gpu-host/2026-11-23-prefetch"
 DAY_BEFORE = "gpu-host/2026-11-22-two-h200-half"
+PROMPTS = "gpu-host/2026-11-25-h100-evening-prompts"
 SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
 EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
 FORMATS = "gpu-host/2026-11-23-h200-14-cores-half"
@@ -100,6 +101,26 @@ def half_of_8b() -> str:
             for one in LOADS
         ),
     )  # fmt: skip
+
+
+def first_tokens() -> str:
+    """First tokens beside both ways of streaming, all three in one run."""
+
+    def seconds(value: float | None) -> str:
+        return NONE if value is None else f"{value / 1000:.3f}"
+
+    rows = []
+    for batch, prompt in ((1, 128), (1, 512), (1, 1024), (8, 1024), (1, 8192), (1, 32768)):
+        ours, prefetch, uva = (
+            first_token_ms(PROMPTS, one, batch, prompt, 1) for one in (OURS, PREFETCH, UVA)
+        )
+        rows.append(
+            (load(batch, prompt), f"**{seconds(ours)}**", seconds(prefetch), seconds(uva),
+             ratio(ours, prefetch))
+        )  # fmt: skip
+    return table(
+        ("requests × prompt", "first token, s", "prefetching", "UVA", "÷ prefetching"), rows
+    )
 
 
 def day_before() -> str:
@@ -425,6 +446,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.ko.md": {"hosts": lambda: hosts("README.ko.md")},
     "docs/performance.md": {
         "half of 8B": half_of_8b,
+        "first tokens": first_tokens,
         "day before": day_before,
         "small host": small_host,
         "floors": floors,
