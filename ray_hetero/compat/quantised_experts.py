@@ -22,7 +22,7 @@ INTEGERS = {
     "AutoAWQMoEMethod": ("awq", "qweight", "scales", "qzeros"),
 }  # fmt: skip
 """vLLM's method → how integers are packed, and the ends of their tensors' names."""
-CLASSES = ("CPUExpertsFp8", "CPUExpertsInt4", "CPUExpertsMxfp4")
+CLASSES = ("CPUExpertsFp8", "CPUExpertsInt4", "CPUExpertsInt8", "CPUExpertsMxfp4")
 """vLLM's experts whose weights a checkpoint holds as codes, in `experts.cpu_moe`."""
 
 
@@ -31,7 +31,7 @@ class StoredExperts:
     """The tensors of a layer of experts as its checkpoint holds them."""
 
     scheme: str
-    """fp8, int4 or mxfp4."""
+    """fp8, int4, int8 or mxfp4."""
     w13: torch.Tensor
     """[E, 2 · inner, …]: gate and up."""
     w2: torch.Tensor
@@ -51,7 +51,8 @@ def use_quantised_experts(kernel: Callable[..., None]) -> None:
 
     Replaces: `CPUExpertsFp8._supports_current_device`, `CPUExpertsFp8._supports_quant_scheme`,
     `CPUExpertsFp8._supports_routing_method`, `CPUExpertsFp8.apply`, the same four of
-    `CPUExpertsInt4` and of `CPUExpertsMxfp4`; `cpu_moe.prepare_fp8_moe_layer_for_cpu`,
+    `CPUExpertsInt4`, of `CPUExpertsInt8` and of `CPUExpertsMxfp4`;
+    `CPUExpertsInt8.process_weights_after_loading`; `cpu_moe.prepare_fp8_moe_layer_for_cpu`,
     `cpu_moe.prepare_mxfp4_moe_layer_for_cpu`, `int_wna16._process_weights_cpu`.
     Why: vLLM's kernels for them need AMX, and its choice knows its own kernels only.  It leaves out
     routers such as those of Kimi K2 and GLM-4.5 (sigmoids with a bias, without groups), though
@@ -87,6 +88,8 @@ def use_quantised_experts(kernel: Callable[..., None]) -> None:
     # What a checkpoint holds is still wanted when the model is loaded.
     replace(cpu_moe, "prepare_fp8_moe_layer_for_cpu", lambda _stock: lambda w13, w2: (w13, w2))
     replace(cpu_moe, "prepare_mxfp4_moe_layer_for_cpu", lambda _stock: lambda *tensors: tensors)
+    int8 = original(cpu_moe, "CPUExpertsInt8")
+    replace(int8, "process_weights_after_loading", lambda _stock: lambda _self, _layer: None)
     replace(int_wna16, "_process_weights_cpu", lambda _stock: lambda *_args: None)
 
 
@@ -124,7 +127,7 @@ def _stored(layer: Any, name: str) -> StoredExperts:
         return _stored_integers(layer)
     end = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
     w13_scale, w2_scale = (getattr(layer, f"{part}_{end}").data for part in ("w13", "w2"))
-    scheme = "fp8" if name == "CPUExpertsFp8" else "mxfp4"
+    scheme = name.removeprefix("CPUExperts").lower()
     block = getattr(layer, "weight_block_size", None) if scheme == "fp8" else None
     return StoredExperts(
         scheme,

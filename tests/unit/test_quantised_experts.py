@@ -35,6 +35,10 @@ def fp8(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape).mul_(8).clamp(-400, 400).to(torch.float8_e4m3fn)
 
 
+def int8(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
 def small(shape: tuple[int, ...]) -> torch.Tensor:
     """Scales that leave weights near 0.1."""
     return torch.rand(shape).mul_(0.02).add_(0.005)
@@ -48,6 +52,9 @@ def stored(name: str, inner: int) -> StoredExperts:
     if name == "fp8-channel":
         scales = (small((EXPERTS, one, 1)) for one in (2 * inner, HIDDEN))
         return StoredExperts("fp8", fp8(w13), fp8(w2), *scales)
+    if name == "int8":
+        scales = (small((EXPERTS, one, 1)) / 16 for one in (2 * inner, HIDDEN))
+        return StoredExperts("int8", int8(w13), int8(w2), *scales)
     if name == "fp8-block":
         rows, columns = 16, 32
         scales = (
@@ -121,7 +128,17 @@ def plain(given: StoredExperts, **how: Any) -> Given:
 )
 @pytest.mark.parametrize(
     "name",
-    ["fp8-tensor", "fp8-channel", "fp8-block", "mxfp4", "int4", "int4-zeros", "gptq", "awq"],
+    [
+        "fp8-tensor",
+        "fp8-channel",
+        "fp8-block",
+        "mxfp4",
+        "int4",
+        "int4-zeros",
+        "gptq",
+        "awq",
+        "int8",
+    ],
 )
 def test_results_are_those_of_the_weights(name: str, inner: int, level: str) -> None:
     torch.manual_seed(inner)
@@ -155,6 +172,18 @@ def test_an_inner_size_that_does_not_fill_blocks_is_filled_up() -> None:
     ids, weights = routed(3, EXPERTS, 2), torch.rand(3, 2)
     assert_close(made(x, weights, ids), plain(given).expected(x, weights, ids))
     assert made.hidden == HIDDEN
+
+
+def test_integers_of_eight_bits_are_filled_up_with_zeros() -> None:
+    torch.manual_seed(0)
+    given = stored("int8", 48)
+    made = RoutedExperts.of_weights(
+        held(given, native, is_interleaved=False), EXPERTS,
+        native=native, level=native.level(LEVELS[-1]),
+    )  # fmt: skip
+    x = torch.randn(3, HIDDEN).bfloat16()
+    ids, weights = routed(3, EXPERTS, 2), torch.rand(3, 2)
+    assert_close(made(x, weights, ids), plain(given).expected(x, weights, ids))
 
 
 def test_experts_take_the_bytes_of_their_codes() -> None:

@@ -25,11 +25,14 @@ from ray_hetero.weight_formats import HostWeight
 from ray_hetero.weight_formats.fp4 import Fp4Weight
 from ray_hetero.weight_formats.fp8 import Fp8Weight
 from ray_hetero.weight_formats.int4 import Int4Weight
+from ray_hetero.weight_formats.int8 import Int8Weight
 from ray_hetero.weight_formats.scaled import Codes, ScaledWeight
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in a word of AutoAWQ's of each of eight neighbouring outputs."""
-KINDS: dict[str, type[ScaledWeight]] = {"fp8": Fp8Weight, "int4": Int4Weight, "mxfp4": Fp4Weight}
+KINDS: dict[str, type[ScaledWeight]] = {
+    "fp8": Fp8Weight, "int4": Int4Weight, "int8": Int8Weight, "mxfp4": Fp4Weight,
+}  # fmt: skip
 """Formats by `StoredExperts.scheme`."""
 
 
@@ -87,6 +90,9 @@ def _codes(
             f"experts in {stored.scheme}: expected one scale, or one for each of {outputs} "
             f"outputs, got {tuple(scale.shape)}"
         )
+    if stored.scheme == "int8":
+        codes = weight.contiguous().view(torch.uint8) ^ Int8Weight.zero()
+        return Codes(codes, scale.float().expand(outputs, 1), weight.shape[1])
     return row_floats(weight, scale, by_output=True)
 
 
