@@ -288,13 +288,12 @@ def test_the_contributing_page_counts_the_rooms_of_each_change() -> None:
             rooms.add("")
         # What is the same file in each row is named in one of them.
         if "the files of the row above" in files:
-            rooms.add("weight_formats")
+            rooms.add("kernels")
         if "the subpackage that reads it" in files:
             rooms.add("any")
         counts[change] = len(rooms) + ("`placement/" in files)
         assert int(said) == counts[change], change
     assert {change for change, count in counts.items() if count > 3} == {
-        "a format of quantised checkpoints",
         "how experts are divided between GPUs and sockets",
         "a method of speculation",
     }
