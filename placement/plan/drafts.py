@@ -25,13 +25,13 @@ class Source(Enum):
     """Where drafts come from, which tells the memory and the time that they take."""
 
     TOKENS = "the tokens so far"
-    """Nothing is held and next to no time taken, or nobody knows what is."""
+    """A drafter that holds nothing and takes next to no time, or of which nobody knows it."""
     MODEL = "a model"
-    """A checkpoint of its own, with the embedding and the output matrix."""
+    """A drafter with a checkpoint of its own, embedding and output matrix included."""
     HEAD = "a head"
-    """A checkpoint of its own, with the embedding and the output matrix of the target."""
+    """A drafter with a checkpoint of its own, but the target's embedding and output matrix."""
     TARGET = "the target"
-    """Layers in the target's own checkpoint, behind those that count."""
+    """A drafter of layers in the target's own checkpoint, behind those that count."""
 
     @property
     def has_own_vocabulary(self) -> bool:

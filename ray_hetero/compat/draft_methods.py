@@ -25,7 +25,7 @@ class DraftMethod:
     name: str
     """vLLM's name."""
     source: Source
-    """Where its drafts come from, which tells the memory and the time that they take."""
+    """Origin of its drafts, which tells the memory and the time that they take."""
     package: str = ""
     """Package that drafts for vLLM; empty where vLLM does."""
     layers_key: str = ""
