@@ -21,9 +21,9 @@ import torch
 from heavy_tailed import drawn_matrix, drawn_values
 
 from ray_hetero import _streaming_linear
-from ray_hetero.weight_formats import FORMATS, SCALED_FORMATS, HostWeight
-from ray_hetero.weight_formats.base import pack
-from ray_hetero.weight_formats.scaled import Codes
+from ray_hetero.kernels.formats import FORMATS, SCALED_FORMATS, HostWeight
+from ray_hetero.kernels.formats.base import pack
+from ray_hetero.kernels.formats.scaled import Codes
 
 LEVELS = {level.name: level for level in _streaming_linear.levels()[2:]}
 """Sets of instructions that this processor has, without those for tests."""

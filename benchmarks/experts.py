@@ -53,9 +53,9 @@ from placement.host.cpulist import parse_cpulist
 from placement.host.native import read_bandwidth
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts, paired
-from ray_hetero.weight_formats import FORMATS
-from ray_hetero.weight_formats.fp8 import Fp8Weight
-from ray_hetero.weight_formats.scaled import Codes
+from ray_hetero.kernels.formats import FORMATS
+from ray_hetero.kernels.formats.fp8 import Fp8Weight
+from ray_hetero.kernels.formats.scaled import Codes
 
 KT_KINDS = {"kt-kernel": "AMXBF16_MOE", "kt-kernel-fp8": "AMXFP8_MOE"}
 """kt-kernel's classes by kernel; each is in its builds for AMX and for AVX512-BF16."""

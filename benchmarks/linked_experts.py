@@ -39,7 +39,7 @@ from ray_hetero.kernels.experts.expert_rates import random_tokens
 from ray_hetero.kernels.experts.gpu_experts import GpuExperts
 from ray_hetero.kernels.experts.linked_experts import received, shared
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
-from ray_hetero.weight_formats.compact_on_gpu import choose_expand
+from ray_hetero.kernels.formats.compact_on_gpu import choose_expand
 
 
 def main() -> None:

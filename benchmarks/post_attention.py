@@ -21,12 +21,12 @@ import torch
 from shapes import SHAPES, layer_bytes
 
 from ray_hetero.config import CpuConfig
+from ray_hetero.kernels.formats import PackedWeight
+from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.linear import streaming_linear
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.weight_formats import PackedWeight
-from ray_hetero.weight_formats.base import pack
 
 Ways = dict[str, Callable[[torch.Tensor, torch.Tensor], None]]
 

@@ -33,12 +33,12 @@ import torch
 from gpu_timing import copied, milliseconds, without_copies
 from shapes import SHAPES
 
+from ray_hetero.kernels.formats import CompactWeight, PackedWeight
+from ray_hetero.kernels.formats.compact_on_gpu import choose_expand
 from ray_hetero.kernels.layers.layer_parts import Norm, PostAttention, Scores
 from ray_hetero.kernels.layers.step_rows import Request, StepRows
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-from ray_hetero.weight_formats import CompactWeight, PackedWeight
-from ray_hetero.weight_formats.compact_on_gpu import choose_expand
 
 BLOCK = 128
 OUTLIERS = 3e-4

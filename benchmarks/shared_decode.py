@@ -31,6 +31,8 @@ from shapes import SHAPES, head_size
 
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
+from ray_hetero.kernels.formats import CompactWeight
+from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers.decode_shares import best_shares
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
 from ray_hetero.kernels.layers.shared_decode import step_seconds
@@ -38,8 +40,6 @@ from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
 from ray_hetero.kernels.prompts.gpu_layers import AttentionShape
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-from ray_hetero.weight_formats import CompactWeight
-from ray_hetero.weight_formats.base import pack
 
 
 def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:

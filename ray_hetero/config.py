@@ -36,6 +36,9 @@ Environment = dict[
 ]
 _WIDE = ("amx", "avx512_bf16", "avx512")
 """Kernels for vectors of 512 bits."""
+READ_SHARES = {"packed": 1.0, "compact": 0.75}
+"""Format of bfloat16 weights (kernels/formats/) → bytes that a step reads of them, as a share of
+two bytes a weight."""
 _STAGES = {
     "type": "array",
     "minItems": 1,
@@ -138,7 +141,7 @@ class CpuConfig(_Section):
         return level in (*_WIDE, "avx2")
 
     def weight_format(self, level: str | None) -> str:
-        """Name of the format (weight_formats/) that linear layers that stream are to hold.
+        """Name of the format (kernels/formats/) that linear layers that stream are to hold.
 
         Args:
             level: as of `streams`.

@@ -3,14 +3,14 @@
     python tools/write_compatibility_page.py
 
 What, where, why and what to do instead come from the rows of `ray_hetero.preflight.refusals`, the
-architectures from `ray_hetero.planning.fused_architectures`.
+architectures from `ray_hetero.compat.fused_architectures`.
 """
 
 from __future__ import annotations
 
 from page_blocks import DOCS, replaced, table
 
-from ray_hetero.planning.fused_architectures import ARCHITECTURES
+from ray_hetero.compat.fused_architectures import ARCHITECTURES
 from ray_hetero.preflight.refusals import REFUSALS, Refusal
 
 PAGE = DOCS / "compatibility.md"

@@ -56,10 +56,10 @@ class ModelShape:
             layers: of how many layers, the model's last ones.
 
         """
-        first = len(self.layers) - layers
+        remote = remote_layers(len(self.layers), layers)
         return replace(
             self,
-            layers=tuple(x if x.index < first else _without_experts(x) for x in self.layers),
+            layers=tuple(_without_experts(x) if x.index in remote else x for x in self.layers),
         )
 
     @property
@@ -110,6 +110,17 @@ class ModelShape:
             return self.output_head + self.final_norm
         matrix = max(self.embedding, key=lambda tensor: tensor.nbytes, default=None)
         return ((matrix,) if matrix is not None else ()) + self.final_norm
+
+
+def remote_layers(layers: int, remote: int) -> range:
+    """Numbers of the layers of a model whose experts lie on expert ranks: its last ones.
+
+    Args:
+        layers: decoder layers of the model.
+        remote: how many of them.
+
+    """
+    return range(layers - remote, layers)
 
 
 def _without_experts(layer: Layer) -> Layer:

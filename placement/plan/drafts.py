@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
 
 from placement.host.row_costs import RowCosts
+from placement.model.reading import UnknownModelError, shape_of
 from placement.model.shape import ModelShape
 from placement.plan import cost
 from placement.plan.devices import Links, StageDevices
@@ -16,6 +19,24 @@ from placement.plan.workload import Workload, asked_sequences, asked_tokens
 
 MOST_DRAFTS = 8
 """Drafts of a request in a step up to which the best number is looked for."""
+
+
+class Source(Enum):
+    """Where drafts come from, which tells the memory and the time that they take."""
+
+    TOKENS = "the tokens so far"
+    """A drafter that holds nothing and takes next to no time, or of which nobody knows it."""
+    MODEL = "a model"
+    """A drafter with a checkpoint of its own, embedding and output matrix included."""
+    HEAD = "a head"
+    """A drafter with a checkpoint of its own, but the target's embedding and output matrix."""
+    TARGET = "the target"
+    """A drafter of layers in the target's own checkpoint, behind those that count."""
+
+    @property
+    def has_own_vocabulary(self) -> bool:
+        """Whether it has an embedding and an output matrix of its own."""
+        return self in (Source.TOKENS, Source.MODEL)
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,23 @@ class Drafter:
     has_own_vocabulary: bool = True
     """Whether it has an embedding and an output matrix of its own, as draft models do.  EAGLE and
     MTP heads use those of the model that they draft for."""
+
+    @classmethod
+    def of(cls, source: Source, drafts: int, model: object, target: ModelShape | None) -> Drafter:
+        """What drafts, with sizes as far as they are known.
+
+        Args:
+            source: where drafts come from.
+            drafts: of a request in a step.
+            model: its checkpoint or config, as `shape_of` takes it; None where it has none.
+            target: the model that it drafts for.
+
+        """
+        has_model = model is not None or not source.has_own_vocabulary
+        if target is None or source is Source.TOKENS or not has_model:
+            return cls(drafts)
+        shape = _shape(source, model, target)
+        return cls(drafts, shape, has_own_vocabulary=source.has_own_vocabulary)
 
     def weights(self, size: int, *, is_first: bool) -> int:
         """Weight bytes of a rank.
@@ -74,6 +112,28 @@ class Drafter:
         vocabulary = self.shape if self.has_own_vocabulary else target
         once = total_step((*layers, cost.output_step(vocabulary, stage, run)))
         return Step(draft=self.drafts * once.total)
+
+
+def _shape(source: Source, model: object, target: ModelShape) -> ModelShape | None:
+    like_target = replace(target, layers=target.layers[-1:], output_head=())
+    if source is Source.TARGET:
+        return like_target
+    try:
+        shape = shape_of(model if isinstance(model, Mapping) else Path(str(model)))
+    except UnknownModelError:
+        return like_target if source is Source.HEAD else None
+    if source is Source.MODEL or not shape.layers:
+        return shape
+    # What combines the target's hidden states, and EAGLE-3's only layer, have names of their own.
+    first = replace(shape.layers[0], tensors=(*shape.layers[0].tensors, *shape.extra))
+    is_exact = shape.source == "safetensors"
+    return replace(
+        shape,
+        layers=(first, *shape.layers[1:]),
+        embedding=(shape.embedding if is_exact else ()) or target.embedding,
+        output_head=shape.output_head if is_exact else (),
+        extra=(),
+    )
 
 
 def tokens_of_step(drafts: int, acceptance: float) -> float:

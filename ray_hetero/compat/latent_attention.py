@@ -77,7 +77,7 @@ def head_weights(attend: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
 
     Returns:
         [heads, latent, plain part of a query], [heads, values, latent], and whether each head's
-        matrix is packed, see `weight_formats.base.pack`.
+        matrix is packed, see `kernels.formats.base.pack`.
 
     Uses: `AMXMLAImpl._w_uk_packed`, `AMXMLAImpl._w_uv_packed`, and of `MLAAttention` `W_UK_T` and
     `W_UV`.

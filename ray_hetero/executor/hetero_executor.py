@@ -34,7 +34,7 @@ from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue
 from ray_hetero.executor.rank_set import RankSet
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
-from ray_hetero.executor.warm_up import warm_up
+from ray_hetero.executor.warmup_progress import warm_up
 from ray_hetero.log import adopt, logger
 from ray_hetero.observability.progress import StartupProgress
 from ray_hetero.observability.status_board import EngineBoard
@@ -46,7 +46,7 @@ from ray_hetero.runtime.held_signals import sigterm_held
 from ray_hetero.runtime.parent_watch import end_with_parent
 from ray_hetero.runtime.ray_connection import RayConnection
 from ray_hetero.worker.rank_config import check_agreement
-from ray_hetero.worker.warmup import Phase, WarmupSizes
+from ray_hetero.worker.warmup_schedule import Phase, WarmupSizes
 from ray_hetero.world import World
 
 PLANNING_TRIES = 3

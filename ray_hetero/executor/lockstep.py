@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ray_hetero.errors import RankError
-from ray_hetero.worker.warmup import Step
+from ray_hetero.worker.warmup_schedule import Step
 from ray_hetero.world import World
 
 POLL_SECONDS = 0.05

@@ -28,7 +28,7 @@ from ray_hetero.executor.failure import Ending, Failure, RankWatch
 from ray_hetero.executor.rank_processes import RankProcesses
 from ray_hetero.executor.rank_queues import wait_until_ready
 from ray_hetero.log import logger
-from ray_hetero.worker.warmup import Step
+from ray_hetero.worker.warmup_schedule import Step
 from ray_hetero.world import World
 
 VERDICT_SECONDS = 6.0

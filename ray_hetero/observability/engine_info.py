@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from placement.model.shape import remote_layers
 from placement.plan.picture import plan_svg
 from placement.plan.plan import Plan
 from ray_hetero.names import actor_name
@@ -106,6 +107,7 @@ def info_of(
 
 def _expert_ranks(instance_id: str, plan: LayerPlan) -> list[RankInfo]:
     world, step_s = plan.world, plan.expert_step_s
+    remote = remote_layers(sum(world.layers), world.expert_layers)
     return [
         RankInfo(
             rank=seat.rank,
@@ -115,8 +117,8 @@ def _expert_ranks(instance_id: str, plan: LayerPlan) -> list[RankInfo]:
             node=seat.node_name,
             device=seat.device,
             threads=plan.threads.get(seat.rank, ()),
-            first_layer=sum(world.layers) - world.expert_layers,
-            layers=world.expert_layers,
+            first_layer=remote.start,
+            layers=len(remote),
             actor=actor_name(instance_id, seat),
             predicted_ms=None if step_s is None else 1000 * step_s,
         )

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from placement.host.cpulist import format_cpulist
+from placement.model.shape import remote_layers
 from ray_hetero.world import World
 
 
@@ -36,7 +37,8 @@ def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table
         )
     for seat in world.experts:
         row = (str(seat.rank), "", "", "experts", seat.node_name, seat.device)
-        span = layer_span(sum(world.layers) - world.expert_layers, world.expert_layers)
+        remote = remote_layers(sum(world.layers), world.expert_layers)
+        span = layer_span(remote.start, len(remote))
         table.add_row(*row, format_cpulist(threads.get(seat.rank, ())), f"experts of {span}")
     return table
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placement.model.reading import UnknownModelError, shape_of
 from placement.model.shape import ModelShape
 from placement.plan.drafts import Drafter
+from ray_hetero.compat.draft_methods import source_of
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
-
-WITHOUT_MODEL = ("ngram", "suffix", "custom_class")
-"""Methods that draft from the tokens so far, or in a way that nobody knows."""
-HEADS = ("eagle", "eagle3", "mtp")
-"""Methods whose layers have the embedding and the output matrix of the model."""
 
 
 def drafter_of(
@@ -36,35 +30,7 @@ def drafter_of(
         None for no drafts.
 
     """
-    if drafts < 1:
-        return None
-    is_head = method is not None and (method in HEADS or method.endswith("_mtp"))
-    if target is None or method in WITHOUT_MODEL or (model is None and not is_head):
-        return Drafter(drafts)
-    return Drafter(drafts, _shape(method, model, target), has_own_vocabulary=not is_head)
-
-
-def _shape(method: str | None, model: object, target: ModelShape) -> ModelShape | None:
-    like_target = replace(target, layers=target.layers[-1:], output_head=())
-    if method is not None and method.endswith("mtp"):
-        # Its layers are in the target's own checkpoint, behind those that count.
-        return like_target
-    try:
-        shape = shape_of(model if isinstance(model, Mapping) else Path(str(model)))
-    except UnknownModelError:
-        return like_target if method in HEADS else None
-    if method not in HEADS or not shape.layers:
-        return shape
-    # What combines the target's hidden states, and EAGLE-3's only layer, have names of their own.
-    first = replace(shape.layers[0], tensors=(*shape.layers[0].tensors, *shape.extra))
-    is_exact = shape.source == "safetensors"
-    return replace(
-        shape,
-        layers=(first, *shape.layers[1:]),
-        embedding=(shape.embedding if is_exact else ()) or target.embedding,
-        output_head=shape.output_head if is_exact else (),
-        extra=(),
-    )
+    return Drafter.of(source_of(method), drafts, model, target) if drafts > 0 else None
 
 
 def drafter_in(speculative: SpeculativeConfig | None, target: ModelShape | None) -> Drafter | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from placement.host import instruction_sets
 from placement.host.topology import Host
-from ray_hetero.config import CpuConfig
-from ray_hetero.weight_formats import FORMATS
+from ray_hetero.config import READ_SHARES, CpuConfig
 
 
 def level_of(host: Host) -> str | None:
@@ -22,4 +21,4 @@ def read_share(config: CpuConfig, host: Host, *, is_bf16: bool) -> float:
     """Share of the bytes of 16-bit matrices that a CPU rank reads."""
     streams = is_bf16 and streams_weights(config, host)
     name = config.weight_format(level_of(host)) if streams else "packed"
-    return FORMATS[name].read_share
+    return READ_SHARES[name]

@@ -30,7 +30,7 @@ from ray_hetero.planning.socket_kernels import level_of
 from ray_hetero.runtime.openmp_environment import openmp_environment
 from ray_hetero.runtime.preload_libraries import find_preload_libraries
 
-PROGRAM = "ray_hetero.planning.row_timing"
+PROGRAM = "ray_hetero.kernels.linear.row_timing"
 LIMIT_S = 60.0
 """Longest time of one measurement; it takes a few seconds."""
 

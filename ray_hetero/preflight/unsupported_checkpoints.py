@@ -1,32 +1,20 @@
 """Models that CPU ranks cannot compute: nobody has a CPU kernel for their layers.
 
-Each entry was tried on a CPU: an engine, or the layers of a model as vLLM loads them.  Formats that
-depend on the processor (8-bit floats need AMX in vLLM's own kernels) are for the rank to find out.
+Which formats of quantised checkpoints have one is said in compat/checkpoint_formats.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from placement.model.config import EXPERT_KEYS
+from ray_hetero.compat.checkpoint_formats import CheckpointFormat, Kernel, formats_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-METHODS = {"modelopt_mxfp8": "MXFP8", "fbgemm_fp8": "FBGEMM FP8"}
-"""vLLM's name of a method → what the layers are."""
-MODELOPT = {
-    "NVFP4": "modelopt_fp4", "W4A16_NVFP4": "modelopt_fp4", "MXFP8": "modelopt_mxfp8",
-}  # fmt: skip
-"""ModelOpt's name of an algorithm → vLLM's of the method."""
-NVFP4, NVFP4_ALONE = "NVFP4", "NVFP4 weight-only"
-STREAMED = (NVFP4, "8-bit int weight-only", "8-bit float weight-only")
-"""Formats of linear layers that this project's kernels compute, and vLLM's on CPUs do not."""
-ONE_SCALE = "FP8 with one scale"
-"""Experts of it are rounded to the scale of an expert, by an operator that vLLM's CPU build only
-declares; linear layers keep their scales (compat/quantised_kernels.py)."""
 MODEL_TYPES = {"mamba": "Mamba"}
 """Architectures without a kernel → what the layers are: their selective scan is not there."""
 KEPT = ("ignore", "modules_to_not_convert", "exclude_modules")
@@ -74,21 +62,27 @@ class CheckpointOnCpus:
 
 def layers_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
     """What layers of a checkpoint have no CPU kernel; None where all have, or nobody knows."""
-    return next((one for one in _formats(checkpoint) if one not in (*STREAMED, ONE_SCALE)), None)
+    return _first(checkpoint, lambda one: one.linear is Kernel.NOBODY)
 
 
 def layers_only_streamed(checkpoint: CheckpointOnCpus) -> str | None:
     """What layers of a checkpoint have no CPU kernel, as vLLM's own are to compute them."""
     if checkpoint.linear_kernel != "vllm":
         return None
-    return next((one for one in _formats(checkpoint) if one in STREAMED), None)
+    return _first(checkpoint, lambda one: one.linear is Kernel.STREAMED)
 
 
 def experts_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
     """What routed experts of a checkpoint have no CPU kernel; None where nobody knows."""
     if not checkpoint.has_experts or _keeps_experts(checkpoint.scheme):
         return None
-    return next((one for one in _formats(checkpoint) if one in (*STREAMED, ONE_SCALE)), None)
+    return _first(checkpoint, lambda one: not one.has_experts)
+
+
+def _first(checkpoint: CheckpointOnCpus, lacks: Callable[[CheckpointFormat], bool]) -> str | None:
+    """The name of the first format of a checkpoint that lacks something."""
+    formats = formats_of(checkpoint.method, checkpoint.scheme)
+    return next((one.name for one in formats if lacks(one)), None)
 
 
 def architecture_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
@@ -100,44 +94,3 @@ def _keeps_experts(scheme: Mapping[str, Any]) -> bool:
     """Whether routed experts are not quantised."""
     names = (str(name) for key in KEPT for name in scheme.get(key) or ())
     return any("experts" in name and "shared" not in name for name in names)
-
-
-def _formats(checkpoint: CheckpointOnCpus) -> Iterator[str]:
-    """Formats of a checkpoint's layers for which something lacks a CPU kernel."""
-    method, scheme = checkpoint.method, checkpoint.scheme
-    algorithm = str(scheme.get("quant_algo", ""))
-    if method == "modelopt":
-        method = MODELOPT.get(algorithm, method)
-    if method in METHODS:
-        yield METHODS[method]
-    elif method == "modelopt_fp4":
-        groups = _groups(scheme)
-        is_alone = algorithm not in ("", NVFP4)
-        has_none = bool(groups) and not any(group.get("input_activations") for group in groups)
-        yield NVFP4_ALONE if is_alone or has_none else NVFP4
-    elif "gptq" in method and scheme.get("bits") == 8:
-        yield "8-bit GPTQ"
-    elif method == "fp8" and scheme.get("quant_method") == "fp8":
-        if not scheme.get("weight_block_size"):
-            yield ONE_SCALE
-    elif method == "compressed-tensors":
-        for group in _groups(scheme):
-            yield from _compressed(group, group.get("format") or scheme.get("format"))
-
-
-def _groups(scheme: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = scheme.get("config_groups")
-    return list(groups.values()) if isinstance(groups, Mapping) else []
-
-
-def _compressed(group: Mapping[str, Any], stored: object) -> Iterator[str]:
-    weights, activations = group.get("weights") or {}, group.get("input_activations")
-    kind = weights.get("type", "")
-    if stored == "nvfp4-pack-quantized":
-        yield NVFP4 if activations else NVFP4_ALONE
-    elif weights.get("num_bits") != 8:
-        return
-    elif not activations:
-        yield f"8-bit {kind} weight-only"
-    elif kind == "float" and weights.get("strategy") == "tensor":
-        yield ONE_SCALE

@@ -1,6 +1,6 @@
 """Speculative decoding that does not work with CPU ranks.
 
-The methods that are let through were run over CPU ranks (tests/cluster/test_speculation.py).
+The methods that are let through are the rows of compat/draft_methods.py.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from placement.cluster.layout import Layout
+from ray_hetero.compat import draft_methods
 from ray_hetero.config import HeteroConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "custom_class")
+METHODS = tuple(draft_methods.METHODS)
 """vLLM's names of the methods that work."""
-PACKAGES = {"suffix": "arctic-inference"}
-"""Method → the package that drafts for vLLM."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,10 @@ def method_named(engine_args: EngineArgs) -> str | None:
 
 def package_missing(engine_args: EngineArgs) -> str | None:
     """The package of the method that the user names, if it is not installed here."""
-    package = PACKAGES.get(_named(engine_args) or "")
-    is_missing = package is not None and find_spec(package.replace("-", "_")) is None
-    return package if is_missing else None
+    method = draft_methods.method_of(_named(engine_args))
+    if method is None or not method.package:
+        return None
+    return method.package if find_spec(method.package.replace("-", "_")) is None else None
 
 
 def _named(engine_args: EngineArgs) -> str | None:
@@ -53,16 +53,11 @@ def _named(engine_args: EngineArgs) -> str | None:
 def method_found(drafting: Drafting) -> str | None:
     """The method that vLLM has found out, if it does not work."""
     speculative = drafting.vllm_config.speculative_config
-    if speculative.use_gemma4_mtp():
-        return "gemma4_mtp"
-    if speculative.use_step3p5_mtp():
-        return "step3p5_mtp"
-    return _unknown(speculative.method)
+    return draft_methods.untried_kind(speculative) or _unknown(speculative.method)
 
 
 def _unknown(method: str | None) -> str | None:
-    is_known = method is None or method in METHODS or method.endswith("_mtp")
-    return None if is_known else method
+    return method if draft_methods.method_of(method) is None else None
 
 
 def batches_in_flight(drafting: Drafting) -> int | None:

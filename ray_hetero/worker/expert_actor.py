@@ -22,15 +22,15 @@ from ray_hetero.compat import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService
-from ray_hetero.distributed.remote_experts import are_remote
+from ray_hetero.distributed.stage_experts import are_remote
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
 from ray_hetero.runtime.core_binding import lead_from_first_core
 from ray_hetero.worker.expert_model import core_rates, load_experts, shared_pages
+from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint
-from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.world import RankSpec
 
 if TYPE_CHECKING:

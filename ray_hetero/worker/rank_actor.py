@@ -42,8 +42,8 @@ from ray_hetero.compat import (
 )
 from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
-from ray_hetero.distributed.remote_experts import RemoteExperts
 from ray_hetero.distributed.shared_prompts import joined
+from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.linear.linear_layers import LinearLayers
@@ -55,11 +55,11 @@ from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.shared_pages import kept_memory
+from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
-from ray_hetero.worker.rank_process import secure, settle
 from ray_hetero.worker.speculation import Speculation, models_of
-from ray_hetero.worker.warmup import Step, runs_ahead
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform, run_ahead
+from ray_hetero.worker.warmup_schedule import Step, runs_ahead
 from ray_hetero.world import Forecast, RankSpec
 
 resting_collector.wake()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat import spec_decode
+from ray_hetero.compat.draft_methods import reads_layers
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -31,11 +32,7 @@ class Speculation:
         config = vllm_config.speculative_config
         if config is None or world.is_stock:
             return None
-        reads_layers = False
-        if config.method == "eagle3":
-            head = getattr(config.draft_model_config.hf_config, "eagle_config", None) or {}
-            reads_layers = bool(head.get("use_aux_hidden_state", True))
-        return cls(world, seat, config.uses_draft_kv_cache(), reads_layers)
+        return cls(world, seat, config.uses_draft_kv_cache(), reads_layers(config))
 
     @property
     def _is_last(self) -> bool:

@@ -20,7 +20,7 @@ from ray_hetero.log import logger
 from ray_hetero.planning.world_plan import KV_ROUNDS, KV_SHARE_OF_FREE
 from ray_hetero.runtime.core_binding import keep_to, lead_from_first_core
 from ray_hetero.worker import placement_proof
-from ray_hetero.worker.warmup import Action, Step
+from ray_hetero.worker.warmup_schedule import Action, Step
 
 PLANNED_SHARE_OF_FREE = 0.9
 """Most of the free memory that a planned KV cache takes: the plan may have been wrong."""

@@ -39,7 +39,7 @@ HELD = {
     "fp8-weight": "fp8", "w4a16": "int4", "w4a16-zeros": "int4", "gptq": "int4", "awq": "int4",
     "mxfp4": "fp4", "nvfp4": "fp4", "nvfp4-modelopt": "fp4",
 }  # fmt: skip
-"""The format of ray_hetero/weight_formats that holds each."""
+"""The format of ray_hetero/kernels/formats that holds each."""
 
 
 NEARLY_EQUAL_ROUTED = 0.3

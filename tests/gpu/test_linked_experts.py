@@ -19,7 +19,7 @@ from placement.units import GIB  # noqa: E402
 from ray_hetero.kernels.experts.expert_expansion import sizes_of  # noqa: E402
 from ray_hetero.kernels.experts.gpu_experts import GpuExperts  # noqa: E402
 from ray_hetero.kernels.experts.quantised_experts import KINDS  # noqa: E402
-from ray_hetero.weight_formats import FORMATS  # noqa: E402
+from ray_hetero.kernels.formats import FORMATS  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), needs_native]
 GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")

@@ -20,6 +20,7 @@ from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.compat.flash_attention import flash_attention_3  # noqa: E402
+from ray_hetero.kernels.formats import compact_on_gpu  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
@@ -29,7 +30,6 @@ from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
 )
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import gpu_memory  # noqa: E402
-from ray_hetero.weight_formats import compact_on_gpu  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")

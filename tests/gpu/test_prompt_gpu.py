@@ -11,9 +11,9 @@ import torch
 from gpu_host import IS_PRETENDED, needs_gpus
 from token_checks import Answer, Case, answers_of, check
 
+from ray_hetero.kernels.formats import FORMATS
+from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-from ray_hetero.weight_formats import FORMATS
-from ray_hetero.weight_formats.base import pack
 
 streaming_linear = pytest.importorskip("ray_hetero._streaming_linear")
 

@@ -16,13 +16,13 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNor
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ray_hetero.compat import decoder_classes
+from ray_hetero.kernels.formats import CompactWeight, PackedWeight
+from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import fusible_layers
 from ray_hetero.kernels.layers.decoder_layers import Layer
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.layers.structures import Calls
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.weight_formats import CompactWeight, PackedWeight
-from ray_hetero.weight_formats.base import pack
 
 HEADS, KV_HEADS, HEAD = 6, 2, 64
 HIDDEN, WIDE = 256, 416

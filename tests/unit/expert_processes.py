@@ -35,7 +35,7 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService
-from ray_hetero.distributed.remote_experts import RemoteExperts, are_remote
+from ray_hetero.distributed.stage_experts import RemoteExperts, are_remote
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.linear.linear_layers import LinearLayers
 from ray_hetero.planning.expert_ranks import asked_layers

@@ -23,6 +23,8 @@ from paged_steps import CLOSE, CPU, SCALE, Conversation, Steps
 from vllm.v1.attention.backends import cpu_attn
 
 from ray_hetero.distributed import shared_prompts
+from ray_hetero.kernels.formats import CompactWeight, PackedWeight
+from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import post_attention
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.layers.group_layers import PromptOffer
@@ -32,8 +34,6 @@ from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.shared_weights import SharedWeights
 from ray_hetero.runtime.shared_pages import STEP, SharedPages
-from ray_hetero.weight_formats import CompactWeight, PackedWeight
-from ray_hetero.weight_formats.base import pack
 
 SECONDS = 120.0
 RANKS = 4

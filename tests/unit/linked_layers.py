@@ -15,7 +15,7 @@ from ray_hetero.kernels.experts.expert_room import SharedRoom
 from ray_hetero.kernels.experts.linked_experts import LinkedSlice, received, shared
 from ray_hetero.kernels.experts.quantised_experts import KINDS, codes_of, held
 from ray_hetero.kernels.experts.routed_experts import SILU, SWIGLU_OAI, RoutedExperts
-from ray_hetero.weight_formats import FORMATS
+from ray_hetero.kernels.formats import FORMATS
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 7, 64, 96, 3
 ACTIVATIONS = {"silu": (SILU, False), "swigluoai": (SWIGLU_OAI, True)}

@@ -17,6 +17,8 @@ from decoder_parts import HEAD, HIDDEN, attends, computed, known_layers, layers_
 from native_module import native
 from vllm.v1.attention.backends import cpu_attn
 
+from ray_hetero.kernels.formats import CompactWeight, PackedWeight
+from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import attention as attention_module
 from ray_hetero.kernels.layers import decode_step, decoder_layers, shared_decode
 from ray_hetero.kernels.layers.decode_shares import Share, Shares
@@ -27,8 +29,6 @@ from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, shape_of
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-from ray_hetero.weight_formats import CompactWeight, PackedWeight
-from ray_hetero.weight_formats.base import pack
 
 CPU = torch.device("cpu")
 GPU_FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "granite", "stablelm", "falcon-rw")

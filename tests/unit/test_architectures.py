@@ -20,7 +20,7 @@ import other_models
 
 from ray_hetero.cli.demo import model as demo
 from ray_hetero.compat import decoder_classes
-from ray_hetero.planning.fused_architectures import (
+from ray_hetero.compat.fused_architectures import (
     ARCHITECTURES,
     IN_TRANSFORMERS,
     Architecture,

@@ -437,8 +437,8 @@ def test_a_stage_is_as_busy_as_its_busiest_rank() -> None:
 @needs_native
 def test_outliers_are_those_of_the_compact_weight() -> None:
     from ray_hetero import _streaming_linear as native
-    from ray_hetero.weight_formats.base import pack
-    from ray_hetero.weight_formats.compact import CompactWeight
+    from ray_hetero.kernels.formats.base import pack
+    from ray_hetero.kernels.formats.compact import CompactWeight
 
     weights = {name: weight[:256, :512] for name, weight in random_matrices()}
     for name in ("normal", "Laplace"):

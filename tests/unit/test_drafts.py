@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from plan_cases import LLAMA_8B, LLAMA_70B, config_of, device, llama, stage
 from typer.testing import CliRunner
 
-from placement.plan.drafts import Drafter, tokens_of_step
+from placement.plan.drafts import Drafter, Source, tokens_of_step
 from placement.plan.split import Split, choose_split, price_drafts
 from ray_hetero.cli.main import commands
+from ray_hetero.compat import draft_methods
+from ray_hetero.compat.draft_methods import DraftMethod
 from ray_hetero.planning.drafters import drafter_of
+from ray_hetero.preflight.unsupported_drafters import method_named
 
 SMALL = llama(16, 2048, 8192, (32, 8))
 """The shape of a draft model of 1.2 billion weights."""
@@ -74,6 +79,24 @@ def test_a_head_has_the_vocabulary_of_its_model() -> None:
     mtp = drafter_of("mtp", 1, "no/such/checkpoint", LLAMA_8B)
     assert mtp is not None
     assert mtp.weights(1, is_first=True) == layer
+
+
+def test_a_row_is_all_that_planning_and_refusals_know_of_a_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: Any = SimpleNamespace(speculative_config={"method": "new"}, spec_method=None)
+    head: Any = SimpleNamespace(hf_config=SimpleNamespace(eagle_config={"reads": False}))
+    found: Any = SimpleNamespace(method="new", draft_model_config=head)
+    assert method_named(asked) == "new"
+    row = DraftMethod("new", Source.HEAD, layers_key="reads")
+    monkeypatch.setitem(draft_methods.METHODS, "new", row)
+    assert method_named(asked) is None
+    config = config_of("llama", 1, 4096, 14336, (32, 8), 128256)
+    assert drafter_of("new", 3, config, LLAMA_8B) == drafter_of("eagle", 3, config, LLAMA_8B)
+    assert drafter_of("new", 3, config, LLAMA_8B) != drafter_of(None, 3, config, LLAMA_8B)
+    assert not draft_methods.reads_layers(found)
+    head.hf_config.eagle_config = {}
+    assert draft_methods.reads_layers(found)
 
 
 @pytest.mark.parametrize(

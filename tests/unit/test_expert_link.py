@@ -44,8 +44,8 @@ from ray_hetero.kernels.experts.expert_shares import ExpertShares  # noqa: E402
 from ray_hetero.kernels.experts.gpu_experts import GpuExperts  # noqa: E402
 from ray_hetero.kernels.experts.linked_experts import LinkedSlice, shared  # noqa: E402
 from ray_hetero.kernels.experts.quantised_experts import KINDS  # noqa: E402
+from ray_hetero.kernels.formats import FORMATS  # noqa: E402
 from ray_hetero.planning.prefill_memory import ExpertSizes  # noqa: E402
-from ray_hetero.weight_formats import FORMATS  # noqa: E402
 
 if native is None:
     pytest.skip("needs the native module", allow_module_level=True)

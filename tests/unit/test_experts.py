@@ -31,7 +31,7 @@ from ray_hetero.kernels.experts.routed_experts import (  # noqa: E402
     RoutedExperts,
     paired,
 )
-from ray_hetero.weight_formats import FORMATS  # noqa: E402
+from ray_hetero.kernels.formats import FORMATS  # noqa: E402
 
 if native is None:
     pytest.skip("needs the native module", allow_module_level=True)

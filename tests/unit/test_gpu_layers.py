@@ -335,7 +335,7 @@ def test_kernels_give_what_torch_gives() -> None:
     # Triton decides when it is imported whether it interprets.
     code = """
 import torch
-from ray_hetero.weight_formats import compact_on_gpu
+from ray_hetero.kernels.formats import compact_on_gpu
 from ray_hetero.kernels.prompts import gpu_rows
 from ray_hetero.kernels.prompts.gpu_rotation import rotate
 from ray_hetero.kernels.layers.layer_parts import Norm

@@ -21,6 +21,8 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.formats import CompactWeight, PackedWeight  # noqa: E402
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.linear import streaming_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
@@ -34,8 +36,6 @@ from ray_hetero.planning.prefill_memory import (  # noqa: E402
     gpu_bytes,
     slots_within,
 )
-from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

@@ -21,6 +21,13 @@ from native_module import native, needs_native  # noqa: E402
 from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
+from ray_hetero.kernels.formats import (  # noqa: E402
+    SCALED_FORMATS,
+    CompactWeight,
+    PackedWeight,
+    ScaledWeight,
+)
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.layers import layer_tokens, shared_decode  # noqa: E402
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
@@ -32,13 +39,6 @@ from ray_hetero.kernels.prompts.behind_attention import InGroup  # noqa: E402
 from ray_hetero.kernels.prompts.shared_weights import SharedWeights, linked  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import WholeWeight, cut  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
-from ray_hetero.weight_formats import (  # noqa: E402
-    SCALED_FORMATS,
-    CompactWeight,
-    PackedWeight,
-    ScaledWeight,
-)
-from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(300)]

@@ -33,14 +33,14 @@ from vllm.platforms.interface import PlatformEnum  # noqa: E402
 
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.formats import PackedWeight  # noqa: E402
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
+from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
+from ray_hetero.kernels.formats.scaled import Codes  # noqa: E402
 from ray_hetero.kernels.layers import fusible_layers, layer_fusion  # noqa: E402
 from ray_hetero.kernels.linear import quantised_linear, streaming_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.weight_formats import PackedWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
-from ray_hetero.weight_formats.fp8 import Fp8Weight  # noqa: E402
-from ray_hetero.weight_formats.scaled import Codes  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = {
     "ray_hetero": (
         "cli", "launch", "executor", "worker", "observability", "distributed", "kernels",
-        "planning", "weight_formats", "preflight", "runtime", "compat", "",
+        "planning", "preflight", "runtime", "compat", "",
     ),
     "placement": ("plan", "cluster", "model", "host", ""),
 }  # fmt: skip

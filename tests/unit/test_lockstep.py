@@ -12,8 +12,8 @@ from worlds import world
 
 from ray_hetero.errors import RankError
 from ray_hetero.executor.lockstep import run_schedule
-from ray_hetero.worker.warmup import Phase, Step, WarmupSizes, schedule
 from ray_hetero.worker.warmup_actions import Acknowledged
+from ray_hetero.worker.warmup_schedule import Phase, Step, WarmupSizes, schedule
 from ray_hetero.world import World
 
 SIZES = WarmupSizes(max_num_batched_tokens=512, max_num_seqs=64, cpu_compiles=True)

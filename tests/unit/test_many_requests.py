@@ -24,13 +24,13 @@ from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from placement.plan.devices import NATIVE_STEP_TOKENS  # noqa: E402
+from ray_hetero.kernels.formats import CompactWeight, HostWeight, PackedWeight  # noqa: E402
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
+from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.layers import decode_step, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.weight_formats import CompactWeight, HostWeight, PackedWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
-from ray_hetero.weight_formats.int4 import Int4Weight  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

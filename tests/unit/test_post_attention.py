@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
+from ray_hetero.kernels.formats import CompactWeight, PackedWeight  # noqa: E402
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import (  # noqa: E402
     ACTIVATIONS,
     Activation,
@@ -28,8 +30,6 @@ from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear 
 from ray_hetero.kernels.prompts import gpu_post_attention, gpu_prefill, gpu_rows  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
-from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

@@ -34,9 +34,9 @@ from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
 from ray_hetero.compat import quantised_kernels  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
+from ray_hetero.kernels.formats import SCALED_FORMATS  # noqa: E402
 from ray_hetero.kernels.linear import quantised_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.weight_formats import SCALED_FORMATS  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(300)]
@@ -47,7 +47,7 @@ HELD = {
     "fp8-weight": "fp8", "w4a16": "int4", "w4a16-zeros": "int4", "gptq": "int4", "awq": "int4",
     "mxfp4": "fp4", "nvfp4": "fp4", "nvfp4-modelopt": "fp4",
 }  # fmt: skip
-"""The format of ray_hetero/weight_formats that holds each."""
+"""The format of ray_hetero/kernels/formats that holds each."""
 PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj": ("self_attn.o_proj",),

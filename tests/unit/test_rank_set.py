@@ -12,7 +12,7 @@ from fake_ranks import DONE, FAILED, Actors, Answers, rank_set
 from ray_hetero.errors import RankError, StartupError
 from ray_hetero.executor.failure import Ending, Severity
 from ray_hetero.executor.rank_set import CLOSED, Call, RankSet
-from ray_hetero.worker.warmup import Action, Step
+from ray_hetero.worker.warmup_schedule import Action, Step
 
 DIED = Ending(0, Severity.DIED, "died")
 

@@ -31,6 +31,8 @@ from test_decode_step import CLOSE, LAYERS, Requests  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.distributed import shared_sums  # noqa: E402
+from ray_hetero.kernels.formats import CompactWeight, PackedWeight  # noqa: E402
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.layers import decode_step, fusible_layers  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import (  # noqa: E402
@@ -43,8 +45,6 @@ from ray_hetero.kernels.layers.post_attention import PostAttentionBlock  # noqa:
 from ray_hetero.kernels.linear.rank_sums import RankSums, SumTerms, meeting  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.runtime import sealed_memory, unix_sockets  # noqa: E402
-from ray_hetero.weight_formats import CompactWeight, PackedWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 pytestmark = [needs_native, pytest.mark.timeout(300)]
 

@@ -27,7 +27,7 @@ from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
 from ray_hetero.config import HeteroConfig  # noqa: E402
 from ray_hetero.distributed import expert_memory  # noqa: E402
-from ray_hetero.distributed.remote_experts import are_remote  # noqa: E402
+from ray_hetero.distributed.stage_experts import are_remote  # noqa: E402
 from ray_hetero.planning.expert_ranks import asked_layers  # noqa: E402
 
 if expert_memory._native is None:

@@ -29,7 +29,8 @@ from placement.plan.split import choose_split, price_drafts
 from placement.plan.step_time import PICO
 from ray_hetero.cli.main import commands
 from ray_hetero.config import CpuConfig, HeteroConfig
-from ray_hetero.planning import cluster_rows, row_timing, socket_rows
+from ray_hetero.kernels.linear import row_timing
+from ray_hetero.planning import cluster_rows, socket_rows
 from ray_hetero.planning.cluster_rows import rows_probe
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of_checkpoint
 from ray_hetero.planning.layer_plan import plan_layers
@@ -185,7 +186,7 @@ def test_a_process_of_its_own_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "run", run)
     assert socket_rows.time_rows((2, 3), KERNEL).ratios == (1, 1, 1, 1.5, 2, 4)
-    assert seen["command"][-3:] == ["ray_hetero.planning.row_timing", "amx", "compact"]
+    assert seen["command"][-3:] == ["ray_hetero.kernels.linear.row_timing", "amx", "compact"]
     environment = seen["env"]
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["CUDA_VISIBLE_DEVICES"] == "-1"

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ray_hetero.kernels.experts.expert_room import Room, SharedRoom, room_to_share  # noqa: E402
+from ray_hetero.kernels.formats import PackedWeight  # noqa: E402
 from ray_hetero.runtime import shared_pages  # noqa: E402
 from ray_hetero.runtime.shared_pages import (  # noqa: E402
     HUGE,
@@ -19,7 +20,6 @@ from ray_hetero.runtime.shared_pages import (  # noqa: E402
     kept_at,
     kept_memory,
 )
-from ray_hetero.weight_formats import PackedWeight  # noqa: E402
 
 
 def test_what_one_writes_the_other_reads_wherever_it_is_mapped() -> None:

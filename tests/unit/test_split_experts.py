@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from linked_layers import CHOSEN, EXPERTS, HIDDEN, Layer, assert_close, routed  # noqa: E402
 from native_module import native  # noqa: E402
 
-from ray_hetero.distributed import expert_memory, remote_experts  # noqa: E402
+from ray_hetero.distributed import expert_memory, stage_experts  # noqa: E402
 from ray_hetero.distributed.expert_channel import ExpertChannel  # noqa: E402
 from ray_hetero.distributed.expert_meeting import Reached  # noqa: E402
 from ray_hetero.distributed.expert_memory import (  # noqa: E402
@@ -172,8 +172,8 @@ def test_the_operators_split_and_hand_over_what_is_too_few(monkeypatch: pytest.M
     layer = Layer("packed", 2)
     with stage_of([layer]) as stage:
         stage.start()
-        monkeypatch.setattr(remote_experts, "_channels", [stage.channel])
-        monkeypatch.setattr(remote_experts, "_links", [stage.link((50, 3))])
+        monkeypatch.setattr(stage_experts, "_channels", [stage.channel])
+        monkeypatch.setattr(stage_experts, "_links", [stage.link((50, 3))])
         for tokens in (0, 1, 45, 50, 90):
             given = routed(tokens)
             handed = torch.ops.ray_hetero.hand_experts_over(*given, 0)

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 
 from native_module import native, needs_native  # noqa: E402
 
+from ray_hetero.kernels.formats import PackedWeight  # noqa: E402
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.linear.step_limit import settle  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.weight_formats import PackedWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 pytestmark = needs_native
 FROM_TOKENS = 96

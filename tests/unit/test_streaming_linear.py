@@ -19,9 +19,9 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.compat import cpu_linear  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.formats import CompactWeight, HostWeight, PackedWeight  # noqa: E402
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.linear import streaming_linear  # noqa: E402
-from ray_hetero.weight_formats import CompactWeight, HostWeight, PackedWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
 
 current_platform.import_kernels()
 

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 from native_module import TESTED, level_of, native, needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.weight_formats import FORMATS, CompactWeight, HostWeight  # noqa: E402
-from ray_hetero.weight_formats.base import pack  # noqa: E402
+from ray_hetero.kernels.formats import FORMATS, CompactWeight, HostWeight  # noqa: E402
+from ray_hetero.kernels.formats.base import pack  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

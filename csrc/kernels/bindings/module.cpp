@@ -1,4 +1,4 @@
-// Python's face of the headers of csrc/kernels; the typed ones are ray_hetero/weight_formats/,
+// Python's face of the headers of csrc/kernels; the typed ones are ray_hetero/kernels/formats/,
 // streaming_linear.py, post_attention.py, decoder_layers.py and decode_step.py.
 
 #include "arguments.h"

@@ -10,9 +10,9 @@ import torch
 from ray_hetero.kernels.experts.expert_pieces import Run
 from ray_hetero.kernels.experts.linked_experts import INTERLEAVED, Half, LinkedSlice
 from ray_hetero.kernels.experts.routed_experts import HALF_BLOCK
+from ray_hetero.kernels.formats.base import StackExpansion
+from ray_hetero.kernels.formats.stacks import Stack
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPANSION_BYTES, ExpertSizes
-from ray_hetero.weight_formats.base import StackExpansion
-from ray_hetero.weight_formats.stacks import Stack
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 """[experts, 2 · inner] in the order of the activation, and [experts, hidden], bf16."""

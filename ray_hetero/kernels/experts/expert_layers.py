@@ -16,9 +16,9 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room
 from ray_hetero.kernels.experts.quantised_experts import held
 from ray_hetero.kernels.experts.routed_experts import MULTIPLE, SILU, SWIGLU_OAI, RoutedExperts
+from ray_hetero.kernels.formats import FORMATS
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
-from ray_hetero.weight_formats import FORMATS
 
 ACTIVATIONS = {"silu": SILU, "swigluoai": SWIGLU_OAI}
 """Activations by the value of vLLM's MoEActivation; gpt-oss has gate and up in turns."""

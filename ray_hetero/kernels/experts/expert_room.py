@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
+from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.log import logger
 from ray_hetero.runtime.shared_pages import STEP, SharedPages
-from ray_hetero.weight_formats import HostWeight
 
 LINE = 64
 """Bytes of a cache line; weights begin with one."""

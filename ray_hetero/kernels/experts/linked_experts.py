@@ -17,8 +17,8 @@ from safetensors.torch import load, save
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.experts.expert_room import in_lines
 from ray_hetero.kernels.experts.routed_experts import SILU, SWIGLU_OAI, RoutedExperts
+from ray_hetero.kernels.formats.stacks import Stack, metadata, stacks_of, tables_in
 from ray_hetero.runtime.shared_pages import SharedPages
-from ray_hetero.weight_formats.stacks import Stack, metadata, stacks_of, tables_in
 
 ACTIVATIONS = {SILU: "silu", SWIGLU_OAI: "swigluoai"}
 """Values of vLLM's MoEActivation."""

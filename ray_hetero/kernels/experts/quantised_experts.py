@@ -15,18 +15,18 @@ from torch.nn.functional import pad
 from ray_hetero.compat.quantised_experts import StoredExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.routed_experts import MULTIPLE, paired
+from ray_hetero.kernels.formats import HostWeight
+from ray_hetero.kernels.formats.fp4 import Fp4Weight
+from ray_hetero.kernels.formats.fp8 import Fp8Weight
+from ray_hetero.kernels.formats.int4 import Int4Weight
+from ray_hetero.kernels.formats.int8 import Int8Weight
+from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight
 from ray_hetero.kernels.linear.quantised_linear import (
     block_floats,
     micro_floats,
     row_floats,
     unpacked,
 )
-from ray_hetero.weight_formats import HostWeight
-from ray_hetero.weight_formats.fp4 import Fp4Weight
-from ray_hetero.weight_formats.fp8 import Fp8Weight
-from ray_hetero.weight_formats.int4 import Int4Weight
-from ray_hetero.weight_formats.int8 import Int8Weight
-from ray_hetero.weight_formats.scaled import Codes, ScaledWeight
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in a word of AutoAWQ's of each of eight neighbouring outputs."""

@@ -16,8 +16,8 @@ import torch
 from torch.nn.functional import pad
 
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room, in_lines
-from ray_hetero.weight_formats import HostWeight, PackedWeight
-from ray_hetero.weight_formats.base import pack
+from ray_hetero.kernels.formats import HostWeight, PackedWeight
+from ray_hetero.kernels.formats.base import pack
 
 MULTIPLE = 32
 """Divisor of the hidden size; the inner size is filled up with zeros to such a multiple."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PREFIX = "decode shares, "
 """Beginning of the keys of these figures."""
 PACKAGE = Path(__file__).parents[2]
-SOURCES = ("kernels", "weight_formats", "planning/prefill_memory.py")
+SOURCES = ("kernels", "planning/prefill_memory.py")
 """Parts of this package that a measured step consists of, besides the compiled kernels."""
 
 Agree = Callable[[Shares | None], Shares | None]

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
 
 from ray_hetero.compat.latent_attention import turns_wrongly, why_unknown
 from ray_hetero.compat.lora import base_layer
+from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.layers import latent_weights
 from ray_hetero.kernels.layers.attention import as_norm, is_neox
 from ray_hetero.kernels.layers.latent_layers import LatentLayer, LatentParts, LatentShape
@@ -22,7 +23,6 @@ from ray_hetero.kernels.layers.layer_parts import Linear, PostAttention
 from ray_hetero.kernels.layers.structures import LatentModules, latent_modules
 from ray_hetero.kernels.linear.rank_sums import why_not_added
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.weight_formats.base import BLOCK
 
 ROTATED_MULTIPLE = 16
 """Divisor of the number of elements of a rotated part: a vector's elements."""

@@ -21,13 +21,13 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat.latent_attention import blocks_of_tokens
+from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.layers.post_attention import add_and_norm, norm
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.linear.token_rows import MOST_ROWS
-from ray_hetero.weight_formats import HostWeight
 
 BLOCK_MULTIPLE = 16
 """Divisor of the tokens of a KV block: a tile's."""

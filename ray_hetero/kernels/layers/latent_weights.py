@@ -23,13 +23,13 @@ import torch
 from ray_hetero.compat.latent_attention import head_weights
 from ray_hetero.compat.lora import base_layer
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.formats import HostWeight, PackedWeight
+from ray_hetero.kernels.formats.base import BLOCK, pack
+from ray_hetero.kernels.formats.fp8 import Fp8Weight
+from ray_hetero.kernels.formats.scaled import Codes
 from ray_hetero.kernels.layers.latent_layers import LatentShape
 from ray_hetero.kernels.linear.quantised_linear import BlockFloats
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.weight_formats import HostWeight, PackedWeight
-from ray_hetero.weight_formats.base import BLOCK, pack
-from ray_hetero.weight_formats.fp8 import Fp8Weight
-from ray_hetero.weight_formats.scaled import Codes
 
 HeadWeights = tuple[HostWeight, HostWeight]
 """[heads · latent, plain] and [heads · value, latent]."""

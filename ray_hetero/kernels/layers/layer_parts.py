@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
+from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.layers.adapters import Adapters
-from ray_hetero.weight_formats import HostWeight
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]

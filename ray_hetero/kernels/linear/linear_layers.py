@@ -19,6 +19,9 @@ from ray_hetero.compat import cpu_linear, quantised_kernels
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.expert_layers import ExpertLayers
+from ray_hetero.kernels.formats import FORMATS, HostWeight, PackedWeight, ScaledWeight
+from ray_hetero.kernels.formats.base import pack
+from ray_hetero.kernels.formats.scaled import Codes
 from ray_hetero.kernels.layers.fusible_layers import Fusible, find
 from ray_hetero.kernels.layers.group_layers import GroupLayers, PromptOffer
 from ray_hetero.kernels.layers.layer_fusion import Fused, install
@@ -29,9 +32,6 @@ from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.shared_weights import SharedWeights
 from ray_hetero.log import logger
-from ray_hetero.weight_formats import FORMATS, HostWeight, PackedWeight, ScaledWeight
-from ray_hetero.weight_formats.base import pack
-from ray_hetero.weight_formats.scaled import Codes
 
 Join = Callable[[PromptOffer | None], Sequence[GroupLayers] | None]
 """Function by which ranks share a GPU for prompts, see distributed/shared_prompts.py."""

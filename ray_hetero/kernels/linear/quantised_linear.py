@@ -1,7 +1,7 @@
 """Linear layers of quantised checkpoints, for vLLM to choose as it chooses its own kernels.
 
 vLLM asks a list of kernels which of them can compute a layer, loads the checkpoint's tensors, and
-hands them to the chosen one.  The classes here bring them into a format of weight_formats/ and
+hands them to the chosen one.  The classes here bring them into a format of kernels/formats/ and
 compute with the streaming operator.  Activations stay bf16: what a checkpoint says about
 quantising these saves nothing where reading the weights is what takes the time.
 """
@@ -33,12 +33,12 @@ from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
 from ray_hetero.compat.quantised_kernels import block_parameters, is_read_by_attention
-from ray_hetero.weight_formats.base import BLOCK
-from ray_hetero.weight_formats.fp4 import Fp4Weight
-from ray_hetero.weight_formats.fp8 import Fp8Weight
-from ray_hetero.weight_formats.int4 import Int4Weight
-from ray_hetero.weight_formats.int8 import Int8Weight
-from ray_hetero.weight_formats.scaled import GROUP_MULTIPLE, Codes, ScaledWeight
+from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.formats.fp4 import Fp4Weight
+from ray_hetero.kernels.formats.fp8 import Fp8Weight
+from ray_hetero.kernels.formats.int4 import Int4Weight
+from ray_hetero.kernels.formats.int8 import Int8Weight
+from ray_hetero.kernels.formats.scaled import GROUP_MULTIPLE, Codes, ScaledWeight
 
 Hold = Callable[[nn.Module, type[ScaledWeight], Codes], torch.Tensor]
 """Given a layer whose tensors are loaded and what they say, gives `HostWeight.data`."""

@@ -20,10 +20,10 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.formats import HostWeight, PackedWeight
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.log import logger
-from ray_hetero.weight_formats import HostWeight, PackedWeight
 
 try:
     _native: ModuleType | None = importlib.import_module("ray_hetero._streaming_linear")

@@ -21,6 +21,8 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.formats.base import HostWeight
+from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, expand_with_triton
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
 from ray_hetero.kernels.prompts.step_memory import StepMemory
 from ray_hetero.kernels.prompts.weight_pieces import (
@@ -35,8 +37,6 @@ from ray_hetero.kernels.prompts.weight_pieces import (
 from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, ExpandedWeight, WeightsAhead
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS, ahead_bytes, gpu_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
-from ray_hetero.weight_formats.base import HostWeight
-from ray_hetero.weight_formats.compact_on_gpu import choose_expand, expand_with_triton
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer_parts import Linear

@@ -2,7 +2,7 @@
 
 The first rank of a group has a GPU compute prompts for all of them, which reads every rank's
 weights over its link.  Rows lie in memory that both processes map; how they are expanded travels as
-a few tensors and a little JSON (weight_formats/stacks.py).
+a few tensors and a little JSON (kernels/formats/stacks.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from ray_hetero.kernels.formats import HostWeight
+from ray_hetero.kernels.formats.base import Expansion
+from ray_hetero.kernels.formats.stacks import Stack, metadata, stacks_of, tables_in
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.runtime.shared_pages import LONG_STEP, STEP, SharedPages
-from ray_hetero.weight_formats import HostWeight
-from ray_hetero.weight_formats.base import Expansion
-from ray_hetero.weight_formats.stacks import Stack, metadata, stacks_of, tables_in
 
 ROOM_BYTES = 1 << 30
 """Bytes of memory that is made at once; its pages are taken as weights come."""

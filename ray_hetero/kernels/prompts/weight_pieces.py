@@ -16,8 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from ray_hetero.kernels.formats.base import BLOCK, Expansion
 from ray_hetero.planning.prefill_memory import BF16_BYTES, piece_bytes, slots_within
-from ray_hetero.weight_formats.base import BLOCK, Expansion
 
 SLOT_ALIGNMENT = 512
 """Bytes that memory for a piece is a multiple of, as torch aligns what it takes of a GPU."""

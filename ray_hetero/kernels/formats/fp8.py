@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.weight_formats.base import BLOCK
-from ray_hetero.weight_formats.scaled import Codes, ScaledWeight, elements, from_elements
+from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight, elements, from_elements
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray_hetero.weight_formats import FORMATS, SCALED_FORMATS
-from ray_hetero.weight_formats.base import Expansion, HostWeight, StackExpansion
+from ray_hetero.kernels.formats import FORMATS, SCALED_FORMATS
+from ray_hetero.kernels.formats.base import Expansion, HostWeight, StackExpansion
 
 if TYPE_CHECKING:
     import torch

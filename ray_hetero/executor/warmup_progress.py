@@ -8,8 +8,8 @@ from ray_hetero.errors import RankError
 from ray_hetero.executor.lockstep import run_schedule
 from ray_hetero.executor.rank_set import RankSet
 from ray_hetero.observability.progress import StartupProgress
-from ray_hetero.worker import warmup
-from ray_hetero.worker.warmup import Phase, Step, WarmupSizes
+from ray_hetero.worker import warmup_schedule
+from ray_hetero.worker.warmup_schedule import Phase, Step, WarmupSizes
 from ray_hetero.world import World
 
 
@@ -38,7 +38,7 @@ def warm_up(
         RankError: a rank is late, or fails; all ranks are ended then.
 
     """
-    steps = warmup.schedule(world.layout, sizes, phase, has_boundary=world.has_boundary)
+    steps = warmup_schedule.schedule(world.layout, sizes, phase, has_boundary=world.has_boundary)
     total = len(steps[0]) * world.layout.world_size
     with progress.step("warm up", total=total) as bar:
         bar.outcome = phase.value

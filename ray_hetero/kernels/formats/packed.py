@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ray_hetero.weight_formats.base import BLOCK, AsOneWeight, Expansion, HostWeight, StackExpansion
+from ray_hetero.config import READ_SHARES
+from ray_hetero.kernels.formats.base import (
+    BLOCK,
+    AsOneWeight,
+    Expansion,
+    HostWeight,
+    StackExpansion,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +25,7 @@ class PackedWeight(HostWeight):
     """A weight whose `data` is [N, K], bf16."""
 
     name: ClassVar[str] = "packed"
-    read_share: ClassVar[float] = 1.0
+    read_share: ClassVar[float] = READ_SHARES[name]
 
     @classmethod
     def made(cls, packed: torch.Tensor, native: ModuleType) -> PackedWeight:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.log import logger
-from ray_hetero.weight_formats.base import BLOCK
 
 PAIR_PARTS = 3
 """Parts of two compact rows: lower bytes of the first, of the second, codes of upper bytes."""
@@ -124,4 +124,4 @@ def _is_right(device: torch.device) -> bool:
 @functools.cache
 def _kernel() -> Any:
     """The kernel, imported when it is first used: builds for CPUs alone have no Triton."""
-    return importlib.import_module("ray_hetero.weight_formats.compact_on_gpu_triton").kernel
+    return importlib.import_module("ray_hetero.kernels.formats.compact_on_gpu_triton").kernel

@@ -14,7 +14,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.weight_formats.base import BLOCK, AsOneWeight, Expansion, HostWeight, StackExpansion
+from ray_hetero.kernels.formats.base import (
+    BLOCK,
+    AsOneWeight,
+    Expansion,
+    HostWeight,
+    StackExpansion,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ray_hetero.weight_formats.scaled import (
+from ray_hetero.kernels.formats.scaled import (
     LANES,
     Codes,
     ScaledWeight,

@@ -1,6 +1,6 @@
 """Seconds of products of several rows with weights that no cache keeps, as a line of JSON.
 
-    python -m ray_hetero.planning.row_timing LEVEL FORMAT
+    python -m ray_hetero.kernels.linear.row_timing LEVEL FORMAT
 
 A program of its own, started with the environment of a CPU rank (`socket_rows`).
 """
@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from placement.host.row_costs import ROWS
-from ray_hetero.weight_formats import FORMATS
-from ray_hetero.weight_formats.base import pack
+from ray_hetero.kernels.formats import FORMATS
+from ray_hetero.kernels.formats.base import pack
 
 OUTPUTS, INPUTS = 8192, 4096
 LEAST_BYTES, MOST_BYTES = 400 << 20, 2 << 30

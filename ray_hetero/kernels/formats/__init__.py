@@ -3,19 +3,19 @@
 A decode step reads all weights of a rank once, so it is the faster the fewer bytes they are.  Each
 format has a file here, which says what it holds and how a GPU expands it, and one in
 csrc/kernels/formats/, which says how the processor does.  PyTorch is only imported where weights
-are at hand: planning asks what a format reads.
+are at hand.  Planning knows the bytes that a format in bf16 reads from `config.READ_SHARES`.
 """
 
 from __future__ import annotations
 
-from ray_hetero.weight_formats.base import HostWeight
-from ray_hetero.weight_formats.compact import CompactWeight
-from ray_hetero.weight_formats.fp4 import Fp4Weight
-from ray_hetero.weight_formats.fp8 import Fp8Weight
-from ray_hetero.weight_formats.int4 import Int4Weight
-from ray_hetero.weight_formats.int8 import Int8Weight
-from ray_hetero.weight_formats.packed import PackedWeight
-from ray_hetero.weight_formats.scaled import ScaledWeight
+from ray_hetero.kernels.formats.base import HostWeight
+from ray_hetero.kernels.formats.compact import CompactWeight
+from ray_hetero.kernels.formats.fp4 import Fp4Weight
+from ray_hetero.kernels.formats.fp8 import Fp8Weight
+from ray_hetero.kernels.formats.int4 import Int4Weight
+from ray_hetero.kernels.formats.int8 import Int8Weight
+from ray_hetero.kernels.formats.packed import PackedWeight
+from ray_hetero.kernels.formats.scaled import ScaledWeight
 
 FORMATS: dict[str, type[HostWeight]] = {one.name: one for one in (PackedWeight, CompactWeight)}
 """Formats of weights in bf16 by name.  A new one is added here."""

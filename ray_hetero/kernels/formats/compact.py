@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ray_hetero.weight_formats.base import BLOCK, Expansion, HostWeight, StackExpansion
+from ray_hetero.config import READ_SHARES
+from ray_hetero.kernels.formats.base import BLOCK, Expansion, HostWeight, StackExpansion
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ class CompactWeight(HostWeight):
     """A weight whose `data` is [N, 3 · K / 2], bytes."""
 
     name: ClassVar[str] = "compact"
-    read_share: ClassVar[float] = 0.75
+    read_share: ClassVar[float] = READ_SHARES[name]
 
     @classmethod
     def made(cls, packed: torch.Tensor, native: ModuleType) -> CompactWeight | None:
@@ -51,7 +52,7 @@ class CompactWeight(HostWeight):
         """Codes are looked up, then outliers and blocks that stay packed written over."""
         import torch
 
-        from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes
+        from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, upper_bytes
 
         inputs, first = self.shape[1], begin // BLOCK
         places, values = self.encoding.outliers(first, end // BLOCK)
@@ -112,7 +113,7 @@ class CompactWeight(HostWeight):
         device: torch.device,
     ) -> Expansion:
         """Expansion of some outputs, from the weight's codebook and lists."""
-        from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes
+        from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, upper_bytes
 
         inputs = shape[1]
         begin, end = (output * inputs for output in outputs)
@@ -140,7 +141,7 @@ class CompactWeight(HostWeight):
         """Expansion of weights, each with its codebook."""
         import torch
 
-        from ray_hetero.weight_formats.compact_on_gpu import choose_expand, upper_bytes
+        from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, upper_bytes
 
         count, each = len(tables["books"]), shape[0] * shape[1]
         blocks = shape[0] // BLOCK

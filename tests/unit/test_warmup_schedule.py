@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from worlds import layout
 
-from ray_hetero.worker.warmup import Action, Phase, Step, WarmupSizes, runs_ahead, schedule
+from ray_hetero.worker.warmup_schedule import Action, Phase, Step, WarmupSizes, runs_ahead, schedule
 
 EAGER = WarmupSizes(max_num_batched_tokens=512, max_num_seqs=64, cpu_compiles=False)
 COMPILED = WarmupSizes(max_num_batched_tokens=512, max_num_seqs=64, cpu_compiles=True)

@@ -13,6 +13,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from placement.model.shape import remote_layers
 from ray_hetero.compat import remote_experts
 from ray_hetero.distributed import expert_offers, expert_prompts
 from ray_hetero.distributed.expert_channel import ExpertChannel, HostSignals
@@ -92,15 +93,15 @@ def are_remote(remote: int, layers: int) -> Callable[[str], bool]:
     A drafter's layers, which are numbered behind the model's, have not.
 
     Args:
-        remote: of how many layers, the model's last ones.
+        remote: of how many layers, see `remote_layers`.
         layers: decoder layers of the model.
 
     """
-    first = layers - remote
+    numbers = remote_layers(layers, remote)
 
     def is_remote(name: str) -> bool:
         number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
-        return number is not None and first <= number < layers
+        return number is not None and number in numbers
 
     return is_remote
 

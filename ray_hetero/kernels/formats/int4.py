@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ray_hetero.weight_formats.scaled import Codes, ScaledWeight, from_nibble_rows, nibble_rows
+from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight, from_nibble_rows, nibble_rows
 
 if TYPE_CHECKING:
     import torch
