@@ -255,6 +255,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
         )
     ),
     ("compat/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
+    ("compat/quantised_experts", cpu_moe.CPUExpertsInt8, "process_weights_after_loading"),
     ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
     ("compat/quantised_experts", int_wna16, "_process_weights_cpu"),
     ("compat/quantised_kernels", w8a8_utils, "requantize_with_max_scale"),
