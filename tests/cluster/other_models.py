@@ -100,7 +100,9 @@ def _latent(shape: DemoShape) -> Common:
         "n_shared_experts": 2,
         "n_group": 2,
         "topk_group": 1,
-        "routed_scaling_factor": 1.5,
+        # Rounding to bf16 may turn the choice of a group, that is of all experts of a token.  With
+        # 1.5 that alone moves a token's logprob by up to 7.9 in V3, with 0.5 by up to 0.8.
+        "routed_scaling_factor": 0.5,
         "first_k_dense_replace": 1,
     }
 
