@@ -130,6 +130,9 @@ def stored(kind: str, w13: torch.Tensor, w2: torch.Tensor) -> StoredExperts:
         if kind == "mxfp4":
             scales = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
             return torch.randint(256, (experts, outputs, inputs // 2), dtype=torch.uint8), scales
+        if kind == "int8":
+            scales = torch.rand(experts, outputs, 1) * 0.002
+            return torch.randint(-128, 128, weight.shape, dtype=torch.int8), scales
         words = torch.randint(-(2**31), 2**31, (experts, outputs, inputs // 8), dtype=torch.int32)
         scales = (torch.rand(experts, outputs, inputs // 32) * 0.02).bfloat16()
         return words, scales
