@@ -9,19 +9,13 @@ ratios are of the medians.  Writes the raw results and a table after every round
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-from rich.console import Console
+from engine_rounds import CHECKOUT, run_engine, write_rounds
 from rich.table import Table
 
-ENGINE_RUN = Path(__file__).with_name("engine_run.py")
 MOST_TOKENS = 1024
 """Of one step.  Both warm up with that many; with more, that would hide what starting costs."""
 FIGURES = {
@@ -36,36 +30,19 @@ def run(
 ) -> list[dict[str, float]]:
     """One engine from start to end, with the code of a checkout; its results, one a batch size."""
     points = ",".join(f"{batch}x128" for batch in batches.split(","))
-    command = [
-        sys.executable,
-        str(checkout / "benchmarks" / ENGINE_RUN.name),
-        "--shape",
-        shape,
-        "--points",
-        points,
-    ]
-    command += ["--repeats", "3", "--output-tokens", "25"]
+    arguments = ["--shape", shape, "--points", points, "--repeats", "3", "--output-tokens", "25"]
     engine: dict[str, int | str] = {"max_num_batched_tokens": MOST_TOKENS}
-    path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path}
+    environment: dict[str, str] = {}
     if backend != "mp":
         config = '{"cpu": {"ranks_per_socket": 2, "kv_cache_gib": 1}}'
-        command += ["--layout", '[["cpu", "cpu"]]', "--config", config]
+        arguments += ["--layout", '[["cpu", "cpu"]]', "--config", config]
     else:
         engine |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-        command += ["--backend", "mp"]
+        arguments += ["--backend", "mp"]
         # Stock vLLM takes one NUMA node for one rank unless it is told to pretend.
         environment |= {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command += ["--engine", json.dumps(engine)]
-    # Ray's workers import from the driver's folder before anything else.
-    done = subprocess.run(
-        command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=timeout_s,
-        check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{backend} failed ({done.returncode}):\n{done.stderr[-3000:]}")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    arguments += ["--engine", json.dumps(engine)]
+    return run_engine(backend, arguments, timeout_s, checkout=checkout, environment=environment)
 
 
 def table(results: dict[str, list[dict[str, float]]], batches: list[int]) -> Table:
@@ -86,26 +63,6 @@ def table(results: dict[str, list[dict[str, float]]], batches: list[int]) -> Tab
     return shown
 
 
-def write(
-    options: argparse.Namespace, results: dict[str, list[dict[str, float]]], rounds: int
-) -> None:
-    """Write and print what is known after so many rounds."""
-    shown = table(results, [int(b) for b in options.batches.split(",")])
-    about = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python benchmarks/against_mp.py " + " ".join(sys.argv[1:]),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "rounds": rounds,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    raw = json.dumps(about | {"results": results}, indent=1)
-    options.out.with_suffix(".json").write_text(raw + "\n")
-    console = Console(record=True, width=100)
-    console.print(shown)
-    options.out.with_suffix(".txt").write_text(f"{json.dumps(about)}\n{console.export_text()}")
-
-
 def main() -> None:
     """Run all rounds, write and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -116,8 +73,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="another checkout of this project, beside both")
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
-    here = ENGINE_RUN.parents[1]
-    checkouts = {"ray_hetero": here, "mp": here}
+    checkouts = {"ray_hetero": CHECKOUT, "mp": CHECKOUT}
     if options.before is not None:
         checkouts["before"] = options.before.resolve()
     results: dict[str, list[dict[str, float]]] = {backend: [] for backend in checkouts}
@@ -126,7 +82,8 @@ def main() -> None:
             collected += run(
                 backend, options.shape, options.batches, options.timeout, checkouts[backend]
             )
-        write(options, results, number)
+        shown = table(results, [int(batch) for batch in options.batches.split(",")])
+        write_rounds(options.out, results, number, shown, width=100)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,14 @@ soft caps and activations should cost.  Writes the raw results and a table after
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-from rich.console import Console
+from engine_rounds import run_engine, write_rounds
 from rich.table import Table
 from shapes import FAMILIES
 
-ENGINE_RUN = Path(__file__).with_name("engine_run.py")
 LLAMA = "1b-4"
 FIGURES = {"decode_ms": "decode step, ms", "prefill_s": "prefill of the batch, s"}
 
@@ -37,23 +31,13 @@ def run(shape: str, options: argparse.Namespace) -> list[dict[str, float]]:
     config = {"cpu": {"ranks_per_socket": 1, "kv_cache_gib": 1}}
     # One table of KV blocks for layers with a window and without, as Llama has.
     engine = {"max_num_batched_tokens": 1024, "disable_hybrid_kv_cache_manager": True}
-    command = [
-        sys.executable, str(ENGINE_RUN), "--shape", shape, "--points", points, "--eager",
+    arguments = [
+        "--shape", shape, "--points", points, "--eager",
         "--repeats", str(options.repeats), "--output-tokens", str(options.output_tokens),
         "--layout", '[["cpu"]]', "--config", json.dumps(config),
         "--engine", json.dumps(engine),
     ]  # fmt: skip
-    # Ray's workers import from the driver's folder before anything else.
-    checkout = ENGINE_RUN.parents[1]
-    path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, cwd=checkout, capture_output=True,
-        text=True, timeout=options.timeout, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{shape} failed ({done.returncode}):\n{done.stderr[-3000:]}")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    return run_engine(shape, arguments, options.timeout)
 
 
 def ratios(results: Rows, figure: str, batch: int) -> dict[str, list[float]]:
@@ -89,23 +73,6 @@ def table(results: Rows, batches: list[int]) -> Table:
     return shown
 
 
-def write(options: argparse.Namespace, results: Rows, rounds: int) -> None:
-    """Write and print what is known after so many rounds."""
-    about = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python benchmarks/families.py " + " ".join(sys.argv[1:]),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "rounds": rounds,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    raw = json.dumps(about | {"results": results}, indent=1)
-    options.out.with_suffix(".json").write_text(raw + "\n")
-    console = Console(record=True, width=160)
-    console.print(table(results, [int(batch) for batch in options.batches.split(",")]))
-    options.out.with_suffix(".txt").write_text(f"{json.dumps(about)}\n{console.export_text()}")
-
-
 def main() -> None:
     """Run all rounds, write and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -122,7 +89,8 @@ def main() -> None:
         # In the other direction every other time: what a neighbour takes falls on both ends.
         for name in list(results)[:: 1 if number % 2 else -1]:
             results[name] += run(name, options)
-        write(options, results, number)
+        shown = table(results, [int(batch) for batch in options.batches.split(",")])
+        write_rounds(options.out, results, number, shown, width=160)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
                     write(run.options.out, run.found)
                     continue
                 stolen = floor.stolen_share(before, floor.cpu_ticks())
-                outcomes[name].setdefault("stolen_shares", []).append(stolen)
+                outcomes[name]["stolen_shares"].append(stolen)
                 rounds[name].append(said.answers("RESULT "))
                 outcomes[name]["arrivals"] += said.answers("ARRIVAL ")
                 outcomes[name]["points"] = [together(of) for of in zip(*rounds[name], strict=True)]
@@ -413,6 +413,7 @@ def outcome_of(contender: Contender, run: Run) -> dict[str, Any]:
         "points": [],
         "arrivals": [],
         "bandwidths": [],
+        "stolen_shares": [],
         "memory": None,
         "end_of_output": "",
     }
