@@ -165,8 +165,9 @@ def engine(options: argparse.Namespace) -> Any:
         "max_num_seqs": max(point.batch for point in points) + bool(options.arrival),
         "max_num_batched_tokens": 8192,
         "block_size": block,
-        # One block is vLLM's own; one request of the longest context must fit in any case.
-        "num_gpu_blocks_override": max(blocks, -(-longest // block)) + 1,
+        # One block is vLLM's own, and one more a window that begins inside a block; one request of
+        # the longest context must fit in any case.
+        "num_gpu_blocks_override": max(blocks, -(-longest // block)) + 2,
         "enforce_eager": options.eager,
         "enable_prefix_caching": False,
         "dtype": "bfloat16",

@@ -10,10 +10,12 @@ from placement.units import GIB
 PIECE_BYTES = 64 << 20
 """Most bytes of a piece of weights; 1.2 ms of a link of 55 GB/s, many times what starting a copy
 and a product costs."""
-SLOTS = 6
-"""Pieces in 16 bits that there is room for on the GPU at least: one that is computed with, others
-on their way.  In decode steps they hold the weights of an 8B model's layer behind its attention, in
-12 bits, before they are needed."""
+SLOTS = 5
+"""Pieces in 16 bits that there is room for on the GPU at least, which are on their way.  In decode
+steps they hold the weights of an 8B model's layer behind its attention, in 12 bits, before they are
+needed."""
+EXPANDED = 2
+"""Pieces that are expanded at a time: one that is computed with, and the next one."""
 CUDA_BYTES = 620 << 20
 """Bytes that CUDA takes of a GPU for a process, with the libraries of matrix products; measured on
 an H100."""
@@ -35,7 +37,7 @@ def gpu_bytes(outputs: int, inputs: int, tokens: int) -> int:
         tokens: most tokens of a step.
 
     """
-    pieces = (SLOTS + 1) * piece_bytes(inputs)
+    pieces = (SLOTS + EXPANDED) * piece_bytes(inputs)
     return CUDA_BYTES + WORKING_BYTES + pieces + BF16_BYTES * tokens * (outputs + 2 * inputs)
 
 

@@ -125,9 +125,10 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     assert counts[-1] == pieces
     first = len(gpu._pieces[packed[0].data_ptr()])
     assert counts[0] == first
-    assert [slot.piece for slot in gpu._reader._ahead] == [
-        placed.piece for placed in gpu._pieces[packed[0].data_ptr()][:slots]
-    ]
+    # One is expanded already, the others wait as they are stored.
+    ahead = [gpu._reader._next.piece, *(slot.piece for slot in gpu._reader._ahead)]
+    own = [placed.piece for one in packed for placed in gpu._pieces[one.data_ptr()]]
+    assert ahead == own[: slots + 1]
 
 
 def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
@@ -148,7 +149,7 @@ def test_a_rank_without_such_weights_takes_nothing() -> None:
 
 def test_memory_by_hand() -> None:
     cuda = (620 + 192) << 20
-    # Six pieces and one unpacked of 256 KiB; 64 tokens of 1536 outputs, 512 inputs and a residual
+    # Five pieces and two unpacked of 256 KiB; 64 tokens of 1536 outputs, 512 inputs and a residual
     # of as many, two bytes.
     assert gpu_bytes(1536, 512, 64) == cuda + 7 * (256 << 10) + 64 * 2560 * 2
     # One block of 32 outputs and 8192 inputs is larger than a piece should be.
@@ -193,12 +194,12 @@ def test_what_is_taken_is_what_is_counted(
     few = SLOTS * 4 // 3 if is_compact else SLOTS
     assert slots(64, None) == few
     # 64 tokens of 3584 elements: 448 KiB.
-    assert slots(64, 512) == few + (2 if is_compact else 1)
+    assert slots(64, 512) == few + (3 if is_compact else 1)
 
 
 def test_there_are_not_more_slots_than_pieces() -> None:
-    gpu, packed = prompt_gpu(weights()[:1], 4096)
-    assert gpu._reader.slots == len(gpu._pieces[packed[0].data_ptr()]) == 6
+    gpu, packed = prompt_gpu([weights()[0][:1024]], 4096)
+    assert gpu._reader.slots == len(gpu._pieces[packed[0].data_ptr()]) == 4 < SLOTS
     assert slots_within(10, 20, 3) == 1
 
 

@@ -40,6 +40,10 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
 
 
+AHEAD = SLOTS + 1
+"""Pieces of a prompt that are there before it begins: in slots, and one that is expanded."""
+
+
 class Copies:
     """Steps of one request, and the pieces that a step copies.
 
@@ -114,16 +118,16 @@ def test_a_step_copies_no_piece_that_it_does_not_use(
         copies.of_step(prompt)
     # The order is known, and what a prompt begins with has come at the end of the one before.
     whole = copies.whole
-    assert copies.of_step(prompt) == [*whole[SLOTS:], *whole[:SLOTS]]
+    assert copies.of_step(prompt) == [*whole[AHEAD:], *whole[:AHEAD]]
     for _ in range(3):
         copies.of_step(1)
-    # Decode steps have used the slots for what they need next.
-    assert copies.of_step(prompt) == [*whole, *whole[:SLOTS]]
+    # Decode steps have used the slots for what they need next; what is expanded has stayed.
+    assert copies.of_step(prompt) == [*whole[1:], *whole[:AHEAD]]
     behind = [copies.behind(place) for place in places]
     ring = cycle([piece for layer in behind for piece in layer])
     # A small prompt leaves the first layer where it is, a larger one may have had its first piece
     # come.
-    there = behind[0] if prompt <= SHARED_TOKENS else behind[0][:1] if behind[0][0] < SLOTS else []
+    there = behind[0] if prompt <= SHARED_TOKENS else behind[0][:1] if behind[0][0] < AHEAD else []
     assert list(islice(ring, len(there))) == there
     step = sum(map(len, behind))
     count = step + len(behind[0]) - len(there)
@@ -139,14 +143,14 @@ def test_slots_that_decode_steps_leave_free_are_filled_for_a_prompt(
     for tokens in (150, 150, 1, 1, 150, 1, 150):
         copies.of_step(tokens)
     whole, behind = copies.whole, copies.behind(4)
-    assert copies.of_step(1) == [*behind, *whole[:SLOTS]]
+    assert copies.of_step(1) == [*behind, *whole[1:AHEAD]]
     assert copies.of_step(1) == []
-    assert copies.of_step(150) == [*whole[SLOTS:], *whole[:SLOTS]]
+    assert copies.of_step(150) == [*whole[AHEAD:], *whole[:AHEAD]]
     # Whole weights of a decode step stay while a small prompt is computed.
     copies.of_step(1)
-    assert copies.of_step(40) == [*whole[SLOTS:], *whole[:SLOTS]]
+    assert copies.of_step(40) == [*whole[AHEAD:], *whole[:AHEAD]]
     assert copies.of_step(1) == []
-    assert copies.of_step(40) == [*whole[SLOTS:], *whole[:SLOTS]]
+    assert copies.of_step(40) == [*whole[AHEAD:], *whole[:AHEAD]]
 
 
 def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
@@ -162,7 +166,7 @@ def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
     assert 0 < there < len(behind) - SLOTS
     rest = behind[there:]
     assert copies.of_step(1) == [*rest[SLOTS:], *rest[:SLOTS]]
-    assert copies.of_step(150) == [*whole, *whole[:SLOTS]]
+    assert copies.of_step(150) == [*whole, *whole[:AHEAD]]
     assert copies.of_step(1) == [*behind, *rest[:SLOTS]]
     assert copies.of_step(1) == [*rest[SLOTS:], *rest[:SLOTS]]
 

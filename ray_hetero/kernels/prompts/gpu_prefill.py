@@ -334,7 +334,10 @@ class GpuPrefill:
         order = self._of_shared if self._is_shared else self._of_prompts
         yield from ((part, part.weight) for part in ahead.parts)
         for placed in self._pieces[at][ahead.pieces :]:
-            yield placed, self._reader.expanded(placed.piece, order).t()
+            piece = placed.piece
+            # The first pieces of a shared step are expanded ahead, into memory of their own.
+            weight = self._reader.expanded(piece, order, is_next_too=not self._is_shared)
+            yield placed, weight.t()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A bias or a norm's weight, which the GPU keeps."""

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from ray_hetero.kernels.formats.base import BLOCK, Expansion
-from ray_hetero.planning.prefill_memory import BF16_BYTES, piece_bytes, slots_within
+from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPANDED, piece_bytes, slots_within
 
 SLOT_ALIGNMENT = 512
 """Bytes that memory for a piece is a multiple of, as torch aligns what it takes of a GPU."""
@@ -289,8 +289,24 @@ class LinkReader(ABC, Generic[Read]):
             following = after(following)
 
 
+@dataclass(eq=False)
+class _Buffer:
+    """Memory on the GPU for one expanded piece."""
+
+    memory: torch.Tensor
+    """bf16."""
+    ready: Any
+    """Event: the piece is expanded."""
+    free: Any
+    """Event: products with what was in it before have ended."""
+    piece: Piece | None = None
+
+
 class PieceReader(LinkReader[Piece]):
-    """Reads pieces over the link and expands them, on a stream of its own beside the products.
+    """Reads pieces over the link and expands them, each on a stream of its own beside the products.
+
+    There is memory for two expanded pieces.  While products are computed with one, the next is
+    expanded in the other, on processors that the products leave idle.
 
     Args:
         device: the GPU; for tests the CPU.
@@ -309,39 +325,89 @@ class PieceReader(LinkReader[Piece]):
         stored = -(-stored // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         super().__init__(device, module, slots_within(budget, stored, len(pieces)), stored)
         self._computing = computing
+        # Ahead of products, whose end it does not put off: the next ones wait for it.
+        self._expanding = module.Stream(priority=-1)
         values = max((piece.end - piece.begin) * piece.inputs for piece in pieces)
-        self._expanded = torch.empty(values, dtype=torch.bfloat16, device=device)
+        memory = torch.empty((EXPANDED, values), dtype=torch.bfloat16, device=device)
+        made = [_Buffer(one, module.Event(), module.Event()) for one in memory]
+        self._used, self._next = made
 
     def copies(self, piece: Piece) -> Iterator[tuple[torch.Tensor, int]]:
         """All of it."""
         yield piece.weight.view(torch.uint8).view(-1), 0
 
-    def expanded(
-        self, piece: Piece, order: ReadingOrder, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forget(self) -> None:
+        """What was ordered ahead does not come, and nothing is expanded."""
+        super().forget()
+        self._used.piece = self._next.piece = None
+
+    def wait(self) -> None:
+        """Wait until all pieces that were ordered have come, and the next one is expanded."""
+        super().wait()
+        self._next.ready.synchronize()
+
+    def expanded(self, piece: Piece, order: ReadingOrder, *, is_next_too: bool) -> torch.Tensor:
         """The piece on the GPU, [outputs, inputs], bf16; the next ones are on their way then.
+
+        The memory is overwritten once products are ordered with the piece after this one.
 
         Args:
             piece: of one of the weights.
             order: of steps of the kind that uses it.
-            into: where it is expanded to, [outputs, inputs], contiguous; None for memory that the
-                next piece overwrites.
+            is_next_too: whether the next piece is expanded while this one is computed with; not
+                where that is to be expanded into other memory.
+
+        """
+        order.use(piece)
+        # Products with the last piece are all ordered by now.
+        self._used.free.record(self._computing)
+        self._used, self._next = self._next, self._used
+        if self._used.piece is not piece:
+            self._expand(self._used, piece)
+        self._computing.wait_event(self._used.ready)
+        self.read_ahead(piece, order.after)
+        following = order.after(piece)
+        if is_next_too and following is not None and following is not piece:
+            self._expand(self._next, following)
+            self.read_ahead(following, order.after)
+        rows, inputs = piece.end - piece.begin, piece.inputs
+        return self._used.memory[: rows * inputs].view(rows, inputs)
+
+    def expand_into(self, piece: Piece, order: ReadingOrder, into: torch.Tensor) -> None:
+        """Expand a piece on the stream of products; the next ones are on their way then.
+
+        Args:
+            piece: as of `expanded`.
+            order: the same.
+            into: where it is expanded to, [outputs, inputs], contiguous.
 
         """
         order.use(piece)
         slot = self._slot_of(piece)
-        self._computing.wait_event(slot.ready)
-        rows, inputs = piece.end - piece.begin, piece.inputs
-        weight = self._expanded[: rows * inputs] if into is None else into.view(-1)
-        piece.expansion(slot.memory[: piece.weight.nbytes], weight)
-        slot.free.record(self._computing)
+        self._expand_slot(slot, piece, into, self._computing)
         self.read_ahead(piece, order.after)
-        return weight.view(rows, inputs)
 
     def prepare(self, order: ReadingOrder) -> None:
         """Order what the next step of a kind uses first, where all slots are left free."""
         if not self._ahead and order.last is not None:
-            self.read_ahead(order.last, order.after)
+            first = order.after(order.last)
+            is_expanded = first is not None and first is self._next.piece
+            self.read_ahead(first if is_expanded and first else order.last, order.after)
+
+    def _expand(self, buffer: _Buffer, piece: Piece) -> None:
+        with current(self._expanding):
+            self._expanding.wait_event(buffer.free)
+            count = (piece.end - piece.begin) * piece.inputs
+            self._expand_slot(self._slot_of(piece), piece, buffer.memory[:count], self._expanding)
+            buffer.ready.record(self._expanding)
+        buffer.piece = piece
+
+    def _expand_slot(
+        self, slot: Slot[Piece], piece: Piece, into: torch.Tensor, stream: Any
+    ) -> None:
+        stream.wait_event(slot.ready)
+        piece.expansion(slot.memory[: piece.weight.nbytes], into.view(-1))
+        slot.free.record(stream)
 
     def _slot_of(self, piece: Piece) -> Slot[Piece]:
         # Pieces that were expected and did not come are passed over.

@@ -102,7 +102,7 @@ class WeightsAhead:
                 if count > len(memory):
                     return
                 weight, memory = memory[:count], memory[count:]
-                reader.expanded(placed.piece, order, weight)
+                reader.expand_into(placed.piece, order, weight)
                 expanded.add(placed, weight)
 
     def forget(self) -> None:
