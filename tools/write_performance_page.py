@@ -8,6 +8,7 @@ between two marks; the text around them is kept.  Figures come from benchmarks/r
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,8 @@ PROMPTS = "gpu-host/2026-11-25-h100-evening-prompts"
 SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
 EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
 FORMATS = "gpu-host/2026-11-23-h200-14-cores-half"
+FAMILIES = "cpu-host/2026-11-25-families-avx2"
+BUDGET = "gpu-host/2026-11-25-h200-night-budget"
 HANDOVER = "gpu-host/2026-11-23-expert-handover"
 CODES = "gpu-host/2026-11-23-h100-codes"
 EXPERT_KERNELS = "gpu-host/2026-11-23-experts-128"
@@ -196,6 +199,40 @@ def expert_engine() -> str:
             )
             for one in ((1, 128), (8, 128), (32, 128), (8, 1024))
             for steps in [[step_ms(EXPERTS, way, *one, output) for way in ways]]
+        ),
+    )  # fmt: skip
+
+
+def budget() -> str:
+    """A model with experts of 40 GB in 24 GiB of GPU memory."""
+    ways = {"experts on the socket": EXPERT_RANKS, "UVA": UVA, "prefetching": PREFETCH}
+    rows = []
+    for name, way in ways.items():
+        one = point(BUDGET, way, 8, 128, 256)
+        first, step = first_token_ms(BUDGET, way, 8, 128, 256), step_ms(BUDGET, way, 8, 128, 256)
+        rows.append((name, f"{one['tokens_per_s']:.1f}", ms(step), ms(first)))
+    return table(("", "tokens/s, end to end", "step, ms", "first token, ms"), rows)
+
+
+def families() -> str:
+    """Other families beside a Llama of the same linear layers, on one CPU rank."""
+    results = raw(FAMILIES)["results"]
+    llama, names = "1b-4", {"Mistral": "mistral", "Gemma 2": "gemma2", "Gemma 3": "gemma3"}
+    figures = {"decode_ms": "decode step", "prefill_s": "prefill"}
+
+    def beside(shape: str, figure: str, batch: int) -> str:
+        own, other = (
+            [row[figure] for row in results[one] if row["batch"] == batch] for one in (shape, llama)
+        )
+        return f"{statistics.median(x / y for x, y in zip(own, other, strict=True)):.2f}"
+
+    return table(
+        ("time ÷ Llama's", *names),
+        (
+            (f"{title}, {batch} × 128",
+             *(beside(f"{llama}-{name}", figure, batch) for name in names.values()))
+            for figure, title in figures.items()
+            for batch in (1, 8)
         ),
     )  # fmt: skip
 
@@ -451,11 +488,13 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "small host": small_host,
         "floors": floors,
         "experts": expert_engine,
+        "budget": budget,
         "handover": handovers,
         "expert kernels": expert_kernels,
         "two ranks": two_ranks,
         "formats": formats,
         "codes": codes,
+        "families": families,
         "in flight": in_flight,
         "boundary": boundary,
         "beside mp": beside_mp,

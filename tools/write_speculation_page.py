@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 from page_blocks import DOCS, replaced, table
-from raw_figures import EXPERT_RANKS, OURS, TWO_RANKS, raw, step_ms
+from raw_figures import EXPERT_RANKS, OURS, TWO_RANKS, point, raw, step_ms
 from write_performance_page import DAY_BEFORE, EXPERTS, FORMATS, NEWEST
 
 from placement.plan.drafts import tokens_of_step
@@ -37,6 +37,8 @@ ENGINES = (
 """What is outside the GPU, cores of the host, raw file, contender, tokens of an answer."""
 VERIFYING = "gpu-host/2026-11-25-h200-drafts"
 """Raw file of one engine's steps that verify drafts, in answers of 96 tokens."""
+SEPARATE = "gpu-host/2026-11-25-h200-night-drafts"
+"""Raw file of an engine for each number of drafts, in turns, in answers of 64 tokens."""
 DRAFTING = {
     "none": ("no drafts", None),
     "1, accepted with 0.7": ("forced drafts", 1),
@@ -125,17 +127,17 @@ def verifying() -> str:
     for requests in (1, 8):
         found = {
             drafts: next(
-                point
-                for point in contenders[contender]["points"]
-                if (point["batch"], point.get("drafts")) == (requests, number)
+                one
+                for one in contenders[contender]["points"]
+                if (one["batch"], one.get("drafts")) == (requests, number)
             )
             for drafts, (contender, number) in DRAFTING.items()
         }
         plain = found["none"]
-        for drafts, point in found.items():
-            ratios = (point[key] / plain[key] for key in ("step_ms", "tokens_per_s"))
+        for drafts, own in found.items():
+            ratios = (own[key] / plain[key] for key in ("step_ms", "tokens_per_s"))
             rows.append(
-                (str(requests), drafts, f"{point['step_ms']:.1f}", f"{point['tokens_per_s']:.1f}",
+                (str(requests), drafts, f"{own['step_ms']:.1f}", f"{own['tokens_per_s']:.1f}",
                  *(f"{one:.2f}" for one in ratios))
             )  # fmt: skip
     head = ("requests", "drafts of each", "step, ms", "tokens/s", "step relative to no drafts",
@@ -143,7 +145,21 @@ def verifying() -> str:
     return table(head, rows)
 
 
-TABLES = {"steps": steps, "verifying": verifying, "gains": gains, "engines": engines}
+def separate() -> str:
+    """Steps of an engine for each number of drafts, beside those of the one without."""
+    rows = []
+    for requests in (1, 8):
+        plain, *drafting = (
+            point(SEPARATE, contender, requests, 128, 64)["step_ms"]
+            for contender in ("no drafts", "forced 1", "forced 3", "forced 7")
+        )
+        shown = [f"{ms:.1f} ({ms / plain:.2f})" for ms in drafting]
+        rows.append((str(requests), f"{plain:.1f}", *shown))
+    return table(("requests", "no drafts, ms", "1 draft of each", "3", "7"), rows)
+
+
+TABLES = {"steps": steps, "verifying": verifying, "separate": separate, "gains": gains,
+          "engines": engines}  # fmt: skip
 
 
 def written(page: str) -> str:
