@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ray_hetero.distributed.expert_channel import ExpertChannel
-from ray_hetero.kernels.prompts.weight_pieces import current
+from ray_hetero.kernels.prompts.link_reader import current
 
 
 class OtherExperts:

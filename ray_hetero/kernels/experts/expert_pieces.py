@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ray_hetero.kernels.experts.linked_experts import LinkedSlice
-from ray_hetero.kernels.prompts.weight_pieces import LinkReader, Slot
+from ray_hetero.kernels.prompts.link_reader import LinkReader, Slot
 from ray_hetero.planning.prefill_memory import EXPERT_SLOTS
 
 Run = tuple[int, int]

@@ -17,8 +17,8 @@ import torch
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.prompts import gpu_post_attention
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.prompt_group import RESULTS, PromptGroup
-from ray_hetero.kernels.prompts.weight_pieces import current
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
 from ray_hetero.kernels.prompts.gpu_rotation import rotate
 from ray_hetero.kernels.prompts.gpu_rows import chunks
 from ray_hetero.kernels.prompts.kv_transfer import KvReturns, KvUploads, Span, spans_of
-from ray_hetero.kernels.prompts.weight_pieces import current
+from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.planning.prefill_memory import attention_bytes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 
 from ray_hetero.kernels.prompts import gpu_rows
 from ray_hetero.kernels.prompts.gpu_rows import chunks
-from ray_hetero.kernels.prompts.weight_pieces import current
+from ray_hetero.kernels.prompts.link_reader import current
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer_parts import Norm, PostAttention

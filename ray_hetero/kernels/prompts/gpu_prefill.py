@@ -24,6 +24,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import HostWeight
 from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, expand_with_triton
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
+from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.step_memory import StepMemory
 from ray_hetero.kernels.prompts.weight_pieces import (
     Piece,
@@ -31,7 +32,6 @@ from ray_hetero.kernels.prompts.weight_pieces import (
     Placed,
     ReadingOrder,
     WholeWeight,
-    current,
     cut,
 )
 from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, ExpandedWeight, WeightsAhead

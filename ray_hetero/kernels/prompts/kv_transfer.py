@@ -22,7 +22,7 @@ from ray_hetero.kernels.layers.kv_layouts import unpack_blocks
 from ray_hetero.kernels.layers.step_rows import Request
 from ray_hetero.kernels.prompts.gpu_attention import Lengths
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-from ray_hetero.kernels.prompts.weight_pieces import current
+from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.log import logger
 from ray_hetero.planning import prefill_memory
 from ray_hetero.planning.prefill_memory import BF16_BYTES, KV_RETURNS, KV_SLOTS

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ray_hetero.kernels.prompts.weight_pieces import current
+from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
 

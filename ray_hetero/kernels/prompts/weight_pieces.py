@@ -7,16 +7,14 @@ after a piece then is on its way over the link while the piece is computed with.
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from ray_hetero.kernels.formats.base import BLOCK, Expansion
+from ray_hetero.kernels.prompts.link_reader import LinkReader, Slot, current
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPANDED, piece_bytes, slots_within
 
 SLOT_ALIGNMENT = 512
@@ -209,86 +207,6 @@ class ReadingOrder:
         self.last = None
 
 
-Read = TypeVar("Read")
-"""Type of what a GPU reads at once."""
-
-
-@dataclass(eq=False)
-class Slot(Generic[Read]):
-    """Memory on the GPU for one piece as it is stored."""
-
-    memory: torch.Tensor
-    """Bytes."""
-    ready: Any
-    """Event: the piece has come."""
-    free: Any
-    """Event: nothing reads it any more."""
-    piece: Read | None = None
-
-
-class LinkReader(ABC, Generic[Read]):
-    """Reads pieces over the link on a stream of its own, each ahead of its use.
-
-    Args:
-        device: the GPU; for tests the CPU.
-        module: that makes its streams and events.
-        slots: pieces on the GPU.
-        nbytes: of a slot.
-
-    """
-
-    def __init__(self, device: torch.device, module: Any, slots: int, nbytes: int) -> None:
-        self._copying = module.Stream()
-        self._count = slots
-        # In one, which torch rounds up once only.
-        memory = torch.empty((slots, nbytes), dtype=torch.uint8, device=device)
-        made: list[Slot[Read]] = [Slot(one, module.Event(), module.Event()) for one in memory]
-        self._slots = itertools.cycle(made)
-        self._ahead: deque[Slot[Read]] = deque()
-
-    @property
-    def slots(self) -> int:
-        """Pieces on the GPU at most."""
-        return self._count
-
-    @abstractmethod
-    def copies(self, piece: Read) -> Iterator[tuple[torch.Tensor, int]]:
-        """What of a piece is to be copied, as bytes, and to where in a slot."""
-
-    def forget(self) -> None:
-        """What was ordered ahead does not come."""
-        self._ahead.clear()
-
-    def fetch(self, piece: Read) -> None:
-        """Order a piece."""
-        slot = next(self._slots)
-        with current(self._copying):
-            self._copying.wait_event(slot.free)
-            for rows, at in self.copies(piece):
-                slot.memory[at : at + rows.numel()].copy_(rows, non_blocking=True)
-            slot.ready.record(self._copying)
-        slot.piece = piece
-        self._ahead.append(slot)
-
-    def wait(self) -> None:
-        """Wait until all pieces that were ordered have come."""
-        for slot in self._ahead:
-            slot.ready.synchronize()
-
-    def read_ahead(self, last: Read, after: Callable[[Read], Read | None]) -> None:
-        """Order what comes after the last piece that was ordered, as far as there are slots.
-
-        Args:
-            last: that piece, where all have come.
-            after: what comes after a piece, if that is known.
-
-        """
-        following = after((self._ahead[-1].piece or last) if self._ahead else last)
-        while len(self._ahead) < self._count and following is not None:
-            self.fetch(following)
-            following = after(following)
-
-
 @dataclass(eq=False)
 class _Buffer:
     """Memory on the GPU for one expanded piece."""
@@ -417,8 +335,3 @@ class PieceReader(LinkReader[Piece]):
                 return slot
         self.fetch(piece)
         return self._ahead.popleft()
-
-
-def current(stream: Any) -> AbstractContextManager[object]:
-    """Make a stream the current one, without torch.cuda.stream, which the worker replaces too."""
-    return stream if isinstance(stream, torch.Stream) else nullcontext()
