@@ -1,8 +1,9 @@
 """End the command line with one clear line, not with a traceback of somebody else's process.
 
 `vllm serve` runs the engine in a child process; what went wrong there reaches the parent only as
-"engine core failed".  The child leaves its reason in a file that the parent has named, and the
-parent prints it last.  In a notebook or a script exceptions are left alone.
+"engine core failed".  The child leaves its reason in a file of the parent's that has no name, and
+so is gone with it however it ends; the parent prints it last.  In a notebook or a script exceptions
+are left alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -35,10 +36,9 @@ def catch() -> None:
     """In a process that runs a command of vLLM: when it ends for a reason, print that last."""
     if VARIABLE in os.environ or not is_command():
         return
-    descriptor, name = tempfile.mkstemp(prefix="ray_hetero-", suffix=".reason")
-    os.close(descriptor)
-    os.environ[VARIABLE] = name
-    path, owner, previous = Path(name), os.getpid(), sys.excepthook
+    descriptor, owner, previous = os.memfd_create("ray_hetero"), os.getpid(), sys.excepthook
+    # The engine's process does not inherit the file, but may open it.
+    name = os.environ[VARIABLE] = f"/proc/{owner}/fd/{descriptor}"
     own: list[str] = []
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -48,11 +48,10 @@ def catch() -> None:
             previous(kind, error, trace)
 
     def end() -> None:
-        # Forked children inherit the handler, not the file.
+        # Forked children inherit the handler.
         if os.getpid() != owner:
             return
-        reason = own[0] if own else _taken(path)
-        path.unlink(missing_ok=True)
+        reason = own[0] if own else Path(name).read_text(encoding="utf-8")
         if reason:
             _end_with(reason)
 
@@ -62,9 +61,11 @@ def catch() -> None:
 
 def leave(reason: str) -> None:
     """In the engine's process: leave the reason for the command; the first one counts."""
-    path = os.environ.get(VARIABLE)
-    if path and Path(path).exists() and not Path(path).stat().st_size:
-        Path(path).write_text(reason, encoding="utf-8")
+    if name := os.environ.get(VARIABLE):
+        # A command that is gone, or is being taken down, has no files any more.
+        with suppress(FileNotFoundError, PermissionError):
+            if not Path(name).stat().st_size:
+                Path(name).write_text(reason, encoding="utf-8")
 
 
 def engine_was_killed(pid: int, number: int) -> None:
@@ -74,20 +75,10 @@ def engine_was_killed(pid: int, number: int) -> None:
     leave(f"the engine's process, pid {pid}, was ended by {ended_by.name}{hint}")
 
 
-def discard() -> None:
-    """In the engine's process: remove the file of a command that is gone."""
-    if path := os.environ.get(VARIABLE):
-        Path(path).unlink(missing_ok=True)
-
-
 def is_command() -> bool:
     """Whether this is `vllm …` or `python -m vllm.entrypoints.…`, as containers start it."""
     module = getattr(sys.modules["__main__"].__spec__, "name", "")
     return Path(sys.argv[0]).name == "vllm" or module.startswith("vllm.entrypoints.")
-
-
-def _taken(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _end_with(reason: str) -> NoReturn:

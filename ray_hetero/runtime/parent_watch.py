@@ -14,7 +14,6 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 
 from ray_hetero.log import logger
-from ray_hetero.runtime import exit_reason
 
 ENGINE_PROCESS = "EngineCore"
 """Beginning of the names of vLLM's engine processes."""
@@ -43,7 +42,6 @@ def _wait(parent: int, stop_ranks: Callable[[], object]) -> None:
     killer = threading.Timer(END_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
     killer.daemon = True
     killer.start()
-    exit_reason.discard()
     stop_ranks()
     # vLLM's own way to end an engine process.
     os.kill(os.getpid(), signal.SIGTERM)

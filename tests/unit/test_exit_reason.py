@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ray_hetero.runtime import exit_reason
 
 COMMAND = """
 import sys
@@ -68,5 +72,23 @@ def test_another_programs_errors_are_left_alone(tmp_path: Path) -> None:
     assert "Traceback" in ran.stderr
 
 
-def test_the_file_of_a_command_that_is_gone_can_be_removed(tmp_path: Path) -> None:
-    run(tmp_path, "import os; exit_reason.discard(); os._exit(0)")
+def test_a_command_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    ran = run(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert ran.returncode == -signal.SIGKILL
+
+
+def test_a_reason_from_another_process(tmp_path: Path) -> None:
+    child = "from ray_hetero.runtime import exit_reason; exit_reason.leave('rank 1 died')"
+    ran = run(tmp_path, f"import subprocess; subprocess.run([sys.executable, '-c', {child!r}])")
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, "ray_hetero: rank 1 died")
+
+
+def test_a_reason_for_a_command_that_is_gone_goes_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as gone:
+        # Not yet waited for, and then no more.
+        for end in (lambda: os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT), gone.wait):
+            end()
+            monkeypatch.setenv(exit_reason.VARIABLE, f"/proc/{gone.pid}/fd/3")
+            exit_reason.leave("rank 1 died")
