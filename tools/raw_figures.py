@@ -87,6 +87,16 @@ def median(name: str, backend: str, figure: str) -> float:
     return statistics.median(one[figure] for one in raw(name)["rounds"][backend])
 
 
+def beside_llama(name: str, family: str, figure: str, batch: int) -> float:
+    """A figure of a family over Llama's of the same round of `families.py`, the median."""
+    results = raw(name)["results"]
+    own, llama = (
+        [row[figure] for row in results[shape] if row["batch"] == batch]
+        for shape in (f"1b-4-{family}", "1b-4")
+    )
+    return statistics.median(x / y for x, y in zip(own, llama, strict=True))
+
+
 def handover_us(name: str, mode: str, ranks: int, tokens: int) -> float:
     """Microseconds of a layer's handover, from a file of `expert_handover.py`."""
     (found,) = (

@@ -8,7 +8,6 @@ between two marks; the text around them is kept.  Figures come from benchmarks/r
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from raw_figures import (
     PREFETCH,
     TWO_RANKS,
     UVA,
+    beside_llama,
     decode_step_ms,
     first_token_ms,
     floor_ms,
@@ -216,21 +216,13 @@ def budget() -> str:
 
 def families() -> str:
     """Other families beside a Llama of the same linear layers, on one CPU rank."""
-    results = raw(FAMILIES)["results"]
-    llama, names = "1b-4", {"Mistral": "mistral", "Gemma 2": "gemma2", "Gemma 3": "gemma3"}
+    names = {"Mistral": "mistral", "Gemma 2": "gemma2", "Gemma 3": "gemma3"}
     figures = {"decode_ms": "decode step", "prefill_s": "prefill"}
-
-    def beside(shape: str, figure: str, batch: int) -> str:
-        own, other = (
-            [row[figure] for row in results[one] if row["batch"] == batch] for one in (shape, llama)
-        )
-        return f"{statistics.median(x / y for x, y in zip(own, other, strict=True)):.2f}"
-
     return table(
         ("time ÷ Llama's", *names),
         (
             (f"{title}, {batch} × 128",
-             *(beside(f"{llama}-{name}", figure, batch) for name in names.values()))
+             *(f"{beside_llama(FAMILIES, name, figure, batch):.2f}" for name in names.values()))
             for figure, title in figures.items()
             for batch in (1, 8)
         ),

@@ -132,6 +132,11 @@ class Piece:
     inputs: int
     expansion: Expansion
 
+    @property
+    def values(self) -> int:
+        """Weights of the piece."""
+        return (self.end - self.begin) * self.inputs
+
 
 @dataclass(frozen=True, eq=False)
 class Placed:
@@ -245,7 +250,7 @@ class PieceReader(LinkReader[Piece]):
         self._computing = computing
         # Ahead of products, whose end it does not put off: the next ones wait for it.
         self._expanding = module.Stream(priority=-1)
-        values = max((piece.end - piece.begin) * piece.inputs for piece in pieces)
+        values = max(piece.values for piece in pieces)
         memory = torch.empty((EXPANDED, values), dtype=torch.bfloat16, device=device)
         made = [_Buffer(one, module.Event(), module.Event()) for one in memory]
         self._used, self._next = made
@@ -283,13 +288,12 @@ class PieceReader(LinkReader[Piece]):
         if self._used.piece is not piece:
             self._expand(self._used, piece)
         self._computing.wait_event(self._used.ready)
-        self.read_ahead(piece, order.after)
-        following = order.after(piece)
+        last, following = piece, order.after(piece)
         if is_next_too and following is not None and following is not piece:
             self._expand(self._next, following)
-            self.read_ahead(following, order.after)
-        rows, inputs = piece.end - piece.begin, piece.inputs
-        return self._used.memory[: rows * inputs].view(rows, inputs)
+            last = following
+        self.read_ahead(last, order.after)
+        return self._used.memory[: piece.values].view(-1, piece.inputs)
 
     def expand_into(self, piece: Piece, order: ReadingOrder, into: torch.Tensor) -> None:
         """Expand a piece on the stream of products; the next ones are on their way then.
@@ -301,22 +305,22 @@ class PieceReader(LinkReader[Piece]):
 
         """
         order.use(piece)
-        slot = self._slot_of(piece)
-        self._expand_slot(slot, piece, into, self._computing)
+        self._expand_slot(self._slot_of(piece), piece, into, self._computing)
         self.read_ahead(piece, order.after)
 
     def prepare(self, order: ReadingOrder) -> None:
         """Order what the next step of a kind uses first, where all slots are left free."""
         if not self._ahead and order.last is not None:
-            first = order.after(order.last)
-            is_expanded = first is not None and first is self._next.piece
-            self.read_ahead(first if is_expanded and first else order.last, order.after)
+            last, first = order.last, order.after(order.last)
+            if first is not None and first is self._next.piece:
+                last = first  # it is expanded already
+            self.read_ahead(last, order.after)
 
     def _expand(self, buffer: _Buffer, piece: Piece) -> None:
         with current(self._expanding):
             self._expanding.wait_event(buffer.free)
-            count = (piece.end - piece.begin) * piece.inputs
-            self._expand_slot(self._slot_of(piece), piece, buffer.memory[:count], self._expanding)
+            into = buffer.memory[: piece.values]
+            self._expand_slot(self._slot_of(piece), piece, into, self._expanding)
             buffer.ready.record(self._expanding)
         buffer.piece = piece
 

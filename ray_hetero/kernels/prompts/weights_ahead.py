@@ -98,7 +98,7 @@ class WeightsAhead:
         for at in addresses:
             expanded = self._weights[at] = ExpandedWeight()
             for placed in pieces[at]:
-                count = (placed.piece.end - placed.piece.begin) * placed.piece.inputs
+                count = placed.piece.values
                 if count > len(memory):
                     return
                 weight, memory = memory[:count], memory[count:]
