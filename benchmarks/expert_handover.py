@@ -145,6 +145,7 @@ def expert_rank(folder: Path, meeting: str, number: int, layers: int) -> None:
     class Echo:
         function = native().ECHO
         context = 0
+        with_team = 0
 
     held = {
         str(layer): HeldLayer(HIDDEN, torch.bfloat16, lambda x, w, i: x, Echo())

@@ -1,5 +1,5 @@
 // What computes a layer's routed experts, as the module of the kernels hands it to the module that
-// waits for tokens: plain C, for the two are built apart.
+// waits for tokens: addresses of functions, for the two are built apart.
 
 #pragma once
 
@@ -18,5 +18,9 @@ struct ExpertTokensAt {
 
 // Null, or what went wrong, valid until the same thread's next call.
 using ComputeExperts = const char* (*)(const void* context, const ExpertTokensAt& tokens);
+
+// Call work(context) while the threads that compute stay ready for the next layer; what it throws
+// comes back.
+using WithTeam = void (*)(void (*work)(void*), void* context);
 
 }  // namespace ray_hetero

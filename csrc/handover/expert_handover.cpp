@@ -150,6 +150,9 @@ struct Channel {
 class Receiver {
  public:
   using AsLayer = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t>;
+  using Asked = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
+
+  explicit Receiver(std::uintptr_t with_team) : with_team_(reinterpret_cast<WithTeam>(with_team)) {}
 
   void add(std::uintptr_t memory, std::int64_t ranks, std::int64_t rank, int connection,
            std::uintptr_t x, std::uintptr_t ids, std::uintptr_t weights, std::uintptr_t y,
@@ -166,32 +169,23 @@ class Receiver {
 
   // Compute what comes, for so long; then nothing, or (channel, layer, tokens) that Python is to
   // compute and to finish.
-  std::optional<std::tuple<std::int64_t, std::int64_t, std::int64_t>> serve(double limit_s) {
+  std::optional<Asked> serve(double limit_s) {
     py::gil_scoped_release release;
-    const double end_s = now_s() + limit_s;
+    end_s_ = now_s() + limit_s;
+    left_to_python_.reset();
     while (true) {
-      for (std::size_t i = 0; i < channels_.size(); ++i) {
-        Channel& channel = channels_[i];
-        const std::uint32_t request =
-            channel.words.request(channel.rank).load(std::memory_order_acquire);
-        if (request == 0) continue;
-        patience_.renew();
-        const std::int64_t number = static_cast<std::int64_t>(request & kLayers) - 1;
-        const std::int64_t tokens = request >> kLayerBits;
-        if (number < 0 || number >= static_cast<std::int64_t>(channel.layers.size()) ||
-            tokens <= 0 || tokens > channel.capacity) {
-          throw std::runtime_error("a request of layer " + std::to_string(number) + " for " +
-                                   std::to_string(tokens) + " tokens is none that was agreed on");
+      if (!is_asked()) {
+        if (patience_.wait() && patience_.now() > looked_s_ + kLookSeconds) {
+          look();
+          if (looked_s_ > end_s_) return std::nullopt;
         }
-        const Layer& layer = channel.layers[number];
-        begin(i, number, tokens);
-        if (layer.compute == nullptr) return std::tuple(static_cast<std::int64_t>(i), number, tokens);
-        compute(channel, layer, tokens);
+      } else if (with_team_ == nullptr || patience_.is_shared()) {
+        compute_all();
+      } else {
+        with_team_([](void* self) { static_cast<Receiver*>(self)->compute_steps(); }, this);
       }
-      if (patience_.wait() && patience_.now() > looked_s_ + kLookSeconds) {
-        look();
-        if (looked_s_ > end_s) return std::nullopt;
-      }
+      if (left_to_python_.has_value()) return left_to_python_;
+      if (answered_s_ > end_s_) return std::nullopt;
     }
   }
 
@@ -214,6 +208,52 @@ class Receiver {
   static constexpr double kLookSeconds = 0.02;
   // Between two requests; what is longer is no pause within steps.
   static constexpr double kLongestPause = 0.05;
+  // After the last layer of a step, for which threads stay ready for the next step's first.
+  static constexpr double kReadySeconds = 0.002;
+
+  bool is_asked() const {
+    for (const Channel& channel : channels_) {
+      if (channel.words.request(channel.rank).load(std::memory_order_acquire) != 0) return true;
+    }
+    return false;
+  }
+
+  // Layers of steps, until none has come for a while, Python is to compute one, or it is time to
+  // look at other things.
+  void compute_steps() {
+    while (!left_to_python_.has_value() && answered_s_ < end_s_) {
+      compute_all();
+      if (patience_.wait() &&
+          (patience_.is_shared() || patience_.now() > answered_s_ + kReadySeconds)) {
+        return;
+      }
+    }
+  }
+
+  // What is asked for now.
+  void compute_all() {
+    for (std::size_t i = 0; i < channels_.size(); ++i) {
+      Channel& channel = channels_[i];
+      const std::uint32_t request =
+          channel.words.request(channel.rank).load(std::memory_order_acquire);
+      if (request == 0) continue;
+      patience_.renew();
+      const std::int64_t number = static_cast<std::int64_t>(request & kLayers) - 1;
+      const std::int64_t tokens = request >> kLayerBits;
+      if (number < 0 || number >= static_cast<std::int64_t>(channel.layers.size()) ||
+          tokens <= 0 || tokens > channel.capacity) {
+        throw std::runtime_error("a request of layer " + std::to_string(number) + " for " +
+                                 std::to_string(tokens) + " tokens is none that was agreed on");
+      }
+      const Layer& layer = channel.layers[number];
+      begin(i, number, tokens);
+      if (layer.compute == nullptr) {
+        left_to_python_ = Asked(static_cast<std::int64_t>(i), number, tokens);
+        return;
+      }
+      compute(channel, layer, tokens);
+    }
+  }
 
   // Count a request: a step has one of the first layer that the first sender with layers has.
   void begin(std::size_t number, std::int64_t layer, std::int64_t tokens) {
@@ -275,9 +315,11 @@ class Receiver {
     }
   }
 
+  const WithTeam with_team_;  // or nullptr, where threads wait for each layer in their own way
   std::vector<Channel> channels_;
   Patience patience_;
-  double looked_s_ = 0, began_s_ = 0, answered_s_ = 0;
+  double looked_s_ = 0, began_s_ = 0, answered_s_ = 0, end_s_ = 0;
+  std::optional<Asked> left_to_python_;
   std::vector<std::uint64_t> seen_;  // by expert: the request that has counted it last
   std::uint64_t turn_ = 0;
   Totals totals_;
@@ -333,7 +375,8 @@ PYBIND11_MODULE(_expert_handover, module) {
       .def_property_readonly("has_failed", &Sender::has_failed);
 
   py::class_<Receiver>(module, "Receiver", "The channels of an expert rank, one for each sender.")
-      .def(py::init<>())
+      .def(py::init<std::uintptr_t>(), py::arg("with_team") = 0,
+           "`with_team` is the address of that function of the layers' own module, or 0.")
       .def("add", &Receiver::add, py::kw_only(), py::arg("memory"), py::arg("ranks"),
            py::arg("rank"), py::arg("connection"), py::arg("x"), py::arg("ids"),
            py::arg("weights"), py::arg("y"), py::arg("capacity"), py::arg("layers"),

@@ -71,7 +71,7 @@ inline double now_s() {
 class Patience {
  public:
   // From now on full speed again.
-  void renew() { turns_ = now_s_ < shared_until_s_ ? kTurns - 1 : 0, since_s_ = -1; }
+  void renew() { turns_ = is_shared() ? kTurns - 1 : 0, since_s_ = -1; }
 
   // One turn; whether the clock was looked at, which is when others may be too.
   bool wait() {
@@ -98,6 +98,8 @@ class Patience {
     return true;
   }
   double now() const { return now_s_; }
+  // Whether others compute on the same core.
+  bool is_shared() const { return now_s_ < shared_until_s_; }
 
  private:
   static constexpr int kTurns = 512;

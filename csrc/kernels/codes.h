@@ -279,8 +279,16 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
   std::int64_t ahead = 0;  // tile that is expanded next
   const auto expand_up_to = [&](std::int64_t tile) {
     for (; ahead < std::min(tiles, tile); ++ahead) {
-      prefetch_lines(codes.at(), kTile / 2 * Codes::kPairBytes);
-      expand_rows(codes, kTile, slot(ahead));
+      if constexpr (Codes::kPairBytes > kLineBytes) {
+        prefetch_lines(codes.at(), kTile / 2 * Codes::kPairBytes);
+        expand_rows(codes, kTile, slot(ahead));
+      } else {
+        // Of codes of four bits 6 to 8 % faster than with lines fetched into the first-level cache too.
+        for (std::int64_t row = 0; row < kTile; row += 2) {
+          prefetch_l2(codes.at() + kPrefetchL2Bytes);
+          expand_rows(codes, 2, slot(ahead) + row * kRow);
+        }
+      }
     }
   };
   if constexpr (!kTwo) {

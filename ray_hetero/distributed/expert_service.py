@@ -49,7 +49,9 @@ class ExpertService:
     def __init__(self, layers: Mapping[str, HeldLayer], number: int) -> None:
         self._layers = layers
         self._number = number
-        self._receiver = native().Receiver()
+        calls = [held.call for held in layers.values() if held.call is not None]
+        # All of one module, whose threads they compute with.
+        self._receiver = native().Receiver(calls[0].with_team if calls else 0)
         self._computed: list[Sequence[tuple[HeldLayer, TokenViews]]] = []
         self._channels: list[Reached] = []
 

@@ -1,7 +1,7 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
 The argument is a list of {"model", "layout", "dtype", "compiled", "prompt_gpu", "long", "share",
-"shares", "experts", "linked", "drafts"};
+"shares", "experts", "linked", "split", "drafts", "linear_backend"};
 an empty layout is stock vLLM on one GPU.
 """
 
@@ -51,6 +51,7 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         # Several engines share the GPU here, so none may size itself by what is free.
         "kv_cache_memory_bytes": 1 << 30,
         "gpu_memory_utilization": 0.2,
+        "linear_backend": run["linear_backend"],
     }
     if run["drafts"]:
         common |= {"speculative_config": run["drafts"], "disable_log_stats": False}

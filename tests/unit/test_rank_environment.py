@@ -58,7 +58,8 @@ def test_without_a_library_places_bind_the_threads() -> None:
 def test_none_leaves_openmp_to_the_environment() -> None:
     environment = cpu_rank_environment((0, 1), ALL, openmp="none")
     assert set(environment) == {
-        "VLLM_TARGET_DEVICE", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"
+        "VLLM_TARGET_DEVICE", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "THP_MEM_ALLOC_ENABLE",
     }  # fmt: skip
 
 

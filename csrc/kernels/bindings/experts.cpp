@@ -93,7 +93,14 @@ void bind_experts(py::module_& module) {
       .def_property_readonly(
           "context",
           [](const ExpertCall& call) { return reinterpret_cast<std::uintptr_t>(&call); },
-          "Address of its context, valid as long as this is.");
+          "Address of its context, valid as long as this is.")
+      .def_property_readonly_static(
+          "with_team",
+          [](const py::object&) {
+            const WithTeam function = &with_team;
+            return reinterpret_cast<std::uintptr_t>(function);
+          },
+          "Address of what keeps the threads ready between calls.");
 }
 
 }  // namespace ray_hetero
