@@ -56,7 +56,8 @@ def cpu_rank_environment(
         # whose prompts a GPU computes could not have it any more.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # Torch asks for huge pages where a tensor lies, which systems that give them to those who
-        # ask (madvise) do not do by themselves.  A core reads weights up to a third faster then.
+        # ask (madvise) do not do by themselves.  One core by itself reads weights up to a third
+        # faster then.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
     if cpu_site is not None:

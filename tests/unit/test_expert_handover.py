@@ -155,9 +155,7 @@ def test_an_expert_rank_counts_steps_layers_and_experts(in_python: bool) -> None
     memory = HandoverMemory(descriptor, geometry)
     os.close(descriptor)
     mine, other = socket.socketpair()
-    call = None if in_python else SimpleNamespace(
-        function=native.ECHO, context=0, with_team=0
-    )
+    call = None if in_python else SimpleNamespace(function=native.ECHO, context=0, with_team=0)
     layers = {
         layer.name: replace(held(0, layer.hidden, dtype, at), call=call)
         for at, layer in enumerate(LAYERS)
