@@ -32,6 +32,7 @@ CASES = [
     Case("llama-int8", "bfloat16", "g/c"),
     Case("llama-int8", "bfloat16", "gc"),
     Case("llama-fp8", "bfloat16", "c/g"),
+    Case("llama-fp8", "bfloat16", "c/g", linear_backend="marlin"),
     Case("llama-w4a16", "bfloat16", "c/g"),
 ]
 
