@@ -35,7 +35,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--contenders", help="names with commas; else all but the eager ones")
     parser.add_argument("--list", action="store_true", help="name the contenders and stop")
     parser.add_argument("--points", help="batch x prompt, or batch x prompt x output, with commas")
+    parser.add_argument("--points-of", action="append", default=[], metavar="CONTENDER=POINTS",
+                        help="other points of one contender, without the arrival")  # fmt: skip
     parser.add_argument("--most-prompt-tokens", type=int, default=16384,
                         help="of all requests of a point; larger points are left out")  # fmt: skip
     parser.add_argument(
@@ -134,7 +136,7 @@ def main() -> None:
     unasked = {one.name for one in there if one.name.endswith(" eager")}
     if options.case != "formats":
         unasked |= {one.name for one in there if one.name.endswith(contenders.STORED)}
-    wanted = chosen(there, options.contenders, unasked)
+    wanted = with_points(chosen(there, options.contenders, unasked), options.points_of)
     if options.list:
         print("\n".join(contender.name for contender in wanted))
         return
@@ -318,6 +320,14 @@ def chosen(
     if unknown := sorted(set(names.split(",")) - set(by_name)):
         raise SystemExit(f"no contender is called {unknown}; there are {sorted(by_name)}")
     return [by_name[name] for name in names.split(",")]
+
+
+def with_points(wanted: list[Contender], texts: list[str]) -> list[Contender]:
+    """The contenders, with other points for those that --points-of names."""
+    points = dict(text.split("=", 1) for text in texts)
+    if unknown := sorted(set(points) - {one.name for one in wanted}):
+        raise SystemExit(f"--points-of names {unknown}; there are {[one.name for one in wanted]}")
+    return [replace(one, points=points.get(one.name, one.points)) for one in wanted]
 
 
 def points_of(options: argparse.Namespace) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -56,6 +57,43 @@ def unlink_cpu_shared_memory(communicator: Any) -> None:
         # The barrier at the end of _init_cpu_shm has passed: every rank has its mapping.
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):  # noqa: S108
             path.unlink(missing_ok=True)
+
+
+NAP_SHARE = 0.05
+"""Length of a nap as a share of the time since the last message."""
+LONGEST_NAP_S = 5e-4
+"""Longest nap of a reader, in seconds."""
+
+
+def nap_while_waiting(queue: Any) -> None:
+    """Let a queue's reader sleep for moments while messages are frequent, instead of polling.
+
+    Replaces: `SpinCondition.wait` of one queue.
+    Uses: `MessageQueue._spin_condition`, `SpinCondition.last_read`, `SpinCondition.busy_loop_s`.
+    Why: it polls for a second after each message and only yields its core.  Linux yields within a
+    scheduling group (a session or a control group), so that a rank that computes on the same core
+    as a member of another group, as below a Ray that was started before, gets half of the core.
+    Can go when: the manner of waiting is an option.
+
+    Args:
+        queue: a `MessageQueue` that this process reads; one whose messages come through a socket
+            stays as it is.
+
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    stock = original(SpinCondition, "wait")
+    if (condition := original(queue, "_spin_condition")) is None:
+        return
+
+    def wait(timeout_ms: int | None = None) -> None:
+        passed = time.monotonic() - original(condition, "last_read")
+        if passed <= original(condition, "busy_loop_s"):
+            time.sleep(min(LONGEST_NAP_S, NAP_SHARE * passed))
+        else:
+            stock(condition, timeout_ms)
+
+    condition.wait = wait
 
 
 def answer_untraced(process: Any) -> None:

@@ -242,7 +242,12 @@ class HeteroExecutor(GuardedExecutor):
             limit_s = self._config.warmup.step_timeout_s
             requests = RequestQueue.open(self.world, ranks.failure, limit_s)
             handles = ranks.actors.start(requests.export_handle())
-            answers = [AnswerQueue.open(handle, ranks.failure) for handle in handles]
+            here = [seat for seat in self.world.members if seat.is_driver_node]
+            shares_cores = not self._plan.spare_here and any(seat.kind == "cpu" for seat in here)
+            answers = [
+                AnswerQueue.open(handle, ranks.failure, shares_cores=shares_cores)
+                for handle in handles
+            ]
             limit_s = self._config.startup.actor_timeout_s
             ranks.connect(requests, answers, limit_s, "startup.actor_timeout_s")
             for rank, seconds in enumerate(ranks.actors.seconds):

@@ -107,9 +107,19 @@ class AnswerQueue:
         self._failure = failure
 
     @classmethod
-    def open(cls, handle: Any, failure: Failure) -> AnswerQueue:
-        """Open the queue that a rank has made, by its handle."""
-        return cls(MessageQueue.create_from_handle(handle, 0), failure)
+    def open(cls, handle: Any, failure: Failure, *, shares_cores: bool = False) -> AnswerQueue:
+        """Open the queue that a rank has made, by its handle.
+
+        Args:
+            handle: what the rank has exported.
+            failure: what ends a wait.
+            shares_cores: whether ranks compute on all cores that this process may use.
+
+        """
+        queue = MessageQueue.create_from_handle(handle, 0)
+        if shares_cores:
+            message_queues.nap_while_waiting(queue)
+        return cls(queue, failure)
 
     def dequeue(self, timeout: float | None = None) -> Any:
         """Take the next answer.

@@ -54,8 +54,11 @@ class RayAhead:
                 [sys.executable, "-c", KEEP, str(listener.fileno()), *sys.path],
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
-                # Ctrl-C is for the engine, which ends its Ray when its ranks have ended.
-                start_new_session=True,
+                # Ctrl-C is for the engine, which ends its Ray when its ranks have ended.  Not a new
+                # session: the kernel shares cores out between sessions first (autogroups), so that
+                # an engine that polls would get twice as much of a core as the rank on it, and none
+                # of its `sched_yield` would give the core to that rank.
+                process_group=0,
             )
         # So that it leaves no zombie, whenever it ends.
         threading.Thread(target=self._process.wait, daemon=True, name="RayAhead").start()

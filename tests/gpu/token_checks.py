@@ -32,12 +32,12 @@ LEAST_SAME = 0.5
 INT8_TOLERANCE = 0.5
 """The same where activations are rounded to eight bits; in a tensor-parallel group every rank
 rounds its share of them with a scale of its own."""
-FP8_TOLERANCE = 1.0
+FP8_TOLERANCE = 0.7
 """The same where GPUs round activations to E4M3 with a scale for 128 of them, and CPU ranks do not.
 With weights multiplied in bfloat16 and such rounding in all layers or in the last half of them,
-logprobs of this model were up to 0.53 apart, twice as much as with integers of eight bits.  Formats
-that round weights only, such as w4a16, have the tolerance of their dtype, and so has FP8 with
-Marlin's kernels."""
+logprobs of this model were up to 0.53 apart, twice as much as with integers of eight bits; on an
+H200, with a CPU stage before the GPU's, 0.58.  Formats that round weights only, such as w4a16, have
+the tolerance of their dtype, and so has FP8 with Marlin's kernels."""
 
 ENGINE_S = 90.0
 """Longest time of an engine of a lane, on average; 30 to 45 s were seen beside others, and 80 s of
@@ -122,14 +122,28 @@ class Case:
         )
 
     @property
+    def rounds_activations(self) -> bool:
+        """Whether GPUs round activations to E4M3, which CPU ranks do not."""
+        return self.model.endswith("-fp8") and self.linear_backend != "marlin"
+
+    @property
     def tolerance(self) -> float:
         """How far a logprob may be from the reference's."""
         if self.model.endswith("-int8"):
             return INT8_TOLERANCE
-        if self.model.endswith("-fp8") and self.linear_backend != "marlin":
+        if self.rounds_activations:
             return FP8_TOLERANCE
         found = ROUTED_TOLERANCE if self.model in ROUTED else LOGPROB_TOLERANCE
         return found[self.dtype]
+
+    @property
+    def near_tie(self) -> float:
+        """How far the reference's two likeliest tokens may be apart where an answer parts from it.
+
+        Where every logprob may move by a tolerance, two of them may come closer by twice as much.
+        Only FP8 needs that; other formats part where less than one tolerance lies between.
+        """
+        return (2 if self.rounds_activations else 1) * self.tolerance
 
 
 def answers_of(cases: Sequence[Case], report: str) -> Any:
@@ -291,6 +305,6 @@ def check(case: Case, answers: dict[Case, Answer]) -> None:
     # Not a test if every prompt ends in the same rut.
     assert len({tuple(tokens[-4:]) for tokens in reference["tokens"]}) > 8
     differences, gaps = compare(reference, answer)
-    assert max(gaps, default=0.0) < case.tolerance, f"no near-ties: {gaps}"
+    assert max(gaps, default=0.0) < case.near_tie, f"no near-ties: {gaps}"
     assert len(gaps) <= (1 - LEAST_SAME) * len(answer["tokens"])
     assert max(differences) < case.tolerance

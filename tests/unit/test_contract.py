@@ -25,7 +25,11 @@ from vllm.config import (
 from vllm.distributed import parallel_state
 from vllm.distributed import utils as distributed_utils
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
+from vllm.distributed.device_communicators.shm_broadcast import (
+    MessageQueue,
+    ShmRingBuffer,
+    SpinCondition,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.lora import layers as lora_layers
@@ -284,6 +288,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_core", Scheduler, "finish_requests"),
     ("compat/engine_core", Scheduler, "reset_prefix_cache"),
     ("compat/engine_core", Scheduler, "reset_encoder_cache"),
+    ("compat/message_queues", SpinCondition, "wait"),
     ("compat/message_queues", WorkerProc, "_execute_worker_rpc"),
     ("compat/message_queues", WorkerProc, "handle_output"),
     ("compat/message_queues", WorkerProc, "enqueue_output"),
@@ -368,6 +373,9 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("worker/warmup_actions", GPUModelRunner, "device"),
     ("compat/message_queues", MessageQueue, "buffer"),
     ("compat/message_queues", MessageQueue, "handle"),
+    ("compat/message_queues", MessageQueue, "_spin_condition"),
+    ("compat/message_queues", SpinCondition, "last_read"),
+    ("compat/message_queues", SpinCondition, "busy_loop_s"),
     ("compat/message_queues", ShmRingBuffer, "is_creator"),
     ("compat/message_queues", ShmRingBuffer, "shared_memory"),
     ("compat/message_queues", CpuCommunicator, "dist_module"),

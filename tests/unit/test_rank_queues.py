@@ -20,20 +20,20 @@ CHUNKS = 10
 class Pair:
     """A queue to one rank and a queue back, both ends in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_cores: bool = False) -> None:
         self.failure = Failure()
         self.requests = RequestQueue(1, 1)
         self.requests.failure, self.requests.limit_s = self.failure, 60.0
         self.taken = MessageQueue.create_from_handle(self.requests.export_handle(), 0)
         self.given = MessageQueue(1, 1)
-        self.answers = AnswerQueue(
-            MessageQueue.create_from_handle(self.given.export_handle(), 0), self.failure
+        self.answers = AnswerQueue.open(
+            self.given.export_handle(), self.failure, shares_cores=shares_cores
         )
 
 
-@pytest.fixture
-def pair() -> Pair:
-    made = Pair()
+@pytest.fixture(params=[False, True], ids=["polls", "naps"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    made = Pair(shares_cores=request.param)
     rank = threading.Thread(
         target=lambda: (made.taken.wait_until_ready(), made.given.wait_until_ready())
     )
@@ -54,6 +54,16 @@ def test_messages_go_through(pair: Pair) -> None:
     assert pair.taken.dequeue(timeout=10) == ("step", 1)
     pair.given.enqueue("done")
     assert pair.answers.dequeue(timeout=10) == "done"
+
+
+@pytest.mark.parametrize("pair", [True], indirect=True)
+def test_an_engine_that_shares_its_cores_with_ranks_sleeps_while_it_waits(pair: Pair) -> None:
+    pair.given.enqueue("done")
+    assert pair.answers.dequeue(timeout=10) == "done"
+    begin = time.thread_time()
+    with pytest.raises(TimeoutError):
+        pair.answers.dequeue(timeout=0.6)
+    assert time.thread_time() - begin < 0.3
 
 
 def test_a_wait_for_an_answer_has_its_limit_and_ends_with_the_rank(pair: Pair) -> None:

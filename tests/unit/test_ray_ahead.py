@@ -94,7 +94,8 @@ def test_signals_to_all_processes_of_a_service_leave_it_to_the_engine(ahead: Ray
     os.kill(owned.pid, signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         ahead._process.wait(0.3)
-    assert os.getsid(owned.pid) != os.getsid(0)
+    assert os.getpgid(owned.pid) != os.getpgid(0)
+    assert os.getsid(owned.pid) == os.getsid(0)
     owned.end()
 
 
