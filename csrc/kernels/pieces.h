@@ -9,6 +9,9 @@
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
+// Most rows of one.
+constexpr std::int64_t kRowsOfPiece = kHasTiles ? kTiledPieceRows : kPieceRows;
+
 // Rows of a block in bf16.
 struct Piece {
   const std::uint16_t* data;
@@ -22,7 +25,7 @@ struct Piece {
 // same block's next rows are read.
 inline Piece piece_of(const Weight& w, std::int64_t block, std::int64_t row, std::int64_t rows) {
   const Stretch stretch = w.stretch(block, row, rows);
-  std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
+  std::uint16_t* room = scratch_bf16(kRowsOfPiece * kRow, kExpanded);
   const std::int64_t bytes = rows / 2 * stretch.pair_bytes;
   return {expanded(stretch, w.encoding->outliers(block), room), rows, stretch.data + bytes, bytes};
 }

@@ -9,9 +9,10 @@ namespace ray_hetero {
 constexpr std::int64_t kUnitRows = 512;     // most rows of a unit of few tokens
 constexpr std::int64_t kFewTokens = 32;     // two tiles
 constexpr std::int64_t kStepTokens = 128;   // most of a decode step that is one native call
-// Most inputs of a unit of more than few tokens of such a step, in bf16: half of a second-level cache,
-// or of what a thread has of one that two threads of a core share.
-constexpr std::int64_t kStepInputBytes = 512 << 10;
+// Most inputs of a unit of more than few tokens of such a step, in bf16: half of a second-level cache.
+// With half of that, blocks of 4,096 inputs have several units, whose sums for 128 tokens are as large
+// as half of the weights and go through memory: a step takes 1.15 times as long.
+constexpr std::int64_t kStepInputBytes = 1 << 20;
 constexpr std::int64_t kScalarTokens = 8;   // up to which outliers are added one by one: faster than gathers
 constexpr std::int64_t kAhead = 2;          // tiles that are expanded before they are needed
 constexpr std::int64_t kRing = 4;           // tiles that are kept expanded
@@ -29,6 +30,9 @@ constexpr std::int64_t kTokensOfShortGroups = 8;
 constexpr std::int64_t kTokensBesideTiles = 3;
 constexpr std::int64_t kExpandedRows = 64;  // expanded for some tokens at once; half an L1 cache
 constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
+// The same with tiles.  Twice as much leaves no room in a first-level cache for the tokens that pass
+// through it: 64 tokens take 1.3 times as long.
+constexpr std::int64_t kTiledPieceRows = 64;
 constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
 constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
 constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them
