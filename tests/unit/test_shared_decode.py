@@ -6,6 +6,7 @@ tests/gpu/test_prompt_gpu.py.
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged; vLLM's logger hands nothing on to pytest's."""
     found: list[str] = []
     for level in ("info", "warning"):
-        for module in (decode_shares, decode_step):
+        for module in (decode_shares, decode_step, shared_decode):
             monkeypatch.setattr(
                 module.logger, level, lambda text, *given: found.append(text % given)
             )
@@ -287,6 +288,39 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
     found = best_shares(lambda *step: asked.append(step) or 1 - 0.2 * (step[1] == 2), 4, (1, 8, 32))
     assert found == Shares((Share(1, last=2), Share(8, last=2), Share(32, last=2)))
     assert {tokens for tokens, *_ in asked} == {1, 32}
+
+
+def test_steps_that_other_programs_disturb_are_measured_again() -> None:
+    pauses: list[float] = []
+    answers = [math.inf, math.inf, 0.5, 0.25]
+    measured = decode_shares.undisturbed(lambda *step: answers.pop(0), pauses.append)
+    assert [measured(1, 0, False), measured(1, 2, False)] == [0.5, 0.25]
+    assert pauses == [decode_shares.PAUSE_S] * 2
+    measured = decode_shares.undisturbed(lambda *step: math.inf, pauses.append)
+    with pytest.raises(decode_shares.DisturbedError):
+        measured(1, 0, False)
+    assert len(pauses) == 2 + decode_shares.TRIES
+
+
+def test_a_step_is_believed_if_its_threads_had_their_cores() -> None:
+    assert shared_decode.had_cores(0.020, 24 * 0.019, 24)
+    assert not shared_decode.had_cores(0.130, 24 * 0.065, 24)
+    assert shared_decode.had_cores(0.001, 0.0, 24)
+
+
+def test_nothing_is_given_away_or_kept_where_cores_are_not_free(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    kept: list[Shares] = []
+    monkeypatch.setattr(decode_shares, "PAUSE_S", 0.0)
+    monkeypatch.setattr(shared_decode, "had_cores", lambda *given: False)
+    monkeypatch.setattr(shared_decode.KeptShares, "keep", lambda _, found: kept.append(found))
+    steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
+    assert steps.shared is not None
+    found = shared_decode.shares_of("auto", steps.known, steps.shared._kernel, steps.behind)
+    assert (found, kept) == (Shares(()), [])
+    (line,) = said
+    assert "other programs compute on this rank's cores" in line
 
 
 def test_one_layer_or_none_may_be_given_away() -> None:

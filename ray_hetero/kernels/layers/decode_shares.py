@@ -5,6 +5,8 @@ The steps themselves are in shared_decode.py, which measures them.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,15 @@ CONFIRMATIONS = 3
 """Times that a choice is measured again beside the cores alone, in turns: another program that used
 the cores for a moment has made one of the two slow, and would decide for as long as the engine
 runs."""
+
+TRIES = 20
+"""Steps that are measured again all together because other programs had some of the cores."""
+PAUSE_S = 0.25
+"""Pause before one is measured again, in seconds."""
+
+
+class DisturbedError(Exception):
+    """Error of a measurement during which other programs compute on the same cores."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,35 @@ class Shares:
 
 Seconds = Callable[[int, int, bool], float]
 """Function that gives the seconds of a step by its tokens, the number of layers that it gives away,
-and whether these are the last ones."""
+and whether these are the last ones; infinite where other programs had some of the cores."""
+
+
+def undisturbed(seconds: Seconds, pause: Callable[[float], None] = time.sleep) -> Seconds:
+    """Measure a step again, after a pause, where other programs had some of the cores.
+
+    Another engine that starts on the same cores makes steps take several times as long for half a
+    minute, and what was chosen then would stay for as long as this engine runs.
+
+    Args:
+        seconds: measures a step; in a group the same on all ranks.
+        pause: waits for so many seconds.
+
+    Returns:
+        The same for finite times.  It raises DisturbedError after `TRIES` others.
+
+    """
+    tries = 0
+
+    def measured(tokens: int, count: int, is_late: bool) -> float:
+        nonlocal tries
+        while math.isinf(found := seconds(tokens, count, is_late)):
+            if tries == TRIES:
+                raise DisturbedError
+            tries += 1
+            pause(PAUSE_S)
+        return found
+
+    return measured
 
 
 def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:

@@ -16,6 +16,7 @@ the layers on the GPU.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ray_hetero.kernels.layers.decode_shares import Seconds, Share, Shares, best_shares
+from ray_hetero.kernels.layers.decode_shares import (
+    DisturbedError,
+    Seconds,
+    Share,
+    Shares,
+    best_shares,
+    undisturbed,
+)
 from ray_hetero.kernels.layers.decode_step import (
     CacheAddress,
     NativeLayers,
@@ -36,6 +44,7 @@ from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention
+from ray_hetero.log import logger
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
@@ -52,6 +61,10 @@ build its kernels, and other weights have come ahead.  Choices are confirmed, so
 enough."""
 BLOCK = 32
 """Tokens of a KV block of measured steps."""
+OWN_CORES = 0.8
+"""Least share of its threads' cores that a step of the cores alone must have had to be believed."""
+JUDGED_S = 0.005
+"""Least seconds of a step of which that is known: the kernel accounts for a core at its ticks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +231,15 @@ def shares_of(
             if count := given_away(one, len(some)):
                 measure(one.tokens, count, one.last > 0)
         return known
-    found = best_shares(lambda *step: agreed(measure(*step)), len(some), asked)
+    try:
+        found = best_shares(undisturbed(lambda *step: agreed(measure(*step))), len(some), asked)
+    except DisturbedError:
+        logger.warning(
+            "other programs compute on this rank's cores, so that it was not measured what the GPU "
+            "could compute of decode steps: the cores compute all of them. Start the engine again "
+            "when these cores are free, or set cpu.decode_gpu_share."
+        )
+        return Shares(())
     kept.keep(found)
     return found
 
@@ -228,13 +249,25 @@ def given_away(share: Share, layers: int) -> int:
     return min(share.last, layers) or round(share.of_layers * layers)
 
 
+def had_cores(passed_s: float, used_s: float, threads: int) -> bool:
+    """Whether threads had their cores for themselves in a step.
+
+    Args:
+        passed_s: seconds of the step; short ones are not judged.
+        used_s: processor seconds that this process has used meanwhile.
+        threads: that compute, and look for work all the time.
+
+    """
+    return passed_s < JUDGED_S or used_s >= OWN_CORES * threads * passed_s
+
+
 def step_seconds(
     layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention
 ) -> Seconds:
     """What measures a step of these layers, each request of one token; arguments as of `shares_of`.
 
     Before each step the link has had the time that it needs to come ahead, as while other stages
-    compute.
+    compute.  A step of the cores alone takes infinitely long if these were not its own.
     """
     step = SharedDecode(layers, kernel, behind, Shares(()))
     shape = layers[0].attention.shape
@@ -253,9 +286,12 @@ def step_seconds(
         taken = []
         for _ in range(ROUNDS):
             behind.wait_for_link()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             step.run(segments, requests, caches, hidden, None)
-            taken.append(time.perf_counter() - began)
+            passed, used = time.perf_counter() - began, time.process_time() - used
+            # Threads wait for the GPU in other steps, and then use no core either.
+            is_believed = count > 0 or had_cores(passed, used, torch.get_num_threads())
+            taken.append(passed if is_believed else math.inf)
         return min(taken[1:])
 
     return seconds
