@@ -242,8 +242,13 @@ class HeteroExecutor(GuardedExecutor):
             limit_s = self._config.warmup.step_timeout_s
             requests = RequestQueue.open(self.world, ranks.failure, limit_s)
             handles = ranks.actors.start(requests.export_handle())
-            here = [seat for seat in self.world.members if seat.is_driver_node]
-            shares_cores = not self._plan.spare_here and any(seat.kind == "cpu" for seat in here)
+            assert self._connection is not None
+            # A Ray that this engine has started is of its session.
+            shares_cores = (
+                not self._connection.is_local
+                and not self._plan.spare_here
+                and any(seat.is_driver_node and seat.kind == "cpu" for seat in self.world.members)
+            )
             answers = [
                 AnswerQueue.open(handle, ranks.failure, shares_cores=shares_cores)
                 for handle in handles

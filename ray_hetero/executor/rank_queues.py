@@ -113,7 +113,8 @@ class AnswerQueue:
         Args:
             handle: what the rank has exported.
             failure: what ends a wait.
-            shares_cores: whether ranks compute on all cores that this process may use.
+            shares_cores: whether ranks of another session compute on all cores that this process
+                may use.
 
         """
         queue = MessageQueue.create_from_handle(handle, 0)
