@@ -190,16 +190,14 @@ def engine(options: argparse.Namespace, layers: int) -> Any:
 def run_layers(worker: Any, first: int, second: int) -> None:
     """On a rank: run only so many layers of the first and of the second stage."""
     from vllm.distributed.parallel_state import get_pp_group
-    from vllm.model_executor.models.utils import PPMissingLayer
 
     from ray_hetero.kernels.layers import decoder_layers
     from ray_hetero.kernels.layers.decode_step import DecodeStep
     from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 
-    model, held = worker.model_runner.model.model, worker.model_runner.model.model.layers
-    begin = next(at for at, layer in enumerate(held) if not isinstance(layer, PPMissingLayer))
+    model = worker.model_runner.model.model
     count = first if get_pp_group().is_first_rank else second
-    model.start_layer, model.end_layer = begin, begin + count
+    model.end_layer = model.start_layer + count
     # On a CPU rank the first layer's module computes all of them in one call.
     for run in decoder_layers._runs:
         attention, block = run._layers[count - 1]

@@ -57,7 +57,7 @@ class ExpertProduct {
     const std::int64_t few = 2 * std::min(routing_.most(), kFewTokens);
     const std::int64_t many = wide_ * std::min(routing_.most(), kPieceTokens);
     scratch(std::max(few, many) * kBlock, kOwnSums);
-    scratch_bf16(kRowsOfPiece * kRow, kExpanded);
+    scratch_bf16(kPieceRows * kRow, kExpanded);
     reserve_few(std::min(routing_.most(), kFewTokens));
   }
 
@@ -119,9 +119,9 @@ class ExpertProduct {
     set_up.for_tokens(x.count);
     const Stretch stretch = w.stretch(block, row, rows);
     if (x.count > kDirectExpertTokens && !kernels_of(stretch).has_codes) {
-      for (std::int64_t at = row; at < row + rows; at += kRowsOfPiece) {
+      for (std::int64_t at = row; at < row + rows; at += kPieceRows) {
         // `finish` adds the outliers.
-        add_piece(w, block, at, std::min(kRowsOfPiece, row + rows - at), at == row, {}, x, 0, x.count,
+        add_piece(w, block, at, std::min(kPieceRows, row + rows - at), at == row, {}, x, 0, x.count,
                   set_up, sums);
       }
       return;
@@ -138,8 +138,8 @@ class ExpertProduct {
     for (std::int64_t begin = 0; begin < x.count; begin += kPieceTokens) {
       const std::int64_t tokens = std::min(kPieceTokens, x.count - begin);
       float* sums = scratch((last - first) * tokens * kBlock, kOwnSums);
-      for (std::int64_t row = 0; row < pairs_; row += kRowsOfPiece) {
-        const std::int64_t rows = std::min(kRowsOfPiece, pairs_ - row);
+      for (std::int64_t row = 0; row < pairs_; row += kPieceRows) {
+        const std::int64_t rows = std::min(kPieceRows, pairs_ - row);
         for (std::int64_t block = first; block < last; ++block) {
           add_piece(w, block, row, rows, row == 0, w.encoding->outliers(block), x, begin, tokens,
                     set_up, sums + (block - first) * tokens * kBlock);
@@ -157,7 +157,7 @@ class ExpertProduct {
                  bool is_first, const Outliers& outliers, const ExpertTokens& x, std::int64_t begin,
                  std::int64_t tokens, TileSetUp& set_up, float* sums) const {
     const Stretch stretch = w.stretch(block, row, rows);
-    std::uint16_t* room = scratch_bf16(kRowsOfPiece * kRow, kExpanded);
+    std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
     const std::uint16_t* in_bf16 = expanded(stretch, outliers, room);
     if constexpr (kHasTiles) {
       // The same block's next rows; they are read while this piece is multiplied.

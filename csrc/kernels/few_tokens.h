@@ -64,7 +64,7 @@ class FewTokens {
       if (!task.x_is_tiles) scratch_bf16(task.m * task.w.k(), kOwnTokens);
     }
     if (task.m > kFewTokens) {
-      scratch_bf16(kRowsOfPiece * kRow, kExpanded);
+      scratch_bf16(kPieceRows * kRow, kExpanded);
       return;
     }
     reserve_few(task.m);
@@ -183,8 +183,8 @@ class FewTokens {
   void sum_pieces(const Unit& unit, const Stretch& stretch, const TokenTiles& tokens,
                   TileSetUp& set_up, float* sums) const {
     const std::int64_t end = stretch.first + stretch.rows;
-    for (std::int64_t row = stretch.first; row < end; row += kRowsOfPiece) {
-      Piece piece = piece_of(task_.w, unit.block, row, std::min(kRowsOfPiece, end - row));
+    for (std::int64_t row = stretch.first; row < end; row += kPieceRows) {
+      Piece piece = piece_of(task_.w, unit.block, row, std::min(kPieceRows, end - row));
       if (row + piece.rows == end) {
         // This thread's next unit, unless it was the last one.
         if (unit.block + 1 < task_.w.blocks()) {

@@ -22,7 +22,7 @@ class ManyTokens {
 #pragma omp parallel num_threads(threads_)
     {
       const bool has = shortage.has([this] {
-        scratch_bf16(kRowsOfPiece * kRow, kExpanded);
+        scratch_bf16(kPieceRows * kRow, kExpanded);
         scratch(wide_ * tokens_ * kBlock, kSums);
       });
       if constexpr (kHasTiles) {
@@ -44,9 +44,9 @@ class ManyTokens {
   }
 
  private:
-  static constexpr std::int64_t kPieceInputs = 2 * kRowsOfPiece;
+  static constexpr std::int64_t kPieceInputs = 2 * kPieceRows;
 
-  std::int64_t pieces() const { return (task_.w.pairs() + kRowsOfPiece - 1) / kRowsOfPiece; }
+  std::int64_t pieces() const { return (task_.w.pairs() + kPieceRows - 1) / kPieceRows; }
 
   // Have a token's inputs for a piece lie behind those of the token before.  From token to token of x
   // there are often multiples of 4 KiB, whose lines take each other's places in a cache, and more
@@ -74,8 +74,8 @@ class ManyTokens {
     if (tokens <= 0) return;
     const TokenTiles x = packed(begin);
     float* sums = scratch((last - first) * tokens * kBlock, kSums);
-    for (std::int64_t row = 0; row < task_.w.pairs(); row += kRowsOfPiece) {
-      const std::int64_t rows = std::min(kRowsOfPiece, task_.w.pairs() - row);
+    for (std::int64_t row = 0; row < task_.w.pairs(); row += kPieceRows) {
+      const std::int64_t rows = std::min(kPieceRows, task_.w.pairs() - row);
       for (std::int64_t block = first; block < last; ++block) {
         add_piece(x.from_row(row), tokens, piece_of(task_.w, block, row, rows), row == 0, set_up,
                   sums + (block - first) * tokens * kBlock);

@@ -29,10 +29,6 @@ constexpr std::int64_t kFloatTokens = 3;    // up to which inputs become floats 
 constexpr std::int64_t kTokensOfShortGroups = 8;
 constexpr std::int64_t kTokensBesideTiles = 3;
 constexpr std::int64_t kExpandedRows = 64;  // expanded for some tokens at once; half an L1 cache
-constexpr std::int64_t kPieceRows = 128;    // what many tokens use before the next rows are read
-// The same with tiles.  Twice as much leaves no room in a first-level cache for the tokens that pass
-// through it: 64 tokens take 1.3 times as long.
-constexpr std::int64_t kTiledPieceRows = 64;
 constexpr std::int64_t kPieceTokens = 256;  // most tokens of a unit of many
 constexpr std::int64_t kPieceBlocks = 4;    // and most blocks
 constexpr std::int64_t kSlab = 1024;        // most tokens at once; bounds the memory for them

@@ -88,10 +88,12 @@ def nap_while_waiting(queue: Any) -> None:
     stock = original(SpinCondition, "wait")
     if (condition := original(queue, "_spin_condition")) is None:
         return
+    original(condition, "last_read")
+    busy_loop_s = original(condition, "busy_loop_s")
 
     def wait(timeout_ms: int | None = None) -> None:
-        passed = time.monotonic() - original(condition, "last_read")
-        if FIRST_NAP_S < passed <= original(condition, "busy_loop_s"):
+        passed = time.monotonic() - condition.last_read
+        if FIRST_NAP_S < passed <= busy_loop_s:
             time.sleep(min(LONGEST_NAP_S, NAP_SHARE * passed))
         else:
             stock(condition, timeout_ms)
