@@ -307,7 +307,6 @@ void sum_code_tiles(const TokenTiles& x, std::int64_t m, const Stretch& stretch,
     for (; tile * kTile < end; ++tile) {
       if constexpr (kTwo) {
         expand_up_to(tile + kCodesAhead + 1);
-        prefetch_tokens(x.data + (tile + kTokensAhead) * x.tile, m);
         multiply<true>(x.data + tile * x.tile, slot(tile));
       } else {
         const std::int64_t next = std::min(tile + 1, tiles - 1);

@@ -105,7 +105,7 @@ void sum_tiles(const std::uint16_t* x, std::int64_t step, const Stretch& stretch
     // tiles are expanded while this one is multiplied.
     std::uint16_t* ring = scratch_bf16(kRing * kTile * kRow, kExpanded);
     // Others may lie between the tiles of these tokens.
-    const auto tokens = std::min<std::int64_t>(step / (2 * kTile), kTwo ? 2 * kTile : kTile);
+    const auto tokens = std::min<std::int64_t>(step / (2 * kTile), kTile);
     Rows rows(stretch);
     for (std::int64_t tile = -kAhead; tile < tiles; ++tile) {
       if (tile + kAhead < tiles) {
@@ -113,7 +113,8 @@ void sum_tiles(const std::uint16_t* x, std::int64_t step, const Stretch& stretch
         expand_rows(rows, kTile, ring + (tile + kAhead) % kRing * kTile * kRow);
       }
       if (tile < 0) continue;
-      prefetch_tokens(x + (tile + kTokensAhead) * step, tokens);
+      // Of two tiles of tokens, these requests would delay more than they save.
+      if constexpr (!kTwo) prefetch_tokens(x + (tile + kTokensAhead) * step, tokens);
       multiply<kTwo>(x + tile * step, ring + tile % kRing * kTile * kRow);
     }
   }
