@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import vllm.envs as envs
+from vllm.config import CompilationMode
 
 from placement.cluster import ray_cluster
 from placement.cluster.assignment import Node, Turn
@@ -315,7 +316,7 @@ class HeteroExecutor(GuardedExecutor):
         sizes = WarmupSizes(
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             max_num_seqs=self.scheduler_config.max_num_seqs,
-            cpu_compiles=not self.model_config.enforce_eager,
+            cpu_compiles=self.vllm_config.compilation_config.mode != CompilationMode.NONE,
             captured=self._plan.specs[0].shared.graph_tokens,
         )
         limit_s = self._config.warmup.step_timeout_s

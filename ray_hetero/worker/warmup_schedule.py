@@ -67,7 +67,7 @@ class WarmupSizes:
     max_num_batched_tokens: int
     max_num_seqs: int
     cpu_compiles: bool
-    """Whether CPU ranks compile the model (not eager)."""
+    """Whether CPU ranks compile the model."""
     captured: tuple[int, ...] = ()
     """Tokens of the steps that GPU ranks of a mixed stage hold CUDA graphs of."""
 
@@ -88,7 +88,7 @@ def runs_ahead(layout: Layout, stage: int, *, compiles: bool, has_others: bool) 
     Args:
         layout: kinds of all ranks.
         stage: of the ranks.
-        compiles: whether they compile (not eager).
+        compiles: whether they compile.
         has_others: whether there are such ranks or engines.
 
     """
@@ -124,8 +124,8 @@ def _memory(layout: Layout, stage: int, sizes: WarmupSizes) -> list[tuple[Action
         # GPU ranks profile at the largest batch inside their own measurement; CPU ranks of a
         # mixed stage make the same pass beside them.
         return [(Action.MEASURE_MEMORY, sizes.max_num_batched_tokens)]
-    # An eager CPU stage needs one short pass all the same: it makes the buffers that later
-    # stages receive into, which stock vLLM 0.32 only makes on ranks that profile.
+    # A CPU stage that compiles nothing needs one short pass all the same: it makes the buffers that
+    # later stages receive into, which stock vLLM 0.32 only makes on ranks that profile.
     tokens = sizes.max_num_batched_tokens if sizes.cpu_compiles else 1
     return [(Action.FORWARD, tokens), (Action.KV_BUDGET, 0)]
 

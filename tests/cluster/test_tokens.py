@@ -36,10 +36,13 @@ from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = pytest.mark.timeout(900)
 
+UNCOMPILED = "uncompiled"
 EAGER = [
     ("llama-bf16", 2, 1),
     ("llama-f32", 1, 2),
     ("opt-f32", 2, 2),
+    # Nothing is compiled, and yet the engine is not eager.
+    (f"llama-f32-{UNCOMPILED}", 2, 1),
 ]
 OTHERS = [("llama-bf16-compiled", 2, 1), ("opt-f32-compiled", 1, 2), ("opt-bf16", 2, 1)]
 
@@ -55,13 +58,14 @@ def _run(scene: Scene, directory: Path, model: Model, cases: list[tuple[str, int
     """All engines of a list, one after the other in one process as in a notebook."""
     runs = []
     for name, pipeline, tensor in cases:
-        architecture, dtype, *compiled = name.split("-")
+        architecture, dtype, *how = name.split("-")
         arguments = engine(
             model(architecture, dtype),
             pipeline,
             tensor,
             dtype="float32" if dtype == "f32" else "bfloat16",
-            enforce_eager=not compiled,
+            enforce_eager=not how,
+            compilation_config={"mode": 0} if how == [UNCOMPILED] else {},
             **hetero(cpu={"ranks_per_socket": pipeline * tensor, "linear_kernel": "vllm"}),
         )
         runs.append((arguments, [batch(prompts())]))
@@ -95,7 +99,7 @@ def _same(ours: list[list[int]], theirs: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(("name", "pipeline", "tensor"), EAGER)
 def test_eager(name: str, pipeline: int, tensor: int, eager: Tokens, stock: Stock) -> None:
-    _same(eager[name], stock(name))
+    _same(eager[name], stock(name.removesuffix(f"-{UNCOMPILED}")))
 
 
 @pytest.mark.slow
