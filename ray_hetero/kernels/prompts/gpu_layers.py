@@ -261,11 +261,12 @@ class _Step:
         gpu = self._gpu
         with torch.inference_mode(), current(gpu.computing):
             # What this thread waits for comes first: the rest is ordered ahead of the GPU.
-            for layer in self._layers:
-                self._angles(layer.attention.cos_sin)
             self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
             self._spans = self._begin_uploads()
             y, total = gpu.memory.sent(hidden, residual)
+            # Looked up while the input is on its way.
+            for layer in self._layers:
+                self._angles(layer.attention.cos_sin)
             for layer in self._layers:
                 x = gpu_post_attention.add_and_norm(gpu, y, total, layer.input.norm)
                 attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
@@ -332,7 +333,10 @@ class _Step:
         at = cos_sin.data_ptr()
         if at not in self._turning:
             # A model has one table of up to a hundred thousand positions; a step needs its own.
-            rows = cos_sin[self._positions].to(self._gpu.device).float().unsqueeze(1)
+            shape = len(self._positions), cos_sin.shape[1]
+            here = self._gpu.memory.host_memory(*shape, dtype=cos_sin.dtype)
+            torch.index_select(cos_sin, 0, self._positions, out=here)
+            rows = here.to(self._gpu.device, non_blocking=True).float().unsqueeze(1)
             cos, sin = (half.contiguous() for half in rows.chunk(2, dim=-1))
             self._turning[at] = cos, sin
         return self._turning[at]

@@ -37,10 +37,10 @@ class StepMemory:
         self._residual = memory(tokens * hidden)
         self._residual_host = self.host_memory(tokens * hidden)
 
-    def host_memory(self, *shape: int) -> torch.Tensor:
-        """Make host memory, bf16, that the GPU copies from and to by itself."""
+    def host_memory(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Make host memory that the GPU copies from and to by itself."""
         is_gpu = self._device.type == "cuda"
-        return torch.empty(shape, dtype=torch.bfloat16, device="cpu", pin_memory=is_gpu)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_gpu)
 
     def embedded(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of an embedding [tokens, N], where the GPU reads them; until others are staged.
