@@ -3,10 +3,12 @@
     python benchmarks/planner_check.py --shape 8b --splits 8,16,24 --out planner-8b
     python benchmarks/planner_check.py --shape 1b-16 --sweep 1 --out planner-1b
 
-Starting an engine for every split would take minutes each, so one eager engine serves for all of
-them: a model of twice the layers, cut in the middle, whose stages run only as many of their layers
-as the split gives them.  Kernels, messages and the stage boundary are those of a real engine with
-that split; only the weights that nobody reads are too many.
+Starting an engine for every split would take minutes each, so one engine serves for all of them: a
+model of twice the layers, cut in the middle, whose stages run only as many of their layers as the
+split gives them.  A GPU captures its decode step in a CUDA graph anew for each split, or launches
+its kernels one by one with `--eager`; nothing is compiled.  Kernels, messages and the stage
+boundary are those of a real engine with that split; only the weights that nobody reads are too
+many.
 
 Steps are timed as in engine_run.py; the stages' own times are those of their step clocks.  The KV
 capacity is that of the engine itself, with all layers.
@@ -46,6 +48,8 @@ ONE = Point(batch=1, prompt=1, output=4)
 MAX_MODEL_LEN = 512
 """Also the context that the plans are priced at; its keys and values are 0.5 % of what is read."""
 CLOSE = 1.05
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1]}
+"""Only what is called anew in each step can be cut."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sweep", type=int, default=0, help="all splits, every so many layers")
     parser.add_argument("--layout", default='[["cpu"],["gpu"]]')
     parser.add_argument("--config", default="{}", help="more of the ray_hetero configuration")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--gpu-share", type=float, default=0.9)
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--output-tokens", type=int, default=24)
@@ -120,7 +125,7 @@ class Planner:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=2048,
             gpu_memory_utilization=options.gpu_share,
-            is_eager=True,
+            is_eager=options.eager,
         )
 
     def plan(
@@ -162,7 +167,7 @@ class Planner:
 
 
 def engine(options: argparse.Namespace, layers: int) -> Any:
-    """Two stages of `layers` layers each, eager."""
+    """Two stages of `layers` layers each, which nothing is compiled of."""
     from vllm import LLM
 
     # The ranks are sent functions.
@@ -178,7 +183,8 @@ def engine(options: argparse.Namespace, layers: int) -> Any:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=2048,
         gpu_memory_utilization=options.gpu_share,
-        enforce_eager=True,
+        enforce_eager=options.eager,
+        compilation_config=GRAPHS,
         enable_prefix_caching=False,
         distributed_executor_backend="ray_hetero",
         pipeline_parallel_size=len(layout),
@@ -204,6 +210,10 @@ def run_layers(worker: Any, first: int, second: int) -> None:
         last = PostAttentionBlock(replace(block.parts, next=None), run._kernel)
         layers = [*run._layers[: count - 1], (attention, last)]
         run._decode_step = DecodeStep(run._input, layers, run._kernel, run._adapters)
+    manager = getattr(worker.model_runner, "cudagraph_manager", None)
+    if manager is not None and manager.needs_capture():
+        manager.release_graphs()
+        worker.model_runner.capture_model()
 
 
 def measure(llm: Any, first: int, layers: int, options: argparse.Namespace) -> Measured:

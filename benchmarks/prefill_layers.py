@@ -3,6 +3,7 @@
     python benchmarks/prefill_layers.py --tokens 128,512,1024,2048,4096,8192
     python benchmarks/prefill_layers.py --tokens 2048 --cached 0,6144,30720   # later chunks
     python benchmarks/prefill_layers.py --tokens 8192 --profile               # which kernels
+    python benchmarks/prefill_layers.py --tokens 8192 --ranks 2               # of a group of ranks
     OMP_NUM_THREADS=30 python benchmarks/prefill_layers.py --tokens 1024 --beside-gib 4.9  # mixed
 
 Needs torch with CUDA, and neither vLLM nor Ray.  Milliseconds a step, medians:
@@ -39,6 +40,7 @@ from ray_hetero.kernels.layers.layer_parts import Norm, PostAttention, Scores
 from ray_hetero.kernels.layers.step_rows import Request, StepRows
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.prompts.weight_pieces import WholeWeight
 
 BLOCK = 128
 OUTLIERS = 3e-4
@@ -64,21 +66,17 @@ class RandomCompact:
         )
 
 
-def linear(outputs: int, inputs: int, *, is_compact: bool, gpu: GpuPrefill) -> Any:
-    """A linear layer of random bits."""
+def random_weight(outputs: int, inputs: int, *, is_compact: bool) -> Any:
+    """A weight of random bits."""
     some = torch.randint(0x30, 0x3F, (1 << 20,), dtype=torch.uint8)
     width = inputs * 3 // 2 if is_compact else 2 * inputs
     data = torch.empty(outputs * width, dtype=torch.uint8)
     for begin in range(0, len(data), len(some)):
         data[begin : begin + len(some)] = some[: len(data) - begin]
     rows = data.view(outputs, width)
-    weight = (
-        CompactWeight(rows, RandomCompact(outputs, inputs))
-        if is_compact
-        else PackedWeight(rows.view(torch.bfloat16), SimpleNamespace(shape=(outputs, inputs)))
-    )
-    gpu.add(weight)
-    return SimpleNamespace(weight=weight, bias=None)
+    if is_compact:
+        return CompactWeight(rows, RandomCompact(outputs, inputs))
+    return PackedWeight(rows.view(torch.bfloat16), SimpleNamespace(shape=(outputs, inputs)))
 
 
 def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> tuple[list[Any], AttentionShape]:
@@ -93,20 +91,32 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> tuple[list[Any]
     def norm() -> Any:
         return Norm(torch.ones(hidden).bfloat16(), 1e-5)
 
-    def product(outputs: int, inputs: int) -> Any:
-        return linear(outputs, inputs, is_compact=not options.packed, gpu=gpu)
+    ranks = options.ranks
+
+    def made(outputs: int, inputs: int) -> list[Any]:
+        return [random_weight(outputs, inputs, is_compact=not options.packed) for _ in range(ranks)]
+
+    def linear(whole: WholeWeight) -> Any:
+        gpu.add_whole(whole)
+        return SimpleNamespace(weight=whole, bias=None)
+
+    def by_columns(*sizes: int) -> Any:
+        own = [size // ranks for size in sizes]
+        return linear(WholeWeight.by_columns(made(sum(own), hidden), own))
+
+    def by_rows(inputs: int) -> Any:
+        return linear(WholeWeight.by_rows(made(hidden, inputs // ranks)))
 
     layers = [
         SimpleNamespace(
             input=SimpleNamespace(
-                norm=norm(), qkv=product(hidden + 2 * attention.keys, hidden)
+                norm=norm(), qkv=by_columns(hidden, attention.keys, attention.keys)
             ),
             attention=SimpleNamespace(
                 cos_sin=cos_sin, norms=[], scores=Scores(attention.size**-0.5)
             ),
             parts=PostAttention(
-                product(hidden, hidden), norm(), product(2 * inner, hidden),
-                product(hidden, inner),
+                by_rows(hidden), norm(), by_columns(inner, inner), by_rows(inner)
             ),
         )
         for _ in range(options.layers)
@@ -152,6 +162,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="128,256,512,1024,2048,4096,8192")
     parser.add_argument("--cached", default="0", help="tokens before the step's, with commas")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1, help="that hold a part of each layer")
     parser.add_argument("--packed", action="store_true", help="16 bits a weight")
     parser.add_argument("--beside-gib", type=float, help="that the cores read meanwhile")
     parser.add_argument("--profile", action="store_true", help="name the kernels of a step")
@@ -165,6 +176,7 @@ def main() -> None:
     memory = AttentionMemory(gpu, shape)
     about = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": len(layers),
+        "ranks": options.ranks,
         "weight_gib": round(taken.weight_bytes / 2**30, 2),
         "taken_gib": round((taken.gpu_bytes + memory.gpu_bytes) / 2**30, 2),
         "allocated_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
