@@ -20,7 +20,12 @@ from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.compat.flash_attention import flash_attention_3  # noqa: E402
-from ray_hetero.kernels.formats import compact_on_gpu  # noqa: E402
+from ray_hetero.kernels.formats import compact_on_gpu, scaled_on_gpu  # noqa: E402
+from ray_hetero.kernels.formats.fp4 import Fp4Weight  # noqa: E402
+from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
+from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
+from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
+from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
@@ -33,6 +38,7 @@ from ray_hetero.runtime import gpu_memory  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")
+SCALED = [Int4Weight, Int8Weight, Fp8Weight, Fp4Weight]
 
 
 class _Nothing:
@@ -115,6 +121,21 @@ def test_attention_is_flash_attention_3_where_vllm_has_it() -> None:
 def test_compact_weights_are_expanded_by_one_kernel_that_gives_what_torch_gives() -> None:
     torch.cuda.set_device(GPU)
     assert compact_on_gpu.choose_expand(GPU) is compact_on_gpu.expand_with_triton
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no kernel of Triton's")
+@pytest.mark.parametrize("group", [4, 32, 128, 160])
+@pytest.mark.parametrize("kind", SCALED, ids=lambda kind: kind.name)
+def test_codes_are_expanded_by_one_kernel_that_gives_what_torch_gives(
+    kind: type[ScaledWeight], group: int
+) -> None:
+    torch.cuda.set_device(GPU)
+    for name in kind.scale_types:
+        for is_uniform in {False, name == "float32"}:
+            for has_zeros in {False, kind.has_zeros}:
+                factor = 0.37 if name == "float8_e4m3fn" else 1.0
+                layout = Layout(group, getattr(torch, name), is_uniform, has_zeros, factor)
+                assert scaled_on_gpu.is_right(kind, layout, GPU), layout
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])

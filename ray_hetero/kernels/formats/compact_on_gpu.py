@@ -91,21 +91,38 @@ def expand_with_triton(
 @functools.cache
 def choose_expand(device: torch.device) -> Expand:
     """What expands compact rows on a device."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return expand_with_torch
+    if device.type == "cuda" and runs_with_triton(
+        lambda: _is_right(device),
+        "compact weights are expanded by torch's operators, which adds about 2 ms for each layer "
+        "of an 8B model to a prompt,",
+    ):
+        return expand_with_triton
+    return expand_with_torch
+
+
+def runs_with_triton(is_right: Callable[[], bool], instead: str) -> bool:
+    """Whether a kernel of Triton can be used; where Triton is installed and fails, a warning.
+
+    Args:
+        is_right: runs the kernel, and says whether torch's operators give the same.
+        instead: consequence, for the warning.
+
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
     triton_error = importlib.import_module("triton.errors").TritonError
     try:
-        is_right = _is_right(device)
+        found = is_right()
     except (RuntimeError, OSError, subprocess.SubprocessError, triton_error) as error:
         # Triton builds a launcher with the host's compiler, and reads the driver's library.
         logger.warning(
-            "compact weights are expanded by torch's operators, which adds about 2 ms for each "
-            "layer of an 8B model to a prompt, because Triton cannot be used here: %s",
+            "%s because Triton cannot be used here: %s",
+            instead,
             (str(error).splitlines() or [repr(error)])[0],
         )
-        return expand_with_torch
-    assert is_right, "the kernel and torch's operators expand a weight differently"
-    return expand_with_triton
+        return False
+    assert found, "the kernel and torch's operators expand a weight differently"
+    return True
 
 
 def _is_right(device: torch.device) -> bool:

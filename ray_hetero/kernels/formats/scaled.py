@@ -240,7 +240,7 @@ class ScaledWeight(HostWeight):
         device: torch.device,
     ) -> Expansion:
         """Expansion that any outputs of a weight have."""
-        return _Expansion(cls, shape[1], _layout_of(facts))
+        return _expansion(cls, shape[1], _layout_of(facts), device)
 
     @classmethod
     def stack_expansion(
@@ -251,20 +251,31 @@ class ScaledWeight(HostWeight):
         device: torch.device,
     ) -> StackExpansion:
         """Expansion of weights as one weight of all their outputs."""
-        return AsOneWeight(_Expansion(cls, shape[1], _layout_of(facts)))
+        return AsOneWeight(_expansion(cls, shape[1], _layout_of(facts), device))
 
     def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
-        """Codes are looked up and multiplied, some blocks at a time."""
-        return _Expansion(type(self), self.shape[1], self.layout)
+        """Codes become bf16 in one kernel, or with torch's operators, some blocks at a time."""
+        return _expansion(type(self), self.shape[1], self.layout, device)
+
+
+def _expansion(
+    kind: type[ScaledWeight], inputs: int, layout: Layout, device: torch.device
+) -> Expansion:
+    from ray_hetero.kernels.formats.scaled_on_gpu import expansion_of
+
+    return expansion_of(kind, inputs, layout, TorchExpansion(kind, inputs, layout), device)
 
 
 @dataclass(frozen=True)
-class _Expansion:
+class TorchExpansion:
+    """Expansion of any outputs of a weight with torch's operators, some blocks at a time."""
+
     kind: type[ScaledWeight]
     inputs: int
     layout: Layout
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """Write outputs as `Expansion` does."""
         blocks = weight.numel() // (BLOCK * self.inputs)
         data, into = rows.view(blocks, -1), weight.view(blocks, BLOCK, self.inputs)
         step = max(1, CHUNK_WEIGHTS // (BLOCK * self.inputs))

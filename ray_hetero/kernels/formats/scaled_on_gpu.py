@@ -1,0 +1,134 @@
+"""Codes with scales on a GPU as bf16, in one kernel where Triton is installed.
+
+The same by torch's operators (`scaled.ScaledWeight.expanded`) makes float32 intermediates of
+several times the size, and takes some ten times as long as the codes take over the link.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ray_hetero.kernels.formats.base import BLOCK, Expansion
+from ray_hetero.kernels.formats.compact_on_gpu import runs_with_triton
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight
+
+ROWS = 16
+"""Rows of words that a program of the kernel expands: 64 inputs of codes of four bits, else 32."""
+CHECKED_INPUTS = 160
+"""Inputs of the weight that the kernel is tried with: whole programs and a part of one."""
+CHECKED_BLOCKS = 2
+
+
+class TritonExpansion:
+    """Expansion of any outputs of a weight in one kernel.
+
+    Args:
+        kind: of the weight's format.
+        inputs: of the weight.
+        layout: of its scales and zero points.
+
+    """
+
+    def __init__(self, kind: type[ScaledWeight], inputs: int, layout: Layout) -> None:
+        self._kind = kind
+        self._inputs = inputs
+        self._layout = layout
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """Write outputs as `Expansion` does."""
+        kind, layout = self._kind, self._layout
+        blocks = weight.numel() // (BLOCK * self._inputs)
+        outputs = 1 if layout.is_uniform else BLOCK
+        width = 16 // kind.bits
+        scales_at = BLOCK * self._inputs * kind.bits // 8
+        groups = -(-self._inputs // layout.group)
+        zeros_at = scales_at + groups * outputs * layout.scales.itemsize
+        scales = rows.view(layout.scales) if layout.scales.itemsize > 1 else rows
+        grid = (-(-self._inputs // (width * ROWS)), blocks)
+        _kernel()[grid](
+            rows, rows.view(torch.int16), scales, weight, self._inputs, rows.numel() // blocks,
+            scales_at, zeros_at, layout.group, layout.factor,
+            kind.name, str(layout.scales).removeprefix("torch."), outputs, kind.zero(),
+            layout.has_zeros, ROWS, layout.group % (width * ROWS) == 0,
+        )  # fmt: skip
+
+
+def expansion_of(
+    kind: type[ScaledWeight], inputs: int, layout: Layout, with_torch: Expansion,
+    device: torch.device,
+) -> Expansion:  # fmt: skip
+    """What expands outputs of a weight on a device.
+
+    Args:
+        kind: of the weight's format.
+        inputs: of the weight.
+        layout: of its scales and zero points.
+        with_torch: what does it with torch's operators.
+        device: the GPU; for tests the CPU.
+
+    """
+    if device.type != "cuda" or not _works(kind, layout, device):
+        return with_torch
+    return TritonExpansion(kind, inputs, layout)
+
+
+@functools.cache
+def _works(kind: type[ScaledWeight], layout: Layout, device: torch.device) -> bool:
+    """Whether the kernel can be used on a device, and expands a small weight as torch does."""
+    return runs_with_triton(
+        lambda: is_right(kind, layout, device),
+        f"weights as {kind.name} are expanded by torch's operators, which makes prompts several "
+        "times as long,",
+    )
+
+
+def is_right(kind: type[ScaledWeight], layout: Layout, device: torch.device) -> bool:
+    """Whether the kernel and torch's operators expand a small weight of random bytes alike.
+
+    Args:
+        kind: of the weight's format.
+        layout: of its scales and zero points.
+        device: where both are computed.
+
+    """
+    from ray_hetero.kernels.formats.scaled import TorchExpansion
+
+    groups = -(-CHECKED_INPUTS // layout.group)
+    outputs = 1 if layout.is_uniform else BLOCK
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(
+        256, (CHECKED_BLOCKS, BLOCK * CHECKED_INPUTS * kind.bits // 8), dtype=torch.uint8,
+        generator=generator,
+    )  # fmt: skip
+    if kind.name == "fp8":
+        codes[(codes & 0x7F) == 0x7F] = 0  # there is no NaN
+    drawn = 0.25 + torch.rand((CHECKED_BLOCKS, groups * outputs), generator=generator)
+    parts = [codes, drawn.to(layout.scales).view(torch.uint8)]
+    if layout.has_zeros:
+        highest = 1 << kind.bits
+        parts.append(
+            torch.randint(
+                highest, (CHECKED_BLOCKS, groups * BLOCK), dtype=torch.uint8, generator=generator
+            )
+        )
+    whole = torch.cat(parts, 1)
+    # Whole cache lines, as blocks are stored.
+    whole = torch.nn.functional.pad(whole, (0, -whole.shape[1] % 64)).to(device)
+    expected, found = torch.empty(
+        (2, CHECKED_BLOCKS * BLOCK * CHECKED_INPUTS), dtype=torch.bfloat16, device=device
+    )
+    TorchExpansion(kind, CHECKED_INPUTS, layout)(whole.view(-1), expected)
+    TritonExpansion(kind, CHECKED_INPUTS, layout)(whole.view(-1), found)
+    return bool(torch.equal(expected.view(torch.int16), found.view(torch.int16)))
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The kernel, imported when it is first used: builds for CPUs alone have no Triton."""
+    return importlib.import_module("ray_hetero.kernels.formats.scaled_on_gpu_triton").kernel
