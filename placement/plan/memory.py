@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from placement.cluster.layout import Kind
 from placement.model.shape import ModelShape
 from placement.model.tensors import Layer
 from placement.plan.workload import Workload
@@ -46,9 +48,44 @@ def layer_weights(layer: Layer, size: int) -> int:
     return sum(tensor.rank_bytes(size) for tensor in layer.tensors)
 
 
-def around_weights(shape: ModelShape, size: int, *, first: bool, last: bool) -> int:
-    """Weight bytes that a rank keeps outside the layers."""
-    return sum(tensor.rank_bytes(size) for tensor in shape.around(first=first, last=last))
+def has_whole_embedding(
+    kinds: Sequence[Kind], *, is_first: bool, is_last: bool, is_shared: bool
+) -> bool:
+    """Whether each rank of a stage keeps the input embedding whole, in place of its part of it.
+
+    The ranks of a group of CPU ranks do where they only look up in it.  The last stage multiplies
+    with an embedding that is tied, part by part.
+
+    Args:
+        kinds: of the stage's ranks.
+        is_first: whether it is the first stage, the only one that looks up in its embedding even
+            where vLLM gives one to each stage.
+        is_last: whether it is the last one.
+        is_shared: whether the last stage has another use for the embedding, as output matrix or
+            for a model that drafts, which may take it for its own.
+
+    """
+    is_group = len(kinds) > 1 and set(kinds) == {"cpu"}
+    return is_group and is_first and not (is_last and is_shared)
+
+
+def around_weights(
+    shape: ModelShape, size: int, *, first: bool, last: bool, is_whole: bool = False
+) -> int:
+    """Weight bytes that a rank keeps outside the layers.
+
+    Args:
+        shape: of the model.
+        size: of its stage.
+        first: whether that is the first one.
+        last: whether it is the last one.
+        is_whole: see `has_whole_embedding`.
+
+    """
+    held = sum(tensor.rank_bytes(size) for tensor in shape.around(first=first, last=last))
+    if is_whole:
+        held += sum(tensor.nbytes - tensor.rank_bytes(size) for tensor in shape.embedding)
+    return held
 
 
 def activation_bytes(shape: ModelShape, size: int, work: Workload, *, last: bool) -> int:

@@ -13,7 +13,14 @@ from placement.model.shape import ModelShape
 from placement.plan import cost
 from placement.plan.devices import Links, RankDevice, StageDevices, boundary_link
 from placement.plan.drafts import Drafter
-from placement.plan.memory import Memory, activation_bytes, around_weights, kv_bytes, layer_weights
+from placement.plan.memory import (
+    Memory,
+    activation_bytes,
+    around_weights,
+    has_whole_embedding,
+    kv_bytes,
+    layer_weights,
+)
 from placement.plan.partition import StageCosts, fits, reach_of, shortest_sum, smallest_peak
 from placement.plan.passes import Pass, decode_pass, prefill_passes
 from placement.plan.stage_plan import (
@@ -245,7 +252,14 @@ class Planner:
     def _memory(self, stage: StageDevices, place: int, first: int, count: int) -> Memory:
         is_first, is_last = place == 0, place == len(self.stages) - 1
         size, end = stage.size, first + count
-        around = around_weights(self.shape, size, first=is_first, last=is_last)
+        drafts = self.drafter is not None and self.drafter.shape is not None
+        is_whole = has_whole_embedding(
+            [rank.kind for rank in stage.ranks],
+            is_first=is_first,
+            is_last=is_last,
+            is_shared=self.shape.tied or drafts,
+        )
+        around = around_weights(self.shape, size, first=is_first, last=is_last, is_whole=is_whole)
         memory = Memory(
             weights=around + sum(self._layer_weights[size][first:end]),
             kv=sum(self._layer_kv[size][first:end]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,48 @@ def keep_embeddings_once(*, has_tied_output: bool) -> None:
         return process_weights_after_loading
 
     replace(UnquantizedEmbeddingMethod, "process_weights_after_loading", make)
+
+
+def hold_embedding_whole(vocabulary: int, hidden: int) -> None:
+    """Let a CPU rank of a tensor-parallel group look up in the whole input embedding.
+
+    Replaces: `VocabParallelEmbedding.__init__`.
+    Why: VocabParallelEmbedding is cut over the ranks of a group, so that each looks up some rows of
+    a step in new memory, and an all-reduce of all hidden states follows before the first layer.
+    Can go when: every model makes its embedding as vLLM's `VLLM_REPLICATE_EMBED` asks for.
+
+    Args:
+        vocabulary: rows of the input embedding, without padding.
+        hidden: elements of a row.
+
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    # Whoever gives one of these has a cut of its own, of which it adds up the results itself.
+    own = {"disable_tp", "reduce_results", "quant_method", "parallel_group"}
+
+    def make(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def __init__(  # noqa: N807
+            self: Any, num_embeddings: int, embedding_dim: int, *args: Any, **how: Any
+        ) -> None:
+            # Tables of other sizes, such as those of each layer or of several tokens together, may
+            # have more bytes than all layers, and the plan counts a part of them for each rank.
+            if (
+                (num_embeddings, embedding_dim) == (vocabulary, hidden)
+                and not isinstance(self, ParallelLMHead)
+                and not own & how.keys()
+            ):
+                # A quantised one too: its method is told that there is one rank, and loads all.
+                how["disable_tp"] = True
+            stock(self, num_embeddings, embedding_dim, *args, **how)
+
+        return __init__
+
+    replace(VocabParallelEmbedding, "__init__", make)
 
 
 def look_up_with(

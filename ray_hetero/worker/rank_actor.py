@@ -30,7 +30,6 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.units import GIB
 from ray_hetero.compat import (
-    cpu_linear,
     cpu_worker,
     kv_cache,
     layer_partition,
@@ -55,9 +54,10 @@ from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.shared_pages import kept_memory
+from ray_hetero.worker.embeddings import keep_embeddings
 from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
-from ray_hetero.worker.speculation import Speculation, models_of
+from ray_hetero.worker.speculation import Speculation
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform, run_ahead
 from ray_hetero.worker.warmup_schedule import Step, runs_ahead
 from ray_hetero.world import Forecast, RankSpec
@@ -205,7 +205,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._serving_cpus = self._stay_near_gpu(physical_gpus[seat.local_rank])
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
             cpu_worker.bind_memory_to(seat.socket.numa_nodes)
-        linear_layers = None
+        linear_layers, has_whole = None, False
         if seat.kind == "cpu":
             linear_layers = LinearLayers(
                 self._rank.engine.config.cpu,
@@ -219,12 +219,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             )
             if self._vllm_config.lora_config is not None:
                 lora.leave_tokens_without_adapter()
-            is_last = seat.stage == len(world.layout.stages) - 1
-            is_tied = any(
-                getattr(model.hf_text_config, "tie_word_embeddings", True)
-                for model in models_of(self._vllm_config)
-            )
-            cpu_linear.keep_embeddings_once(has_tied_output=is_tied and is_last)
+            has_whole = keep_embeddings(self._vllm_config, world.layout, seat.stage)
         layer_partition.set_partition(world.layers)
         speculation = Speculation.of(self._vllm_config, world, seat)
         if speculation is not None:
@@ -256,7 +251,10 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             if linear_layers.has_group_prompts and seat.tensor_rank:
                 kv_cache.place_in(kept_memory)
             # Compiled code is kept by what the configuration says.
-            self._vllm_config.additional_config |= {"ray_hetero_layers": layers}
+            self._vllm_config.additional_config |= {
+                "ray_hetero_layers": layers,
+                "ray_hetero_whole_embedding": has_whole,
+            }
         if world.layout.is_mixed(seat.stage):
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)

@@ -132,6 +132,7 @@ class Rank:
             self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
         if own and is_shared:
             self._share_caches()
+        self.linears = linears
         self.known = known_layers(self.decoder, linears, self.kernel)
         self.offer = PromptOffer(
             [self.known], self.weights, whole.device, whole.most, whole.least,

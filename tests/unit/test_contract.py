@@ -55,7 +55,10 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models import registry as model_registry
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
@@ -245,6 +248,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_processes", CoreEngineProcManager, "shutdown"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "embedding"),
+    ("compat/cpu_linear", VocabParallelEmbedding, "__init__"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
     ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
     ("compat/routed_experts", FusedMoEKernel, "fused_experts"),

@@ -20,7 +20,9 @@ from plan_cases import (
 
 from placement.errors import DoesNotFitError, LayoutError
 from placement.model.reading import shape_from_config
-from placement.plan.devices import DeviceFigures, RankDevice
+from placement.model.shape import ModelShape
+from placement.plan.devices import DeviceFigures, RankDevice, StageDevices
+from placement.plan.drafts import Drafter
 from placement.plan.partition import StageCosts, fits, reach_of, shortest_sum, smallest_peak
 from placement.plan.split import Split, choose_split
 from placement.units import GIB
@@ -229,16 +231,55 @@ def test_a_stage_is_priced_and_filled_by_its_own_size() -> None:
     found = choose_split(SMALL, [pair, alone], layers=[6, 6], **question)  # type: ignore[arg-type]
     first, second = found.stages
     assert [rank.rank for rank in found.ranks] == [0, 1, 2]
-    # 6 layers of 28.3 MB each; the pair has the halves of them and of the embedding.
+    # 6 layers of 28.3 MB each; the pair has the halves of them, and the embedding twice.
     weights = 6 * SMALL.layers[0].nbytes
     embedding = (SMALL.weight_bytes - 12 * SMALL.layers[0].nbytes) // 2
     for rank in first.ranks:
-        assert rank.memory.weights == pytest.approx((weights + embedding) / 2, rel=1e-3)
+        assert rank.memory.weights == pytest.approx(weights / 2 + embedding, rel=1e-3)
     assert second.ranks[0].memory.weights == pytest.approx(weights + embedding, rel=1e-3)
     assert second.ranks[0].kv_bytes == pytest.approx(2 * first.ranks[0].kv_bytes, rel=1e-3)
     single = choose_split(SMALL, [stage(device("Xeon 8480+")), alone], layers=[6, 6], **question)  # type: ignore[arg-type]
     assert first.decode.weights == pytest.approx(single.stages[0].decode.weights / 2, rel=1e-2)
     assert second.decode == single.stages[1].decode
+
+
+XEONS = stage(device("Xeon 8480+"), device("Xeon 8480+", 1))
+GPUS = stage(device("H100 SXM"), device("H100 SXM", 1))
+MIXED = stage(device("Xeon 8480+"), device("H100 SXM"))
+TIED = shape_from_config(
+    config_of("llama", 12, 1024, 4096, (16, 4), 128256, tie_word_embeddings=True)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stages", "shape", "drafter", "parts"),
+    [
+        ([XEONS, GPUS], SMALL, None, 2),
+        ([XEONS, GPUS], TIED, None, 2),
+        ([XEONS], SMALL, None, 2),
+        ([XEONS], SMALL, Drafter(3), 2),
+        # The last stage multiplies with it, or a drafter may take it for its own.
+        ([XEONS], TIED, None, 1),
+        ([XEONS], SMALL, Drafter(3, SMALL, has_own_vocabulary=False), 1),
+        ([MIXED, GPUS], SMALL, None, 1),
+        ([GPUS, XEONS], SMALL, None, 1),
+    ],
+)
+def test_a_group_of_cpu_ranks_that_looks_up_only_has_the_embedding_whole(
+    stages: list[StageDevices], shape: ModelShape, drafter: Drafter | None, parts: int
+) -> None:
+    """Each of two ranks has so many halves of it."""
+    question = {"batch": 1, "context": 64, "max_sequences": 1, "order": "fixed"}
+    layers = [12 // len(stages)] * len(stages)
+    found = choose_split(shape, stages, layers=layers, drafter=drafter, **question)  # type: ignore[arg-type]
+    embedding = sum(tensor.nbytes for tensor in shape.embedding)
+    beside = sum(tensor.nbytes for tensor in shape.layers[0].tensors) * layers[0]
+    if len(stages) == 1:
+        beside += sum(tensor.nbytes for tensor in shape.output_head)
+    of_drafter = 0 if drafter is None else drafter.weights(2, is_first=True)
+    for rank in found.stages[0].ranks:
+        expected = of_drafter + (beside + parts * embedding) / 2
+        assert rank.memory.weights == pytest.approx(expected, rel=1e-3)
 
 
 def refusal(**question: object) -> str:

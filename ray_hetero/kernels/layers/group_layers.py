@@ -236,9 +236,10 @@ class GroupLayers:
         self.behind = behind
         self.shares = shares
         self.from_tokens = from_tokens
+        self.tokens = tokens
+        """Most tokens of a step."""
         self._group = group
         self._layers = layers
-        self._tokens = tokens
         self._has_caches = False
 
     @property
@@ -248,7 +249,7 @@ class GroupLayers:
 
     def suits(self, tokens: int) -> bool:
         """Whether there is room for so many tokens; the same on all ranks."""
-        return tokens <= self._tokens
+        return tokens <= self.tokens
 
     def reaches(self, caches: Sequence[torch.Tensor]) -> bool:
         """Let the first rank map the others' caches; the same on all ranks."""

@@ -27,7 +27,7 @@ from ray_hetero.kernels.layers.fused_modules import (
 from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
 from ray_hetero.kernels.layers.group_layers import GroupLayers
 from ray_hetero.kernels.layers.shared_decode import SharedDecode
-from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
@@ -82,7 +82,7 @@ def install(
     memories: Memories = {}
     adapters: Adapters | None = None
     shares: Shares | None = None
-    on_gpu: list[nn.Module] = []
+    on_gpu: list[tuple[Prompts | GroupLayers, nn.Module]] = []
     for place, run in enumerate(found.runs):
         of_group = None if group is None else group[place]
         memory = _memory(run.layers, kernel, memories) if of_group is None else None
@@ -96,8 +96,9 @@ def install(
             _share(made, run.layers, kernel, behind, shares)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)
-        if memory is not None and run.is_whole:
-            on_gpu.append(run.decoder)
+        prompts = kernel.prompts if memory is not None else of_group
+        if prompts is not None and run.is_whole:
+            on_gpu.append((prompts, run.decoder))
         layers = getattr(run.decoder, run.attribute)
         adapters = run.adapters or adapters
         for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
@@ -119,9 +120,8 @@ def install(
         )
     for caller in found.callers:
         leave_uncompiled(caller)
-    for decoder in on_gpu:
-        assert kernel.prompts is not None
-        look_up_for(kernel.prompts.gpu, kernel.prompts.from_tokens, decoder)
+    for prompts, decoder in on_gpu:
+        look_up_for(prompts, decoder)
     for why, layers_left in found.left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",

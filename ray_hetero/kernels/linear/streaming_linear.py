@@ -43,6 +43,11 @@ class Prompts:
     gpu: GpuPrefill
     from_tokens: int
 
+    @property
+    def tokens(self) -> int:
+        """Most tokens of such a step."""
+        return self.gpu.tokens
+
 
 class StreamingLinear:
     """What this process computes linear layers with.

@@ -2,30 +2,36 @@
 
 The hidden states of 8,192 tokens of an 8B model are 67 MB.  In memory that is new in each step, the
 system would hand them out page by page, and they would be copied once more before they are sent.
+In a group only the first rank has the GPU; it waits for the others, which look up the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
+    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 
 from ray_hetero.compat.compilation import is_compiled
 from ray_hetero.compat.cpu_linear import look_up_with
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.linear.streaming_linear import Prompts
+from ray_hetero.kernels.prompts.step_memory import EmbeddedRows
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.layers.group_layers import GroupLayers
 
 
-def look_up_for(gpu: GpuPrefill, from_tokens: int, model: nn.Module) -> bool:
+def look_up_for(prompts: Prompts | GroupLayers, model: nn.Module) -> bool:
     """Have a model's embedding leave prompts where a GPU reads them; whether it does.
 
     Args:
-        gpu: computes all layers of the model that this rank has, from the first one on.
-        from_tokens: of a step that it computes.
+        prompts: computes all layers of the model that this rank has, from the first one on.  A rank
+            of a group that does not have the GPU keeps memory of its own for as many tokens.
         model: vLLM's, with its embedding; what is compiled is left as it is.
 
     """
@@ -37,17 +43,17 @@ def look_up_for(gpu: GpuPrefill, from_tokens: int, model: nn.Module) -> bool:
     # The rows of one must not take the place of another's, and of a slice others are to be added.
     if len(found) != 1 or found[0].tp_size > 1 or any(map(is_compiled, model.modules())):
         return False
-    look_up_with(found[0], _look_up(gpu, from_tokens))
-    return True
+    (layer,) = found
+    if not isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+        return False
+    embedded = (
+        EmbeddedRows(torch.empty(prompts.tokens * layer.weight.shape[1], dtype=torch.bfloat16))
+        if prompts.gpu is None
+        else prompts.gpu.memory.embedded
+    )
 
-
-def _look_up(
-    gpu: GpuPrefill, from_tokens: int
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]:
     def look_up(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        is_prompt = from_tokens <= tokens.numel() <= gpu.tokens
-        if is_prompt and gpu.memory.has_room_for(table, tokens):
-            return gpu.memory.embedded(table, tokens)
-        return None
+        return embedded(table, tokens) if tokens.numel() >= prompts.from_tokens else None
 
-    return look_up
+    look_up_with(layer, look_up)
+    return True

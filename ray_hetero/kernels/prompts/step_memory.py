@@ -10,6 +10,33 @@ import torch
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 
+class EmbeddedRows:
+    """Rows of an embedding in host memory that is kept from step to step.
+
+    Args:
+        memory: [elements], bf16.
+
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+
+    def __call__(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Look rows up, [tokens, N], which stay until others are; None where they do not suit.
+
+        Args:
+            table: [vocabulary, N].
+            tokens: int64.
+
+        """
+        elements = tokens.numel() * table.shape[1]
+        is_plain = tokens.ndim == 1 and table.dtype == torch.bfloat16
+        if not is_plain or elements > len(self._memory):
+            return None
+        into = self._memory[:elements].view(len(tokens), -1)
+        return torch.index_select(table, 0, tokens, out=into)
+
+
 class StepMemory:
     """What one step after the other is computed in.
 
@@ -36,28 +63,14 @@ class StepMemory:
         self._x_host = self.host_memory(tokens * inputs)
         self._residual = memory(tokens * hidden)
         self._residual_host = self.host_memory(tokens * hidden)
+        # The model's first layer has no residual, and so leaves this to the hidden state.
+        self.embedded = EmbeddedRows(self._residual_host)
+        """Rows of an embedding where the GPU reads them, until other inputs are staged."""
 
     def host_memory(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Make host memory that the GPU copies from and to by itself."""
         is_gpu = self._device.type == "cuda"
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_gpu)
-
-    def embedded(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Rows of an embedding [tokens, N], where the GPU reads them; until others are staged.
-
-        Args:
-            table: [vocabulary, N], bf16.
-            tokens: int64, as many as a step has at most.
-
-        """
-        # The model's first layer has no residual, and so leaves this to the hidden state.
-        into = self._residual_host[: len(tokens) * table.shape[1]].view(len(tokens), -1)
-        return torch.index_select(table, 0, tokens, out=into)
-
-    def has_room_for(self, table: torch.Tensor, tokens: torch.Tensor) -> bool:
-        """Whether `embedded` suits."""
-        is_plain = tokens.ndim == 1 and table.dtype == torch.bfloat16
-        return bool(is_plain and len(tokens) * table.shape[1] <= len(self._residual_host))
 
     def stage(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice
