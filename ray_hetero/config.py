@@ -36,6 +36,8 @@ Environment = dict[
 ]
 _WIDE = ("amx", "avx512_bf16", "avx512")
 """Kernels for vectors of 512 bits."""
+FROM_TOKENS = 96
+"""Tokens of a step from which a GPU computes it where none are given and its link is not slow."""
 READ_SHARES = {"packed": 1.0, "compact": 0.75}
 """Format of bfloat16 weights (kernels/formats/) → bytes that a step reads of them, as a share of
 two bytes a weight."""
@@ -113,8 +115,9 @@ class CpuConfig(_Section):
     """Whether a GPU of the same node computes a CPU rank's layers in steps of many tokens, reading
     the weights over its link; auto does so beside a GPU rank if the linear layers use the streaming
     kernels."""
-    prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] = 96
-    """Minimum number of tokens in a step for which a GPU computes the layers of CPU ranks."""
+    prefill_on_gpu_tokens: Annotated[int, Field(ge=1)] | Auto = "auto"
+    """Minimum number of tokens in a step for which a GPU computes the layers of CPU ranks; auto is
+    96, or more if the link is measured to be slow at start-up."""
     decode_gpu_share: Annotated[float, Field(ge=0, le=1)] | Auto = "auto"
     """Share of a CPU rank's layers whose attention output and MLP matrices the same GPU multiplies
     in decode steps, while the cores compute the other layers; auto measures the fastest share at
@@ -127,6 +130,11 @@ class CpuConfig(_Section):
     share is an error. null only logs the share."""
     env: Environment = {}
     """Environment variables that CPU ranks get in addition."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a step from which a GPU computes it where its link is not slow."""
+        return FROM_TOKENS if self.prefill_on_gpu_tokens == "auto" else self.prefill_on_gpu_tokens
 
     def streams(self, level: str | None) -> bool:
         """Whether linear layers stream their weights on a processor.

@@ -7,6 +7,7 @@ the first, which maps them, takes the GPU, and hands out memory for results.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -92,12 +93,10 @@ def joined(
         for one in (layers.behind if layers else none)
     ]
     shares = _shares(offer, behind[0], gather)
-    if shares.is_empty:
-        _settle_steps(offer, layers, gather)
+    least = _settle_steps(offer, layers, gather, is_shared=not shares.is_empty)
     return [
         GroupLayers(
-            prompts, run, tokens=terms.tokens, from_tokens=terms.from_tokens, behind=one,
-            shares=shares,
+            prompts, run, tokens=terms.tokens, from_tokens=least, behind=one, shares=shares
         )
         for run, one in zip(layers.runs if layers else none, behind, strict=True)
     ]  # fmt: skip
@@ -122,18 +121,43 @@ def _shares(offer: PromptOffer, behind: BehindAttention, gather: Gather) -> Shar
     )  # fmt: skip
 
 
-def _settle_steps(offer: PromptOffer, layers: WholeLayers | None, gather: Gather) -> None:
-    """Choose the largest decode step that the cores compute; the same on all ranks."""
-    kernel = offer.kernel
-    if kernel is None or not step_limit.is_open(kernel, offer.from_tokens, offer.tokens):
-        return
+def _settle_steps(
+    offer: PromptOffer, layers: WholeLayers | None, gather: Gather, *, is_shared: bool
+) -> int:
+    """Choose the largest decode step that the cores compute; the same on all ranks.
+
+    Args:
+        offer: of this rank.
+        layers: of all ranks, where this one is the first.
+        gather: tells the others.
+        is_shared: whether decode steps are shared with the GPU, and their size stays.
+
+    Returns:
+        Tokens of a step from which the GPU computes it.
+
+    """
+    kernel, least = offer.kernel, offer.from_tokens
+    if (
+        kernel is None
+        or (is_shared and not offer.is_auto)
+        or not step_limit.is_open(kernel, least, offer.tokens)
+    ):
+        return least
     gather(None)  # they read the same memory: all begin together
-    cores = gather(step_limit.on_cores(kernel, _measured(offer.runs[0])))
-    link = None
+    cores = max(gather(step_limit.on_cores(kernel, _measured(offer.runs[0]))))
+    link = 0.0
     if layers is not None:
-        run = layers.runs[0]
-        link = step_limit.over_link(kernel, run.gpu, _measured(run.layers))
-    step_limit.choose(kernel, offer.from_tokens, max(cores), gather(link)[0])
+        gpu, some = layers.runs[0].gpu, _measured(layers.runs[0].layers)
+        link = step_limit.over_link(kernel, gpu, some)
+        if offer.is_auto:
+            again = functools.partial(step_limit.over_link, kernel, gpu, some, 1)
+            link = step_limit.confirmed(cores, link, again)
+            least = step_limit.raised(kernel, least, offer.tokens, cores, link)
+    told: tuple[float, int] = gather((link, least))[0]
+    link, least = told
+    if not is_shared:
+        step_limit.choose(kernel, offer.from_tokens, cores, link)
+    return least
 
 
 def _measured(run: Sequence[Layer]) -> list[Linear]:

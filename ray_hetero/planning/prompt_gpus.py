@@ -126,6 +126,6 @@ def with_prompt_gpus(
         gpu = gpu_for(first) if first.kind == "cpu" else None
         if gpu is None:
             return stage
-        return replace(stage, prompt_gpu=PromptGpu(gpu, config.cpu.prefill_on_gpu_tokens))
+        return replace(stage, prompt_gpu=PromptGpu(gpu, config.cpu.prompt_tokens))
 
     return tuple(with_gpu(number, stage) for number, stage in enumerate(stages))

@@ -25,6 +25,18 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for each operator: several, which wait for each other, take uncertain times where
+    other programs compute too."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each step whose layers a prompt GPU has computed."""
     from ray_hetero.kernels.prompts.gpu_layers import GpuLayers

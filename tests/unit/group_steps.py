@@ -209,6 +209,7 @@ class GroupSteps(Steps):
         monkeypatch.setattr(decoder_parts, "WIDE", 64)
         self.count, self.family, self.parts, self.of_layers = count, family, parts, share
         self.least, self.most, self.device = least, most, device
+        self.of_rank = HEADS, 1
         self.threads = Threads(count)
         monkeypatch.setattr(
             shared_prompts, "dist",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from decoder_parts import HEAD, HIDDEN, attends, computed, known_layers, layers_of, model
 from native_module import native
+from vllm import _custom_ops as ops
 from vllm.v1.attention.backends import cpu_attn
 
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
@@ -92,6 +93,8 @@ class Steps:
         monkeypatch.setattr(decoder_layers, "most_sent", lambda layers: most_sent)
         heads, kv_heads = parts.setdefault("heads", 6), parts.setdefault("kv_heads", 2)
         self.block, self.isa = block, isa
+        self.of_rank = heads, kv_heads
+        """Heads of queries and of keys that vLLM's own attention computes."""
         self.decoder = model(layers, **parts)
         self.layers = layers_of(self.decoder)
         self.heads, self.kv_heads = heads, kv_heads
@@ -209,12 +212,24 @@ class Steps:
         metadata = cpu_attn.CPUAttentionMetadata(
             num_actual_tokens=len(positions), max_query_len=max(counts), query_start_loc=starts,
             max_seq_len=int(lengths.max()), seq_lens=lengths, block_table=table,
-            slot_mapping=slots, scheduler_metadata=None,
+            slot_mapping=slots, scheduler_metadata=self._plan(lengths, starts),
         )  # fmt: skip
         for layer, cache in zip(self.layers, self.caches, strict=True):
             attention = attends(layer)
             self.contexts[attention.layer_name] = metadata, attention, cache, slots
         return positions, torch.cat([request.inputs[b:e] for request, b, e in parts])
+
+    def _plan(self, lengths: torch.Tensor, starts: torch.Tensor) -> torch.Tensor | None:
+        """What vLLM's own attention reads; None where it is not there for these caches."""
+        if self.isa != "vec" or not hasattr(torch.ops._C, "get_scheduler_metadata"):
+            return None
+        heads, kv_heads = self.of_rank
+        plan: torch.Tensor = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(lengths), num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD,
+            seq_lens=lengths, dtype=torch.bfloat16, query_start_loc=starts, causal=True,
+            sliding_window_size=-1, isa="vec", enable_kv_split=True,
+        )  # fmt: skip
+        return plan
 
     def check(self, *parts: tuple[Conversation, int, int]) -> None:
         """Compute a step, and compare it with the whole sequences."""

@@ -4,6 +4,8 @@
 
 Prints a line of JSON for each step that it has computed and found right, one whenever the GPU has
 begun with an attention of the step that follows, and at the end the error of another rank's loss.
+With "link": 2.5, the GPU's link takes so many times longer than the cores when it is measured: the
+process then prints from how many tokens on the GPU computes a step, and who has computed two.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,11 @@ from decoder_parts import HIDDEN, attends
 from group_steps import GroupSteps
 from native_module import native
 from paged_steps import CLOSE, Conversation
+from slow_links import PRODUCT_S, slow_cores, slow_link
 from vllm.platforms import current_platform
 
 from ray_hetero.distributed import shared_prompts, shared_sums
+from ray_hetero.kernels.layers import layer_tokens, post_attention
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.linear.rank_sums import SumTerms
 from ray_hetero.kernels.prompts import gpu_layers
@@ -36,15 +41,23 @@ def tell(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    total = x.float()
+    dist.all_reduce(total)
+    return total.bfloat16()
+
+
 class Rank:
     """This process's rank, of a group of which every process makes all parts alike."""
 
-    def __init__(self, own: int, count: int, store: str, limit_s: float) -> None:
+    def __init__(self, own: int, count: int, store: str, limit_s: float, link: float = 0.0) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=own, world_size=count
         )  # fmt: skip
-        self.steps = GroupSteps(pytest.MonkeyPatch(), count)
+        given = {"least": 96, "most": 1024} if link else {}
+        self.steps = GroupSteps(pytest.MonkeyPatch(), count, **given)
         shared_prompts.dist = dist
+        post_attention.tensor_model_parallel_all_reduce = all_reduce
         self.rank = self.steps.ranks[own]
         kernel, group = self.rank.kernel, dist.group.WORLD
         terms = SumTerms(
@@ -53,9 +66,24 @@ class Rank:
         sums = shared_sums.joined(group, range(count), native, terms, limit_s)
         assert sums is not None
         kernel.sums = sums
-        groups = shared_prompts.joined(group, sums, self.rank.offer)
+        with pytest.MonkeyPatch.context() as patch:
+            if link:
+                self._measure(patch, link)
+            groups = shared_prompts.joined(group, sums, self.rank.offer)
         assert groups is not None
+        self.from_tokens = groups[0].from_tokens
         self.rank.made = DecoderLayers(self.rank.known, kernel, group=groups[0])
+
+    def _measure(self, patch: pytest.MonkeyPatch, link: float) -> None:
+        """Have both measured, the link so many times as slow as the cores."""
+        rank = self.rank
+        rank.offer = replace(rank.offer, kernel=rank.kernel, is_auto=True)
+        for cache in rank.caches:
+            cache.zero_()  # vLLM's attention multiplies what was never written by nought
+        own = rank.offer.linears
+        slow_cores(patch, rank.kernel)
+        # The link carries the others' parts too, which are as large.
+        slow_link(patch, own, link * PRODUCT_S * len(own) / self.steps.count)
 
     def step(self, *parts: tuple[Conversation, int, int]) -> None:
         """Compute a step, and compare it with the whole sequences."""
@@ -89,6 +117,14 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     rank = Rank(**given)
+    if given.get("link"):
+        least = rank.from_tokens
+        tell(from_tokens=least, step_tokens=rank.rank.kernel.step_tokens)
+        for tokens in (least - 1, least):
+            layer_tokens.take()
+            rank.step((rank.steps.request(tokens), 0, tokens))
+            tell(**asdict(layer_tokens.take()))
+        return
     one, other, prompt = (rank.steps.request(tokens) for tokens in (60, 92, 150))
     rank.step((one, 0, 57), (other, 0, 88))
     rank.step((one, 57, 58), (other, 88, 89))

@@ -128,6 +128,9 @@ def test_a_prompt_takes_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.data_ptr() not in places
     square = torch.randint(VOCABULARY, (4, 8))
     assert torch.equal(layer(square), layer.weight[square])
+    steps.kernel.prompts.from_tokens = 34  # as a slow link raises them
+    for count, is_there in ((33, False), (34, True)):
+        assert (layer(torch.arange(count)).data_ptr() in places) is is_there
 
 
 @pytest.mark.parametrize("problem", ["float32", "sliced", "two", "compiled", "quantised"])

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from native_module import native, needs_native  # noqa: E402
+from slow_links import slow_cores, slow_link  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -256,6 +257,40 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
         assert found.shape == (*shape[:-1], 1536)
         torch.testing.assert_close(found.float(), x.float() @ plain.T, rtol=2**-7, atol=2**-7)
     assert tokens_of_gpu == [8, 8, 64]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_layers_that_are_no_operator_stay_on_the_cores_where_the_link_is_slow(
+    layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = LinearLayers(CpuConfig(linear_kernel="streaming", prefill_on_gpu=True), CPU, 1024)
+    plain = layer.weight.data.float()
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    kernel = streaming_linear.at_hand()
+    assert kernel is not None
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with monkeypatch.context() as patch, caplog.at_level("INFO", logger="vllm"):
+        slow_cores(patch, kernel, 0.1)
+        slow_link(patch, list(layers._linears.values()), 0.25)
+        layers.loaded(torch.nn.Module())
+    assert kernel.prompts is not None
+    least = kernel.prompts.from_tokens
+    assert 320 - 32 < least < 1024
+    assert caplog.text.count("the GPU's link is slow") == 1
+    assert "decode steps of up to" not in caplog.text
+    tokens_of_gpu: list[int] = []
+    linear = GpuPrefill.linear
+
+    def linear_and_note(self: GpuPrefill, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        tokens_of_gpu.append(x.shape[0])
+        return linear(self, x, *rest)
+
+    monkeypatch.setattr(GpuPrefill, "linear", linear_and_note)
+    for tokens in (96, least - 1, least):
+        x = torch.randn(tokens, 512).bfloat16()
+        found = layer.cpu_linear(x, layer.weight, None)
+        torch.testing.assert_close(found.float(), x.float() @ plain.T, rtol=2**-7, atol=2**-7)
+    assert tokens_of_gpu == [least]
 
 
 def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(

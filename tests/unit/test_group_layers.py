@@ -18,8 +18,10 @@ pytest.importorskip("vllm")
 from decoder_parts import HEAD, HIDDEN  # noqa: E402
 from group_steps import HEADS, GroupSteps  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
+from slow_links import PRODUCT_S, slow_cores, slow_link  # noqa: E402
 from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.kernels.formats import (  # noqa: E402
     SCALED_FORMATS,
@@ -31,6 +33,7 @@ from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.layers import layer_tokens, shared_decode  # noqa: E402
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.layers.group_layers import linears_of  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.linear import step_limit  # noqa: E402
@@ -310,6 +313,50 @@ def test_ranks_agree_on_the_largest_step_of_their_cores(
     limits = {kernel.step_tokens for kernel in kernels}
     by_gpu, by_cores = {steps.least - 1}, {native.STEP_TOKENS}
     assert limits in {"gpu": [by_gpu], "cores": [by_cores], "either": [by_gpu, by_cores]}[expected]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_prompts_of_a_group_stay_on_the_cores_up_to_one_number(
+    share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    on_gpu: list[int],
+) -> None:  # fmt: skip
+    steps = GroupSteps(monkeypatch, least=96, most=1024, share=share)
+    for rank in steps.ranks:
+        rank.offer = replace(rank.offer, kernel=rank.kernel, is_auto=True)
+        for cache in rank.caches:
+            cache.zero_()  # vLLM's attention multiplies what was never written by nought
+    some = [one for rank in steps.ranks for layer in rank.known for one in linears_of(layer)]
+    slowest_s = 1.5 * PRODUCT_S * len(some) / 2
+    with monkeypatch.context() as patch:
+        # What the slowest rank's cores take counts.
+        for rank, factor in zip(steps.ranks, (1.0, 1.5), strict=True):
+            slow_cores(patch, rank.kernel, factor * PRODUCT_S)
+        slow_link(patch, some, 2.5 * slowest_s)
+        found = steps.join()
+    (least,) = {group.from_tokens for groups in found for group in groups}
+    assert 320 - step_limit.MULTIPLE < least < 1024
+    assert {rank.kernel.step_tokens for rank in steps.ranks} == {native.STEP_TOKENS}
+    assert caplog.text.count(f"prompts of fewer than {least} tokens stay on the cores") == 1
+    assert caplog.text.count("the GPU's link is slow") == 1
+    # Ranks are processes; of one, all threads would have the same memory for attentions.
+    lock, attend = threading.Lock(), cpu_attn.CPUAttentionBackendImpl.forward
+
+    def attend_alone(*given: Any) -> Any:
+        torch.set_num_threads(1)  # of this thread, as for the one that has planned the attention
+        with lock:
+            return attend(*given)
+
+    monkeypatch.setattr(cpu_attn.CPUAttentionBackendImpl, "forward", attend_alone)
+    one, other = steps.request(least - 1), steps.request(least)
+    layer_tokens.take()
+    steps.check((one, 0, least - 1))
+    assert on_gpu == []
+    layers = 2 * len(steps.caches)
+    assert layer_tokens.take() == LayerTokens(by_operators=(least - 1) * layers)
+    steps.check((other, 0, least))
+    assert on_gpu == [least]
+    assert layer_tokens.take() == LayerTokens(on_gpu=least * layers)
 
 
 @pytest.mark.parametrize(("count", "isa", "given"), [

@@ -35,10 +35,17 @@ def lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def more() -> dict[str, Any]:
+    """What each rank is given besides."""
+    return {}
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, more: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
     made = []
     for own in range(COUNT):
         given = {"own": own, "count": COUNT, "store": str(tmp_path / "store"), "limit_s": LIMIT_S}
+        given |= more
         made.append(
             subprocess.Popen(
                 [sys.executable, str(HERE / "prompt_group_process.py"), json.dumps(given)],
@@ -81,3 +88,18 @@ def test_a_rank_that_is_lost_in_a_prompt_is_named_by_the_others(
         else f"was not there in {LIMIT_S:g} s (exchange.timeout_s)"
     )
     assert error == f"rank {lost}, of the same tensor-parallel group, {why}"
+
+
+@pytest.mark.parametrize("more", [{"link": 2.5}])
+def test_ranks_agree_on_the_tokens_from_which_a_slow_link_pays(
+    ranks: list[subprocess.Popen[str]],
+) -> None:
+    first, other = ([line for line in lines(rank) if "step" not in line] for rank in ranks)
+    assert first == other
+    settled, below, above = first
+    least = settled["from_tokens"]
+    # 2.5 times 128, and what products take in truth.
+    assert 288 < least < 1024
+    assert settled["step_tokens"] == 128
+    assert below["by_operators"] > 0 == below["on_gpu"]
+    assert above["on_gpu"] > 0 == above["by_operators"]

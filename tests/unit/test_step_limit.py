@@ -15,7 +15,7 @@ from native_module import native, needs_native  # noqa: E402
 from ray_hetero.kernels.formats import PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.linear.step_limit import settle  # noqa: E402
-from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear  # noqa: E402
 
 pytestmark = needs_native
 FROM_TOKENS = 96
@@ -43,9 +43,13 @@ def layers(count: int) -> list[list[Any]]:
     return [[SimpleNamespace(weight=weight, bias=None) for weight in made]] * count
 
 
+def prompts(gpu: Gpu, from_tokens: int = FROM_TOKENS) -> Prompts:
+    return Prompts(gpu, from_tokens)  # type: ignore[arg-type]
+
+
 def settled(gpu: Gpu, from_tokens: int = FROM_TOKENS, count: int = 6) -> int:
     kernel = StreamingLinear(native)
-    settle(kernel, gpu, from_tokens, layers(count))  # type: ignore[arg-type]
+    settle(kernel, prompts(gpu, from_tokens), layers(count))
     return kernel.step_tokens
 
 
@@ -54,14 +58,14 @@ def test_the_faster_of_both_computes_the_largest_steps() -> None:
     # A product of the cores takes some microseconds; two threads that wait for each other more.
     slow = StreamingLinear(native)
     slow.on_cores = lambda *given: time.sleep(0.05)  # type: ignore[method-assign, assignment, misc]
-    settle(slow, Gpu(0.0), FROM_TOKENS, layers(1))  # type: ignore[arg-type]
+    settle(slow, prompts(Gpu(0.0)), layers(1))
     assert slow.step_tokens == FROM_TOKENS - 1
 
 
 def test_few_tokens_stay_on_the_cores_in_any_case() -> None:
     slow = StreamingLinear(native)
     slow.on_cores = lambda *given: time.sleep(0.05)  # type: ignore[method-assign, assignment, misc]
-    settle(slow, Gpu(0.0), 8, layers(1))  # type: ignore[arg-type]
+    settle(slow, prompts(Gpu(0.0), 8), layers(1))
     assert slow.step_tokens == native.FEW_TOKENS
 
 

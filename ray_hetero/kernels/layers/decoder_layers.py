@@ -32,7 +32,7 @@ from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and
 from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.layers.step_rows import StepRows, one_prompt, step_rows
 from ray_hetero.kernels.layers.structures import Calls
-from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, Caches, GpuLayers
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -97,12 +97,13 @@ class DecoderLayers:
             else None
         )
         self._on_gpu: GpuLayers | GroupLayers | None = group
-        self._least = 0 if group is None else group.from_tokens
+        self._many: Prompts | GroupLayers | None = group
+        """Holder of the number of tokens from which the GPU computes a step."""
         self._most_sent = most_sent(layers)
         if memory is not None:
             assert kernel.prompts is not None
             self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
-            self._least = kernel.prompts.from_tokens
+            self._many = kernel.prompts
 
     def share(self, shared: SharedDecode) -> None:
         """Have decode steps computed with a GPU's help."""
@@ -151,7 +152,8 @@ class DecoderLayers:
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
         """Prompts on the GPU and decoding requests on the cores; None if the step is another."""
-        tokens, least = len(positions), self._least
+        assert self._many is not None
+        tokens, least = len(positions), self._many.from_tokens
         if tokens < least or not on_gpu.suits(tokens):
             return None
         if self._adapters is not None and self._adapters.slots(tokens) is not None:

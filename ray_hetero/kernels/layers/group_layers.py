@@ -85,6 +85,8 @@ class PromptOffer:
     """Kernel of decode steps, whose largest size is measured then (step_limit.py)."""
     place: str = ""
     """Place of the rank, see `RankSpec.place`."""
+    is_auto: bool = False
+    """Whether a slow link raises `from_tokens`; the same for all ranks."""
 
     @property
     def linears(self) -> list[Linear]:

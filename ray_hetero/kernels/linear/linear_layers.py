@@ -261,8 +261,8 @@ class LinearLayers:
                 share=self._config.decode_gpu_share, seat=self._place,
             )  # fmt: skip
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused.layers)
-        if group is None and not fused.is_shared:
-            self._settle(self._kernel, found)
+        if group is None:
+            self._settle(self._kernel, found, is_shared=fused.is_shared)
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)
@@ -279,8 +279,8 @@ class LinearLayers:
             return None  # the GPU does not compute their experts
         return PromptOffer(
             [run.layers for run in found.runs], self._shared, self._device, self._tokens,
-            self._config.prefill_on_gpu_tokens, self._spare, self._config.decode_gpu_share,
-            self._kernel, self._place,
+            self._config.prompt_tokens, self._spare, self._config.decode_gpu_share,
+            self._kernel, self._place, is_auto=self._config.prefill_on_gpu_tokens == "auto",
         )  # fmt: skip
 
     def _take_gpu(self, kernel: StreamingLinear, found: Fusible) -> None:
@@ -294,20 +294,25 @@ class LinearLayers:
                 raise
             logger.warning("%s", error)
             return
-        kernel.prompts = Prompts(self._gpu, self._config.prefill_on_gpu_tokens)
+        is_auto = self._config.prefill_on_gpu_tokens == "auto"
+        kernel.prompts = Prompts(self._gpu, self._config.prompt_tokens, is_auto=is_auto)
         logger.info(
             "steps of %d tokens and more are computed by the GPU: it can read %.1f GiB of weights "
             "over its link, and uses %.1f GiB of its own memory (cpu.prefill_on_gpu)",
-            self._config.prefill_on_gpu_tokens,
+            kernel.prompts.from_tokens,
             taken.weight_bytes / GIB,
             taken.gpu_bytes / GIB,
         )
 
-    def _settle(self, kernel: StreamingLinear, found: Fusible) -> None:
-        """Choose who computes the largest decode steps, where they are not shared."""
+    def _settle(self, kernel: StreamingLinear, found: Fusible, *, is_shared: bool) -> None:
+        """Choose who computes prompts, and the largest decode steps where they are not shared."""
         prompts = kernel.prompts
         if prompts is None:
             return
         layers = [[layer.input.qkv, *layer.parts.linears] for run in found.runs
                   for layer in run.layers]  # fmt: skip
-        step_limit.settle(kernel, prompts.gpu, prompts.from_tokens, layers)
+        # Decode steps of layers that are not one operator are no native call.
+        step_limit.settle(
+            kernel, prompts, layers or [[linear] for linear in self._linears.values()],
+            has_steps=bool(layers) and not is_shared,
+        )  # fmt: skip

@@ -36,12 +36,16 @@ MULTIPLE = 32
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Prompts:
     """What computes steps of many tokens."""
 
     gpu: GpuPrefill
     from_tokens: int
+    """Least tokens of such a step.  Whoever has the GPU compute one reads them in each step: where
+    the link turns out to be slow they are raised after the layers are made (step_limit.py)."""
+    is_auto: bool = False
+    """Whether a slow link raises them."""
 
     @property
     def tokens(self) -> int:
