@@ -176,6 +176,8 @@ NOT_RUN = {
     Block(BENCHMARKS, "cpu_linear.py"): MEASURES,
     Block(BENCHMARKS, "compact_shares.py"): MEASURES,
     Block(NUMA, "boot_guest.py"): "needs QEMU, and fetches a kernel",
-    Block(NUMA, "Linux 6.1.0-56-cloud-amd64"): EXAMPLE,
+    Block(NUMA, "ok  topology"): EXAMPLE,
+    Block(NUMA, "boot_engine.py"): "needs QEMU, and runs for a quarter of an hour",
+    Block(NUMA, "ok  tokens"): EXAMPLE,
 }
 """Blocks that no test runs, with the reason."""

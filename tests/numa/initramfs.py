@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes.util
-import re
-import shutil
 import stat
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-SKIPPED = re.compile(r"/(test|tests|idlelib|lib2to3|ensurepip|tkinter|site-packages|config-[^/]*)/")
+import guest_files
+
+HERE = guest_files.HERE
 FOLDERS = ("bin", "dev", "etc", "proc", "run/lock", "sys", "tmp")
-INIT = """#!/bin/busybox sh
-/bin/busybox mount -t proc proc /proc
-/bin/busybox mount -t sysfs sysfs /sys
-/bin/busybox mount -t devtmpfs dev /dev
-/bin/busybox mount -t cgroup2 cgroup /sys/fs/cgroup
-/bin/busybox hostname guest
-export PYTHONHOME=/python PYTHONPATH=/packages PATH=/python/bin:/bin LD_LIBRARY_PATH=/lib
+INIT = f"""{guest_files.MOUNTS}
 /python/bin/python3 /guest_checks.py
 /bin/busybox poweroff -f
 """
@@ -63,57 +51,11 @@ def _entries() -> Iterator[tuple[str, int, bytes, int]]:
 
 def _files() -> Iterator[tuple[str, Path]]:
     """(path in the guest, file here)."""
-    interpreter = Path(sys.executable).resolve()
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    numa = Path(_found(_package("numa"), "py-libnuma: pip install py-libnuma"))
-    busybox = _found(shutil.which("busybox"), "busybox: apt install busybox-static")
-    ldconfig = _found(shutil.which("ldconfig", path="/sbin:/usr/sbin"), "ldconfig")
-    _found(ctypes.util.find_library("numa"), "libnuma: apt install libnuma1")
-    yield "bin/busybox", Path(busybox)
+    numa = Path(
+        guest_files.found(guest_files.package("numa"), "py-libnuma: pip install py-libnuma")
+    )
     yield "guest_checks.py", HERE / "guest_checks.py"
-    yield "python/bin/python3", interpreter
-    yield "sbin/ldconfig", Path(ldconfig)  # how ctypes finds libnuma
-    yield "etc/ld.so.cache", Path("/etc/ld.so.cache")
-    programs = [interpreter, *stdlib.glob("lib-dynload/*.so"), *(ROOT / "placement").glob("*.so")]
-    for library in _libraries(programs):
-        yield f"lib/{library.name}", library
-    loader = _loader(interpreter)
-    yield str(loader).lstrip("/"), loader
-    for folder, target in ((stdlib, f"python/lib/{stdlib.name}"), (numa, "packages/numa")):
-        yield from _below(folder, target)
-    yield from _below(ROOT / "placement", "packages/placement")
+    yield from guest_files.system()
+    yield from guest_files.below(numa, "packages/numa")
+    yield from guest_files.below(guest_files.ROOT / "placement", "packages/placement")
     yield "packages/libnuma.py", HERE / "libnuma.py"
-
-
-def _below(folder: Path, target: str) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not SKIPPED.search(f"/{path.relative_to(folder)}"):
-            yield f"{target}/{path.relative_to(folder)}", path
-
-
-def _libraries(programs: list[Path]) -> list[Path]:
-    """Shared libraries of these programs and of libnuma, by name."""
-    listing = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True)
-    libnuma = re.search(r"libnuma\.so\.1 .*=> (\S+)", listing.stdout)
-    found = {"libnuma.so.1": Path(_found(libnuma and libnuma[1], "libnuma.so.1"))}
-    for program in programs:
-        told = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False)
-        for name, path in re.findall(r"(\S+) => (/\S+)", told.stdout):
-            found[name] = Path(path)
-    return list(found.values())
-
-
-def _loader(interpreter: Path) -> Path:
-    told = subprocess.run(["ldd", str(interpreter)], capture_output=True, text=True, check=True)
-    return Path(re.findall(r"^\s*(/\S+ld-\S+) ", told.stdout, re.MULTILINE)[0])
-
-
-def _package(name: str) -> str | None:
-    folders = (Path(path) / name for path in sys.path)
-    return next((str(folder) for folder in folders if (folder / "__init__.py").exists()), None)
-
-
-def _found(path: str | None, what: str) -> str:
-    if path is None:
-        sys.exit(f"not found: {what}")
-    return path
