@@ -6,6 +6,7 @@ The user's own layers win.  Worlds of one kind get equal shares; worlds of both 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -127,8 +128,10 @@ def plan_layers(
         layers=split_layers(config, facts.hidden_layers, pipeline_parallel_size, partition),
         turn=turn,
     )
+    cpus = [seat for seat in world.members if seat.kind == "cpu"]
+    of_nodes = Counter(seat.node_id for seat in cpus)
     threads = {
-        seat.rank: compute_threads(seat, config.cpu) for seat in world.members if seat.kind == "cpu"
+        seat.rank: compute_threads(seat, config.cpu, of_nodes[seat.node_id]) for seat in cpus
     }
     if world.experts:
         check_experts(world, facts.shape)

@@ -22,7 +22,8 @@ KV_SHARE_OF_FREE = 0.5
 CORES_TO_SPARE = 8
 """Least cores of a socket of which `auto` keeps some for the engine and for Ray."""
 DRIVER_CORES = 2
-"""Cores kept on the driver's node: one for the engine's loop, one for API server and Ray."""
+"""Cores kept on the driver's node, of all its CPU ranks' sockets together but one of each at least:
+one for the engine's loop, one for API server and Ray."""
 OTHER_CORES = 1
 """Cores kept on every other node, for Ray."""
 
@@ -148,8 +149,13 @@ def split_layers(
     return tuple(given)
 
 
-def compute_threads(seat: Seat, config: CpuConfig) -> tuple[int, ...]:
+def compute_threads(seat: Seat, config: CpuConfig, ranks: int = 1) -> tuple[int, ...]:
     """Logical CPUs that a CPU rank computes on: one per core, the first cores kept back.
+
+    Args:
+        seat: of the rank.
+        config: how many cores are asked for or kept back.
+        ranks: CPU ranks on its node.
 
     Raises:
         ConfigError: more cores are asked for or kept back than the socket has.
@@ -157,7 +163,7 @@ def compute_threads(seat: Seat, config: CpuConfig) -> tuple[int, ...]:
     """
     socket = seat.socket
     assert socket is not None
-    kept = _reserved(socket, seat, config)
+    kept = _reserved(socket, seat, config, ranks)
     usable = socket.cpus[kept:]
     if config.cores == "auto":
         return usable
@@ -169,9 +175,9 @@ def compute_threads(seat: Seat, config: CpuConfig) -> tuple[int, ...]:
     return usable[: config.cores]
 
 
-def _reserved(socket: Socket, seat: Seat, config: CpuConfig) -> int:
+def _reserved(socket: Socket, seat: Seat, config: CpuConfig, ranks: int) -> int:
     cores = len(socket.cores)
-    kept = _kept(cores, config, is_driver_node=seat.is_driver_node)
+    kept = _kept(cores, config, ranks, is_driver_node=seat.is_driver_node)
     if kept >= cores:
         raise ConfigError(
             f"cpu.reserved_cores: {kept} of the {cores} cores of socket {socket.id} of "
@@ -180,13 +186,13 @@ def _reserved(socket: Socket, seat: Seat, config: CpuConfig) -> int:
     return kept
 
 
-def _kept(cores: int, config: CpuConfig, *, is_driver_node: bool) -> int:
-    """How many of so many cores are kept back."""
+def _kept(cores: int, config: CpuConfig, ranks: int = 1, *, is_driver_node: bool) -> int:
+    """How many of so many cores of a socket are kept back, as on each of its node's CPU ranks."""
     if config.reserved_cores != "auto":
         return config.reserved_cores
     if cores < CORES_TO_SPARE:
         return 0
-    return DRIVER_CORES if is_driver_node else OTHER_CORES
+    return -(-DRIVER_CORES // ranks) if is_driver_node else OTHER_CORES
 
 
 def spare_cpus(seats: Sequence[Seat], threads: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -360,7 +360,7 @@ def test_the_planner_is_asked_what_the_executor_would_ask() -> None:
     config = {"cpu": {"ranks_per_socket": 2, "bandwidth_gb_s": 10}}
     options = Namespace(
         shape="1b", layout='[["cpu"], ["cpu"]]', config=json.dumps(config), max_num_seqs=2,
-        gpu_share=0.9,
+        gpu_share=0.9, eager=True,
     )  # fmt: skip
     planner = Planner(options)
     assert planner.split(22).layers == (11, 11)

@@ -69,9 +69,9 @@ def test_threads_are_counted_once_a_rank(monkeypatch: pytest.MonkeyPatch) -> Non
     count = layer_plan.compute_threads
     counted: list[int] = []
 
-    def counting(seat: Any, config: Any) -> tuple[int, ...]:
+    def counting(seat: Any, *more: Any) -> tuple[int, ...]:
         counted.append(seat.rank)
-        return count(seat, config)
+        return count(seat, *more)
 
     monkeypatch.setattr(layer_plan, "compute_threads", counting)
     specs(server(1, 1))

@@ -122,6 +122,11 @@ def test_cores_are_kept_back_where_there_are_many(
     assert threads == tuple(range(cores))[cores - computing :]
 
 
+def test_ranks_of_the_drivers_node_share_what_is_kept_back() -> None:
+    for ranks, computing in ((1, 6), (2, 7), (4, 7)):
+        assert len(compute_threads(seat(8, is_driver=True), CpuConfig(), ranks)) == computing
+
+
 def test_asked_cores() -> None:
     assert compute_threads(seat(8), CpuConfig(cores=3, reserved_cores=1)) == (1, 2, 3)
     assert compute_threads(seat(8), CpuConfig(reserved_cores=0)) == tuple(range(8))

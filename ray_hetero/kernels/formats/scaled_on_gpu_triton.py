@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _e4m3(codes):  # type: ignore[no-untyped-def]
     """E4M3 as float32: its bits are those of a float16 of 2^-8 times the value."""
     halves = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
     return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _e2m1(codes):  # type: ignore[no-untyped-def]
     """E2M1 as float32: its bits are those of a float16 of 2^-14 times the value."""
     halves = ((codes & 8) << 12) | ((codes & 7) << 9)
