@@ -1,0 +1,64 @@
+"""Codes with scales made bf16 on a GPU, by one kernel of Triton and by torch's operators.
+
+    python benchmarks/gpu_expansions.py
+
+Milliseconds for 7168 outputs of 4096 inputs, a piece of an 8B model's widest layer, and bytes read
+and written a second.  Needs torch with CUDA, and neither vLLM nor Ray.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from gpu_timing import milliseconds
+
+from ray_hetero.kernels.formats import scaled_on_gpu
+from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.formats.fp4 import Fp4Weight
+from ray_hetero.kernels.formats.fp8 import Fp8Weight
+from ray_hetero.kernels.formats.int4 import Int4Weight
+from ray_hetero.kernels.formats.int8 import Int8Weight
+from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight, TorchExpansion
+
+OUTPUTS, INPUTS = 7168, 4096
+LINE = 64
+CASES: tuple[tuple[type[ScaledWeight], Layout], ...] = (
+    (Int4Weight, Layout(128, torch.bfloat16, False, False, 1.0)),
+    (Int4Weight, Layout(128, torch.bfloat16, False, True, 1.0)),
+    (Fp8Weight, Layout(128, torch.float32, True, False, 1.0)),
+    (Fp8Weight, Layout(INPUTS, torch.float32, False, False, 1.0)),
+    (Int8Weight, Layout(INPUTS, torch.float32, False, False, 1.0)),
+    (Fp4Weight, Layout(32, torch.float8_e8m0fnu, False, False, 1.0)),
+    (Fp4Weight, Layout(16, torch.float8_e4m3fn, False, False, 0.4)),
+)
+
+
+def main() -> None:
+    """Measure and print."""
+    gpu = torch.device("cuda:0")
+    print(torch.cuda.get_device_name(gpu))
+    for kind, layout in CASES:
+        is_right = scaled_on_gpu.is_right(kind, layout, gpu)
+        groups = INPUTS // layout.group
+        scales = groups * (1 if layout.is_uniform else BLOCK) * layout.scales.itemsize
+        zeros = groups * BLOCK if layout.has_zeros else 0
+        block = BLOCK * INPUTS * kind.bits // 8 + scales + zeros
+        block += -block % LINE
+        rows = torch.randint(120, (OUTPUTS // BLOCK * block,), dtype=torch.uint8, device=gpu)
+        weight = torch.empty(OUTPUTS * INPUTS, dtype=torch.bfloat16, device=gpu)
+        for expansion in (
+            scaled_on_gpu.TritonExpansion(kind, INPUTS, layout),
+            TorchExpansion(kind, INPUTS, layout),
+        ):
+            taken = milliseconds(partial(expansion, rows, weight), 9)
+            moved = (rows.numel() + 2 * weight.numel()) / taken / 1e6
+            print(
+                f"{kind.name}, groups of {layout.group}, scales {layout.scales}, "
+                f"zero points {layout.has_zeros}, equal {is_right}: "
+                f"{type(expansion).__name__} {taken:.3f} ms, {moved:.0f} GB/s"
+            )
+
+
+if __name__ == "__main__":
+    main()
