@@ -90,7 +90,9 @@ class CpuConfig(_Section):
     """Number of compute threads of each CPU rank; auto uses all cores of the socket except the
     reserved ones."""
     reserved_cores: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """Number of cores of each socket that are kept free for the engine, the API server and Ray."""
+    """Number of cores of each socket that are kept free for the engine, the API server and Ray.
+    auto keeps at least one, two in all on the engine's node, and none of sockets with fewer than
+    8."""
     kv_cache_gib: Gibibytes | Auto = "auto"
     """Size of the KV cache of each CPU rank in GiB; auto makes room for all sequences at their
     maximum length, as far as memory is free. vLLM's VLLM_CPU_KVCACHE_SPACE is not read."""
