@@ -276,7 +276,9 @@ def test_layers_that_are_no_operator_stay_on_the_cores_where_the_link_is_slow(
     assert kernel.prompts is not None
     least = kernel.prompts.from_tokens
     assert 320 - 32 < least < 1024
-    assert caplog.text.count("the GPU's link is slow") == 1
+    # Where another handler hears vLLM's loggers too, each record is there twice.
+    said = {id(one): one.getMessage() for one in caplog.records}.values()
+    assert sum("the GPU's link is slow" in one for one in said) == 1
     assert "decode steps of up to" not in caplog.text
     tokens_of_gpu: list[int] = []
     linear = GpuPrefill.linear
