@@ -230,6 +230,19 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
         kernel.prompts = None
 
 
+def noted_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each linear layer that a GPU computes from now on."""
+    tokens_of_gpu: list[int] = []
+    linear = GpuPrefill.linear
+
+    def linear_and_note(self: GpuPrefill, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        tokens_of_gpu.append(x.shape[0])
+        return linear(self, x, *rest)
+
+    monkeypatch.setattr(GpuPrefill, "linear", linear_and_note)
+    return tokens_of_gpu
+
+
 def test_a_ranks_layers_are_computed_where_the_tokens_say(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,14 +256,7 @@ def test_a_ranks_layers_are_computed_where_the_tokens_say(
     plain = layer.weight.data.float()
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     layers.loaded(torch.nn.Module())
-    tokens_of_gpu: list[int] = []
-    linear = GpuPrefill.linear
-
-    def linear_and_note(self: GpuPrefill, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        tokens_of_gpu.append(x.shape[0])
-        return linear(self, x, *rest)
-
-    monkeypatch.setattr(GpuPrefill, "linear", linear_and_note)
+    tokens_of_gpu = noted_tokens(monkeypatch)
     for shape in ((7, 512), (8, 512), (2, 4, 512), (64, 512), (65, 512)):
         x = torch.randn(shape).bfloat16()
         found = layer.cpu_linear(x, layer.weight, None)
@@ -280,14 +286,7 @@ def test_layers_that_are_no_operator_stay_on_the_cores_where_the_link_is_slow(
     said = {id(one): one.getMessage() for one in caplog.records}.values()
     assert sum("the GPU's link is slow" in one for one in said) == 1
     assert "decode steps of up to" not in caplog.text
-    tokens_of_gpu: list[int] = []
-    linear = GpuPrefill.linear
-
-    def linear_and_note(self: GpuPrefill, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        tokens_of_gpu.append(x.shape[0])
-        return linear(self, x, *rest)
-
-    monkeypatch.setattr(GpuPrefill, "linear", linear_and_note)
+    tokens_of_gpu = noted_tokens(monkeypatch)
     for tokens in (96, least - 1, least):
         x = torch.randn(tokens, 512).bfloat16()
         found = layer.cpu_linear(x, layer.weight, None)
