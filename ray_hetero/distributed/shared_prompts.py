@@ -7,7 +7,6 @@ the first, which maps them, takes the GPU, and hands out memory for results.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import socket
@@ -150,9 +149,8 @@ def _settle_steps(
         gpu, some = layers.runs[0].gpu, _measured(layers.runs[0].layers)
         link = step_limit.over_link(kernel, gpu, some)
         if offer.is_auto:
-            again = functools.partial(step_limit.over_link, kernel, gpu, some, 1)
-            link = step_limit.confirmed(cores, link, again)
-            least = step_limit.raised(kernel, least, offer.tokens, cores, link)
+            link = step_limit.confirmed(kernel, gpu, some, cores, link)
+            least = step_limit.raised(kernel, gpu, least, cores, link)
     told: tuple[float, int] = gather((link, least))[0]
     link, least = told
     if not is_shared:

@@ -11,7 +11,6 @@ up to a number that follows from the same two times.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -57,9 +56,8 @@ def settle(
     cores = on_cores(kernel, some)
     link = over_link(kernel, gpu, some)
     if prompts.is_auto:
-        again = functools.partial(over_link, kernel, gpu, some, 1)
-        link = confirmed(cores, link, again)
-        prompts.from_tokens = raised(kernel, least, gpu.tokens, cores, link)
+        link = confirmed(kernel, gpu, some, cores, link)
+        prompts.from_tokens = raised(kernel, gpu, least, cores, link)
     if has_steps:
         choose(kernel, least, cores, link)
 
@@ -102,24 +100,30 @@ def over_link(
     )
 
 
-def confirmed(cores: float, link: float, again: Callable[[], float]) -> float:
+def confirmed(
+    kernel: StreamingLinear, gpu: GpuPrefill, linears: Sequence[Linear], cores: float, link: float
+) -> float:
     """Seconds of `over_link`, measured again for a while where the link seems slow.
 
     Args:
+        kernel: of this rank.
+        gpu: has the weights.
+        linears: that were measured.
         cores: seconds of `on_cores`; in a group those of its slowest rank.
         link: seconds of `over_link`.
-        again: measures one round more.
 
     """
     until = time.perf_counter() + CONFIRMED_S
     while link > SLOW * cores:
-        link = min(link, again())
+        link = min(link, over_link(kernel, gpu, linears, 1))
         if time.perf_counter() >= until:
             break
     return link
 
 
-def raised(kernel: StreamingLinear, from_tokens: int, most: int, cores: float, link: float) -> int:
+def raised(
+    kernel: StreamingLinear, gpu: GpuPrefill, from_tokens: int, cores: float, link: float
+) -> int:
     """Tokens of a step from which the GPU computes it; says so where a slow link raises them.
 
     The cores multiply for so many times longer as there are more tokens, and the link takes the
@@ -127,8 +131,8 @@ def raised(kernel: StreamingLinear, from_tokens: int, most: int, cores: float, l
 
     Args:
         kernel: of this rank, with the `step_tokens` that were measured.
+        gpu: has room for its `tokens` of a step.
         from_tokens: of a step, from which the GPU computes it where its link is not slow.
-        most: tokens of a step, up to which the GPU has room.
         cores: as of `choose`.
         link: the same.
 
@@ -146,9 +150,9 @@ def raised(kernel: StreamingLinear, from_tokens: int, most: int, cores: float, l
         1e3 * cores,
         1e3 * link,
         f"prompts of fewer than {least} tokens stay on the cores"
-        if least <= most
+        if least <= gpu.tokens
         else f"all prompts stay on the cores: the GPU would be faster from {least} tokens on, and "
-        f"a step has {most} at most",
+        f"a step has {gpu.tokens} at most",
     )
     return least
 
