@@ -22,7 +22,6 @@ from ray_hetero.kernels.formats.int8 import Int8Weight
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight, TorchExpansion
 
 OUTPUTS, INPUTS = 7168, 4096
-LINE = 64
 CASES: tuple[tuple[type[ScaledWeight], Layout], ...] = (
     (Int4Weight, Layout(128, torch.bfloat16, False, False, 1.0)),
     (Int4Weight, Layout(128, torch.bfloat16, False, True, 1.0)),
@@ -40,11 +39,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(gpu))
     for kind, layout in CASES:
         is_right = scaled_on_gpu.is_right(kind, layout, gpu)
-        groups = INPUTS // layout.group
-        scales = groups * (1 if layout.is_uniform else BLOCK) * layout.scales.itemsize
-        zeros = groups * BLOCK if layout.has_zeros else 0
-        block = BLOCK * INPUTS * kind.bits // 8 + scales + zeros
-        block += -block % LINE
+        *_, block = layout.places(INPUTS, kind.bits)
         rows = torch.randint(120, (OUTPUTS // BLOCK * block,), dtype=torch.uint8, device=gpu)
         weight = torch.empty(OUTPUTS * INPUTS, dtype=torch.bfloat16, device=gpu)
         for expansion in (

@@ -36,6 +36,8 @@ NATIVE_SCALES = {
     "float8_e4m3fn": "e4m3",
 }  # fmt: skip
 """The native module's names of the types of scales."""
+LINE_BYTES = 64
+"""Bytes of a cache line, of which a block takes whole ones."""
 CHUNK_WEIGHTS = 1 << 22
 """Weights that a GPU expands at once, in float32."""
 
@@ -103,6 +105,25 @@ class Layout:
     """Whether all outputs of a block share their scales."""
     has_zeros: bool
     factor: float
+
+    def places(self, inputs: int, bits: int) -> tuple[int, int, int]:
+        """Bytes of a block before its scales and before its zero points, and of all of it.
+
+        Args:
+            inputs: of the weight.
+            bits: of a code.
+
+        """
+        groups = -(-inputs // self.group)
+        scales = BLOCK * inputs * bits // 8
+        zeros = scales + groups * self.outputs * self.scales.itemsize
+        end = zeros + (groups * BLOCK if self.has_zeros else 0)
+        return scales, zeros, end + -end % LINE_BYTES
+
+    @property
+    def outputs(self) -> int:
+        """Scales of a group in a block."""
+        return 1 if self.is_uniform else BLOCK
 
     @property
     def native(self) -> str:
@@ -263,7 +284,7 @@ def _expansion(
 ) -> Expansion:
     from ray_hetero.kernels.formats.scaled_on_gpu import expansion_of
 
-    return expansion_of(kind, inputs, layout, TorchExpansion(kind, inputs, layout), device)
+    return expansion_of(kind, inputs, layout, device)
 
 
 @dataclass(frozen=True)
@@ -285,11 +306,9 @@ class TorchExpansion:
             into[first:last] = self.kind.expanded(codes).view(-1, BLOCK, self.inputs)
 
     def _codes(self, data: torch.Tensor) -> Codes:
-        at = BLOCK * self.inputs * self.kind.bits // 8
-        codes = self.kind.codes(data[:, :at], self.inputs)
         layout, groups = self.layout, -(-self.inputs // self.layout.group)
-        outputs = 1 if layout.is_uniform else BLOCK
-        end = at + groups * outputs * layout.scales.itemsize
+        at, end, _ = layout.places(self.inputs, self.kind.bits)
+        codes = self.kind.codes(data[:, :at], self.inputs)
         scales = _of_groups(data[:, at:end].contiguous().view(layout.scales), groups)
         zeros = None
         if layout.has_zeros:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ray_hetero.kernels.formats.base import BLOCK, Expansion
 from ray_hetero.kernels.formats.compact_on_gpu import runs_with_triton
-
-if TYPE_CHECKING:
-    from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight
+from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight, TorchExpansion, name_of
 
 ROWS = 16
 """Rows of words that a program of the kernel expands: 64 inputs of codes of four bits, else 32."""
@@ -44,37 +42,32 @@ class TritonExpansion:
         """Write outputs as `Expansion` does."""
         kind, layout = self._kind, self._layout
         blocks = weight.numel() // (BLOCK * self._inputs)
-        outputs = 1 if layout.is_uniform else BLOCK
         width = 16 // kind.bits
-        scales_at = BLOCK * self._inputs * kind.bits // 8
-        groups = -(-self._inputs // layout.group)
-        zeros_at = scales_at + groups * outputs * layout.scales.itemsize
+        scales_at, zeros_at, _ = layout.places(self._inputs, kind.bits)
         scales = rows.view(layout.scales) if layout.scales.itemsize > 1 else rows
         grid = (-(-self._inputs // (width * ROWS)), blocks)
         _kernel()[grid](
             rows, rows.view(torch.int16), scales, weight, self._inputs, rows.numel() // blocks,
             scales_at, zeros_at, layout.group, layout.factor,
-            kind.name, str(layout.scales).removeprefix("torch."), outputs, kind.zero(),
-            layout.has_zeros, ROWS, layout.group % (width * ROWS) == 0,
+            kind.name, name_of(layout.scales), layout.outputs, kind.zero(), layout.has_zeros, ROWS,
+            layout.group % (width * ROWS) == 0,
         )  # fmt: skip
 
 
 def expansion_of(
-    kind: type[ScaledWeight], inputs: int, layout: Layout, with_torch: Expansion,
-    device: torch.device,
-) -> Expansion:  # fmt: skip
+    kind: type[ScaledWeight], inputs: int, layout: Layout, device: torch.device
+) -> Expansion:
     """What expands outputs of a weight on a device.
 
     Args:
         kind: of the weight's format.
         inputs: of the weight.
         layout: of its scales and zero points.
-        with_torch: what does it with torch's operators.
         device: the GPU; for tests the CPU.
 
     """
     if device.type != "cuda" or not _works(kind, layout, device):
-        return with_torch
+        return TorchExpansion(kind, inputs, layout)
     return TritonExpansion(kind, inputs, layout)
 
 
@@ -97,29 +90,20 @@ def is_right(kind: type[ScaledWeight], layout: Layout, device: torch.device) -> 
         device: where both are computed.
 
     """
-    from ray_hetero.kernels.formats.scaled import TorchExpansion
-
-    groups = -(-CHECKED_INPUTS // layout.group)
-    outputs = 1 if layout.is_uniform else BLOCK
+    scales_at, zeros_at, end = layout.places(CHECKED_INPUTS, kind.bits)
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(
-        256, (CHECKED_BLOCKS, BLOCK * CHECKED_INPUTS * kind.bits // 8), dtype=torch.uint8,
-        generator=generator,
+        256, (CHECKED_BLOCKS, scales_at), dtype=torch.uint8, generator=generator
     )  # fmt: skip
     if kind.name == "fp8":
         codes[(codes & 0x7F) == 0x7F] = 0  # there is no NaN
-    drawn = 0.25 + torch.rand((CHECKED_BLOCKS, groups * outputs), generator=generator)
-    parts = [codes, drawn.to(layout.scales).view(torch.uint8)]
-    if layout.has_zeros:
-        highest = 1 << kind.bits
-        parts.append(
-            torch.randint(
-                highest, (CHECKED_BLOCKS, groups * BLOCK), dtype=torch.uint8, generator=generator
-            )
-        )
-    whole = torch.cat(parts, 1)
-    # Whole cache lines, as blocks are stored.
-    whole = torch.nn.functional.pad(whole, (0, -whole.shape[1] % 64)).to(device)
+    scales = (zeros_at - scales_at) // layout.scales.itemsize
+    drawn = 0.25 + torch.rand((CHECKED_BLOCKS, scales), generator=generator)
+    # Behind the scales are zero points, where there are any.
+    zeros = torch.randint(
+        1 << kind.bits, (CHECKED_BLOCKS, end - zeros_at), dtype=torch.uint8, generator=generator
+    )
+    whole = torch.cat([codes, drawn.to(layout.scales).view(torch.uint8), zeros], 1).to(device)
     expected, found = torch.empty(
         (2, CHECKED_BLOCKS * BLOCK * CHECKED_INPUTS), dtype=torch.bfloat16, device=device
     )
