@@ -5,12 +5,14 @@
     python benchmarks/shared_decode.py --device cpu --shape 1b --layers 2   # to try it
 
 Whole steps of decoder layers with heavy-tailed weights in 12 bits (or `--format`), requests of one
-token each, no engine around them.  What lies behind the attention of `given` layers is computed by the GPU with
-weights that cross its link meanwhile (ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is
-what a layer's weights behind the attention take on the link, nothing computed; `order_ms` what a
-thread takes to order them; `behind_ms` what the GPU computes in when they are there, the way to it
-and back included; `last_given_ms` the same with the last layers given away.  Start it with the
-environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY)."""
+token each, no engine around them.  In `evenly_ms` the GPU computes what lies behind the attention of
+so many layers, with weights that cross its link meanwhile; in `last_ms` of the last layers; in
+`columns_ms` so many sixteenths of the columns of every layer's gate and up
+(ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is what a layer's weights behind the
+attention take on the link, nothing computed; `order_ms` what a thread takes to order them;
+`behind_ms` what the GPU computes in when they are there, the way to it and back included.  Start it
+with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ from shapes import SHAPES, head_size
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.formats.base import pack
-from ray_hetero.kernels.layers.decode_shares import best_shares
+from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, best_shares
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
-from ray_hetero.kernels.layers.shared_decode import step_seconds
+from ray_hetero.kernels.layers.shared_decode import columns_of, step_seconds
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
 from ray_hetero.kernels.prompts.gpu_layers import AttentionShape
@@ -137,9 +139,11 @@ def main() -> None:
     layers = made_layers(options, gpu)
     taken = gpu.take(layers[0].parts.output.weight.shape[0])
     behind = OnGpu(layers, gpu)
-    seconds = step_seconds(layers, kernel, behind)
+    columns = columns_of(layers, gpu, kernel)
+    seconds = step_seconds(layers, kernel, behind, columns)
     about = {
-        "format": options.format, "level": kernel.level.name, "threads": torch.get_num_threads(), "device": options.device,
+        "format": options.format, "level": kernel.level.name,
+        "threads": torch.get_num_threads(), "device": options.device,
         "torch": torch.__version__, "layers": len(layers),
         "weight_gib": round(taken.weight_bytes / 2**30, 2), "gpu_bytes": taken.gpu_bytes,
         "order_ms": order_ms(layers, gpu),
@@ -148,17 +152,20 @@ def main() -> None:
     print("ABOUT " + json.dumps(about), flush=True)
     asked = [int(one) for one in options.tokens.split(",")]
     if not options.counts:
-        print(best_shares(seconds, len(layers), asked), flush=True)
+        parts = COLUMN_PARTS if columns else 0
+        print(best_shares(seconds, len(layers), asked, parts), flush=True)
     counts = [int(one) for one in options.counts.split(",") if one] or range(len(layers) + 1)
+    ways = {
+        "evenly": counts,
+        "last": range(1, min(3, len(layers)) + 1),
+        "columns": range(1, COLUMN_PARTS + 1) if columns else (),
+    }
     for tokens in asked:
-        found, late = (
-            {count: round(1e3 * seconds(tokens, count, is_late), 2) for count in some}
-            for is_late, some in ((False, counts), (True, range(1, min(3, len(layers)) + 1)))
-        )
-        result = {
-            "tokens": tokens, "behind_ms": behind_ms(behind, tokens), "given_ms": found,
-            "last_given_ms": late,
-        }  # fmt: skip
+        found = {
+            f"{way}_ms": {count: round(1e3 * seconds(tokens, count, way), 2) for count in some}
+            for way, some in ways.items()
+        }
+        result = {"tokens": tokens, "behind_ms": behind_ms(behind, tokens)} | found
         print("RESULT " + json.dumps(result), flush=True)
 
 

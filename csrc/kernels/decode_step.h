@@ -38,16 +38,19 @@ class DecodeStep {
                                is_last ? step.y : attended, is_last ? rows : places);
       if (is_last) break;
       std::uint16_t* y = layer.post_attention.next ? qkv_at : step.y;
-      blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y, slots);
+      blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y, slots,
+                           step.share, step.kept);
     }
   }
 
   void run() {
+    if (step_.share != nullptr) step_.share->begin();
     together([this] { reserve_own(); },
              [this](int thread, int threads, Barrier& barrier) { work(thread, threads, barrier); });
     // All layers are of one group.
     const RankSums* sums = layers_.layers.front().post_attention.sums;
     if (sums != nullptr) sums->check();
+    if (step_.share != nullptr) step_.share->check();
   }
 
  private:

@@ -141,7 +141,7 @@ class ExpertProduct {
       for (std::int64_t row = 0; row < pairs_; row += kPieceRows) {
         const std::int64_t rows = std::min(kPieceRows, pairs_ - row);
         for (std::int64_t block = first; block < last; ++block) {
-          add_piece(w, block, row, rows, row == 0, w.encoding->outliers(block), x, begin, tokens,
+          add_piece(w, block, row, rows, row == 0, w.outliers(block), x, begin, tokens,
                     set_up, sums + (block - first) * tokens * kBlock);
         }
       }

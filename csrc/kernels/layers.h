@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "column_share.h"
 #include "rank_sums.h"
 #include "tokens.h"
 #include "weight.h"
@@ -91,6 +92,10 @@ struct PostAttention {
   bool has_mlp() const { return down.w.encoding != nullptr; }
   bool is_gated() const { return gate_up.w.n() != inner(); }
   std::int64_t inner() const { return has_mlp() ? down.w.k() : 0; }
+  // The first blocks of the gate and of up, or of up alone.
+  Weight gate_up_of(std::int64_t kept) const {
+    return {gate_up.w.data, gate_up.w.encoding, kept, inner() / kBlock};
+  }
   std::int64_t outputs() const { return next ? next->qkv.w.n() : output.w.n(); }
 };
 
@@ -238,6 +243,9 @@ struct Step {
   std::uint16_t* y = nullptr;
   std::uint16_t* sum = nullptr;
   AdapterSlots slots = nullptr;
+  // What a GPU computes of MLPs, and how many blocks of gates the cores do then; no adapters.
+  ColumnShare* share = nullptr;
+  std::int64_t kept = 0;
 };
 
 }  // namespace ray_hetero

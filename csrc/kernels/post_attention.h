@@ -11,6 +11,9 @@
 // Rounding is that of vLLM's operators: products, norms and sums of residuals are bf16.  Of a
 // tensor-parallel group O and D are the rank's parts, whose sums over all ranks are rounded once.
 //
+// Where a GPU computes the last columns of an MLP (column_share.h), those of G and U are left out, and
+// D multiplies what comes instead behind its own.
+//
 // Included once for each level, see levels.h.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
@@ -27,12 +30,14 @@ class PostAttentionBlock {
   // that work at the same time.  The ranks of a group add up in the order in which they make these.
   PostAttentionBlock(const PostAttention& layer, const std::uint16_t* attended, const Places& places,
                     const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y,
-                    AdapterSlots slots)
-      : layer_(layer), residual_(residual), normed_places_{places.m, layer.output.w.n(), kHasTiles},
+                    AdapterSlots slots, ColumnShare* share = nullptr, std::int64_t kept = 0)
+      : layer_(layer), share_(layer.has_mlp() ? share : nullptr),
+        columns_(share_ == nullptr ? layer.inner() : kept * kBlock), residual_(residual),
+        normed_places_{places.m, layer.output.w.n(), kHasTiles},
         gated_places_{places.m, layer.inner(), kHasTiles}, sum_(sum), y_(y),
         projected_(scratch_bf16(elements(layer, places.m), kBetween)),
-        normed_(projected_ + normed_places_.elements()),
-        gate_up_(normed_ + normed_places_.elements()),
+        normed_(share_ == nullptr ? projected_ + normed_places_.elements() : share_->inputs()),
+        gate_up_(projected_ + 2 * normed_places_.elements()),
         gated_(gate_up_ + 2 * gated_places_.elements()),
         sum_between_(layer.next ? gated_ + gated_places_.elements() : sum),
         first_place_(layer.sums == nullptr ? 0 : layer.sums->first_place(layer.has_mlp() ? 2 : 1)),
@@ -40,6 +45,7 @@ class PostAttentionBlock {
         output_(layer.output, output_task_, slots) {
     if (layer.has_mlp()) {
       up_task_ = task_of(layer.gate_up, normed_, normed_places_, gate_up_);
+      if (share_ != nullptr) up_task_.w = layer.gate_up_of(kept);
       down_task_ = task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
                            partial(kDown));
       up_.emplace(layer.gate_up, up_task_, slots);
@@ -83,10 +89,13 @@ class PostAttentionBlock {
     output_.finish(thread, threads, barrier, up);
     if (!project(thread, threads, barrier, up, kOutput, projected_)) return false;
     if (layer_.is_parallel) {
+      if (share_ != nullptr && thread == 0) share_->ask();
       add(thread, threads);
     } else if (up_) {
       norm(thread, threads, residual_, layer_.output_norm, layer_.norm, sum_between_);
-      barrier.wait(up);
+      barrier.wait(up, [this] {
+        if (share_ != nullptr) share_->ask();
+      });
     } else {
       const Places rows{normed_places_.m, normed_places_.stride, false};
       norm(thread, threads, residual_, layer_.output_norm, layer_.norm, sum_, y_, rows);
@@ -95,8 +104,14 @@ class PostAttentionBlock {
     up_->work(thread, threads);
     ReadAhead down = down_->ahead(thread);
     up_->finish(thread, threads, barrier, down);
-    barrier.wait(down);
+    barrier.wait(down, [&] {
+      if (share_ != nullptr) share_->await(down);
+    });
     activate_some(thread, threads);
+    if (share_ != nullptr) {
+      if (share_->is_lost()) return false;
+      take_columns(thread, threads);
+    }
     barrier.wait(down);
     down_->work(thread, threads);
     ReadAhead next = next_ ? next_->ahead(thread) : ReadAhead(nullptr, 0);
@@ -204,7 +219,7 @@ class PostAttentionBlock {
 
   template <typename Function>
   void activate_some(int thread, int threads) const {
-    const std::int64_t wide = gated_places_.stride, parts = wide / kLanes;
+    const std::int64_t wide = columns_, parts = wide / kLanes;
     const std::int64_t all = gated_places_.m * parts;
     const bool is_gated = layer_.is_gated();
     for (std::int64_t i = all * thread / threads; i < all * (thread + 1) / threads; ++i) {
@@ -215,7 +230,20 @@ class PostAttentionBlock {
     }
   }
 
+  // What a GPU has computed, where `down` reads it.
+  void take_columns(int thread, int threads) const {
+    const std::int64_t wide = gated_places_.stride - columns_, parts = wide / kLanes;
+    const std::int64_t all = gated_places_.m * parts;
+    for (std::int64_t i = all * thread / threads; i < all * (thread + 1) / threads; ++i) {
+      const std::int64_t token = i / parts, at = i % parts * kLanes;
+      std::memcpy(gated_ + gated_places_.at(token, columns_ + at),
+                  share_->columns() + token * wide + at, kLanes * sizeof(std::uint16_t));
+    }
+  }
+
   const PostAttention& layer_;
+  ColumnShare* const share_;    // of the MLP's columns, if a GPU computes some
+  const std::int64_t columns_;  // of the MLP that the cores compute
   const std::uint16_t* residual_;
   const Places normed_places_, gated_places_;
   std::uint16_t *sum_, *y_;

@@ -10,7 +10,9 @@ RAY_HETERO_INLINE void store_token(const Task& task, std::int64_t token, std::in
   for (int half = 0; half < kBlock; half += kLanes) {
     const std::int64_t at = block * kBlock + half;
     Floats sum = load_floats(sums + half);
-    if (task.bias != nullptr) sum = plus(sum, load_floats(task.bias + at));
+    if (task.bias != nullptr) {
+      sum = plus(sum, load_floats(task.bias + task.w.stored(block) * kBlock + half));
+    }
     if (task.partial != nullptr) {
       store_floats(task.partial + token * task.w.n() + at, sum);
     } else {
@@ -238,7 +240,7 @@ inline void add_outliers_of_output(const Task& task, const Outliers& outliers, s
 // What a block's outliers add to the sums [tokens][kBlock] of tokens from `begin` on.
 inline void add_outliers(const Task& task, std::int64_t block, std::int64_t begin,
                          std::int64_t tokens, float* sums) {
-  const Outliers all = task.w.encoding->outliers(block);
+  const Outliers all = task.w.outliers(block);
   if (tokens <= kScalarTokens) {
     const Places places = task.places();
     for (const Outlier& one : all) {
@@ -274,7 +276,7 @@ inline void expand(const Weight& weight, std::uint16_t* packed) {
     const std::int64_t elements = weight.pairs() * kRow;
     std::uint16_t* to = packed + block * elements;
     const Stretch stretch = weight.stretch(block, 0, weight.pairs());
-    const std::uint16_t* from = expanded(stretch, weight.encoding->outliers(block), to);
+    const std::uint16_t* from = expanded(stretch, weight.outliers(block), to);
     if (from != to) std::memcpy(to, from, elements * sizeof(std::uint16_t));
   }
 }

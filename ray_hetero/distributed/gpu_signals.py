@@ -1,8 +1,7 @@
 """Requests to expert ranks and their answers in the stream of a GPU.
 
-Memory operations of the stream write and wait for words of the host's memory, without a function of
-the host, and can be captured into a CUDA graph: cuStreamBatchMemOp of CUDA's driver API, section
-"Stream Memory Operations".  A driver that refuses them gets host functions (cuLaunchHostFunc).
+Memory operations of the stream write and wait for words of the host's memory (stream_words.py).  A
+driver that refuses them gets host functions (cuLaunchHostFunc).
 
 This module needs PyTorch and CUDA's driver, not vLLM.
 """
@@ -18,30 +17,7 @@ from ray_hetero.distributed.expert_memory import HandoverMemory, native
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
 from ray_hetero.runtime.locked_pages import lock_pages
-
-_WAIT_VALUE_32 = 1
-_WRITE_VALUE_32 = 2
-_AT_LEAST = 0
-"""CU_STREAM_WAIT_VALUE_GEQ."""
-
-
-class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of a word of 32 bits."""
-
-    _fields_ = (
-        ("operation", ctypes.c_uint),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
-        ("alias", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64),
-    )
-
-
-def _operations(*given: tuple[int, int, int]) -> Any:
-    """An array of (operation, address, value)."""
-    made = [_Operation(kind, address, value, _AT_LEAST, 0, 0) for kind, address, value in given]
-    return (_Operation * len(made))(*made)
+from ray_hetero.runtime.stream_words import Driver, operations, waiting, writing
 
 
 def mapped(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -65,7 +41,7 @@ class GpuSignals:
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver = Driver()
         self._addresses: list[tuple[int, int]] = []
         self._takes: Any = None
         self._posts: dict[tuple[int, int], Any] = {}
@@ -82,12 +58,12 @@ class GpuSignals:
         ranks = memory.geometry.ranks
         lock_pages(memory.memory)
         self._addresses = native().Sender.addresses(memory.memory.data_ptr(), ranks)
-        self._takes = _operations(
-            *((_WAIT_VALUE_32, answer, 1) for _, answer in self._addresses),
-            *((_WRITE_VALUE_32, answer, 0) for _, answer in self._addresses),
+        self._takes = operations(
+            *(waiting(answer, 1) for _, answer in self._addresses),
+            *(writing(answer, 0) for _, answer in self._addresses),
         )
         # Answers are taken back, as behind every step: a driver that can do this can do all.
-        status = self._run(_operations(*((_WRITE_VALUE_32, at, 0) for _, at in self._addresses)))
+        status = self._run(operations(*(writing(at, 0) for _, at in self._addresses)))
         self.has_operations = status == 0
         if status:
             logger.warning(
@@ -127,7 +103,7 @@ class GpuSignals:
         if given is None:
             request = native().request(layer, tokens)
             given = (
-                _operations(*((_WRITE_VALUE_32, at, request) for at, _ in self._addresses))
+                operations(*(writing(at, request) for at, _ in self._addresses))
                 if self.has_operations
                 else self._sender.posting(layer, tokens)
             )
@@ -146,18 +122,13 @@ class GpuSignals:
                 f"CUDA's driver returned error {status} (CUresult) while tokens were handed over"
             )
 
-    def _run(self, operations: Any) -> int:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        return int(
-            self._driver.cuStreamBatchMemOp_v2(
-                stream, len(operations), operations, ctypes.c_uint(0)
-            )
-        )
+    def _run(self, given: Any) -> int:
+        return self._driver.run(given, torch.cuda.current_stream())
 
     def _call(self, function: int, argument: int) -> int:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         return int(
-            self._driver.cuLaunchHostFunc(
+            self._driver.library.cuLaunchHostFunc(
                 stream, ctypes.c_void_p(function), ctypes.c_void_p(argument)
             )
         )

@@ -26,6 +26,7 @@ from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
 from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
+from ray_hetero.kernels.layers import shared_decode  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
@@ -165,6 +166,29 @@ def test_requests_decode_beside_prompts(is_compact: bool, monkeypatch: pytest.Mo
     steps.check((one, 0, 58), (other, 0, 88))
     steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
     steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
+
+
+@needs_native
+@pytest.mark.parametrize("is_compact", [False, True])
+@pytest.mark.parametrize("columns", [2, 9, 16])
+@pytest.mark.parametrize("family", GPU_FAMILIES)
+def test_columns_of_decode_steps(
+    family: str, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_decode, "LEAST_COLUMNS", 64)
+    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
+    steps = Steps(
+        monkeypatch, device=GPU, family=family, columns=columns, is_compact=is_compact, isa=isa,
+        layers=3,
+    )  # fmt: skip
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
+    steps.check((one, 0, 52), (other, 0, 84))
+    for at in range(3):
+        steps.check((one, 52 + at, 53 + at), (other, 84 + at, 85 + at))
+    # A prompt takes the place of what has come ahead.
+    steps.check((prompt, 0, 150))
+    for at in range(3):
+        steps.check((one, 55 + at, 56 + at), (other, 87 + at, 88 + at))
 
 
 @needs_native

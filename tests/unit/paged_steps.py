@@ -77,6 +77,7 @@ class Steps:
         is_compact: whether weights are.
         share: of the layers of a decode step that the device computes.
         last: in place of that, so many of the last layers.
+        columns: in place of that, so many parts of the columns of their MLPs.
         most_sent: cached tokens of decoding requests, up to which the cores decode none beside
             prompts.
         parts: more arguments of `decoder_parts.model`.
@@ -87,7 +88,7 @@ class Steps:
         self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
         least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
         is_compact: bool = False, isa: str = "vec", has_memory: bool = True,
-        share: float = 0.0, last: int = 0, most_sent: int = 0, **parts: Any,
+        share: float = 0.0, last: int = 0, columns: int = 0, most_sent: int = 0, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         monkeypatch.setattr(decoder_layers, "most_sent", lambda layers: most_sent)
@@ -120,12 +121,13 @@ class Steps:
             self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
         for module in (attention_module, decoder_layers, decode_step):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
-        self.made = self._made(device, least, most, is_compact, has_memory, share, last)
+        given = Share(1, share, last, columns)
+        self.made = self._made(device, least, most, is_compact, has_memory, given)
         self._free = torch.randperm(blocks - 1).add(1).tolist()
 
     def _made(
         self, device: torch.device, least: int, most: int, is_compact: bool,
-        has_memory: bool, share: float, last: int,
+        has_memory: bool, share: Share,
     ) -> DecoderLayers:  # fmt: skip
         kernel = StreamingLinear(native)
         linears, gpu = {}, GpuPrefill(device, most)
@@ -145,16 +147,12 @@ class Steps:
         memory = AttentionMemory(gpu, shape) if has_memory else None
         made = DecoderLayers(self.known, kernel, memory)
         self.shared: SharedDecode | None = None
-        if share or last:
+        if not (shares := Shares((share,))).is_empty:
             assert memory is not None
             assert shared_decode.suits(self.known)
             self.behind = OnGpu(self.known, gpu)
-            self.shared = SharedDecode(
-                self.known,
-                kernel,
-                self.behind,
-                Shares((Share(1, last=last) if last else Share(1, share),)),
-            )
+            columns = shared_decode.columns_of(self.known, gpu, kernel) if share.columns else None
+            self.shared = SharedDecode(self.known, kernel, self.behind, shares, columns)
             made.share(self.shared)
         return made
 

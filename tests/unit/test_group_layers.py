@@ -31,7 +31,7 @@ from ray_hetero.kernels.formats import (  # noqa: E402
 )
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.layers import layer_tokens, shared_decode  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import Share, Shares, Way  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.group_layers import linears_of  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
@@ -399,11 +399,12 @@ def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {}
     measured = shared_decode.best_shares
 
-    def best(seconds: Any, layers: int, asked: Any) -> Any:
+    def best(seconds: Any, layers: int, asked: Any, parts: int) -> Any:
+        assert not parts  # of each layer this rank has a part only
         # In truth the link is a copy by the cores here; a third of the layers is what it says.
-        def said(tokens: int, count: int, is_late: bool) -> float:
-            seconds(tokens, count, is_late)
-            return 1.0 + (count != 1 or is_late)
+        def said(tokens: int, count: int, way: Way) -> float:
+            seconds(tokens, count, way)
+            return 1.0 + (count != 1 or way == "last")
 
         found = measured(said, layers, asked)
         own[threading.get_ident()] = found

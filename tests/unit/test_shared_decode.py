@@ -21,7 +21,7 @@ from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers import decode_shares, decode_step, layer_tokens, shared_decode  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import Share, Shares, best_shares  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import Share, Shares, Way, best_shares  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
 from ray_hetero.kernels.prompts import behind_attention, gpu_post_attention, gpu_prefill  # noqa: E402
@@ -49,6 +49,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(shared_decode, "LEAST_COLUMNS", 64)
     layer_tokens.take()
 
 
@@ -66,6 +67,19 @@ def test_steps_of_several_requests(
         steps.check(*((request, end + at, end + at + 1)
                       for request, end in ((one, 66), (other, 30), (third, 9))))  # fmt: skip
     assert layer_tokens.take() == LayerTokens(native=9 * (LAYERS - count), on_gpu=9 * count)
+
+
+@pytest.mark.parametrize("family", GPU_FAMILIES)
+@pytest.mark.parametrize(("columns", "is_compact"), [(1, False), (9, True), (16, False)])
+def test_columns_of_all_layers(
+    columns: int, is_compact: bool, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, family=family, columns=columns, is_compact=is_compact)
+    one, other, third = (steps.request(tokens) for tokens in (70, 33, 12))
+    steps.check((one, 0, 66), (other, 0, 30), (third, 0, 9))
+    for at in range(3):
+        steps.check(*((request, end + at, end + at + 1)
+                      for request, end in ((one, 66), (other, 30), (third, 9))))  # fmt: skip
 
 
 @pytest.mark.parametrize(("isa", "is_compact"), [("vec", True), ("amx", False)])
@@ -260,10 +274,10 @@ def test_steps_are_measured_that_the_gpu_has_room_for(monkeypatch: pytest.Monkey
 def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
     asked = []
 
-    def seconds(tokens: int, count: int, is_late: bool) -> float:
-        asked.append((tokens, count, is_late))
+    def seconds(tokens: int, count: int, way: Way) -> float:
+        asked.append((tokens, count, way))
         # Layers of the cores, and the link beside them, on which the last layers come ahead.
-        return max((8 - count) * tokens * 1.0, (count - 2 * is_late) * 20.0) + 0.5 * count
+        return max((8 - count) * tokens * 1.0, (count - 2 * (way == "last")) * 20.0) + 0.5 * count
 
     found = best_shares(seconds, 8, (1, 8, 32, 64))
     assert found == Shares(
@@ -279,7 +293,7 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
     assert [found.of(tokens).last for tokens in (0, 7, 40, 128)] == [0, 2, 0, 0]
     # Every second number until more takes longer, the neighbours of the best one, none below what
     # fewer tokens give away; then what was chosen is compared with the cores alone again.
-    evenly = [one[:2] for one in asked if not one[2]]
+    evenly = [one[:2] for one in asked if one[2] == "evenly"]
     assert [count for tokens, count in evenly if tokens == 32] == [0, 2, 4, 6, 8, 5, 7, *[0, 5] * 3]
     assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 7, 8, 6, *[0, 6] * 3]
     # 8 tokens are between 1 and 32, which differ; a size between two that agree is not measured.
@@ -294,11 +308,11 @@ def test_steps_that_other_programs_disturb_are_measured_again() -> None:
     pauses: list[float] = []
     answers = [math.inf, math.inf, 0.5, 0.25]
     measured = decode_shares.undisturbed(lambda *step: answers.pop(0), pauses.append)
-    assert [measured(1, 0, False), measured(1, 2, False)] == [0.5, 0.25]
+    assert [measured(1, 0, "evenly"), measured(1, 2, "evenly")] == [0.5, 0.25]
     assert pauses == [decode_shares.PAUSE_S] * 2
     measured = decode_shares.undisturbed(lambda *step: math.inf, pauses.append)
     with pytest.raises(decode_shares.DisturbedError):
-        measured(1, 0, False)
+        measured(1, 0, "evenly")
     assert len(pauses) == 2 + decode_shares.TRIES
 
 
@@ -326,11 +340,11 @@ def test_nothing_is_given_away_or_kept_where_cores_are_not_free(
 def test_one_layer_or_none_may_be_given_away() -> None:
     for layers in (1, 2, 3):
         found = best_shares(
-            lambda tokens, count, late: 1 - 0.5 * (count == 1 and not late), layers, (8,)
+            lambda tokens, count, way: 1 - 0.5 * (count == 1 and way == "evenly"), layers, (8,)
         )
         assert found == Shares((Share(8, 1 / layers),))
-    assert best_shares(lambda tokens, count, late: 1.0 + count, 1, (1, 8)).is_empty
-    assert best_shares(lambda tokens, count, late: 1.0, 8, ()) == Shares(())
+    assert best_shares(lambda tokens, count, way: 1.0 + count, 1, (1, 8)).is_empty
+    assert best_shares(lambda tokens, count, way: 1.0, 8, ()) == Shares(())
 
 
 def test_a_share_is_measured_once_a_host(
@@ -378,13 +392,13 @@ def test_a_share_is_measured_once_a_host(
 
 
 def test_a_gain_that_noise_may_be_is_none() -> None:
-    assert best_shares(lambda tokens, count, late: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
+    assert best_shares(lambda tokens, count, way: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
 
 
 def test_a_moment_in_which_others_compute_decides_nothing() -> None:
     slow = iter([8.0])  # the first step of the cores alone
 
-    def seconds(tokens: int, count: int, is_late: bool) -> float:
+    def seconds(tokens: int, count: int, way: Way) -> float:
         return next(slow, 1.0) if count == 0 else 1.2 + 0.1 * count
 
     assert best_shares(seconds, 4, (8,)).is_empty

@@ -9,11 +9,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ray_hetero.log import logger
 
 LATE_LAYERS = 2
 """Most layers that are measured as the last ones: those that the GPU has room for."""
+COLUMN_PARTS = 16
+"""Parts that the columns of an MLP are shared out in."""
 WORSE = 1.03
 """Factor on the best time up to then, beyond which no more layers are tried."""
 GAIN = 0.9
@@ -49,10 +52,17 @@ class Share:
     The GPU has room for the weights of about two layers, which come while other stages compute.
     The last layers take these, and nothing crosses the link while the cores read theirs.
     """
+    columns: int = 0
+    """Parts, of `COLUMN_PARTS`, of the columns of every layer's gate and up instead.
+
+    The GPU computes them while the cores compute the others, and no core waits for whole layers.
+    """
 
     def __str__(self) -> str:
         """For people."""
         given = f"the last {self.last}" if self.last else f"{100 * self.of_layers:.0f} %"
+        if self.columns:
+            given = f"{self.columns} of {COLUMN_PARTS} parts of every gate and up"
         return f"{self.tokens}: {given}"
 
 
@@ -71,16 +81,19 @@ class Shares:
     @property
     def is_empty(self) -> bool:
         """Whether no step gives anything away."""
-        return not any(one.of_layers or one.last for one in self.measured)
+        return not any(one.of_layers or one.last or one.columns for one in self.measured)
 
     def __str__(self) -> str:
         """For people, by tokens."""
         return "; ".join(map(str, self.measured))
 
 
-Seconds = Callable[[int, int, bool], float]
-"""Function that gives the seconds of a step by its tokens, the number of layers that it gives away,
-and whether these are the last ones; infinite where other programs had some of the cores."""
+Way = Literal["evenly", "last", "columns"]
+"""What is given away: layers that are evenly among all, the last ones, or parts of all columns."""
+
+Seconds = Callable[[int, int, Way], float]
+"""Function that gives the seconds of a step by its tokens, and by how much of what it gives away;
+infinite where other programs had some of the cores."""
 
 
 def undisturbed(seconds: Seconds, pause: Callable[[float], None] = time.sleep) -> Seconds:
@@ -99,9 +112,9 @@ def undisturbed(seconds: Seconds, pause: Callable[[float], None] = time.sleep) -
     """
     tries = 0
 
-    def measured(tokens: int, count: int, is_late: bool) -> float:
+    def measured(tokens: int, count: int, way: Way) -> float:
         nonlocal tries
-        while math.isinf(found := seconds(tokens, count, is_late)):
+        while math.isinf(found := seconds(tokens, count, way)):
             if tries == TRIES:
                 raise DisturbedError
             tries += 1
@@ -111,13 +124,16 @@ def undisturbed(seconds: Seconds, pause: Callable[[float], None] = time.sleep) -
     return measured
 
 
-def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:
+def best_shares(
+    seconds: Seconds, layers: int, asked: Sequence[int], parts: int = 0
+) -> Shares:  # fmt: skip
     """Choose shares by the time of steps, and say so.
 
     Args:
         seconds: measures a step.
         layers: of the step.
         asked: tokens of steps, ascending.  The more tokens, the more layers are given away.
+        parts: most parts of columns that can be given away.
 
     """
     found: dict[int, _Choice] = {}
@@ -128,19 +144,17 @@ def best_shares(seconds: Seconds, layers: int, asked: Sequence[int]) -> Shares:
             found[place] = found[below]
             continue
         least = max([1, *(one.evenly for at, one in found.items() if at < place)])
-        found[place] = _choice(lambda *step, n=tokens: seconds(n, *step), layers, least)
+        found[place] = _choice(lambda *step, n=tokens: seconds(n, *step), layers, least, parts)
     chosen = [found[place] for place in range(len(asked))]
     logger.info(
         "decode steps of %d layers take least time if the GPU computes the output and MLP matrices "
-        "of this many of them, by number of tokens: %s (cpu.decode_gpu_share)",
+        "of this many of them, or these parts of every gate and up, by number of tokens: %s "
+        "(cpu.decode_gpu_share)",
         layers,
         "; ".join(f"{tokens}: {one}" for tokens, one in zip(asked, chosen, strict=True)),
     )
     return Shares(
-        tuple(
-            Share(tokens, last=one.count) if one.is_late else Share(tokens, one.count / layers)
-            for tokens, one in zip(asked, chosen, strict=True)
-        )
+        tuple(one.share(tokens, layers) for tokens, one in zip(asked, chosen, strict=True))
     )
 
 
@@ -149,7 +163,7 @@ class _Choice:
     """What a size of steps gives away."""
 
     count: int
-    is_late: bool
+    way: Way
     alone: float
     """Seconds of the cores alone."""
     best: float
@@ -157,38 +171,53 @@ class _Choice:
     @property
     def evenly(self) -> int:
         """Layers that are evenly among all."""
-        return 0 if self.is_late else self.count
+        return self.count if self.way == "evenly" else 0
 
     def same(self, other: _Choice) -> bool:
         """Whether both give the same away."""
-        return (self.count, self.is_late) == (other.count, other.is_late)
+        return (self.count, self.way) == (other.count, other.way)
+
+    def share(self, tokens: int, layers: int) -> Share:
+        """The share of steps of so many tokens and more."""
+        if self.way == "evenly":
+            return Share(tokens, self.count / layers)
+        return Share(tokens, **{self.way: self.count})
 
     def __str__(self) -> str:
-        late = " (the last)" if self.is_late else ""
-        return f"{self.count}{late}, {1e3 * self.alone:.1f} to {1e3 * self.best:.1f} ms"
+        way = {
+            "evenly": f"{self.count}",
+            "last": f"{self.count} (the last)",
+            "columns": f"{self.count} of {COLUMN_PARTS} parts",
+        }[self.way]
+        return f"{way}, {1e3 * self.alone:.1f} to {1e3 * self.best:.1f} ms"
 
 
-def _choice(seconds: Callable[[int, bool], float], layers: int, least: int) -> _Choice:
+def _choice(
+    seconds: Callable[[int, Way], float], layers: int, least: int, parts: int
+) -> _Choice:  # fmt: skip
     """The choice for steps of one size, of at least so many layers where they are evenly given."""
-    alone = seconds(0, False)
-    taken = {(0, False): alone}
+    alone = seconds(0, "evenly")
+    taken: dict[tuple[int, Way], float] = {(0, "evenly"): alone}
     for count in range(1, min(LATE_LAYERS, layers) + 1):
-        taken[count, True] = seconds(count, True)
-    evenly = _evenly(lambda count: seconds(count, False), layers, least)
-    taken |= {(count, False): one for count, one in evenly.items()}
-    (count, is_late), best = min(taken.items(), key=lambda one: one[1])
+        taken[count, "last"] = seconds(count, "last")
+    evenly = _by_count(lambda count: seconds(count, "evenly"), layers, least)
+    taken |= {(count, "evenly"): one for count, one in evenly.items()}
+    if parts:
+        columns = _by_count(lambda count: seconds(count, "columns"), parts, 1)
+        taken |= {(count, "columns"): one for count, one in columns.items()}
+    (count, way), best = min(taken.items(), key=lambda one: one[1])
     if best <= GAIN * alone:
         for _ in range(CONFIRMATIONS):
-            alone = min(alone, seconds(0, False))
-            best = min(best, seconds(count, is_late))
+            alone = min(alone, seconds(0, "evenly"))
+            best = min(best, seconds(count, way))
     if best > GAIN * alone:
-        return _Choice(0, False, alone, alone)
-    return _Choice(count, is_late, alone, best)
+        return _Choice(0, "evenly", alone, alone)
+    return _Choice(count, way, alone, best)
 
 
-def _evenly(seconds: Callable[[int], float], layers: int, least: int) -> dict[int, float]:
-    """Time of steps by number of layers: of every second number, until that takes longer, and of
-    those beside the best one."""
+def _by_count(seconds: Callable[[int], float], layers: int, least: int) -> dict[int, float]:
+    """Time of steps by number of layers or parts: of every second number, until that takes longer,
+    and of those beside the best one."""
     taken: dict[int, float] = {}
     best = float("inf")
     for count in sorted({*range(max(2, least), layers + 1, 2), layers}):

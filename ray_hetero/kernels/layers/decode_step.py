@@ -109,7 +109,7 @@ class NativeLayers:
     def run(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
         residual: torch.Tensor | None, y: torch.Tensor, total: torch.Tensor,
-        slots: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None, share: Any = None, kept: int = 0,
     ) -> None:  # fmt: skip
         """Compute a decode step.
 
@@ -122,6 +122,8 @@ class NativeLayers:
                 computed behind the last attention, for what that gives [M, queries].
             total: for the residual [M, N], contiguous.
             slots: of adapters, [M], if some token has one.
+            share: the native module's, of columns that a GPU computes; None where it computes none.
+            kept: blocks of columns that the cores compute then.
 
         """
         self._layers.run(
@@ -133,6 +135,8 @@ class NativeLayers:
             sum=total.data_ptr(),
             level=self._kernel.level,
             slots=0 if slots is None else slots.data_ptr(),
+            share=share,
+            kept=kept,
         )
 
 
@@ -188,9 +192,9 @@ class DecodeStep:
         count = 0 if shared is None else shared.count(tokens)
         layer_tokens.count(len(self._names) - count, native=tokens)
         layer_tokens.count(count, on_gpu=tokens)
-        return self._run(
-            requests, groups, contexts, hidden, residual, slots, shared if count else None
-        )
+        if shared is not None and not shared.has(tokens):
+            shared = None
+        return self._run(requests, groups, contexts, hidden, residual, slots, shared)
 
     def decode(
         self,

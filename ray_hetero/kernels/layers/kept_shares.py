@@ -28,7 +28,7 @@ from placement.host.bandwidth_cache import (
     read_figures,
     write_figures,
 )
-from ray_hetero.kernels.layers.decode_shares import LATE_LAYERS, Share, Shares
+from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, LATE_LAYERS, Share, Shares
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class KeptShares:
         if own is not None:
             logger.info(
                 "decode steps are shared with the GPU as an earlier start measured it %.0f hours "
-                "ago: of the layers it computes the output and MLP matrices of, by number of "
-                "tokens, %s (cpu.decode_gpu_share; %s=1 measures again)",
+                "ago: of output and MLP matrices it computes, by number of tokens, %s "
+                "(cpu.decode_gpu_share; %s=1 measures again)",
                 (time.time() - entry["measured_at"]) / 3600,
                 own,
                 MEASURE_AGAIN,
@@ -95,7 +95,7 @@ class KeptShares:
             if not key.startswith(PREFIX)
             or (isinstance(entry, dict) and is_young(entry.get("measured_at")))
         }
-        found = [[one.tokens, one.of_layers, one.last] for one in shares.measured]
+        found = [[one.tokens, one.of_layers, one.last, one.columns] for one in shares.measured]
         entry = {"shares": found, "measured_at": time.time()}
         write_figures(path, kept | {self.key: entry})
 
@@ -109,14 +109,14 @@ def _shares(entry: Any, asked: Sequence[int]) -> Shares | None:
         return None
     if [tokens for tokens, *_ in rows] != list(asked):
         return None
-    return Shares(tuple(Share(tokens, float(part), last) for tokens, part, last in rows))
+    return Shares(tuple(Share(tokens, float(part), *counts) for tokens, part, *counts in rows))
 
 
 def _is_share(row: Any) -> bool:
-    """Whether these are tokens, share of layers, and how many of the last ones."""
-    if not isinstance(row, list) or len(row) != 3:
+    """Whether these are tokens, share of layers, number of the last ones, and parts of columns."""
+    if not isinstance(row, list) or len(row) != 4:
         return False
-    tokens, part, last = row
+    tokens, part, last, columns = row
     return (
         type(tokens) is int
         and type(part) in (int, float)
@@ -124,7 +124,9 @@ def _is_share(row: Any) -> bool:
         and 0 <= part <= 1
         and type(last) is int
         and 0 <= last <= LATE_LAYERS
-        and not (part and last)
+        and type(columns) is int
+        and 0 <= columns <= COLUMN_PARTS
+        and sum(map(bool, (part, last, columns))) <= 1
     )
 
 

@@ -16,7 +16,7 @@ from ray_hetero.compat.compilation import leave_uncompiled
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import decoder_layers, latent_layers, shared_decode
 from ray_hetero.kernels.layers.adapters import Adapters
-from ray_hetero.kernels.layers.decode_shares import Shares
+from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, Shares
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, Layer, register
 from ray_hetero.kernels.layers.fused_modules import (
     MODULES,
@@ -30,6 +30,7 @@ from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -92,8 +93,11 @@ def install(
             _share(made, run.layers, kernel, of_group.behind, shares)
         elif share and (behind := _behind(run.layers, kernel)) is not None:
             if shares is None:
-                shares = shared_decode.shares_of(share, run.layers, kernel, behind, place=seat)
-            _share(made, run.layers, kernel, behind, shares)
+                shares = shared_decode.shares_of(
+                    share, run.layers, kernel, behind, place=seat, gpu=behind.gpu
+                )
+            columns = shared_decode.columns_of(run.layers, behind.gpu, kernel)
+            _share(made, run.layers, kernel, behind, shares, columns)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)
         prompts = kernel.prompts if memory is not None else of_group
@@ -184,7 +188,7 @@ def _behind(layers: Sequence[Layer], kernel: StreamingLinear) -> OnGpu | None:
 
 def _share(
     made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear,
-    behind: BehindAttention, shares: Shares,
+    behind: BehindAttention, shares: Shares, columns: ColumnsOnGpu | None = None,
 ) -> None:  # fmt: skip
     """Share decode steps of layers with the GPU that computes their prompts.
 
@@ -193,18 +197,22 @@ def _share(
         layers: its layers.
         kernel: what computes them on the cores.
         behind: what computes what lies behind their attention.
-        shares: of layers, none if they are empty.
+        shares: of what is given away, none if they are empty.
+        columns: computes columns of the layers' MLPs, where that is possible.
 
     """
     if shares.is_empty:
         return
-    shared = SharedDecode(layers, kernel, behind, shares)
+    shared = SharedDecode(layers, kernel, behind, shares, columns)
     made.share(shared)
     logger.info(
-        "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, which "
-        "it reads over its link while the cores compute the others (cpu.decode_gpu_share)",
+        "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, or up "
+        "to %d of %d parts of every gate and up, which it reads over its link while the cores "
+        "compute the others (cpu.decode_gpu_share)",
         max(shared.count(one.tokens) for one in shares.measured),
         len(layers),
+        max(one.columns for one in shares.measured),
+        COLUMN_PARTS,
     )
 
 

@@ -8,9 +8,12 @@ are expanded, while the cores compute the layers before.  The attention of every
 cores, where keys and values are, so that a layer costs the same on the link however long the
 requests are.
 
-How many layers are given away depends on the host and on the number of tokens, so that it is
-measured at the start: whole steps of some layers, with the cores alone and with more and more of
-the layers on the GPU.
+Or the GPU computes some columns of every layer's gate and up, while the cores compute the others
+(columns_on_gpu.py): then neither waits for whole layers of the other.
+
+What is given away, and how much of it, depends on the host and on the number of tokens, so that it
+is measured at the start: whole steps of some layers, with the cores alone and with more and more on
+the GPU.
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ray_hetero.kernels.layers.decode_shares import (
+    COLUMN_PARTS,
     DisturbedError,
     Seconds,
     Share,
     Shares,
+    Way,
     best_shares,
     undisturbed,
 )
@@ -44,10 +50,12 @@ from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu, inner_of
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 MEASURED_LAYERS = 8
 """Number of the first layers of a run that are measured.  Of an 8B model they have many times the
@@ -55,6 +63,8 @@ bytes of a third-level cache."""
 MEASURED_TOKENS = (1, 8, 32, 64, 128)
 """Tokens of steps that are measured; a step of another number takes the share of the next smaller
 one."""
+LEAST_COLUMNS = 512
+"""Least columns of an MLP that are shared out: of fewer, parts would not be whole blocks."""
 ROUNDS = 2
 """Rounds of a measured step, of which the fastest counts but the first: in that one the GPU may
 build its kernels, and other weights have come ahead.  Choices are confirmed, so that one is
@@ -85,17 +95,19 @@ class SharedDecode:
         layers: at least one, each with known scores and an MLP.
         kernel: what computes linear layers on the cores.
         behind: what computes what lies behind the attention of some of them.
-        shares: of layers that are given away, by tokens.
+        shares: of what is given away, by tokens.
+        columns: computes columns of their MLPs, where that is possible.
 
     """
 
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
-        shares: Shares,
+        shares: Shares, columns: ColumnsOnGpu | None = None,
     ) -> None:  # fmt: skip
         self._layers = layers
         self._kernel = kernel
         self._behind = behind
+        self._columns = columns
         self.shares = shares
         self._divisions: dict[tuple[int, bool], list[Segment]] = {}
 
@@ -104,6 +116,12 @@ class SharedDecode:
         if tokens > self._behind.tokens:
             return 0
         return given_away(self.shares.of(tokens), len(self._layers))
+
+    def has(self, tokens: int) -> bool:
+        """Whether the GPU computes something of a step of so many tokens."""
+        return self.count(tokens) > 0 or (
+            tokens <= self._behind.tokens and self.shares.of(tokens).columns > 0
+        )
 
     def __call__(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
@@ -114,7 +132,7 @@ class SharedDecode:
         Args:
             requests: as of `NativeLayers.run`.
             caches: of each layer.
-            hidden: [M, N], bf16, contiguous; as many tokens as give some layers away.
+            hidden: [M, N], bf16, contiguous; as many tokens as a step `has` a share of.
             residual: [M, N], bf16, contiguous; None at the beginning of a model.
 
         Returns:
@@ -128,9 +146,27 @@ class SharedDecode:
 
         """
         tokens = len(hidden)
-        is_late = self.shares.of(tokens).last > 0
-        segments = self.divided(self.count(tokens), is_late=is_late)
+        share = self.shares.of(tokens)
+        if share.columns:
+            return self.run_columns(share.columns, requests, caches, hidden, residual)
+        segments = self.divided(self.count(tokens), is_late=share.last > 0)
         return self.run(segments, requests, caches, hidden, residual)
+
+    def run_columns(
+        self, parts: int, requests: Sequence[Any], caches: Sequence[CacheAddress],
+        hidden: torch.Tensor, residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute a step as a call does, with so many parts of all columns on the GPU."""
+        assert self._columns is not None
+        (whole,) = self.divided(0)
+        kept = kept_blocks(self._columns.blocks, parts)
+        y, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        with meeting(self._kernel.sums), self._columns.of_step(len(hidden), kept):
+            whole.layers.run(
+                requests, caches, hidden, residual, y, total,
+                share=self._columns.native, kept=kept,
+            )  # fmt: skip
+        return y, total
 
     def run(
         self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],
@@ -199,10 +235,35 @@ def suits(layers: Sequence[Layer]) -> bool:
     )
 
 
+def columns_of(
+    layers: Sequence[Layer], gpu: GpuPrefill, kernel: StreamingLinear
+) -> ColumnsOnGpu | None:  # fmt: skip
+    """What computes columns of layers' MLPs; None where they are not alike, or too few.
+
+    Args:
+        layers: those that `suits`, of which this rank has all.
+        gpu: has their weights.
+        kernel: what computes the other columns.
+
+    """
+    parts = [layer.parts for layer in layers]
+    inner = inner_of(parts[0])
+    is_known = all(
+        one.gate_up is not None and one.gate_up.adapters is None and inner_of(one) == inner
+        for one in parts
+    )
+    return ColumnsOnGpu(layers, gpu, kernel) if is_known and inner >= LEAST_COLUMNS else None
+
+
+def kept_blocks(blocks: int, parts: int) -> int:
+    """Blocks of columns that the cores compute where the GPU has so many parts of all of them."""
+    return min(max(1, blocks - round(blocks * parts / COLUMN_PARTS)), blocks - 1)
+
+
 def shares_of(
     wanted: float | Literal["auto"], layers: Sequence[Layer], kernel: StreamingLinear,
     behind: BehindAttention, agreed: Callable[[float], float] = float, *, place: str = "",
-    agree: Agree = lambda found: found,
+    agree: Agree = lambda found: found, gpu: GpuPrefill | None = None,
 ) -> Shares:  # fmt: skip
     """The shares that `CpuConfig.decode_gpu_share` asks for.
 
@@ -216,12 +277,14 @@ def shares_of(
         agreed: makes of this rank's seconds those that all ranks of its group choose by.
         place: of this rank, see `RankSpec.place`; empty where nothing is kept.
         agree: gives all ranks of the group what its first rank has kept.
+        gpu: may compute columns of the layers' MLPs; None where this rank has only parts of them.
 
     """
     if wanted != "auto":
         return Shares((Share(1, wanted),))
     some = layers[:MEASURED_LAYERS]
-    measure = step_seconds(some, kernel, behind)
+    columns = None if gpu is None else columns_of(some, gpu, kernel)
+    measure = step_seconds(some, kernel, behind, columns)
     most = min(kernel.step_tokens, behind.tokens)
     asked = [tokens for tokens in MEASURED_TOKENS if tokens <= most]
     kept = KeptShares(key_of(some, kernel, behind, place), agree)
@@ -229,10 +292,15 @@ def shares_of(
         for one in known.measured:
             # No request waits until a kernel is built or loaded.
             if count := given_away(one, len(some)):
-                measure(one.tokens, count, one.last > 0)
+                measure(one.tokens, count, "last" if one.last else "evenly")
+            elif one.columns:
+                measure(one.tokens, one.columns, "columns")
         return known
     try:
-        found = best_shares(undisturbed(lambda *step: agreed(measure(*step))), len(some), asked)
+        found = best_shares(
+            undisturbed(lambda *step: agreed(measure(*step))), len(some), asked,
+            0 if columns is None else COLUMN_PARTS,
+        )  # fmt: skip
     except DisturbedError:
         logger.warning(
             "other programs compute on this rank's cores, so that it was not measured what the GPU "
@@ -262,19 +330,20 @@ def had_cores(passed_s: float, used_s: float, threads: int) -> bool:
 
 
 def step_seconds(
-    layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention
-) -> Seconds:
+    layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
+    columns: ColumnsOnGpu | None = None,
+) -> Seconds:  # fmt: skip
     """What measures a step of these layers, each request of one token; arguments as of `shares_of`.
 
     Before each step the link has had the time that it needs to come ahead, as while other stages
     compute.  A step of the cores alone takes infinitely long if these were not its own.
     """
-    step = SharedDecode(layers, kernel, behind, Shares(()))
+    step = SharedDecode(layers, kernel, behind, Shares(()), columns)
     shape = layers[0].attention.shape
     most = min(kernel.step_tokens, behind.tokens)
     cache = torch.zeros(most, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
 
-    def seconds(tokens: int, count: int, is_late: bool) -> float:
+    def seconds(tokens: int, count: int, way: Way) -> float:
         own = torch.arange(tokens)
         lengths = torch.ones(tokens, dtype=torch.int32)
         of_step = StepRequests(torch.zeros_like(own), own * BLOCK, lengths, own.int().unsqueeze(1))
@@ -282,12 +351,16 @@ def step_seconds(
         requests = [of_step.native(kernel.native, cache, isa)]
         caches = [address_of(cache)] * len(layers)
         hidden = torch.randn(tokens, layers[0].parts.output.weight.shape[0]).bfloat16()
-        segments = step.divided(count, is_late=is_late)
+        run = (
+            partial(step.run_columns, count)
+            if way == "columns"
+            else partial(step.run, step.divided(count, is_late=way == "last"))
+        )
         taken = []
         for _ in range(ROUNDS):
             behind.wait_for_link()
             began, used = time.perf_counter(), time.process_time()
-            step.run(segments, requests, caches, hidden, None)
+            run(requests, caches, hidden, None)
             passed, used = time.perf_counter() - began, time.process_time() - used
             # Threads wait for the GPU in other steps, and then use no core either.
             is_believed = count > 0 or had_cores(passed, used, torch.get_num_threads())

@@ -84,7 +84,7 @@ class OnGpu:
         self, layers: Sequence[Layer], gpu: GpuPrefill, into: torch.Tensor | None = None
     ) -> None:
         self._layers = layers
-        self._gpu = gpu
+        self.gpu = self._gpu = gpu
         hidden, queries = layers[0].parts.output.weight.shape
         self._attended = gpu.memory.host_memory(SHARED_TOKENS, queries)
         self._residual = gpu.memory.host_memory(SHARED_TOKENS, hidden)

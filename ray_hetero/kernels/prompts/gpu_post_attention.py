@@ -77,7 +77,7 @@ def behind(
         x = add_and_norm(gpu, y, total, parts.norm)
     if parts.gate_up is None or parts.down is None:
         return x
-    y = gpu.product(_activated(gpu, parts, gpu.product(x, parts.gate_up)), parts.down)
+    y = gpu.product(activated(gpu, parts, gpu.product(x, parts.gate_up)), parts.down)
     _prepare(gpu, y, parts.down_norm, parts.multiplier)
     return y
 
@@ -120,7 +120,7 @@ def add_and_norm(
     return x
 
 
-def _activated(gpu: GpuPrefill, parts: PostAttention, y: torch.Tensor) -> torch.Tensor:
+def activated(gpu: GpuPrefill, parts: PostAttention, y: torch.Tensor) -> torch.Tensor:
     """What an MLP's `down` multiplies, [M, K], in the memory of norms.
 
     Args:

@@ -21,7 +21,7 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.formats.base import HostWeight
+from ray_hetero.kernels.formats.base import BLOCK, HostWeight
 from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, expand_with_triton
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
 from ray_hetero.kernels.prompts.link_reader import current
@@ -338,6 +338,25 @@ class GpuPrefill:
             # The first pieces of a shared step are expanded ahead, into memory of their own.
             weight = self._reader.expanded(piece, order, is_next_too=not self._is_shared)
             yield placed, weight.t()
+
+    def pieces_of(self, part: WholeWeight) -> list[Placed]:
+        """The pieces of a part of a weight that is here."""
+        rows = part.data[:1].nbytes
+        most = min(self._reader.values // part.shape[1], self._reader.stored // rows)
+        return list(cut(part, self._device, most // BLOCK * BLOCK))
+
+    def expanded(
+        self, pieces: Sequence[Placed], order: ReadingOrder
+    ) -> Iterator[tuple[Placed, torch.Tensor]]:
+        """Pieces in their order, each with its values [inputs, outputs] until the next one's.
+
+        Args:
+            pieces: of weights that are here.
+            order: of steps that use these.
+
+        """
+        for placed in pieces:
+            yield placed, self._reader.expanded(placed.piece, order, is_next_too=True).t()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A bias or a norm's weight, which the GPU keeps."""

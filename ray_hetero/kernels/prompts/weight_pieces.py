@@ -150,17 +150,20 @@ class Placed:
     """Whether its products are added to those of pieces before."""
 
 
-def cut(whole: WholeWeight, device: torch.device) -> Iterator[Placed]:
+def cut(
+    whole: WholeWeight, device: torch.device, most_outputs: int | None = None
+) -> Iterator[Placed]:
     """The pieces of a weight, part by part in the order of its outputs.
 
     Args:
         whole: in host memory.
         device: what expands it.
+        most_outputs: of a piece, a multiple of 32; None for as many as a piece has room for.
 
     """
     for part in whole.parts:
         weight, inputs = part.source, part.source.shape[1]
-        most = piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
+        most = most_outputs or piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
         columns = slice(part.inputs, part.inputs + inputs)
         for first, last, place in part.outputs:
             step = piece_outputs(last - first, most)
@@ -250,8 +253,11 @@ class PieceReader(LinkReader[Piece]):
         self._computing = computing
         # Ahead of products, whose end it does not put off: the next ones wait for it.
         self._expanding = module.Stream(priority=-1)
-        values = max(piece.values for piece in pieces)
-        memory = torch.empty((EXPANDED, values), dtype=torch.bfloat16, device=device)
+        self.stored = max(piece.weight.nbytes for piece in pieces)
+        """Most bytes of a piece as it is stored."""
+        self.values = max(piece.values for piece in pieces)
+        """Most weights of a piece."""
+        memory = torch.empty((EXPANDED, self.values), dtype=torch.bfloat16, device=device)
         made = [_Buffer(one, module.Event(), module.Event()) for one in memory]
         self._used, self._next = made
 

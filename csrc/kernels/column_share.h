@@ -1,0 +1,90 @@
+// Columns of MLPs that a GPU computes beside the cores, in decode steps.
+//
+// The cores leave out the last outputs of an MLP's gate and up.  As soon as all threads have what
+// these multiply they ask for the rest, by a word in memory that the GPU's stream waits for; when
+// they have computed their own columns they wait for another word, behind which the rest is there.
+// Words count: whoever waits, waits for a number, and nothing has to be taken back between two steps.
+
+#pragma once
+
+#include "read_ahead.h"
+#include "team.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace ray_hetero {
+
+// What others were to compute has not come.
+struct MissingColumns : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class ColumnShare {
+ public:
+  // What both sides tell each other, each in a line of its own.
+  struct Words {
+    alignas(kLineBytes) std::atomic<std::uint32_t> asked;     // layers that were asked for
+    alignas(kLineBytes) std::atomic<std::uint32_t> answered;  // layers whose columns are there
+    alignas(kLineBytes) std::atomic<std::uint32_t> failed;    // not 0 if no more will come
+  };
+  static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+  static_assert(sizeof(Words) == 3 * kLineBytes);
+
+  // `inputs` has room for what the gate multiplies, `columns` for the activated columns that the GPU
+  // computes, [m][inner - kept], both bf16 and for as many tokens as a step has.
+  ColumnShare(Words* words, std::uint16_t* inputs, const std::uint16_t* columns, double limit_s)
+      : words_(*words), inputs_(inputs), columns_(columns), limit_s_(limit_s) {}
+
+  std::uint16_t* inputs() const { return inputs_; }
+  const std::uint16_t* columns() const { return columns_; }
+  // Layers that have been asked for up to now.
+  std::uint32_t asked() const { return words_.asked.load(std::memory_order_relaxed); }
+
+  // Before a step.
+  void begin() { why_ = Why::kNone; }
+  // One thread, when all have written their part of the inputs.
+  void ask() { words_.asked.store(asked() + 1, std::memory_order_release); }
+  // One thread: until the columns of the layer that was asked for last are there.
+  void await(ReadAhead& ahead) {
+    const std::uint32_t number = asked();
+    Clock::time_point begin{};
+    for (std::int64_t turn = 1; why_ == Why::kNone; ++turn) {
+      // Numbers go round.
+      const std::uint32_t there = words_.answered.load(std::memory_order_acquire);
+      if (static_cast<std::int32_t>(there - number) >= 0) return;
+      ahead.fetch();
+      pause();
+      if (turn % kTurns != 0) continue;
+      if (turn == kTurns) begin = Clock::now();
+      if (words_.failed.load(std::memory_order_acquire) != 0) why_ = Why::kFailed;
+      if (Seconds(Clock::now() - begin).count() > limit_s_) why_ = Why::kLate;
+    }
+  }
+  // Whether columns are missing; for all threads behind a barrier with the one that has waited.
+  bool is_lost() const { return why_ != Why::kNone; }
+  void check() const {
+    if (why_ == Why::kFailed) throw MissingColumns("the GPU's part of a decode step has failed");
+    if (why_ == Why::kNone) return;
+    throw MissingColumns("the GPU's part of a decode step was not there in " +
+                         std::to_string(limit_s_) + " s");
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Seconds = std::chrono::duration<double>;
+  enum class Why { kNone, kFailed, kLate };
+
+  static constexpr std::int64_t kTurns = 1024;  // between two looks at the clock
+
+  Words& words_;
+  std::uint16_t* const inputs_;
+  const std::uint16_t* const columns_;
+  const double limit_s_;
+  Why why_ = Why::kNone;
+};
+
+}  // namespace ray_hetero
