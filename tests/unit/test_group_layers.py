@@ -401,6 +401,7 @@ def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def best(seconds: Any, layers: int, asked: Any, parts: int) -> Any:
         assert not parts  # of each layer this rank has a part only
+
         # In truth the link is a copy by the cores here; a third of the layers is what it says.
         def said(tokens: int, count: int, way: Way) -> float:
             seconds(tokens, count, way)

@@ -391,6 +391,28 @@ def test_a_share_is_measured_once_a_host(
     )
 
 
+def test_columns_are_chosen_where_they_take_least(said: list[str]) -> None:
+    asked = []
+
+    def seconds(tokens: int, count: int, way: Way) -> float:
+        asked.append((tokens, count, way))
+        if way != "columns":
+            return tokens + 0.1 * count
+        return max(tokens * (1 - 0.5 * count / 16), 1.5 * count)
+
+    found = best_shares(seconds, 8, (1, 8, 64), 16)
+    assert [(one.columns, one.of_layers) for one in found.measured] == [(0, 0), (4, 0), (16, 0)]
+    assert str(found) == (
+        "1: 0 %; 8: 4 of 16 parts of every gate and up; 64: 16 of 16 parts of every gate and up"
+    )
+    assert "8: 4 of 16 parts, 8000.0 to 7000.0 ms" in said[0]
+    # No fewer than for fewer tokens.
+    asked.clear()
+    best_shares(seconds, 8, (8, 64), 16)
+    parts = {count for tokens, count, way in asked if (tokens, way) == (64, "columns")}
+    assert min(parts) == 4
+
+
 def test_a_gain_that_noise_may_be_is_none() -> None:
     assert best_shares(lambda tokens, count, way: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
 

@@ -132,7 +132,7 @@ def best_shares(
     Args:
         seconds: measures a step.
         layers: of the step.
-        asked: tokens of steps, ascending.  The more tokens, the more layers are given away.
+        asked: tokens of steps, ascending.  The more tokens, the more is given away.
         parts: most parts of columns that can be given away.
 
     """
@@ -143,8 +143,12 @@ def best_shares(
         if place % 2 and above < len(asked) and found[below].same(found[above]):
             found[place] = found[below]
             continue
-        least = max([1, *(one.evenly for at, one in found.items() if at < place)])
-        found[place] = _choice(lambda *step, n=tokens: seconds(n, *step), layers, least, parts)
+        fewer = [one for at, one in found.items() if at < place]
+        least = max([1, *(one.evenly for one in fewer)])
+        least_parts = max([1, *(one.count for one in fewer if one.way == "columns")])
+        found[place] = _choice(
+            lambda *step, n=tokens: seconds(n, *step), (least, layers), (least_parts, parts)
+        )
     chosen = [found[place] for place in range(len(asked))]
     logger.info(
         "decode steps of %d layers take least time if the GPU computes the output and MLP matrices "
@@ -193,40 +197,53 @@ class _Choice:
 
 
 def _choice(
-    seconds: Callable[[int, Way], float], layers: int, least: int, parts: int
-) -> _Choice:  # fmt: skip
-    """The choice for steps of one size, of at least so many layers where they are evenly given."""
+    seconds: Callable[[int, Way], float], layers: tuple[int, int], parts: tuple[int, int]
+) -> _Choice:
+    """The choice for steps of one size.
+
+    Args:
+        seconds: measures one.
+        layers: least and most that are evenly given away.
+        parts: of columns, likewise; none where the most is 0.
+
+    """
     alone = seconds(0, "evenly")
-    taken: dict[tuple[int, Way], float] = {(0, "evenly"): alone}
-    for count in range(1, min(LATE_LAYERS, layers) + 1):
-        taken[count, "last"] = seconds(count, "last")
-    evenly = _by_count(lambda count: seconds(count, "evenly"), layers, least)
-    taken |= {(count, "evenly"): one for count, one in evenly.items()}
-    if parts:
-        columns = _by_count(lambda count: seconds(count, "columns"), parts, 1)
-        taken |= {(count, "columns"): one for count, one in columns.items()}
-    (count, way), best = min(taken.items(), key=lambda one: one[1])
-    if best <= GAIN * alone:
-        for _ in range(CONFIRMATIONS):
-            alone = min(alone, seconds(0, "evenly"))
-            best = min(best, seconds(count, way))
+    late = {
+        count: seconds(count, "last") for count in range(1, min(LATE_LAYERS, layers[1]) + 1)
+    }  # fmt: skip
+    taken: dict[Way, dict[int, float]] = {
+        "last": late,
+        "evenly": _by_count(lambda count: seconds(count, "evenly"), *layers),
+        "columns": _by_count(lambda count: seconds(count, "columns"), *parts) if parts[1] else {},
+    }
+    # The best one of each way.
+    found = {
+        (min(times, key=times.__getitem__), way): min(times.values())
+        for way, times in taken.items()
+        if times
+    }
+    found = {step: best for step, best in found.items() if best <= GAIN * alone}
+    for _ in range(CONFIRMATIONS if found else 0):
+        alone = min(alone, seconds(0, "evenly"))
+        found = {step: min(best, seconds(*step)) for step, best in found.items()}
+    (count, way), best = min(found.items(), key=lambda one: one[1], default=((0, "evenly"), alone))
     if best > GAIN * alone:
         return _Choice(0, "evenly", alone, alone)
     return _Choice(count, way, alone, best)
 
 
-def _by_count(seconds: Callable[[int], float], layers: int, least: int) -> dict[int, float]:
+def _by_count(seconds: Callable[[int], float], least: int, most: int) -> dict[int, float]:
     """Time of steps by number of layers or parts: of every second number, until that takes longer,
     and of those beside the best one."""
     taken: dict[int, float] = {}
     best = float("inf")
-    for count in sorted({*range(max(2, least), layers + 1, 2), layers}):
+    for count in sorted({*range(max(2, least), most + 1, 2), most}):
         taken[count] = seconds(count)
         if taken[count] > WORSE * best:
             break
         best = min(best, taken[count])
     count = min(taken, key=lambda one: taken[one])
     for beside in (count - 1, count + 1):
-        if least <= beside <= layers and beside not in taken:
+        if least <= beside <= most and beside not in taken:
             taken[beside] = seconds(beside)
     return taken
