@@ -13,8 +13,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <sstream>
 #include <stdexcept>
-#include <string>
 
 namespace ray_hetero {
 
@@ -69,8 +69,10 @@ class ColumnShare {
   void check() const {
     if (why_ == Why::kFailed) throw MissingColumns("the GPU's part of a decode step has failed");
     if (why_ == Why::kNone) return;
-    throw MissingColumns("the GPU's part of a decode step was not there in " +
-                         std::to_string(limit_s_) + " s");
+    std::ostringstream text;
+    text << "the GPU's part of a decode step was not there in " << limit_s_
+         << " s; with cpu.decode_gpu_share 0 the cores compute all of these steps";
+    throw MissingColumns(text.str());
   }
 
  private:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,15 @@ from ray_hetero.kernels.layers import decode_shares, decode_step, layer_tokens, 
 from ray_hetero.kernels.layers.decode_shares import Share, Shares, Way, best_shares  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
-from ray_hetero.kernels.prompts import behind_attention, gpu_post_attention, gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts import (  # noqa: E402
+    behind_attention,
+    columns_on_gpu,
+    gpu_post_attention,
+    gpu_prefill,
+)
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
+from ray_hetero.runtime import stream_words  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -231,6 +238,80 @@ def test_without_memory_of_the_gpu_the_cores_compute_the_step(
     assert "run out of memory (CUDA out of memory. Tried to allocate 2 MiB)" in line
     steps.check((request, 4, 6))
     assert len(calls) == 2
+
+
+def test_without_memory_for_columns_the_cores_compute_the_step(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+    activated, calls = gpu_post_attention.activated, []
+
+    def fails_in_the_second_layer(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+        return activated(*given)
+
+    monkeypatch.setattr(gpu_post_attention, "activated", fails_in_the_second_layer)
+    request = steps.request(6)
+    steps.check((request, 0, 4))
+    (line,) = said
+    assert "run out of memory (CUDA out of memory. Tried to allocate 2 MiB)" in line
+    steps.check((request, 4, 6))
+    assert len(calls) == 2
+
+
+def test_what_fails_while_columns_are_computed_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu_post_attention, "activated", fails)
+    request = steps.request(2)
+    positions, hidden = steps.begin([(request, 0, 2)])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        steps.made(positions, hidden, None)
+
+
+def test_columns_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns_on_gpu, "WAIT_S", 0.25)
+    monkeypatch.setattr(stream_words.OfHost, "write", lambda *given: None)
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+    request = steps.request(2)
+    positions, hidden = steps.begin([(request, 0, 2)])
+    with pytest.raises(native.MissingColumns, match=r"was not there in 0\.25 s; with cpu\.decode_gpu"):
+        steps.made(positions, hidden, None)
+
+
+def test_words_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=6)
+    assert steps.shared is not None
+    given = steps.shared._columns
+    assert given is not None
+    words = given._words.view(torch.int32)
+    words[0] = words[16] = -LAYERS - 2  # the third layer of the second step begins anew
+    request = steps.request(6)
+    for at in range(3):
+        steps.check((request, at, at + 1))
+    assert given.native.asked == words[0] == words[16] == 2 * LAYERS - 2
+
+
+@pytest.mark.parametrize("kept", [0, -1, 1 << 20])
+def test_some_columns_are_left_for_both(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=2, columns=8)
+    assert steps.shared is not None
+    monkeypatch.setattr(shared_decode, "kept_blocks", lambda *given: kept)
+    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "of_step", lambda *given: nullcontext())
+    request = steps.request(2)
+    positions, hidden = steps.begin([(request, 0, 2)])
+    with pytest.raises(ValueError, match="expected from 1 to"):
+        steps.made(positions, hidden, None)
+
+
+def test_parts_are_whole_blocks() -> None:
+    assert [shared_decode.kept_blocks(448, parts) for parts in (1, 8, 15, 16)] == [420, 224, 28, 1]
+    assert [shared_decode.kept_blocks(2, parts) for parts in (1, 8, 16)] == [1, 1, 1]
 
 
 def test_what_fails_while_weights_are_ordered_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
