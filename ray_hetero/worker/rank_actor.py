@@ -112,7 +112,7 @@ class RankWorker:
         start = self.clock.begin()
         with self._step():
             output = self._worker.execute_model(scheduler_output)
-        self._count_layer_tokens()
+        self.clock.totals.count(layer_tokens.take())
         self.clock.add(
             time.perf_counter() - start,
             tokens,
@@ -120,13 +120,6 @@ class RankWorker:
             is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
         )
         return output
-
-    def _count_layer_tokens(self) -> None:
-        taken, totals = layer_tokens.take(), self.clock.totals
-        totals.native_layer_tokens += taken.native
-        totals.gpu_layer_tokens += taken.on_gpu
-        totals.operator_layer_tokens += taken.by_operators
-        totals.linked_expert_tokens += taken.experts_on_gpu
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on a GPU this is where its kernels are waited for."""
