@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from ray_hetero.distributed.exchanged import Exchanged
+from ray_hetero.kernels.layers.layer_tokens import LayerTokens
 
 REPORT_SECONDS = 30.0
 
@@ -64,6 +65,16 @@ class StepTotals:
     linked_expert_tokens: int = 0
     """Tokens times layers whose experts this GPU rank has computed itself, all or some of them,
     from the memory of expert ranks."""
+    left_out_mlp_tokens: int = 0
+    """Tokens that this GPU rank has left out of the model's last MLP: nothing reads their rows."""
+
+    def count(self, computed: LayerTokens) -> None:
+        """Add the layers that one step has computed."""
+        self.native_layer_tokens += computed.native
+        self.gpu_layer_tokens += computed.on_gpu
+        self.operator_layer_tokens += computed.by_operators
+        self.linked_expert_tokens += computed.experts_on_gpu
+        self.left_out_mlp_tokens += computed.left_out
 
     def __sub__(self, earlier: StepTotals) -> StepTotals:
         """What came after an earlier moment."""

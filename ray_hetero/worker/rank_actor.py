@@ -54,6 +54,7 @@ from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.shared_pages import kept_memory
+from ray_hetero.worker import last_mlp
 from ray_hetero.worker.embeddings import keep_embeddings
 from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
@@ -108,11 +109,12 @@ class RankWorker:
         for exchange in (self._boundary, self._over_host, self._experts):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
+        last_mlp.begin_step(scheduler_output)
         layer_tokens.take()
         start = self.clock.begin()
         with self._step():
             output = self._worker.execute_model(scheduler_output)
-        self._count_layer_tokens()
+        self.clock.totals.count(layer_tokens.take())
         self.clock.add(
             time.perf_counter() - start,
             tokens,
@@ -120,13 +122,6 @@ class RankWorker:
             is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
         )
         return output
-
-    def _count_layer_tokens(self) -> None:
-        taken, totals = layer_tokens.take(), self.clock.totals
-        totals.native_layer_tokens += taken.native
-        totals.gpu_layer_tokens += taken.on_gpu
-        totals.operator_layer_tokens += taken.by_operators
-        totals.linked_expert_tokens += taken.experts_on_gpu
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on a GPU this is where its kernels are waited for."""
@@ -255,6 +250,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 "ray_hetero_layers": layers,
                 "ray_hetero_whole_embedding": has_whole,
             }
+        last_mlp.install(self.worker.model_runner, self._vllm_config, world, seat)
         if world.layout.is_mixed(seat.stage):
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)

@@ -162,6 +162,12 @@ def prompts(count: int = 16, vocabulary: int = 600) -> list[list[int]]:
     ]
 
 
+def long_prompt(length: int) -> list[int]:
+    """A token prompt of this length; it begins as none of `prompts` does, so nothing is cached."""
+    again = prompts()[1][::-1]
+    return [again[at % len(again)] for at in range(length)]
+
+
 def batch(given: Sequence[Sequence[int]], **sampling: Any) -> Json:
     """Prompts with one set of sampling parameters, greedy unless said otherwise."""
     defaults = {"temperature": 0.0, "max_tokens": 24, "detokenize": False, "ignore_eos": True}

@@ -18,6 +18,8 @@ import pytest
 from vllm import envs
 from vllm.compilation import decorators
 from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
     ModelConfig,
     ParallelConfig,
     VllmConfig,
@@ -32,6 +34,7 @@ from vllm.distributed.device_communicators.shm_broadcast import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.forward_context import ForwardContext
 from vllm.lora import layers as lora_layers
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
@@ -61,8 +64,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.models import registry as model_registry
 from vllm.platforms.interface import Platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -230,6 +237,19 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/spec_decode", GPUModelRunner, "_model_forward"),
     ("compat/spec_decode", GPUModelRunner, "_preprocess"),
     ("compat/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
+    ("compat/read_rows", ModelConfig, "is_diffusion"),
+    ("compat/read_rows", ParallelConfig, "use_ubatching"),
+    ("compat/read_rows", ParallelConfig, "decode_context_parallel_size"),
+    ("compat/read_rows", ParallelConfig, "prefill_context_parallel_size"),
+    ("compat/read_rows", CacheConfig, "kv_sharing_fast_prefill"),
+    ("compat/read_rows", CompilationConfig, "max_cudagraph_capture_size"),
+    ("compat/read_rows", SamplingParams, "prompt_logprobs"),
+    ("compat/read_rows", SamplingParams, "prompt_logprob_token_ids"),
+    ("compat/read_rows", ForwardContext, "attn_metadata"),
+    *(
+        ("compat/read_rows", metadata, "query_start_loc")
+        for metadata in (CPUAttentionMetadata, FlashAttentionMetadata, TritonAttentionMetadata)
+    ),
     ("compat/engine_args", EngineArgs, "create_engine_config"),
     ("compat/model_dtype", EngineArgs, "create_model_config"),
     ("compat/engine_args", VllmConfig, "max_concurrent_batches"),
@@ -373,6 +393,7 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/warmup", GPUModelRunner, "max_num_tokens"),
     ("compat/warmup", GPUModelRunner, "is_pooling_model"),
     ("compat/warmup", GPUModelRunner, "cudagraph_dispatcher"),
+    ("compat/read_rows", ModelConfig, "runner_type"),
     ("worker/warmup_actions", GPUModelRunner, "model_config"),
     ("worker/warmup_actions", GPUModelRunner, "device"),
     ("compat/message_queues", MessageQueue, "buffer"),

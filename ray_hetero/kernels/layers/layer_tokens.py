@@ -24,6 +24,8 @@ class LayerTokens:
     experts_on_gpu: int = 0
     """Tokens times layers whose experts lie on expert ranks, by a GPU that has read all or some of
     them over its link; expert ranks count the tokens of a split layer too."""
+    left_out: int = 0
+    """Tokens that a GPU rank has left out of the model's last MLP: nothing reads their rows."""
 
 
 _counted = LayerTokens()
@@ -39,6 +41,11 @@ def count(layers: int, *, native: int = 0, on_gpu: int = 0, by_operators: int = 
 def count_experts(on_gpu: int) -> None:
     """Count the tokens of one layer of experts."""
     _counted.experts_on_gpu += on_gpu
+
+
+def count_left_out(tokens: int) -> None:
+    """Count the tokens that one step's last MLP was not computed for."""
+    _counted.left_out += tokens
 
 
 def take() -> LayerTokens:
