@@ -280,7 +280,9 @@ def test_columns_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     steps = Steps(monkeypatch, layers=LAYERS, columns=8)
     request = steps.request(2)
     positions, hidden = steps.begin([(request, 0, 2)])
-    with pytest.raises(native.MissingColumns, match=r"was not there in 0\.25 s; with cpu\.decode_gpu"):
+    with pytest.raises(
+        native.MissingColumns, match=r"was not there in 0\.25 s; with cpu\.decode_gpu"
+    ):
         steps.made(positions, hidden, None)
 
 
