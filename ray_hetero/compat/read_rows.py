@@ -21,12 +21,11 @@ def are_of_last_tokens(vllm_config: VllmConfig) -> bool:
     Both model runners sample from `hidden_states[logits_indices]`.  Poolers and drafters read all
     rows.  Several rows of a request are sampled where drafts are verified, and in diffusion models.
     A row of the model is not the same row of the step in micro-batches, with context parallelism,
-    and in fast prefill; sequence parallelism is compiled into models whose last MLP's sum is seen.
-    Adapters and connectors follow the tokens of a whole step.
+    and in fast prefill.  Adapters and connectors follow the tokens of a whole step.
 
     Uses: `ModelConfig.runner_type`, `ModelConfig.is_diffusion`, `ParallelConfig.use_ubatching`,
     `ParallelConfig.decode_context_parallel_size`, `ParallelConfig.prefill_context_parallel_size`,
-    `CacheConfig.kv_sharing_fast_prefill`, `PassConfig.enable_sp`.
+    `CacheConfig.kv_sharing_fast_prefill`.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return (
@@ -39,7 +38,6 @@ def are_of_last_tokens(vllm_config: VllmConfig) -> bool:
         and parallel.prefill_context_parallel_size == 1
         and not parallel.use_ubatching
         and not vllm_config.cache_config.kv_sharing_fast_prefill
-        and not vllm_config.compilation_config.pass_config.enable_sp
     )
 
 

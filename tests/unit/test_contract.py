@@ -24,7 +24,6 @@ from vllm.config import (
     ParallelConfig,
     VllmConfig,
 )
-from vllm.config.compilation import PassConfig
 from vllm.distributed import parallel_state
 from vllm.distributed import utils as distributed_utils
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -244,7 +243,6 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/read_rows", ParallelConfig, "prefill_context_parallel_size"),
     ("compat/read_rows", CacheConfig, "kv_sharing_fast_prefill"),
     ("compat/read_rows", CompilationConfig, "max_cudagraph_capture_size"),
-    ("compat/read_rows", PassConfig, "enable_sp"),
     ("compat/read_rows", SamplingParams, "prompt_logprobs"),
     ("compat/read_rows", SamplingParams, "prompt_logprob_token_ids"),
     ("compat/read_rows", ForwardContext, "attn_metadata"),

@@ -39,9 +39,7 @@ def config(**changed: Any) -> Any:
             "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
             "use_ubatching": False,
         },
-        "compilation_config": {
-            "max_cudagraph_capture_size": 512, "pass_config": SimpleNamespace(enable_sp=False),
-        },
+        "compilation_config": {"max_cudagraph_capture_size": 512},
         "cache_config": {"kv_sharing_fast_prefill": False},
     }  # fmt: skip
     whole = dict.fromkeys(("speculative_config", "lora_config", "kv_transfer_config"))
@@ -221,7 +219,6 @@ def test_a_stage_without_layers_and_two_decoders_are_left_alone() -> None:
         {"parallel_config__prefill_context_parallel_size": 2},
         {"parallel_config__use_ubatching": True},
         {"cache_config__kv_sharing_fast_prefill": True},
-        {"compilation_config__pass_config__enable_sp": True},
     ],
     ids=lambda changed: next(iter(changed)),
 )
