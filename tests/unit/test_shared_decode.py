@@ -286,6 +286,15 @@ def test_columns_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) 
         steps.made(positions, hidden, None)
 
 
+@pytest.mark.parametrize("most", [128, 160, 512])
+def test_room_for_none_some_or_all_columns(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=12, most=most, is_compact=True)
+    one, other = steps.request(70), steps.request(33)
+    steps.check((one, 0, 66), (other, 0, 30))
+    for at in range(2):
+        steps.check((one, 66 + at, 67 + at), (other, 30 + at, 31 + at))
+
+
 def test_words_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, columns=6)
     assert steps.shared is not None

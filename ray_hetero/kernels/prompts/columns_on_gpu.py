@@ -116,8 +116,9 @@ class ColumnsOnGpu:
                 for number, (parts, pieces) in enumerate(
                     zip(self._parts, self._pieces_of(kept), strict=True), first + 1
                 ):
+                    whole = self._gpu.expanded_whole(pieces, self._orders[kept])
                     self._signals.wait(self._asked, number % VALUES)
-                    self._compute(parts, pieces, tokens, kept)
+                    self._compute(parts, pieces, whole, tokens, kept)
                     self._signals.write(self._answered, number % VALUES)
             is_done = True
         finally:
@@ -125,8 +126,9 @@ class ColumnsOnGpu:
                 ctypes.c_uint32.from_address(self._failed).value = 1
 
     def _compute(
-        self, parts: PostAttention, pieces: Sequence[Placed], tokens: int, kept: int
-    ) -> None:
+        self, parts: PostAttention, pieces: Sequence[Placed], whole: torch.Tensor | None,
+        tokens: int, kept: int,
+    ) -> None:  # fmt: skip
         gpu, columns = self._gpu, self._inner - kept * BLOCK
         assert parts.gate_up is not None
         halves = 2 if parts.is_gated else 1
@@ -138,12 +140,16 @@ class ColumnsOnGpu:
             torch.mul(given.view(tokens, -1), 1, out=x)
         y = gpu.memory.products(tokens, halves * columns)
         added = self._added(parts, kept)
-        for placed, weight in gpu.expanded(pieces, self._orders[kept]):
-            into = y[:, placed.outputs]
+        products = (
+            gpu.expanded(pieces, self._orders[kept])
+            if whole is None
+            else [(slice(0, halves * columns), whole)]
+        )
+        for outputs, weight in products:
             if added is None:
-                torch.mm(x, weight, out=into)
+                torch.mm(x, weight, out=y[:, outputs])
             else:
-                torch.addmm(added[placed.outputs], x, weight, out=into)
+                torch.addmm(added[outputs], x, weight, out=y[:, outputs])
         result = gpu_post_attention.activated(gpu, parts, y)
         # A kernel's own stores cross the link at once; a copy would wait for weights on their way.
         into = self._seen_columns[: tokens * columns].view(tokens, columns)

@@ -345,10 +345,26 @@ class GpuPrefill:
         most = min(self._reader.values // part.shape[1], self._reader.stored // rows)
         return list(cut(part, self._device, most // BLOCK * BLOCK))
 
+    def expanded_whole(self, pieces: Sequence[Placed], order: ReadingOrder) -> torch.Tensor | None:
+        """All values of pieces, [inputs, outputs], until other ones; None without room for them.
+
+        Args:
+            pieces: of one weight that is here, in the order of its outputs.
+            order: of steps that use these.
+
+        """
+        memory, values = self.memory.behind_products, [placed.piece.values for placed in pieces]
+        if sum(values) > len(memory):
+            return None
+        self.forget()
+        for placed, into in zip(pieces, memory[: sum(values)].split(values), strict=True):
+            self._reader.expand_into(placed.piece, order, into)
+        return memory[: sum(values)].view(-1, pieces[0].piece.inputs).t()
+
     def expanded(
         self, pieces: Sequence[Placed], order: ReadingOrder
-    ) -> Iterator[tuple[Placed, torch.Tensor]]:
-        """Pieces in their order, each with its values [inputs, outputs] until the next one's.
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Outputs of pieces, in their order, each with its values [inputs, outputs] until the next.
 
         Args:
             pieces: of weights that are here.
@@ -356,7 +372,8 @@ class GpuPrefill:
 
         """
         for placed in pieces:
-            yield placed, self._reader.expanded(placed.piece, order, is_next_too=True).t()
+            weight = self._reader.expanded(placed.piece, order, is_next_too=True)
+            yield placed.outputs, weight.t()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A bias or a norm's weight, which the GPU keeps."""
