@@ -78,14 +78,14 @@ def kernels(weight: torch.Tensor, wanted: Collection[str], most_tokens: int) -> 
             )
     for name in HELD:
         if any(f"{name}-{level}" in wanted for level in LEVELS):
-            held = _held(name, packed)
+            held = held_as(name, packed)
             for level in LEVELS:
                 run = functools.partial(_streaming, held, LEVELS[level])
                 made[f"{name}-{level}"] = Kernel(run, held.data.nbytes)
     return {name: kernel for name, kernel in made.items() if name in wanted}
 
 
-def _held(name: str, packed: torch.Tensor) -> HostWeight:
+def held_as(name: str, packed: torch.Tensor) -> HostWeight:
     """The weight in a format; of quantised ones only the shape is that of the weight."""
     if name in FORMATS:
         held = FORMATS[name].made(packed, _streaming_linear)

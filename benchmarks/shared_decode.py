@@ -4,8 +4,8 @@
     python benchmarks/shared_decode.py --tokens 32,128 --counts 0,4,8,12
     python benchmarks/shared_decode.py --device cpu --shape 1b --layers 2   # to try it
 
-Whole steps of decoder layers with heavy-tailed weights in 12 bits, requests of one token each, no
-engine around them.  What lies behind the attention of `given` layers is computed by the GPU with
+Whole steps of decoder layers with heavy-tailed weights in 12 bits (or `--format`), requests of one
+token each, no engine around them.  What lies behind the attention of `given` layers is computed by the GPU with
 weights that cross its link meanwhile (ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is
 what a layer's weights behind the attention take on the link, nothing computed; `order_ms` what a
 thread takes to order them; `behind_ms` what the GPU computes in when they are there, the way to it
@@ -25,13 +25,13 @@ from typing import Any
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import torch
+from cpu_linear import held_as
 from gpu_timing import copied
 from heavy_tailed import drawn_matrix, drawn_values
 from shapes import SHAPES, head_size
 
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
-from ray_hetero.kernels.formats import CompactWeight
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers.decode_shares import best_shares
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
@@ -54,11 +54,10 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
         "qkv": ((heads + 2 * kv_heads) * size, hidden), "output": (hidden, heads * size),
         "gate_up": (2 * inner, hidden), "down": (hidden, inner),
     }  # fmt: skip
-    first: dict[str, CompactWeight] = {}
-    for name, (outputs, inputs) in sizes.items():
-        made = CompactWeight.made(pack(drawn_matrix(drawn, outputs, inputs)), native)
-        assert made is not None
-        first[name] = made
+    first: dict[str, Any] = {
+        name: held_as(options.format, pack(drawn_matrix(drawn, outputs, inputs)))
+        for name, (outputs, inputs) in sizes.items()
+    }
     cos_sin = torch.rand(8, size).bfloat16()
     norm = Norm(torch.ones(hidden).bfloat16(), 1e-5)
     attention = SimpleNamespace(
@@ -124,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--format", default="compact", help="of weights: compact, fp8, int4, int8")
     parser.add_argument("--tokens", default="1,8,32,64,128")
     parser.add_argument("--counts", default="", help="layers given away; all that help, if empty")
     parser.add_argument("--step-tokens", type=int, default=8192, help="--max-num-batched-tokens")
@@ -139,7 +139,7 @@ def main() -> None:
     behind = OnGpu(layers, gpu)
     seconds = step_seconds(layers, kernel, behind)
     about = {
-        "level": kernel.level.name, "threads": torch.get_num_threads(), "device": options.device,
+        "format": options.format, "level": kernel.level.name, "threads": torch.get_num_threads(), "device": options.device,
         "torch": torch.__version__, "layers": len(layers),
         "weight_gib": round(taken.weight_bytes / 2**30, 2), "gpu_bytes": taken.gpu_bytes,
         "order_ms": order_ms(layers, gpu),
@@ -153,7 +153,7 @@ def main() -> None:
     for tokens in asked:
         found, late = (
             {count: round(1e3 * seconds(tokens, count, is_late), 2) for count in some}
-            for is_late, some in ((False, counts), (True, range(1, 4)))
+            for is_late, some in ((False, counts), (True, range(1, min(3, len(layers)) + 1)))
         )
         result = {
             "tokens": tokens, "behind_ms": behind_ms(behind, tokens), "given_ms": found,
