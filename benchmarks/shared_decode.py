@@ -5,11 +5,11 @@
     python benchmarks/shared_decode.py --device cpu --shape 1b --layers 2   # to try it
 
 Whole steps of decoder layers with heavy-tailed weights in 12 bits (or `--format`), requests of one
-token each, no engine around them.  What lies behind the attention of `given` layers is computed by the GPU with
-weights that cross its link meanwhile (ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is
-what a layer's weights behind the attention take on the link, nothing computed; `order_ms` what a
-thread takes to order them; `behind_ms` what the GPU computes in when they are there, the way to it
-and back included; `last_given_ms` the same with the last layers given away.  Start it with the
+token each, no engine around them.  What lies behind the attention of `given` layers is computed by
+the GPU with weights that cross its link meanwhile (ray_hetero/kernels/layers/shared_decode.py).
+`link_ms` is what a layer's weights behind the attention take on the link, nothing computed;
+`order_ms` what a thread takes to order them; `behind_ms` what the GPU computes in when they are
+there, the way to it and back included; `last_given_ms` the same with the last layers given away.  Start it with the
 environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY)."""
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def main() -> None:
     behind = OnGpu(layers, gpu)
     seconds = step_seconds(layers, kernel, behind)
     about = {
-        "format": options.format, "level": kernel.level.name, "threads": torch.get_num_threads(), "device": options.device,
+        "format": options.format, "level": kernel.level.name,
+        "threads": torch.get_num_threads(), "device": options.device,
         "torch": torch.__version__, "layers": len(layers),
         "weight_gib": round(taken.weight_bytes / 2**30, 2), "gpu_bytes": taken.gpu_bytes,
         "order_ms": order_ms(layers, gpu),
