@@ -9,8 +9,9 @@ token each, no engine around them.  What lies behind the attention of `given` la
 the GPU with weights that cross its link meanwhile (ray_hetero/kernels/layers/shared_decode.py).
 `link_ms` is what a layer's weights behind the attention take on the link, nothing computed;
 `order_ms` what a thread takes to order them; `behind_ms` what the GPU computes in when they are
-there, the way to it and back included; `last_given_ms` the same with the last layers given away.  Start it with the
-environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY)."""
+there, the way to it and back included; `last_given_ms` the same with the last layers given away.
+Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
+"""
 
 from __future__ import annotations
 
