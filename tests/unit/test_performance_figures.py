@@ -93,6 +93,13 @@ def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
     assert f"{longest - 1:.0%} to {long - 1:.0%} later for".replace("%", "") in page.replace(
         " %", ""
     )
+    short, long, longest = (
+        figures.first_token_ms("gpu-host/2026-11-26-h100-last-mlp", OURS, *load, 1)  # type: ignore[operator]
+        / figures.first_token_ms("gpu-host/2026-11-26-h100-last-mlp", PREFETCH, *load, 1)
+        for load in ((1, 1024), (1, 8192), (1, 32768))
+    )
+    assert f"{long:.3f} and {longest:.3f} times as long as with prefetching" in page
+    assert f"1 × 1,024 took {short:.2f} times as long" in page
     step = figures.step_ms
     saved = step(pages.NEWEST_PREFETCH, PREFETCH, 1) - step(pages.NEWEST, OURS, 1)  # type: ignore[operator]
     for load in ((8, 1024), (1, 8192)):
