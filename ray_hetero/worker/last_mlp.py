@@ -14,9 +14,8 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat import read_rows
-from ray_hetero.compat.decoder_classes import has_forward_of
 from ray_hetero.kernels.layers import layer_tokens
-from ray_hetero.kernels.layers.structures import structure_of
+from ray_hetero.kernels.layers.structures import layers_attribute, structure_of
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
 LEAST = 1024
 """Tokens of a step from which rows are left out.  Smaller steps gain little, and CUDA graphs are
 captured of them, whose number of rows is fixed."""
-MLPS = (
-    "LlamaMLP", "Qwen2MLP", "MistralMLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP", "GraniteMLP",
-    "StablelmMLP",
-)  # fmt: skip
-"""MLPs that make of each row one of the same size, and hand on nothing else (as Falcon's does)."""
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _installed: dict[str, LastMlp] = {}
@@ -125,20 +119,24 @@ def install(runner: Any, vllm_config: VllmConfig, world: World, seat: Seat) -> N
 
 def find(model: torch.nn.Module) -> tuple[Any, str] | None:
     """The MLP of a model's last layer, and the name of its attention; None if it is not known."""
-    found = []
-    for decoder in model.modules():
-        own = ("layers", "start_layer", "end_layer")
-        layers, start, end = (getattr(decoder, name, None) for name in own)
-        if layers is not None and start is not None and end is not None and start < end:
-            found.append((decoder, layers[end - 1]))
+    found: list[tuple[Any, str]] = [
+        (decoder, name)
+        for decoder in model.modules()
+        if (name := layers_attribute(decoder)) and decoder.start_layer < decoder.end_layer
+    ]
     if len(found) != 1:
         return None
-    ((decoder, last),) = found
+    ((decoder, name),) = found
+    last = getattr(decoder, name)[decoder.end_layer - 1]
     known = structure_of(decoder, last)
-    mlp = getattr(last, "mlp", None)
-    if known is None or not has_forward_of(mlp, *MLPS):
+    if known is None:
         return None
-    return mlp, known[1].attend.layer_name
+    _, modules = known
+    mlp = getattr(last, "mlp", None)
+    # Falcon's MLP, whose parts have other names, hands on more than rows.
+    if modules.gate_up is None or getattr(mlp, "gate_up_proj", None) is not modules.gate_up:
+        return None
+    return mlp, modules.attend.layer_name
 
 
 def begin_step(scheduler_output: Any) -> None:

@@ -66,6 +66,15 @@ def ratio(slow: float | None, fast: float | None) -> str:
     return f"{slow / fast:.1f}"
 
 
+def first_tokens(name: str, *loads: tuple[int, int]) -> list[float]:
+    """Times of first tokens in parts of those with prefetching, by requests and prompt tokens."""
+    return [
+        figures.first_token_ms(name, OURS, *load, 1)  # type: ignore[operator]
+        / figures.first_token_ms(name, PREFETCH, *load, 1)
+        for load in loads
+    ]
+
+
 def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
     eight, many = (
         ratio(figures.step_ms(theirs, PREFETCH, *load), figures.step_ms(pages.NEWEST, OURS, *load))
@@ -82,10 +91,8 @@ def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
         for batch in (8, 32)
     ]  # fmt: skip
     assert f"With 14 cores it is {small[0]} times for 8, and {small[1]} times for 32" in page
-    one, eight_of, long, longest = (
-        figures.first_token_ms(pages.PROMPTS, OURS, *load, 1)  # type: ignore[operator]
-        / figures.first_token_ms(pages.PROMPTS, PREFETCH, *load, 1)
-        for load in ((1, 128), (8, 1024), (1, 8192), (1, 32768))
+    one, eight_of, long, longest = first_tokens(
+        pages.PROMPTS, (1, 128), (8, 1024), (1, 8192), (1, 32768)
     )
     assert (
         f"by {1 - one:.0%} for one and by {1 - eight_of:.0%} for eight".replace("%", " %") in page
@@ -93,6 +100,11 @@ def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
     assert f"{longest - 1:.0%} to {long - 1:.0%} later for".replace("%", "") in page.replace(
         " %", ""
     )
+    short, long, longest = first_tokens(
+        "gpu-host/2026-11-26-h100-last-mlp", (1, 1024), (1, 8192), (1, 32768)
+    )
+    assert f"{long:.3f} and {longest:.3f} times as long as with prefetching" in page
+    assert f"1 × 1,024 took {short:.2f} times as long" in page
     step = figures.step_ms
     saved = step(pages.NEWEST_PREFETCH, PREFETCH, 1) - step(pages.NEWEST, OURS, 1)  # type: ignore[operator]
     for load in ((8, 1024), (1, 8192)):

@@ -31,7 +31,7 @@ from ray_hetero.kernels.layers.decoder_layers import Layer
 from ray_hetero.kernels.layers.latent_fusion import latent_layer_of
 from ray_hetero.kernels.layers.latent_layers import LatentLayer
 from ray_hetero.kernels.layers.layer_parts import Activation, Linear, PostAttention, QkvInput
-from ray_hetero.kernels.layers.structures import STRUCTURES, Calls, LayerModules, structure_of
+from ray_hetero.kernels.layers.structures import Calls, LayerModules, layers_attribute, structure_of
 from ray_hetero.kernels.linear.rank_sums import RankSums, why_not_added
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 
@@ -116,7 +116,7 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
     latents: list[LatentRun] = []
     whole: dict[nn.Module, bool] = {}
     for decoder in model.modules():
-        name = _layers_attribute(decoder)
+        name = layers_attribute(decoder)
         if name is None:
             continue
         layers = getattr(decoder, name)
@@ -152,15 +152,6 @@ def _callers(model: nn.Module, whole: Mapping[nn.Module, bool]) -> list[nn.Modul
         if called and all(called):
             found.append(module)
     return found
-
-
-def _layers_attribute(decoder: Any) -> str | None:
-    """Attribute of a model that holds its decoder layers; None for another module."""
-    known = [one.layers for one in STRUCTURES if one.is_model(decoder)]
-    for name in (*known, "layers"):
-        if all(hasattr(decoder, one) for one in (name, "start_layer", "end_layer")):
-            return name
-    return None
 
 
 def _following(found: Sequence[Layer | str]) -> Iterator[tuple[int, list[Layer]]]:

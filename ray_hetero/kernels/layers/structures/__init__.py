@@ -15,7 +15,7 @@ from ray_hetero.kernels.layers.structures.opt import Opt
 
 __all__ = [
     "STRUCTURES", "Calls", "LatentModules", "LayerModules", "Structure", "latent_modules",
-    "structure_of",
+    "layers_attribute", "structure_of",
 ]  # fmt: skip
 
 STRUCTURES: tuple[Structure, ...] = (
@@ -28,4 +28,13 @@ def structure_of(model: Any, layer: Any) -> tuple[Structure, LayerModules] | Non
     for structure in STRUCTURES:
         if structure.is_model(model) and (modules := structure.modules(layer)) is not None:
             return structure, modules
+    return None
+
+
+def layers_attribute(decoder: Any) -> str | None:
+    """Attribute of a model that holds its decoder layers; None for another module."""
+    known = [one.layers for one in STRUCTURES if one.is_model(decoder)]
+    for name in (*known, "layers"):
+        if all(hasattr(decoder, one) for one in (name, "start_layer", "end_layer")):
+            return name
     return None
