@@ -9,7 +9,6 @@ This module needs PyTorch and CUDA's driver, not vLLM.
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from typing import Any, Protocol
 
@@ -20,8 +19,6 @@ _WRITE_VALUE_32 = 2
 _AT_LEAST = 0
 """CU_STREAM_WAIT_VALUE_GEQ: the difference is not negative, so that words may go round."""
 _NAP_S = 1e-5
-_TURNS = 64
-"""Looks at a word between two offers of the core to others."""
 VALUES = 1 << 32
 """Number of different values of a word, which goes round."""
 
@@ -78,23 +75,19 @@ class StreamWords(Protocol):
 
 
 class OfGpu:
-    """Words of page-locked memory, and a stream of a GPU that another process computes on too.
-
-    Such a stream gets its turn a millisecond late if it waits for a word itself: the thread that
-    orders its work does that.
-    """
+    """Words of page-locked memory, and a stream of a GPU."""
 
     def __init__(self, stream: Any) -> None:
         self._driver, self._stream = Driver(), stream
 
     def wait(self, address: int, value: int) -> None:
-        """Wait as `StreamWords` says, before anything else is ordered."""
-        word = ctypes.c_uint32.from_address(address)
-        turn = 0
-        while (word.value - value) % VALUES >= VALUES // 2:
-            turn += 1
-            if turn % _TURNS == 0:
-                os.sched_yield()
+        """Wait as `StreamWords` says.
+
+        Raises:
+            RuntimeError: the driver refuses it.
+
+        """
+        self._run(waiting(address, value))
 
     def write(self, address: int, value: int) -> None:
         """Write as `StreamWords` says.
@@ -103,7 +96,10 @@ class OfGpu:
             RuntimeError: the driver refuses it.
 
         """
-        if status := self._driver.run(operations(writing(address, value)), self._stream):
+        self._run(writing(address, value))
+
+    def _run(self, operation: tuple[int, int, int]) -> None:
+        if status := self._driver.run(operations(operation), self._stream):
             raise RuntimeError(
                 f"CUDA's driver refuses a stream memory operation (CUresult {status})"
             )
