@@ -11,8 +11,12 @@ import os
 from collections.abc import Collection, Sequence
 
 import psutil
+import torch
 
 from ray_hetero.log import logger
+
+PARALLEL_ELEMENTS = 1 << 20
+"""Elements of an operator that torch shares out among threads."""
 
 
 def move_process(pid: int, cpus: Collection[int]) -> None:
@@ -87,6 +91,23 @@ def lead_from_first_core(compute: Sequence[int]) -> None:
 
     """
     _move(os.getpid(), compute[:1])
+
+
+def compute_alone(cpus: Collection[int] = ()) -> None:
+    """Have the current thread compute without OpenMP's workers, which belong to the main thread.
+
+    vLLM's CPU worker makes `torch.set_num_threads` do nothing.  A thread whose first large operator
+    calls workers gets a second set of them on the cores of the main thread's, and both runtimes
+    move the thread itself to the first of these cores; Intel's does so with one thread too.
+
+    Args:
+        cpus: logical CPUs that the thread keeps to; without any, those that it has now.
+
+    """
+    cpus = cpus or os.sched_getaffinity(0)
+    torch._C.set_num_threads(1)
+    torch.ones(PARALLEL_ELEMENTS).sum()  # what moves the thread has happened when it is moved back
+    os.sched_setaffinity(0, cpus)
 
 
 def _move(thread: int, cpus: Collection[int]) -> None:

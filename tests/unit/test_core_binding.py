@@ -6,8 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 
 import pytest
+
+from ray_hetero.runtime.openmp_environment import openmp_environment
+from ray_hetero.runtime.preload_libraries import find_preload_libraries
 
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -32,9 +36,12 @@ early, main = start(), os.getpid()
 """
 
 
-def answer_of(script: str) -> list[str]:
+def answer_of(script: str, environment: Mapping[str, str] = os.environ) -> list[str]:
     text = THREADS.format(first=CPUS[0], second=CPUS[1]) + textwrap.dedent(script)
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", text], env=dict(environment), capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
     return run.stdout.splitlines()
 
 
@@ -103,3 +110,35 @@ def test_another_process_is_moved_with_all_its_threads() -> None:
         core_binding.move_process(child.pid, [second])
     """)
     assert answer == [f"2 {{({CPUS[1]},)}}"]
+
+
+@pytest.mark.parametrize("openmp", ["gomp", "iomp"])
+def test_a_thread_that_computes_alone_stays_where_it_is_put(openmp: str) -> None:
+    libraries = find_preload_libraries()
+    if getattr(libraries, openmp) is None:
+        pytest.skip(f"lib{openmp} is not installed")
+    environment = os.environ | openmp_environment(CPUS[:2], libraries, openmp)
+    script = """
+        import torch
+
+        def compute():
+            os.sched_setaffinity(0, [second])
+            {begin}
+            for _ in range(3):
+                torch.ones(1 << 21).sum()
+                torch.index_select(torch.randn(9000, 64), 0, torch.arange(9000))
+            print(cpus(threading.get_native_id()))
+
+        torch.ones(1 << 21).sum()
+        torch.set_num_threads = lambda count: None  # as vLLM's CPU worker has it
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    """
+    begins = {
+        "core_binding.compute_alone()": CPUS[1], "core_binding.compute_alone([first])": CPUS[0],
+        # Otherwise there would be nothing to be kept from.
+        "torch.set_num_threads(1)": CPUS[0],
+    }  # fmt: skip
+    answers = {begin: answer_of(script.format(begin=begin), environment) for begin in begins}
+    assert answers == {begin: [f"[{cpu}]"] for begin, cpu in begins.items()}

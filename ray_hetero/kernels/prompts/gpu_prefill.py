@@ -11,7 +11,6 @@ holds a few pieces of them and the tokens of one step.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from ray_hetero.kernels.prompts.weight_pieces import (
 )
 from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, ExpandedWeight, WeightsAhead
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS, ahead_bytes, gpu_bytes
+from ray_hetero.runtime.core_binding import compute_alone
 from ray_hetero.runtime.locked_pages import lock_pages
 
 if TYPE_CHECKING:
@@ -388,10 +388,7 @@ def _addresses(linears: Sequence[Linear]) -> list[int]:
 
 
 def _begin_thread(device: torch.device, cores: Collection[int]) -> None:
-    if cores:
-        os.sched_setaffinity(0, cores)
-    # Workers of OpenMP belong to the main thread.
-    torch.set_num_threads(1)
+    compute_alone(cores)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
