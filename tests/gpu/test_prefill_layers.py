@@ -15,6 +15,7 @@ from gpu_host import IS_PRETENDED, needs_gpus
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 pytest.register_assert_rewrite("group_steps", "paged_steps")
 
+from decoder_parts import HIDDEN  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
@@ -166,6 +167,49 @@ def test_requests_decode_beside_prompts(is_compact: bool, monkeypatch: pytest.Mo
     steps.check((one, 0, 58), (other, 0, 88))
     steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
     steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
+
+
+@needs_native
+def test_embeddings_are_sent_while_others_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, device=GPU, layers=3, share=0.4, blocks=160, most=4096)
+    gpu, table = steps.kernel.prompts.gpu, torch.randn(500, HIDDEN).bfloat16()
+    one, other = steps.request(3000), steps.request(300)
+    tokens = {request: torch.randint(500, (len(request.inputs),)) for request in (one, other)}
+    begin, factor = steps.begin, 1
+
+    def begin_embedded(parts: Any) -> tuple[Any, Any]:
+        for request, own in tokens.items():
+            request.inputs.copy_(table[own] * factor)
+        positions, hidden = begin(parts)
+        own = torch.cat([tokens[request][b:e] for request, b, e in parts])
+        gpu.settle()
+        # Copies of these may still be under way when the next rows are looked up.
+        gpu.memory.embedded(table, own.flip(0), gpu.computing)
+        looked_up = gpu.memory.embedded(table, own, gpu.computing)
+        if factor != 1:
+            looked_up *= factor
+        assert torch.equal(looked_up, hidden)
+        return positions, looked_up
+
+    taken, take = [], gpu.memory.embedded.take
+
+    def take_and_note(rows: torch.Tensor) -> torch.Tensor | None:
+        there = take(rows)
+        taken.append(there is not None)
+        return there
+
+    monkeypatch.setattr(gpu.memory.embedded, "take", take_and_note)
+    monkeypatch.setattr(steps, "begin", begin_embedded)
+    steps.check((one, 0, 2900))
+    steps.check((one, 2900, 2901), (other, 0, 100))
+    for at in range(2):
+        # The GPU computes layers of decode steps, in the same memory.
+        steps.check((one, 2901 + at, 2902 + at), (other, 100 + at, 101 + at))
+    steps.check((one, 2903, 3000), (other, 102, 103))
+    assert taken == [True] * 3
+    factor = 8
+    steps.check((one, 0, 2900))
+    assert taken == [True] * 3 + [False]
 
 
 @needs_native

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,10 +28,12 @@ from ray_hetero.kernels.layers import layer_fusion  # noqa: E402
 from ray_hetero.kernels.layers.fusible_layers import find  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill, step_memory  # noqa: E402
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for  # noqa: E402
+from ray_hetero.kernels.prompts.step_memory import EmbeddedRows, StepMemory  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
 VOCABULARY, LEAST = 200, 8
+CPU, STREAM = torch.device("cpu"), torch.cpu.Stream()
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,22 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return gathered(x, rows, host)
 
     monkeypatch.setattr(step_memory, "_gathered", gather_and_note)
+    return found
+
+
+@pytest.fixture
+def sent_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Tokens of each input that was sent while it was looked up."""
+    found: list[int] = []
+    take = EmbeddedRows.take
+
+    def take_and_note(self: EmbeddedRows, rows: torch.Tensor) -> torch.Tensor | None:
+        there = take(self, rows)
+        if there is not None:
+            found.append(len(there))
+        return there
+
+    monkeypatch.setattr(EmbeddedRows, "take", take_and_note)
     return found
 
 
@@ -81,7 +100,7 @@ def model_of(*layers: Any) -> Any:
 
 
 def test_steps_give_what_copied_embeddings_give(
-    monkeypatch: pytest.MonkeyPatch, copied: list[int]
+    monkeypatch: pytest.MonkeyPatch, copied: list[int], sent_before: list[int]
 ) -> None:
     steps, layer = Steps(monkeypatch, layers=3, share=0.4, most=512), embedding()
     assert look_up_for(steps.kernel.prompts, model_of(layer))
@@ -103,12 +122,60 @@ def test_steps_give_what_copied_embeddings_give(
     steps.check((one, 0, 70))
     steps.check((one, 70, 270), (other, 0, 30))
     assert copied == []
+    assert sent_before == [70, 230]
     for at in range(3):
         steps.check((one, 270 + at, 271 + at), (other, 30 + at, 31 + at))
     # Beside a request that decodes, the prompt's rows are some of all.
     steps.check((one, 273, 274), (other, 33, 40))
     steps.check((one, 274, 314))
     assert 40 not in copied
+    assert sent_before == [70, 230, 40]
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_models_that_scale_their_embedding(
+    is_in_place: bool, monkeypatch: pytest.MonkeyPatch, sent_before: list[int]
+) -> None:
+    steps, layer = Steps(monkeypatch, family="granite", most=512), embedding()
+    assert look_up_for(steps.kernel.prompts, model_of(layer))
+    request = steps.request(100)
+    tokens = torch.randint(VOCABULARY, (100,))
+    request.inputs.copy_(layer.weight[tokens] * 8)
+    begin = steps.begin
+
+    def begin_embedded(parts: Any) -> tuple[Any, Any]:
+        positions, hidden = begin(parts)
+        looked_up = layer(tokens)
+        if is_in_place:
+            looked_up *= 8
+        else:
+            looked_up = looked_up * 8
+        assert torch.equal(looked_up, hidden)
+        return positions, looked_up
+
+    monkeypatch.setattr(steps, "begin", begin_embedded)
+    with torch.inference_mode():
+        steps.check((request, 0, 100))
+    assert sent_before == []
+
+
+def test_a_thread_that_orders_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, sent_before: list[int]
+) -> None:
+    steps, layer = Steps(monkeypatch, most=64), embedding()
+    assert look_up_for(steps.kernel.prompts, model_of(layer))
+    gpu, tokens, go_on = steps.kernel.prompts.gpu, torch.arange(40), threading.Event()
+    monkeypatch.setattr(gpu, "expand", lambda linears: go_on.wait(60))
+    try:
+        gpu.expand_ahead(steps.known[0].parts.linears)
+        found = layer(tokens)
+    finally:
+        go_on.set()
+    gpu.settle()
+    assert torch.equal(sent(gpu.memory, found), layer.weight[tokens])
+    assert sent_before == []
+    assert torch.equal(sent(gpu.memory, layer(tokens)), layer.weight[tokens])
+    assert sent_before == [40]
 
 
 def test_a_prompt_takes_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +221,7 @@ def test_other_embeddings_stay_as_they_are(problem: str, monkeypatch: pytest.Mon
 
 
 def test_ranks_of_a_group_look_up_in_memory_that_stays(
-    monkeypatch: pytest.MonkeyPatch, copied: list[int]
+    monkeypatch: pytest.MonkeyPatch, copied: list[int], sent_before: list[int]
 ) -> None:
     steps, layer = GroupSteps(monkeypatch, count=2, most=512), embedding()
     layers = [copy.copy(layer) for _ in steps.ranks]
@@ -193,6 +260,7 @@ def test_ranks_of_a_group_look_up_in_memory_that_stays(
     assert [len(found) for found in places] == [1, 1]
     assert places[0] != places[1]
     assert copied == []
+    assert sent_before == [70, 230]
     for at in range(3):
         check((one, 270 + at, 271 + at), (other, 30 + at, 31 + at))
     check((one, 273, 274), (other, 33, 40))
@@ -226,3 +294,181 @@ def test_it_is_so_on_all_ranks_of_a_group(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [
         (group, rank.decoder) for rank, (group,) in zip(steps.ranks, groups, strict=True)
     ]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> StepMemory:
+    """Memory of steps, with embeddings that are sent in several spans."""
+    monkeypatch.setattr(step_memory, "SPAN", 16)
+    return StepMemory(CPU, 64, inputs=HIDDEN, outputs=HIDDEN, hidden=HIDDEN)
+
+
+@pytest.fixture
+def table() -> torch.Tensor:
+    return torch.randn(VOCABULARY, HIDDEN).bfloat16()
+
+
+def sent(
+    memory: StepMemory, hidden: torch.Tensor, rows: torch.Tensor | slice = slice(None)
+) -> torch.Tensor:
+    """What the GPU has of the first layer's input."""
+    y, total = memory.sent(*memory.stage(hidden, None, rows))
+    assert y is None
+    return total
+
+
+def spoil(memory: StepMemory) -> None:
+    """Change the rows in host memory, uncounted, so that a copy from there is found out."""
+    memory._residual_host.data.fill_(torch.nan)
+
+
+def test_rows_are_sent_while_others_are_looked_up(
+    memory: StepMemory, table: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, there = torch.randint(VOCABULARY, (40,)), memory._residual[: 40 * HIDDEN]
+    there.fill_(torch.nan)
+    select, rows_there = torch.index_select, []
+
+    def select_and_note(*given: Any, **more: Any) -> torch.Tensor:
+        rows_there.append(int((~there.view(40, HIDDEN).isnan()).all(dim=1).sum()))
+        return select(*given, **more)
+
+    monkeypatch.setattr(torch, "index_select", select_and_note)
+    memory.embedded(table, tokens, STREAM)
+    assert rows_there == [0, 16, 32]
+    assert torch.equal(there.view(40, HIDDEN), table[tokens])
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 40), slice(7, 33)], ids=str)
+def test_rows_are_sent_once(memory: StepMemory, table: torch.Tensor, rows: slice) -> None:
+    tokens = torch.randint(VOCABULARY, (40,))
+    hidden = memory.embedded(table, tokens, STREAM)
+    assert hidden is not None
+    spoil(memory)
+    total = sent(memory, hidden, rows)
+    assert torch.equal(total, table[tokens][rows])
+    # The layers have added to it.
+    total += 1
+    assert sent(memory, hidden, rows).isnan().all()
+
+
+def test_some_rows_are_sent_again(
+    memory: StepMemory, table: torch.Tensor, copied: list[int]
+) -> None:
+    tokens, rows = torch.randint(VOCABULARY, (40,)), torch.tensor([3, 4, 20, 39])
+    hidden = memory.embedded(table, tokens, STREAM)
+    assert hidden is not None
+    assert torch.equal(sent(memory, hidden, rows), table[tokens[rows]])
+    # They lie where all did.
+    assert torch.equal(sent(memory, hidden), table[tokens])
+    assert copied == [4]
+
+
+def double(x: torch.Tensor) -> None:
+    x *= 2
+
+
+def double_some(x: torch.Tensor) -> None:
+    x[17:20] *= 2
+
+
+def double_in_another_form(x: torch.Tensor) -> None:
+    x.detach().view(-1, 2).unsqueeze(0).mul_(2)
+
+
+def put(x: torch.Tensor) -> None:
+    x[torch.tensor([2, 30])] = 5.0
+
+
+def put_masked(x: torch.Tensor) -> None:
+    x.masked_fill_(torch.arange(len(x)).unsqueeze(1) == 38, 5.0)
+
+
+CHANGES = [double, double_some, double_in_another_form, put, put_masked]
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changed_rows_are_sent_again(
+    change: Callable[[torch.Tensor], None], is_counted: bool, memory: StepMemory,
+    table: torch.Tensor, sent_before: list[int],
+) -> None:  # fmt: skip
+    with torch.inference_mode():
+        if not is_counted:
+            memory = StepMemory(CPU, 64, inputs=HIDDEN, outputs=HIDDEN, hidden=HIDDEN)
+        tokens = torch.randint(VOCABULARY, (40,))
+        hidden = memory.embedded(table, tokens, STREAM)
+        assert hidden is not None
+        expected = table[tokens].clone()
+        assert torch.equal(hidden, expected)
+        for one in (hidden, expected):
+            change(one)
+        assert torch.equal(sent(memory, hidden), expected)
+        assert sent_before == []
+        # The next ones are not changed.
+        again = memory.embedded(table, tokens, STREAM)
+        assert again is not None
+        assert torch.equal(sent(memory, again), table[tokens])
+        assert sent_before == [40] * is_counted
+
+
+def test_other_tensors_are_sent(memory: StepMemory, table: torch.Tensor) -> None:
+    tokens = torch.randint(VOCABULARY, (40,))
+    hidden = memory.embedded(table, tokens, STREAM)
+    assert hidden is not None
+    assert torch.equal(sent(memory, hidden * 2), table[tokens] * 2)
+    hidden = memory.embedded(table, tokens, STREAM)
+    assert hidden is not None
+    assert torch.equal(sent(memory, hidden[:, 1:]), table[tokens][:, 1:])
+
+
+def test_what_was_looked_up_last_is_valid(memory: StepMemory, table: torch.Tensor) -> None:
+    for count, other_stream in ((40, STREAM), (20, STREAM), (40, None), (20, None)):
+        unused, tokens = torch.randint(VOCABULARY, (2, count))
+        memory.embedded(table, unused, STREAM)
+        hidden = memory.embedded(table, tokens, other_stream)
+        assert hidden is not None
+        assert torch.equal(sent(memory, hidden), table[tokens])
+    # Of fewer tokens, all that is there of an earlier step is not theirs.
+    longer = memory.embedded(table, torch.randint(VOCABULARY, (40,)), STREAM)
+    assert longer is not None
+    memory.embedded(table, torch.randint(VOCABULARY, (20,)), STREAM)
+    memory._residual[20 * HIDDEN :].fill_(torch.nan)
+    assert torch.equal(sent(memory, longer), longer)
+
+
+@pytest.mark.parametrize("kind", ["layers", "product"])
+def test_memory_that_was_used_in_between(
+    kind: str, memory: StepMemory, table: torch.Tensor
+) -> None:
+    tokens, used = torch.randint(VOCABULARY, (40,)), torch.randn(16, HIDDEN).bfloat16()
+    hidden = memory.embedded(table, tokens, STREAM)
+    assert hidden is not None
+    send = memory.sent if kind == "layers" else memory.sent_to_multiply
+    _, total = send(used, used)
+    assert total is not None
+    assert torch.equal(total, used)
+    assert torch.equal(sent(memory, hidden), table[tokens])
+
+
+def test_a_failed_copy_is_made_again(
+    memory: StepMemory, table: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(VOCABULARY, (40,))
+    hidden = memory.embedded(table, tokens, STREAM)
+    assert hidden is not None
+    copy_, copies = torch.Tensor.copy_, [0]
+
+    def copy_once(self: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        copies[0] += 1
+        if copies[0] > 1:
+            raise RuntimeError("CUDA error")
+        return copy_(self, *given, **more)
+
+    other = tokens.flip(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", copy_once)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            memory.embedded(table, other, STREAM)
+    torch.index_select(table, 0, other, out=hidden)
+    assert torch.equal(sent(memory, hidden), table[other])

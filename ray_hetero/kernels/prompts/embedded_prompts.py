@@ -2,6 +2,7 @@
 
 The hidden states of 8,192 tokens of an 8B model are 67 MB.  In memory that is new in each step, the
 system would hand them out page by page, and they would be copied once more before they are sent.
+They cross the link while others are looked up, before the first layer begins.
 In a group only the first rank has the GPU; it waits for the others, which look up the same rows.
 """
 
@@ -46,14 +47,20 @@ def look_up_for(prompts: Prompts | GroupLayers, model: nn.Module) -> bool:
     (layer,) = found
     if not isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
         return False
+    gpu = prompts.gpu
     embedded = (
         EmbeddedRows(torch.empty(prompts.tokens * layer.weight.shape[1], dtype=torch.bfloat16))
-        if prompts.gpu is None
-        else prompts.gpu.memory.embedded
+        if gpu is None
+        else gpu.memory.embedded
     )
 
     def look_up(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        return embedded(table, tokens) if tokens.numel() >= prompts.from_tokens else None
+        if tokens.numel() < prompts.from_tokens:
+            return None
+        # Only one thread at a time can make a stream the current one.  Where the other one is busy,
+        # nothing is sent yet: waiting would raise here what the layers' callers expect from them.
+        stream = gpu.computing if gpu is not None and gpu.is_settled else None
+        return embedded(table, tokens, stream)
 
     look_up_with(layer, look_up)
     return True

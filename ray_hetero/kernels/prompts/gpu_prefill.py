@@ -262,6 +262,11 @@ class GpuPrefill:
         if not self.has(linears):
             self._ordered = self.order(lambda: self.expand(linears))
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether `settle` would not wait."""
+        return self._ordered is None or self._ordered.done()
+
     def settle(self) -> None:
         """Wait until the other thread has ordered everything.
 

@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
+
+SPAN = 1024
+"""Rows of an embedding that are sent to the GPU at once, while the next ones are looked up."""
 
 
 class EmbeddedRows:
-    """Rows of an embedding in host memory that is kept from step to step.
+    """Rows of an embedding in host memory that is kept from step to step, and on a GPU.
 
     Args:
-        memory: [elements], bf16.
+        memory: [elements], bf16, all of its storage.
+        there: memory of the GPU, of the same size, which other things use too; None if there is no
+            GPU.
 
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, there: torch.Tensor | None = None) -> None:
         self._memory = memory
+        # A tensor of inference mode does not count its changes.
+        self._there = None if memory.is_inference() else there
+        self._sent: tuple[int, int] | None = None
+        """Elements on the GPU, and the count of changes of those in host memory by then."""
 
-    def __call__(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+    def __call__(
+        self, table: torch.Tensor, tokens: torch.Tensor, stream: Any = None
+    ) -> torch.Tensor | None:
         """Look rows up, [tokens, N], which stay until others are; None where they do not suit.
 
         Args:
             table: [vocabulary, N].
             tokens: int64.
+            stream: of the GPU, on which rows are sent while others are looked up; None sends none.
+
+        Raises:
+            RuntimeError: what CUDA says.
 
         """
         elements = tokens.numel() * table.shape[1]
@@ -34,7 +51,44 @@ class EmbeddedRows:
         if not is_plain or elements > len(self._memory):
             return None
         into = self._memory[:elements].view(len(tokens), -1)
-        return torch.index_select(table, 0, tokens, out=into)
+        if self._there is None or stream is None:
+            return torch.index_select(table, 0, tokens, out=into)
+        there = self._there[:elements].view(into.shape)
+        spans = zip(*(each.split(SPAN) for each in (tokens, into, there)), strict=True)
+        with current(stream):
+            for some, rows, rows_there in spans:
+                torch.index_select(table, 0, some, out=rows)
+                rows_there.copy_(rows, non_blocking=True)
+        self._sent = elements, self._memory._version
+        return into
+
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether a tensor lies in this host memory."""
+        own = self._memory.untyped_storage().data_ptr()
+        return bool(x.untyped_storage().data_ptr() == own)
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The same rows on the GPU, for the caller to overwrite; None where they are not the same.
+
+        A model may have scaled what was looked up in place, or looked up others: torch counts both.
+
+        Args:
+            rows: [M, N], in any memory.
+
+        """
+        sent, self._sent = self._sent, None
+        if self._there is None or sent is None or not self.holds(rows):
+            return None
+        elements, version = sent
+        begin = rows.storage_offset()
+        end = begin + rows.numel()
+        if version != self._memory._version or end > elements or not rows.is_contiguous():
+            return None
+        return self._there[begin:end].view(rows.shape)
+
+    def forget(self) -> None:
+        """Have nothing on the GPU, whose memory is overwritten."""
+        self._sent = None
 
 
 class StepMemory:
@@ -64,7 +118,7 @@ class StepMemory:
         self._residual = memory(tokens * hidden)
         self._residual_host = self.host_memory(tokens * hidden)
         # The model's first layer has no residual, and so leaves this to the hidden state.
-        self.embedded = EmbeddedRows(self._residual_host)
+        self.embedded = EmbeddedRows(self._residual_host, self._residual)
         """Rows of an embedding where the GPU reads them, until other inputs are staged."""
 
     def host_memory(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -83,9 +137,7 @@ class StepMemory:
             rows: which tokens the GPU computes.
 
         """
-        own = self._residual_host.untyped_storage().data_ptr()
-        is_here = residual is None and hidden.untyped_storage().data_ptr() == own
-        if is_here and isinstance(rows, slice):
+        if residual is None and isinstance(rows, slice) and self.embedded.holds(hidden):
             return hidden[rows], None
         return (
             _gathered(hidden, rows, self._x_host),
@@ -97,19 +149,25 @@ class StepMemory:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Send what `stage` has given: what is to be added to the residual, and the residual.
 
-        In the model's first layer there is nothing to add: the hidden state is the residual.
+        In the model's first layer there is nothing to add: the hidden state is the residual, which
+        may have been sent while it was looked up.
         """
         if residual is None:
-            return None, _like(self._residual, hidden).copy_(hidden, non_blocking=True)
+            there = self.embedded.take(hidden)
+            return None, self._sent_residual(hidden) if there is None else there
         x = _like(self._y, hidden).copy_(hidden, non_blocking=True)
-        return x, _like(self._residual, residual).copy_(residual, non_blocking=True)
+        return x, self._sent_residual(residual)
 
     def sent_to_multiply(
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send what the next product multiplies, [M, K], and the residual, [M, N]."""
         there = _like(self._x, x).copy_(x, non_blocking=True)
-        return there, _like(self._residual, residual).copy_(residual, non_blocking=True)
+        return there, self._sent_residual(residual)
+
+    def _sent_residual(self, residual: torch.Tensor) -> torch.Tensor:
+        self.embedded.forget()
+        return _like(self._residual, residual).copy_(residual, non_blocking=True)
 
     def products(self, tokens: int, outputs: int) -> torch.Tensor:
         """Memory for a product [tokens, outputs], which the one before that has left."""
