@@ -383,11 +383,11 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
     assert "8: 2 (the last), 64000.0 to 49000.0 ms" in said[0]
     assert [found.of(tokens).of_layers for tokens in (0, 7, 40, 128)] == [0, 0, 0.625, 0.75]
     assert [found.of(tokens).last for tokens in (0, 7, 40, 128)] == [0, 2, 0, 0]
-    # Every second number until more takes longer, the neighbours of the best one, none below what
-    # fewer tokens give away; then what was chosen is compared with the cores alone again.
+    # Every fourth number until more takes longer, those two and one beside the best one, none below
+    # what fewer tokens give away; then what was chosen is compared with the cores alone again.
     evenly = [one[:2] for one in asked if one[2] == "evenly"]
-    assert [count for tokens, count in evenly if tokens == 32] == [0, 2, 4, 6, 8, 5, 7, *[0, 5] * 3]
-    assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 7, 8, 6, *[0, 6] * 3]
+    assert [count for tokens, count in evenly if tokens == 32] == [0, 4, 8, 2, 6, 5, 7, *[0, 5] * 3]
+    assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 8, 6, 7, *[0, 6] * 3]
     # 8 tokens are between 1 and 32, which differ; a size between two that agree is not measured.
     assert 8 in {tokens for tokens, *_ in asked}
     asked.clear()

@@ -17,12 +17,16 @@ LATE_LAYERS = 2
 """Most layers that are measured as the last ones: those that the GPU has room for."""
 COLUMN_PARTS = 16
 """Parts that the columns of an MLP are shared out in."""
+COARSE = 4
+"""Numbers of layers, or of parts of columns, of which one is measured before those beside it."""
 WORSE = 1.03
 """Factor on the best time up to then, beyond which no more layers are tried."""
 GAIN = 0.9
 """Share of the time of the cores alone above which nothing is given away.  A start beside other
 programs measured 0.93 at one token; in the engine, whose requests use memory and link too, such
 steps took 1.17 times as long as those of two ranks that gave nothing away."""
+CONFIRMED = 2
+"""Most choices that are measured again."""
 CONFIRMATIONS = 3
 """Times that a choice is measured again beside the cores alone, in turns: another program that used
 the cores for a moment has made one of the two slow, and would decide for as long as the engine
@@ -89,7 +93,7 @@ class Shares:
 
 
 Way = Literal["evenly", "last", "columns"]
-"""What is given away: layers that are evenly among all, the last ones, or parts of all columns."""
+"""Kind of what is given away: layers that are evenly among all, the last ones, or parts of all columns."""
 
 Seconds = Callable[[int, int, Way], float]
 """Function that gives the seconds of a step by its tokens, and by how much of what it gives away;
@@ -216,13 +220,14 @@ def _choice(
         "evenly": _by_count(lambda count: seconds(count, "evenly"), *layers),
         "columns": _by_count(lambda count: seconds(count, "columns"), *parts) if parts[1] else {},
     }
-    # The best one of each way.
+    # The best one of each way, of which two are measured again.
     found = {
         (min(times, key=times.__getitem__), way): min(times.values())
         for way, times in taken.items()
         if times
     }
-    found = {step: best for step, best in found.items() if best <= GAIN * alone}
+    ahead = sorted(found, key=found.__getitem__)[:CONFIRMED]
+    found = {step: found[step] for step in ahead if found[step] <= GAIN * alone}
     for _ in range(CONFIRMATIONS if found else 0):
         alone = min(alone, seconds(0, "evenly"))
         found = {step: min(best, seconds(*step)) for step, best in found.items()}
@@ -233,17 +238,18 @@ def _choice(
 
 
 def _by_count(seconds: Callable[[int], float], least: int, most: int) -> dict[int, float]:
-    """Time of steps by number of layers or parts: of every second number, until that takes longer,
-    and of those beside the best one."""
+    """Time of steps by number of layers or parts: of every fourth number, until that takes longer,
+    and of those beside the best one, first two away and then one."""
     taken: dict[int, float] = {}
     best = float("inf")
-    for count in sorted({*range(max(2, least), most + 1, 2), most}):
+    for count in sorted({*range(max(COARSE, least), most + 1, COARSE), most}):
         taken[count] = seconds(count)
         if taken[count] > WORSE * best:
             break
         best = min(best, taken[count])
-    count = min(taken, key=lambda one: taken[one])
-    for beside in (count - 1, count + 1):
-        if least <= beside <= most and beside not in taken:
-            taken[beside] = seconds(beside)
+    for distance in (2, 1):
+        count = min(taken, key=lambda one: taken[one])
+        for beside in (count - distance, count + distance):
+            if least <= beside <= most and beside not in taken:
+                taken[beside] = seconds(beside)
     return taken

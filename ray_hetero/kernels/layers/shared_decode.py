@@ -65,9 +65,9 @@ MEASURED_TOKENS = (1, 8, 32, 64, 128)
 one."""
 LEAST_COLUMNS = 512
 """Least columns of an MLP that are shared out: of fewer, parts would not be whole blocks."""
-ROUNDS = 3
-"""Rounds of a measured step, of which the fastest counts but the first: in that one the GPU may
-build its kernels, and other weights have come ahead."""
+ROUNDS = 2
+"""Rounds of a measured step, of which the first does not count: in that one the GPU may build its
+kernels, and other weights have come ahead."""
 BLOCK = 32
 """Tokens of a KV block of measured steps."""
 OWN_CORES = 0.8
