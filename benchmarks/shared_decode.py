@@ -5,8 +5,8 @@
     python benchmarks/shared_decode.py --device cpu --shape 1b --layers 2   # to try it
 
 Whole steps of decoder layers with heavy-tailed weights in 12 bits (or `--format`), requests of one
-token each, no engine around them.  In `evenly_ms` the GPU computes what lies behind the attention of
-so many layers, with weights that cross its link meanwhile; in `last_ms` of the last layers; in
+token each, no engine around them.  In `evenly_ms` the GPU computes what lies behind the attention
+of so many layers, with weights that cross its link meanwhile; in `last_ms` of the last layers; in
 `columns_ms` so many sixteenths of the columns of every layer's gate and up
 (ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is what a layer's weights behind the
 attention take on the link, nothing computed; `order_ms` what a thread takes to order them;

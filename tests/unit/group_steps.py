@@ -236,7 +236,7 @@ class GroupSteps(Steps):
             group = None if groups is None else groups[0]
             rank.made = DecoderLayers(rank.known, rank.kernel, group=group)
             if group is not None and not group.shares.is_empty:
-                rank.made.share(SharedDecode(rank.known, rank.kernel, group.behind, group.shares))
+                rank.made.shared = SharedDecode(rank.known, rank.kernel, group.behind, group.shares)
         return found
 
     def step(

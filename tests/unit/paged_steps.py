@@ -153,7 +153,7 @@ class Steps:
             self.behind = OnGpu(self.known, gpu)
             columns = shared_decode.columns_of(self.known, gpu, kernel) if share.columns else None
             self.shared = SharedDecode(self.known, kernel, self.behind, shares, columns)
-            made.share(self.shared)
+            made.shared = self.shared
         return made
 
     def request(

@@ -374,7 +374,7 @@ def share(requests: Requests, layers: DecoderLayers, of_layers: float) -> None:
         gpu.add(linear.weight)
     gpu.take()
     shares = Shares((Share(1, of_layers),))
-    layers.share(SharedDecode(known, kernel, OnGpu(known, gpu), shares))
+    layers.shared = SharedDecode(known, kernel, OnGpu(known, gpu), shares)
 
 
 @pytest.mark.parametrize("of_layers", [0.0, 0.5, 1.0])

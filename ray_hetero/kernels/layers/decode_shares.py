@@ -93,7 +93,7 @@ class Shares:
 
 
 Way = Literal["evenly", "last", "columns"]
-"""Kind of what is given away: layers that are evenly among all, the last ones, or parts of all columns."""
+"""Kind of what is given away: layers evenly among all, the last ones, or parts of all columns."""
 
 Seconds = Callable[[int, int, Way], float]
 """Function that gives the seconds of a step by its tokens, and by how much of what it gives away;

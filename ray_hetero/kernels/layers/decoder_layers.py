@@ -105,8 +105,13 @@ class DecoderLayers:
             self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
             self._many = kernel.prompts
 
-    def share(self, shared: SharedDecode) -> None:
-        """Have decode steps computed with a GPU's help."""
+    @property
+    def shared(self) -> SharedDecode | None:
+        """Decode steps with a GPU's help; None where the cores compute all of them."""
+        return None if self._decode_step is None else self._decode_step.shared
+
+    @shared.setter
+    def shared(self, shared: SharedDecode | None) -> None:
         assert self._decode_step is not None
         self._decode_step.shared = shared
 
@@ -275,6 +280,11 @@ def _shapes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x, total = (torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2))
     return x, total
+
+
+def registered() -> Sequence[DecoderLayers]:
+    """All runs of layers of this process."""
+    return _runs
 
 
 def register(layers: DecoderLayers) -> int:

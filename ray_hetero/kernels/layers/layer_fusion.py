@@ -204,7 +204,7 @@ def _share(
     if shares.is_empty:
         return
     shared = SharedDecode(layers, kernel, behind, shares, columns)
-    made.share(shared)
+    made.shared = shared
     logger.info(
         "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, or up "
         "to %d of %d parts of every gate and up, which it reads over its link while the cores "
