@@ -41,8 +41,14 @@ def differs(left: list[Json], right: list[Json]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_tokens_are_those_of_the_cores(name: str, scene: Scene, logs: Path, model: Model) -> None:
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    # Granite scales what is looked up, in place.
+    [*((name, "llama") for name in LAYOUTS), ("first", "granite")],
+)
+def test_tokens_are_those_of_the_cores(
+    name: str, architecture: str, scene: Scene, logs: Path, model: Model
+) -> None:
     def arguments(*, prefill_on_gpu: bool) -> Json:
         cpu = {
             "ranks_per_socket": 2, "linear_kernel": "streaming", "prefill_on_gpu": prefill_on_gpu,
@@ -50,14 +56,14 @@ def test_tokens_are_those_of_the_cores(name: str, scene: Scene, logs: Path, mode
         }  # fmt: skip
         keys = hetero(layout=LAYOUTS[name], cpu=cpu)
         return engine(
-            model("llama"), dtype="bfloat16", max_num_batched_tokens=STEP_TOKENS[name], **keys
+            model(architecture), dtype="bfloat16", max_num_batched_tokens=STEP_TOKENS[name], **keys
         )
 
     # Together some decode beside chunks of others; alone each is by itself.
     alone = [batch([one], logprobs=2) for one in prompts(6)]
     asked = [*alone, batch(prompts(12), logprobs=2)]
     runs = [(arguments(prefill_on_gpu=on_gpu), [*asked, TOTALS]) for on_gpu in (False, True)]
-    folder = logs / f"group-{name}"
+    folder = logs / f"group-{name}-{architecture}"
     (*cores, neither), (*gpu, totals) = run_engines(
         scene, folder, runs, ray=RAY, extra={"RAY_HETERO_PRETEND_GPU": "1"}
     )
