@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -120,6 +121,21 @@ def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
     ]
     assert "reads {:.0f} to {:.0f} GB/s, the link".format(*probes[:2]) in page
     assert "reads {:.0f} to {:.0f} GB/s. Medians".format(*probes[2:]) in page
+
+
+def test_shared_decode_steps_are_those_of_the_raw_file() -> None:
+    lines = (RESULTS / "2026-11-26-columns-in-turns.txt").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
+    assert [one["batch"] for one in found] == [1, 8, 32]
+    for one in found:
+        shared, alone = (statistics.median(one[name]) for name in ("shared_ms", "alone_ms"))
+        assert one["ratio"] == pytest.approx(shared / alone, abs=0.001)
+    one, eight, many = (f"{each['ratio']:.2f}" for each in found)
+    page = " ".join(text_of("docs/performance.md").split())
+    assert f"steps of 1, 8 and 32 requests took {one}, {eight} and {many} of the time" in page
+    assert f"1 and 32 requests took [{one} and {many} of the time" in " ".join(
+        text_of("docs/tuning.md").split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class ColumnsOnGpu:
             words=at, inputs=self._inputs.data_ptr(), columns=self._columns.data_ptr(),
             limit_s=WAIT_S,
         )  # fmt: skip
-        """What the cores hand over by."""
+        """Memory by which the cores hand tokens over, and get columns."""
         self._seen_inputs, self._seen_columns = map(self._seen, (self._inputs, self._columns))
         self._signals = words_of(gpu.device, gpu.computing)
         self._pieces: dict[int, list[list[Placed]]] = {}
