@@ -31,11 +31,10 @@ from ray_hetero.kernels.layers.group_layers import (
 from ray_hetero.kernels.linear import step_limit
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, InGroup
-from ray_hetero.kernels.prompts.gpu_prefill import give_back
 from ray_hetero.kernels.prompts.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.prompts.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger
-from ray_hetero.runtime import sealed_memory
+from ray_hetero.runtime import gpu_memory, sealed_memory
 from ray_hetero.runtime.shared_pages import SharedPages
 from ray_hetero.runtime.unix_sockets import NOTE
 
@@ -182,7 +181,7 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
                 problem,
             )
         if layers is None:
-            give_back(offer.device)
+            gpu_memory.give_unused_back(offer.device)
         gather(problem)
         if layers is None:
             return None

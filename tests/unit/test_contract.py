@@ -457,6 +457,8 @@ def test_everything_that_the_patches_name_is_held_here() -> None:
 KNOWN = {name for _, _, name in (*PRIVATE, *ASSIGNED) if name.startswith("_")}
 PLAIN = {"torch", "os"}
 """Modules whose names with an underscore are documented."""
+OF_TENSORS = {"_version"}
+"""Attributes of torch's tensors; this one counts changes in place."""
 
 
 def _private_uses(path: Path, own: set[str]) -> Iterator[str]:
@@ -466,7 +468,8 @@ def _private_uses(path: Path, own: set[str]) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm":
             yield from (alias.name for alias in node.names if alias.name.startswith("_"))
         elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
-            if ast.unparse(node.value).split(".")[0] not in PLAIN:
+            is_torch = node.attr in OF_TENSORS
+            if ast.unparse(node.value).split(".")[0] not in PLAIN and not is_torch:
                 yield ast.unparse(node)
         elif isinstance(node, ast.Constant) and node.value in KNOWN - own:
             # For getattr and the like.

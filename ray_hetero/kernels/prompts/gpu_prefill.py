@@ -396,9 +396,3 @@ def _begin_thread(device: torch.device, cores: Collection[int]) -> None:
     compute_alone(cores)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def give_back(device: torch.device) -> None:
-    """Let other processes have the GPU's memory that nothing in this one uses any more."""
-    if device.type == "cuda":
-        torch.cuda.memory.empty_cache()
