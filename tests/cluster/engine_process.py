@@ -39,7 +39,22 @@ def _image(seed: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
+def _share_columns(worker: Any, parts: int) -> int:
+    """In a rank: have a GPU compute parts of all columns in decode steps; of how many layers it
+    has computed some up to now."""
+    from ray_hetero.kernels.layers import decoder_layers
+    from ray_hetero.kernels.layers.decode_shares import Share, Shares
+
+    found = [run.shared for run in decoder_layers.registered() if run.shared is not None]
+    for shared in found:
+        shared.shares = Shares((Share(1, columns=parts),))
+    return sum(shared._columns.native.asked for shared in found)
+
+
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    if "columns" in batch:
+        layers: list[int] = engine.collective_rpc(_share_columns, args=(batch["columns"],))
+        return [{"layers": count} for count in layers]
     if wanted := batch.get("metrics"):
         return [
             {metric.name: getattr(metric, "value", None) or getattr(metric, "values", 0)}

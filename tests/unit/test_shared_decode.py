@@ -286,6 +286,19 @@ def test_columns_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) 
         steps.made(positions, hidden, None)
 
 
+def test_layers_whose_columns_cannot_be_split_are_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Shares are measured with the first of several runs of layers.
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+    shared = steps.shared
+    assert shared is not None
+    assert shared.has(2)
+    shared._columns = None
+    assert not shared.has(2)
+    steps.check((steps.request(3), 0, 2))
+
+
 @pytest.mark.parametrize("most", [128, 160, 512])
 def test_room_for_none_some_or_all_columns(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, columns=12, most=most, is_compact=True)

@@ -119,7 +119,9 @@ class SharedDecode:
     def has(self, tokens: int) -> bool:
         """Whether the GPU computes something of a step of so many tokens."""
         return self.count(tokens) > 0 or (
-            tokens <= self._behind.tokens and self.shares.of(tokens).columns > 0
+            self._columns is not None
+            and tokens <= self._behind.tokens
+            and self.shares.of(tokens).columns > 0
         )
 
     def __call__(
