@@ -264,9 +264,6 @@ class _Step:
             self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
             self._spans = self._begin_uploads()
             y, total = gpu.memory.sent(hidden, residual)
-            # Looked up while the input is on its way.
-            for layer in self._layers:
-                self._angles(layer.attention.cos_sin)
             for layer in self._layers:
                 x = gpu_post_attention.add_and_norm(gpu, y, total, layer.input.norm)
                 attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
@@ -332,7 +329,8 @@ class _Step:
         """[tokens, 1, rotated / 2] of this step, float32; layers have them in common."""
         at = cos_sin.data_ptr()
         if at not in self._turning:
-            # A model has one table of up to a hundred thousand positions; a step needs its own.
+            # A model has one table of up to a hundred thousand positions; a step needs its own,
+            # which are looked up while the GPU computes the first layer's queries and keys.
             shape = len(self._positions), cos_sin.shape[1]
             here = self._gpu.memory.host_memory(*shape, dtype=cos_sin.dtype)
             torch.index_select(cos_sin, 0, self._positions, out=here)
