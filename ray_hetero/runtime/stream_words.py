@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ray_hetero.errors import UnsupportedError
+
 _WAIT_VALUE_32 = 1
 _WRITE_VALUE_32 = 2
 _AT_LEAST = 0
@@ -119,6 +121,23 @@ class OfHost:
         ctypes.c_uint32.from_address(address).value = value % VALUES
 
 
-def words_of(device: torch.device, stream: Any) -> StreamWords:
-    """Words for a stream of a device."""
-    return OfGpu(stream) if device.type == "cuda" else OfHost()
+def words_of(device: torch.device, stream: Any, address: int) -> StreamWords:
+    """Words for a stream of a device.
+
+    Args:
+        device: the GPU; for tests the CPU.
+        stream: of the GPU.
+        address: of a word, which becomes 0.
+
+    Raises:
+        UnsupportedError: CUDA's driver refuses such operations.
+
+    """
+    if device.type != "cuda":
+        return OfHost()
+    words = OfGpu(stream)
+    try:
+        words.write(address, 0)
+    except RuntimeError as error:
+        raise UnsupportedError(str(error)) from None
+    return words

@@ -308,6 +308,26 @@ def test_room_for_none_some_or_all_columns(most: int, monkeypatch: pytest.Monkey
         steps.check((one, 66 + at, 67 + at), (other, 30 + at, 31 + at))
 
 
+def test_a_driver_that_refuses_to_wait_leaves_whole_layers(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    class Refusing:
+        def run(self, given: Any, stream: Any) -> int:
+            return 801
+
+    monkeypatch.setattr(stream_words, "Driver", Refusing)
+    words_of = stream_words.words_of
+    monkeypatch.setattr(
+        columns_on_gpu, "words_of", lambda _, *given: words_of(torch.device("cuda"), *given)
+    )
+    steps = Steps(monkeypatch, layers=LAYERS, share=0.5)
+    for _ in range(2):
+        assert shared_decode.columns_of(steps.known, steps.behind.gpu, steps.kernel) is None
+    (line,) = said
+    assert "whole layers only, or none: CUDA's driver refuses a stream memory operation" in line
+    assert "801" in line
+
+
 def test_words_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, columns=6)
     assert steps.shared is not None

@@ -18,6 +18,7 @@ the GPU.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers.decode_shares import (
     COLUMN_PARTS,
     DisturbedError,
@@ -239,7 +241,9 @@ def suits(layers: Sequence[Layer]) -> bool:
 def columns_of(
     layers: Sequence[Layer], gpu: GpuPrefill, kernel: StreamingLinear
 ) -> ColumnsOnGpu | None:  # fmt: skip
-    """What computes columns of layers' MLPs; None where they are not alike, or too few.
+    """What computes columns of layers' MLPs.
+
+    None where these are not alike, or too few, or where the GPU's streams cannot wait for words.
 
     Args:
         layers: those that `suits`, of which this rank has all.
@@ -253,7 +257,18 @@ def columns_of(
         one.gate_up is not None and one.gate_up.adapters is None and inner_of(one) == inner
         for one in parts
     )
-    return ColumnsOnGpu(layers, gpu, kernel) if is_known and inner >= LEAST_COLUMNS else None
+    if not is_known or inner < LEAST_COLUMNS:
+        return None
+    try:
+        return ColumnsOnGpu(layers, gpu, kernel)
+    except UnsupportedError as error:
+        _say_once(f"in decode steps the GPU computes whole layers only, or none: {error}")
+        return None
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def kept_blocks(blocks: int, parts: int) -> int:

@@ -49,6 +49,9 @@ class ColumnsOnGpu:
         gpu: has their weights, and memory for pieces of them.
         kernel: what computes the other columns.
 
+    Raises:
+        UnsupportedError: a stream of the GPU cannot wait for words.
+
     """
 
     def __init__(self, layers: Sequence[Layer], gpu: GpuPrefill, kernel: StreamingLinear) -> None:
@@ -68,7 +71,7 @@ class ColumnsOnGpu:
         )  # fmt: skip
         """Memory by which the cores hand tokens over, and get columns."""
         self._seen_inputs, self._seen_columns = map(self._seen, (self._inputs, self._columns))
-        self._signals = words_of(gpu.device, gpu.computing)
+        self._signals = words_of(gpu.device, gpu.computing, self._answered)
         self._pieces: dict[int, list[list[Placed]]] = {}
         self._orders: dict[int, ReadingOrder] = {}
 
