@@ -141,8 +141,8 @@ class ExpertProduct {
       for (std::int64_t row = 0; row < pairs_; row += kPieceRows) {
         const std::int64_t rows = std::min(kPieceRows, pairs_ - row);
         for (std::int64_t block = first; block < last; ++block) {
-          add_piece(w, block, row, rows, row == 0, w.outliers(block), x, begin, tokens,
-                    set_up, sums + (block - first) * tokens * kBlock);
+          add_piece(w, block, row, rows, row == 0, w.outliers_of_rows(block, row, rows), x, begin,
+                    tokens, set_up, sums + (block - first) * tokens * kBlock);
         }
       }
       for (std::int64_t block = first; block < last; ++block) {

@@ -29,7 +29,8 @@ inline Piece piece_of(const Weight& w, std::int64_t block, std::int64_t row, std
   const Stretch stretch = w.stretch(block, row, rows);
   std::uint16_t* room = scratch_bf16(kPieceRows * kRow, kExpanded);
   const std::int64_t bytes = rows / 2 * stretch.pair_bytes;
-  return {expanded(stretch, w.outliers(block), room), rows, stretch.data + bytes, bytes};
+  return {expanded(stretch, w.outliers_of_rows(block, row, rows), room), rows,
+          stretch.data + bytes, bytes};
 }
 
 // Sums [tokens][kBlock] plus what `rows` rows in bf16 add to them, for up to 32 tokens whose tiles

@@ -258,13 +258,12 @@ inline void add_outliers(const Task& task, std::int64_t block, std::int64_t begi
   }
 }
 
-// A stretch's rows in bf16 with its block's outliers, in `room` unless they lie in memory so.
+// A stretch's rows in bf16 with their outliers, in `room` unless they lie in memory so.
 inline const std::uint16_t* expanded(const Stretch& stretch, const Outliers& outliers,
                                      std::uint16_t* room) {
   const std::uint16_t* rows = kernels_of(stretch).expanded(stretch, room);
   for (const Outlier& one : outliers) {
-    const std::int64_t row = one.k / 2 - stretch.first;
-    if (row >= 0 && row < stretch.rows) room[row * kRow + 2 * one.output + one.k % 2] = one.value;
+    room[(one.k / 2 - stretch.first) * kRow + 2 * one.output + one.k % 2] = one.value;
   }
   return rows;
 }

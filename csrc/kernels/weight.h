@@ -30,6 +30,9 @@ struct Weight {
     return {*encoding, held.format, held.pair_bytes, stored(block), first, rows, at};
   }
   Outliers outliers(std::int64_t block) const { return encoding->outliers(stored(block)); }
+  Outliers outliers_of_rows(std::int64_t block, std::int64_t row, std::int64_t rows) const {
+    return encoding->outliers_of_rows(stored(block), row, rows);
+  }
 };
 
 }  // namespace ray_hetero

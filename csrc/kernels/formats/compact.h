@@ -69,6 +69,13 @@ class Compact : public Encoding {
   Outliers outliers(std::int64_t block) const override {
     return {outliers_.data() + first_[block], outliers_.data() + first_[block + 1]};
   }
+  Outliers outliers_of_rows(std::int64_t block, std::int64_t row, std::int64_t rows) const override {
+    const auto is_before = [](const Outlier& one, std::int64_t other) { return one.k / 2 < other; };
+    const Outlier* all = by_row_.data();
+    const Outlier *begin = all + first_[block], *end = all + first_[block + 1];
+    begin = std::lower_bound(begin, end, row, is_before);
+    return {begin, std::lower_bound(begin, end, row + rows, is_before)};
+  }
   // Rows of a block that stays packed; nullptr for the others.
   const std::uint16_t* packed_rows(std::int64_t block) const {
     if (packed_blocks_.empty()) return nullptr;
@@ -120,6 +127,7 @@ class Compact : public Encoding {
   void write(const std::uint16_t* packed, std::uint8_t* rows) {
     const std::int64_t elements = pairs() * kRow;
     outliers_.resize(first_[blocks()]);
+    by_row_.resize(first_[blocks()]);
     packed_.reserve(packed_blocks_.size() * elements);
     for (const std::int64_t block : packed_blocks_) {
       const std::uint16_t* from = packed + block * elements;
@@ -131,12 +139,14 @@ class Compact : public Encoding {
       if (packed_rows(block) != nullptr) {
         std::fill_n(to, pairs() / 2 * kCompactPair, std::uint8_t{0});
       } else {
-        write_block(packed + block * elements, to, outliers_.data() + first_[block]);
+        write_block(packed + block * elements, to, outliers_.data() + first_[block],
+                    by_row_.data() + first_[block]);
       }
     }
   }
 
-  void write_block(const std::uint16_t* from, std::uint8_t* to, Outlier* outliers) const {
+  void write_block(const std::uint16_t* from, std::uint8_t* to, Outlier* outliers,
+                   Outlier* by_row) const {
     Outlier* end = outliers;
     for (std::int64_t row = 0; row < pairs(); ++row, from += kRow) {
       const bool is_second = row % 2 != 0;
@@ -155,6 +165,7 @@ class Compact : public Encoding {
         codes[at] = is_second ? static_cast<std::uint8_t>(codes[at] | written << 4) : written;
       }
     }
+    std::copy(outliers, end, by_row);
     std::sort(outliers, end, [](const Outlier& left, const Outlier& right) {
       return left.output != right.output ? left.output < right.output : left.k < right.k;
     });
@@ -165,7 +176,8 @@ class Compact : public Encoding {
   std::array<std::uint8_t, kCodebook> codebook_;
   std::array<std::uint8_t, 256> codes_;       // of each upper byte, or kNone
   std::vector<std::int64_t> first_;           // outlier of each block
-  std::vector<Outlier> outliers_;             // by block
+  std::vector<Outlier> outliers_;             // by block, output and input
+  std::vector<Outlier> by_row_;               // the same by block and row
   std::vector<std::int64_t> packed_blocks_;   // ascending
   std::vector<std::uint16_t> packed_;         // [packed_blocks][k / 2][32][2]
 };

@@ -54,6 +54,8 @@ class Encoding {
   virtual BlockRows block(const std::uint8_t* data, std::int64_t block) const = 0;
   // Weights of a block that its rows do not hold, by output and k; these have 0 in their places.
   virtual Outliers outliers(std::int64_t) const { return {}; }
+  // Those of `rows` rows of a block from `row` on.
+  virtual Outliers outliers_of_rows(std::int64_t, std::int64_t, std::int64_t) const { return {}; }
 
  private:
   std::int64_t n_, k_;
