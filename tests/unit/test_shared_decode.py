@@ -219,40 +219,22 @@ def test_one_layer_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ordered) == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "function"), [({"share": 0.6}, "behind_from"), ({"columns": 8}, "activated")]
+)
 def test_without_memory_of_the_gpu_the_cores_compute_the_step(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
+    given: dict[str, Any], function: str, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.6)
-    behind, calls = gpu_post_attention.behind_from, []
+    steps = Steps(monkeypatch, layers=LAYERS, **given)
+    computed, calls = getattr(gpu_post_attention, function), []
 
-    def fails_in_the_second_layer(*given: Any) -> Any:
-        calls.append(given)
+    def fails_in_the_second_layer(*parts: Any) -> Any:
+        calls.append(parts)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-        return behind(*given)
+        return computed(*parts)
 
-    monkeypatch.setattr(gpu_post_attention, "behind_from", fails_in_the_second_layer)
-    request = steps.request(6)
-    steps.check((request, 0, 4))
-    (line,) = said
-    assert "run out of memory (CUDA out of memory. Tried to allocate 2 MiB)" in line
-    steps.check((request, 4, 6))
-    assert len(calls) == 2
-
-
-def test_without_memory_for_columns_the_cores_compute_the_step(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
-    activated, calls = gpu_post_attention.activated, []
-
-    def fails_in_the_second_layer(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-        return activated(*given)
-
-    monkeypatch.setattr(gpu_post_attention, "activated", fails_in_the_second_layer)
+    monkeypatch.setattr(gpu_post_attention, function, fails_in_the_second_layer)
     request = steps.request(6)
     steps.check((request, 0, 4))
     (line,) = said

@@ -30,7 +30,6 @@ from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
-from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -96,8 +95,7 @@ def install(
                 shares = shared_decode.shares_of(
                     share, run.layers, kernel, behind, place=seat, gpu=behind.gpu
                 )
-            columns = shared_decode.columns_of(run.layers, behind.gpu, kernel)
-            _share(made, run.layers, kernel, behind, shares, columns)
+            _share(made, run.layers, kernel, behind, shares, behind.gpu)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)
         prompts = kernel.prompts if memory is not None else of_group
@@ -188,7 +186,7 @@ def _behind(layers: Sequence[Layer], kernel: StreamingLinear) -> OnGpu | None:
 
 def _share(
     made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear,
-    behind: BehindAttention, shares: Shares, columns: ColumnsOnGpu | None = None,
+    behind: BehindAttention, shares: Shares, gpu: GpuPrefill | None = None,
 ) -> None:  # fmt: skip
     """Share decode steps of layers with the GPU that computes their prompts.
 
@@ -198,11 +196,12 @@ def _share(
         kernel: what computes them on the cores.
         behind: what computes what lies behind their attention.
         shares: of what is given away, none if they are empty.
-        columns: computes columns of the layers' MLPs, where that is possible.
+        gpu: may compute columns of the layers' MLPs; None where this rank has only parts of them.
 
     """
     if shares.is_empty:
         return
+    columns = None if gpu is None else shared_decode.columns_of(layers, gpu, kernel)
     shared = SharedDecode(layers, kernel, behind, shares, columns)
     made.shared = shared
     logger.info(

@@ -18,13 +18,12 @@ the GPU.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -266,7 +265,7 @@ def columns_of(
         return None
 
 
-@functools.cache
+@cache
 def _say_once(message: str) -> None:
     logger.warning("%s", message)
 

@@ -84,7 +84,8 @@ class OnGpu:
         self, layers: Sequence[Layer], gpu: GpuPrefill, into: torch.Tensor | None = None
     ) -> None:
         self._layers = layers
-        self.gpu = self._gpu = gpu
+        self.gpu = gpu
+        """GPU that computes."""
         hidden, queries = layers[0].parts.output.weight.shape
         self._attended = gpu.memory.host_memory(SHARED_TOKENS, queries)
         self._residual = gpu.memory.host_memory(SHARED_TOKENS, hidden)
@@ -95,12 +96,12 @@ class OnGpu:
     @property
     def tokens(self) -> int:
         """Most tokens of a step."""
-        return min(SHARED_TOKENS, self._gpu.tokens)
+        return min(SHARED_TOKENS, self.gpu.tokens)
 
     @property
     def about(self) -> str:
         """The GPU and what it has room for."""
-        return self._gpu.about
+        return self.gpu.about
 
     def memory(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Page-locked memory."""
@@ -108,13 +109,13 @@ class OnGpu:
 
     def order(self, place: int) -> None:
         """Have them come and be expanded, unless they are there."""
-        self._gpu.expand_ahead(self._layers[place].parts.linears)
+        self.gpu.expand_ahead(self._layers[place].parts.linears)
 
     def compute(
         self, place: int, attended: torch.Tensor, residual: torch.Tensor, following: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute as `BehindAttention` says."""
-        gpu = self._gpu
+        gpu = self.gpu
         gpu.begin(is_shared=True)
         with torch.inference_mode(), current(gpu.computing):
             y, total = gpu_post_attention.behind_from(
@@ -128,8 +129,8 @@ class OnGpu:
 
     def wait_for_link(self) -> None:
         """Wait until all that was ordered ahead has come."""
-        self._gpu.settle()
-        self._gpu.wait_for_link()
+        self.gpu.settle()
+        self.gpu.wait_for_link()
 
 
 class InGroup:

@@ -76,11 +76,6 @@ class ColumnsOnGpu:
         self._orders: dict[int, ReadingOrder] = {}
 
     @property
-    def tokens(self) -> int:
-        """Most tokens of a step."""
-        return min(SHARED_TOKENS, self._gpu.tokens)
-
-    @property
     def blocks(self) -> int:
         """Blocks of 32 columns of an MLP, of which the cores compute one at least, and not all."""
         return self._inner // BLOCK

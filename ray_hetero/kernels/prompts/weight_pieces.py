@@ -247,14 +247,13 @@ class PieceReader(LinkReader[Piece]):
         self, device: torch.device, module: Any, computing: Any, pieces: Sequence[Piece],
         budget: int,
     ) -> None:  # fmt: skip
-        stored = max(piece.weight.nbytes for piece in pieces)
-        stored = -(-stored // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        super().__init__(device, module, slots_within(budget, stored, len(pieces)), stored)
+        self.stored = max(piece.weight.nbytes for piece in pieces)
+        """Most bytes of a piece as it is stored."""
+        slot = -(-self.stored // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        super().__init__(device, module, slots_within(budget, slot, len(pieces)), slot)
         self._computing = computing
         # Ahead of products, whose end it does not put off: the next ones wait for it.
         self._expanding = module.Stream(priority=-1)
-        self.stored = max(piece.weight.nbytes for piece in pieces)
-        """Most bytes of a piece as it is stored."""
         self.values = max(piece.values for piece in pieces)
         """Most weights of a piece."""
         memory = torch.empty((EXPANDED, self.values), dtype=torch.bfloat16, device=device)
