@@ -54,7 +54,7 @@ from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.shared_pages import kept_memory
-from ray_hetero.worker import last_mlp
+from ray_hetero.worker import last_layer
 from ray_hetero.worker.embeddings import keep_embeddings
 from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
@@ -109,7 +109,7 @@ class RankWorker:
         for exchange in (self._boundary, self._over_host, self._experts):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
-        last_mlp.begin_step(scheduler_output)
+        last_layer.begin_step(scheduler_output)
         layer_tokens.take()
         start = self.clock.begin()
         with self._step():
@@ -250,7 +250,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 "ray_hetero_layers": layers,
                 "ray_hetero_whole_embedding": has_whole,
             }
-        last_mlp.install(self.worker.model_runner, self._vllm_config, world, seat)
+        last_layer.install(self.worker.model_runner, self._vllm_config, world, seat)
         if world.layout.is_mixed(seat.stage):
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)

@@ -23,7 +23,7 @@ from engines import (
 )
 from leftovers import Scene
 
-from ray_hetero.worker.last_mlp import LEAST
+from ray_hetero.worker.last_layer import LEAST
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def test_both_stages_compile_once_they_are_loaded(
         extra={"RAY_HETERO_PRETEND_GPU": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"},
     )
     assert tokens(found) == stock("llama-f32")
-    # Of the last layer's MLP, the GPU leaves rows out that nothing reads.
+    # Of the last layer, the GPU leaves rows out that nothing reads.
     assert tokens(last_row) == tokens(all_rows)
     assert [rank["left_out_mlp_tokens"] for rank in totals] == [0, len(long[0]) - 1]
     log = (logs / "ahead" / "log").read_text()

@@ -27,7 +27,7 @@ from engines import (
 )
 from leftovers import Scene
 
-from ray_hetero.worker.last_mlp import LEAST
+from ray_hetero.worker.last_layer import LEAST
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -40,7 +40,7 @@ LAYOUTS = {
 UNSHARED = "mixed stage in which every rank samples for itself"
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 16, "logprobs": 0}
 LONG = [long_prompt(LEAST + 76), prompts()[3]]
-"""Prompts that are one step, in which a GPU of the last stage leaves rows of its last MLP out."""
+"""Prompts that are one step, in which a GPU of the last stage leaves rows of its last layer out."""
 POSITIONS = 1280
 """More tokens than the longest sequence has."""
 LAST_GPUS = {"cpu stage between gpu stages": 1, "stages of two": 2}
@@ -153,7 +153,7 @@ def test_all_ranks_go_on_from_the_same_sampled_token(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_last_gpu_computes_its_last_mlp_for_rows_that_are_read(
+def test_a_last_gpu_computes_its_last_layer_for_rows_that_are_read(
     name: str, answers: dict[str, list[list[Json]]], rescored: dict[str, list[Json]]
 ) -> None:
     _, _, last_rows, all_rows, totals = answers[name]

@@ -86,9 +86,12 @@ def torch_norm(size: int) -> Any:
 
 class Product(torch.nn.Module):
     tp_size = 1
+    return_bias = True
+    skip_bias_add = False
 
     def __init__(self, outputs: int, inputs: int, *, has_bias: bool = False) -> None:
         super().__init__()
+        self.output_size = outputs
         self.matrix = torch.randn(outputs, inputs).mul_(inputs**-0.5).to(DTYPE)
         self.added = torch.randn(outputs).to(DTYPE).float() if has_bias else None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import envs
+from vllm import _custom_ops, envs
 from vllm.compilation import decorators
 from vllm.config import (
     CacheConfig,
@@ -45,7 +45,7 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
 )
-from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.attention import Attention, mla_attention
 from vllm.model_executor.layers.fused_moe import activation as fused_moe_activation
 from vllm.model_executor.layers.fused_moe import config as fused_moe_config
 from vllm.model_executor.layers.fused_moe import fused_moe
@@ -56,6 +56,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts,
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -65,8 +66,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models import registry as model_registry
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
@@ -247,6 +248,27 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/read_rows", SamplingParams, "prompt_logprob_token_ids"),
     ("compat/read_rows", ForwardContext, "attn_metadata"),
     *(
+        ("compat/read_rows", metadata, name)
+        for metadata in (CPUAttentionMetadata, FlashAttentionMetadata)
+        for name in (
+            "num_actual_tokens",
+            "max_query_len",
+            "seq_lens",
+            "scheduler_metadata",
+            "causal",
+        )
+    ),
+    *(
+        ("compat/read_rows", FlashAttentionMetadata, name)
+        for name in ("mm_prefix_query_range_tensor", "rswa_window")
+    ),
+    ("compat/read_rows", CPUAttentionMetadata, "encoder_cache"),
+    ("compat/read_rows", FlashAttentionImpl, "forward"),
+    ("compat/read_rows", CPUAttentionBackendImpl, "forward"),
+    ("compat/read_rows", _custom_ops, "cpu_attn_get_scheduler_metadata"),
+    ("compat/read_rows", envs, "VLLM_BATCH_INVARIANT"),
+    ("compat/read_rows", envs, "VLLM_CPU_ATTN_SPLIT_KV"),
+    *(
         ("compat/read_rows", metadata, "query_start_loc")
         for metadata in (CPUAttentionMetadata, FlashAttentionMetadata, TritonAttentionMetadata)
     ),
@@ -394,6 +416,11 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/warmup", GPUModelRunner, "is_pooling_model"),
     ("compat/warmup", GPUModelRunner, "cudagraph_dispatcher"),
     ("compat/read_rows", ModelConfig, "runner_type"),
+    *(("compat/read_rows", RowParallelLinear, name) for name in ("output_size", "skip_bias_add")),
+    *(
+        ("compat/read_rows", Attention, name)
+        for name in ("impl", "dtype", "head_size", "num_heads", "num_kv_heads", "kv_cache_dtype")
+    ),
     ("worker/warmup_actions", GPUModelRunner, "model_config"),
     ("worker/warmup_actions", GPUModelRunner, "device"),
     ("compat/message_queues", MessageQueue, "buffer"),
