@@ -28,6 +28,7 @@ from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.layers import shared_decode  # noqa: E402
+from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
@@ -35,6 +36,7 @@ from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     attend,
     put_together,
 )
+from ray_hetero.kernels.prompts.gpu_unpacking import unpack  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import gpu_memory  # noqa: E402
 
@@ -86,6 +88,20 @@ def test_attention_is_that_of_torch(lengths: list[int], is_causal: bool) -> None
         found = attend(*parts(GPU), 0.1, is_causal=is_causal)
         torch.testing.assert_close(found.values.cpu(), expected.values, rtol=2**-6, atol=2**-6)
         torch.testing.assert_close(found.lse.cpu(), expected.lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("isa", ["amx", "vec"])
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 32, 64), (2, 3, 128, 96), (5, 4, 128, 128), (2, 1, 16, 16)], ids=str
+)
+def test_blocks_are_unpacked_token_by_token(shape: tuple[int, int, int, int], isa: str) -> None:
+    count, heads, block, size = shape
+    blocks = torch.randn(count, heads, block, 2 * size, device=GPU).bfloat16()
+    # Two ranks' heads side by side.
+    found, expected = torch.zeros(2, 2, count * block, 2 * heads, size, device=GPU).bfloat16()
+    unpack(blocks, isa, found[:, :, heads:], uses_triton=not IS_PRETENDED)
+    unpack_blocks(blocks, isa, expected[:, :, heads:])
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("has_rows", [False, True])

@@ -411,6 +411,16 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
     assert {tokens for tokens, *_ in asked} == {1, 32}
 
 
+def test_a_step_that_something_slowed_down_does_not_end_the_search_for_columns() -> None:
+    slow = {8: 3.0}
+
+    def seconds(tokens: int, count: int, way: Way) -> float:
+        return 1.0 if way != "columns" else slow.pop(count, 1.0 - 0.04 * min(count, 28 - count))
+
+    found = best_shares(seconds, 8, (8,), parts=16)
+    assert found == Shares((Share(8, columns=14),))
+
+
 def test_steps_that_other_programs_disturb_are_measured_again() -> None:
     pauses: list[float] = []
     answers = [math.inf, math.inf, 0.5, 0.25]

@@ -20,7 +20,8 @@ COLUMN_PARTS = 16
 COARSE = 4
 """Numbers of layers, or of parts of columns, of which one is measured before those beside it."""
 WORSE = 1.03
-"""Factor on the best time up to then, beyond which no more layers are tried."""
+"""Factor on the best time up to then, beyond which no more layers are tried.  Of columns all coarse
+numbers are tried: there are four, and one that another program has slowed down ends nothing."""
 GAIN = 0.9
 """Share of the time of the cores alone above which nothing is given away.  A start beside other
 programs measured 0.93 at one token; in the engine, whose requests use memory and link too, such
@@ -217,7 +218,7 @@ def _choice(
     }  # fmt: skip
     taken: dict[Way, dict[int, float]] = {
         "last": late,
-        "evenly": _by_count(lambda count: seconds(count, "evenly"), *layers),
+        "evenly": _by_count(lambda count: seconds(count, "evenly"), *layers, worse=WORSE),
         "columns": _by_count(lambda count: seconds(count, "columns"), *parts) if parts[1] else {},
     }
     # The best one of each way, of which two are measured again.
@@ -237,14 +238,16 @@ def _choice(
     return _Choice(count, way, alone, best)
 
 
-def _by_count(seconds: Callable[[int], float], least: int, most: int) -> dict[int, float]:
-    """Time of steps by number of layers or parts: of every fourth number, until that takes longer,
-    and of those beside the best one, first two away and then one."""
+def _by_count(
+    seconds: Callable[[int], float], least: int, most: int, worse: float = math.inf
+) -> dict[int, float]:
+    """Time of steps by number of layers or parts: of every fourth number, until that takes `worse`
+    times as long as the best, and of those beside the best one, first two away and then one."""
     taken: dict[int, float] = {}
     best = float("inf")
     for count in sorted({*range(max(COARSE, least), most + 1, COARSE), most}):
         taken[count] = seconds(count)
-        if taken[count] > WORSE * best:
+        if taken[count] > worse * best:
             break
         best = min(best, taken[count])
     for distance in (2, 1):

@@ -69,6 +69,9 @@ LEAST_COLUMNS = 512
 ROUNDS = 2
 """Rounds of a measured step, of which the first does not count: in that one the GPU may build its
 kernels, and other weights have come ahead."""
+SHORT_ROUNDS = 4
+"""The same of steps of up to `SHORT_TOKENS`, of which a few milliseconds decide."""
+SHORT_TOKENS = 32
 BLOCK = 32
 """Tokens of a KV block of measured steps."""
 OWN_CORES = 0.8
@@ -372,7 +375,7 @@ def step_seconds(
             else partial(step.run, step.divided(count, is_late=way == "last"))
         )
         taken = []
-        for _ in range(ROUNDS):
+        for _ in range(SHORT_ROUNDS if tokens <= SHORT_TOKENS else ROUNDS):
             behind.wait_for_link()
             began, used = time.perf_counter(), time.process_time()
             run(requests, caches, hidden, None)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.layers.kv_layouts import unpack_blocks
 from ray_hetero.kernels.layers.step_rows import Request
 from ray_hetero.kernels.prompts.gpu_attention import Lengths
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.prompts.gpu_unpacking import unpack
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.log import logger
 from ray_hetero.planning import prefill_memory
@@ -337,7 +337,7 @@ class KvUploads:
         shape = (2, count * block, ranks * heads, both // 2)
         unpacked = self._unpacked[: blocks.numel()].view(shape)
         for own, into in zip(blocks, unpacked.split(heads, dim=2), strict=True):
-            unpack_blocks(own, isa, into)
+            unpack(own, isa, into, uses_triton=self._gpu.uses_triton)
         slot.free.record(self._gpu.computing)
         self._fetch()
         keys, values = unpacked
