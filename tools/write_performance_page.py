@@ -41,10 +41,11 @@ END = "<!-- end of figures -->"
 NEWEST = "gpu-host/2026-11-23-half"
 NEWEST_PREFETCH = "gpu-host/2026-11-23-prefetch"
 DAY_BEFORE = "gpu-host/2026-11-22-two-h200-half"
-PROMPTS = "gpu-host/2026-11-26-h200-first-tokens"
+PROMPTS = "gpu-host/2026-11-26-h200-rows-half"
 SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
 EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
-FORMATS = "gpu-host/2026-11-23-h200-14-cores-half"
+FORMATS = {"H200, 30 cores": "gpu-host/2026-11-26-h200-rows-formats",
+           "H100, 14 cores": "gpu-host/2026-11-26-h100-rows-formats"}  # fmt: skip
 FAMILIES = "cpu-host/2026-11-25-families-avx2"
 BUDGET = "gpu-host/2026-11-25-h200-night-budget"
 HANDOVER = "gpu-host/2026-11-23-expert-handover"
@@ -107,23 +108,25 @@ def half_of_8b() -> str:
 
 
 def first_tokens() -> str:
-    """First tokens beside both ways of streaming, all three in one run."""
+    """First tokens with one CPU rank and with two, beside prefetching, all in one run."""
 
     def seconds(value: float | None) -> str:
         return NONE if value is None else f"{value / 1000:.3f}"
 
     rows = []
     for batch, prompt in ((1, 128), (1, 512), (1, 1024), (8, 1024), (1, 8192), (1, 32768)):
-        ours, prefetch, uva = (
-            first_token_ms(PROMPTS, one, batch, prompt, 1) for one in (OURS, PREFETCH, UVA)
+        one, two, prefetch = (
+            first_token_ms(PROMPTS, way, batch, prompt, 1) for way in (OURS, TWO_RANKS, PREFETCH)
         )
         rows.append(
-            (load(batch, prompt), f"**{seconds(ours)}**", seconds(prefetch), seconds(uva),
-             ratio(ours, prefetch))
+            (load(batch, prompt), f"**{seconds(one)}**", seconds(two), seconds(prefetch),
+             ratio(one, prefetch), ratio(two, prefetch))
         )  # fmt: skip
     return table(
-        ("requests × prompt", "first token, s", "prefetching", "UVA", "÷ prefetching"), rows
-    )
+        ("requests × prompt", "one CPU rank, s", "two, s", "prefetching, s",
+         "one ÷ prefetching", "two ÷ prefetching"),
+        rows,
+    )  # fmt: skip
 
 
 def day_before() -> str:
@@ -246,35 +249,28 @@ def handovers() -> str:
 
 
 def two_ranks() -> str:
-    """One CPU rank and two over the same cores, and prefetching, on a host with 14 cores."""
-    ways, output = (OURS, TWO_RANKS, PREFETCH), 20
-    return table(
-        ("requests × prompt", "one CPU rank: step, ms", "two", "prefetching", "first token, ms",
-         "two", "prefetching"),
-        (
-            (
-                load(*one),
-                *(ms(step_ms(FORMATS, way, *one, output)) for way in ways),
-                *(ms(first_token_ms(FORMATS, way, *one, output)) for way in ways),
-            )
-            for one in ((1, 128), (8, 128), (32, 128), (1, 1024), (8, 1024), (1, 8192))
-        ),
-    )  # fmt: skip
+    """Steps with one CPU rank and with two over the same cores."""
+    rows = []
+    for one in ((1, 128), (8, 128), (32, 128), (128, 96)):
+        alone, both = (step_ms(PROMPTS, way, *one) for way in (OURS, TWO_RANKS))
+        rows.append((load(*one), ms(alone), ms(both), ratio(both, alone)))
+    return table(("requests × prompt", "one CPU rank: step, ms", "two", "two ÷ one"), rows)
 
 
 def formats() -> str:
-    """Steps with fewer bits beside compact bf16."""
-    kinds = {"FP8 in blocks": f"{OURS} fp8", "4 bits in groups of 128": f"{OURS} w4a16"}
+    """Steps with fewer bits beside compact bf16, on two machines."""
+    kinds = {"FP8 in blocks": "fp8", "4 bits in groups of 128": "w4a16"}
     rows = []
-    for batch in (1, 8):
-        plain = step_ms(FORMATS, OURS, batch, 128, 20)
-        cells = []
-        for contender in kinds.values():
-            step = step_ms(FORMATS, contender, batch, 128, 20)
-            cells += [ms(step), ratio(step, plain)]
-        rows.append((load(batch, 128), ms(plain), *cells))
+    for machine, name in FORMATS.items():
+        for batch in (1, 8):
+            plain = step_ms(name, f"{OURS} bf16", batch)
+            cells = []
+            for kind in kinds.values():
+                step = step_ms(name, f"{OURS} {kind}", batch)
+                cells += [ms(step), ratio(step, plain)]
+            rows.append((machine, load(batch, 128), ms(plain), *cells))
     heads = [head for kind in kinds for head in (kind, "beside bf16")]
-    return table(("requests × prompt", "compact bf16, ms", *heads), rows)
+    return table(("machine", "requests × prompt", "compact bf16, ms", *heads), rows)
 
 
 def codes() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from page_blocks import DOCS, replaced, table
 from raw_figures import EXPERT_RANKS, OURS, TWO_RANKS, point, raw, step_ms
-from write_performance_page import DAY_BEFORE, EXPERTS, FORMATS, NEWEST
+from write_performance_page import DAY_BEFORE, EXPERTS, NEWEST
 
 from placement.plan.drafts import tokens_of_step
 
@@ -25,6 +25,7 @@ MEASURED = {1: (1, 128, 32), 8: (8, 128, 32), 32: (32, 128, 32), 128: (128, 96, 
 """Tokens of a step → requests, prompt and answer of the run that had steps of so many."""
 LOADS = ((1, 1), (1, 3), (1, 7), (8, 1), (8, 3), (8, 7), (32, 1), (32, 3))
 """Requests, and drafts of each."""
+FORMATS = "gpu-host/2026-11-23-h200-14-cores-half"
 ENGINES = (
     ("half of 8B, bf16 in 12 bits", 32, NEWEST, OURS, 32),
     ("half of 8B, bf16 in 12 bits", 16, FORMATS, OURS, 20),

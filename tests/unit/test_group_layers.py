@@ -289,12 +289,19 @@ def test_places_of_parts_in_the_whole() -> None:
 @pytest.mark.parametrize(
     ("cores", "link", "expected", "most"),
     [
-        ((0.01, 0.03), 0.02, "gpu", 512),
+        ((0.01, 0.03), 0.015, "gpu", 512),
+        ((0.01, 0.03), 0.025, "cores", 512),
         ((0.01, 0.03), 0.04, "cores", 512),
         (None, None, "either", 512),
         (None, None, "cores", 124),
     ],
-    ids=["the slowest rank decides", "the cores are faster", "as measured here", "small steps"],
+    ids=[
+        "the slowest rank decides",
+        "keys and values decide",
+        "the cores are faster",
+        "as measured here",
+        "small steps",
+    ],
 )
 def test_ranks_agree_on_the_largest_step_of_their_cores(
     cores: tuple[float, float] | None, link: float | None, expected: str, most: int,
