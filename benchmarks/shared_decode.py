@@ -37,9 +37,10 @@ from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, best_shares
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
-from ray_hetero.kernels.layers.shared_decode import columns_of, step_seconds
+from ray_hetero.kernels.layers.shared_decode import step_seconds
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
+from ray_hetero.kernels.prompts.columns_on_gpu import columns_of
 from ray_hetero.kernels.prompts.gpu_layers import AttentionShape
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 

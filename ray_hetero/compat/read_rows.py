@@ -91,8 +91,8 @@ def attention_of_rows(layer: Any, metadata: Any, rows: torch.Tensor) -> Any:
     query at the end of its request reads all of them, as in a decode step.
 
     Uses: `FlashAttentionMetadata`, `CPUAttentionMetadata`, `cpu_attn_get_scheduler_metadata`,
-    `CPUAttentionBackendImpl.sliding_window`, `Attention.isa`, `envs.VLLM_BATCH_INVARIANT`,
-    `envs.VLLM_CPU_ATTN_SPLIT_KV`.
+    `CPUAttentionBackendImpl.sliding_window`, `CPUAttentionMetadataBuilder.isa`,
+    `envs.VLLM_BATCH_INVARIANT`, `envs.VLLM_CPU_ATTN_SPLIT_KV`.
 
     Args:
         layer: vLLM's `Attention`.
@@ -157,7 +157,7 @@ def compute_linear_by(linear: Any, make: Callable[[Compute], Compute]) -> None:
     Why: as `compute_mlp_by`.
     Can go when: vLLM computes the last layer for `logits_indices` only.
 
-    Uses: `RowParallelLinear.return_bias`, `RowParallelLinear.skip_bias_add`.
+    Uses: `LinearBase.return_bias`, `LinearBase.skip_bias_add`.
 
     Args:
         linear: vLLM's module.

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +29,12 @@ from ray_hetero.kernels.layers.group_layers import (
     WholeLayers,
     linears_of,
 )
+from ray_hetero.kernels.layers.shared_decode import Columns, MakeColumns, no_columns
 from ray_hetero.kernels.linear import step_limit
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, InGroup
+from ray_hetero.kernels.prompts.columns_from_gpu import ColumnsFromGpu
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnMemory, are_alike, columns_of
 from ray_hetero.kernels.prompts.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.prompts.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger
@@ -41,6 +45,8 @@ from ray_hetero.runtime.unix_sockets import NOTE
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
     from ray_hetero.kernels.layers.layer_parts import Linear
+    from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+    from ray_hetero.kernels.prompts.gpu_layers import GpuLayers
 
 Gather = Callable[[Any], list[Any]]
 """Function that tells all ranks of the group something, and gives what each has told."""
@@ -83,28 +89,79 @@ def joined(
         ) from None
     if made is None:
         return None
-    results, layers = made
-    prompts = PromptGroup(sums, results.view(torch.bfloat16).view(RESULTS, -1))
+    shared, layers = made
+    results, *of_columns = shared.split(terms.shared_bytes(sums.size))
+    prompts = PromptGroup(sums, _results(results, terms))
     none: list[Any] = [None] * len(offer.runs)
     behind = [
         InGroup(prompts, sums, (terms.hidden, terms.shape.queries), terms.tokens, one)
         for one in (layers.behind if layers else none)
     ]
-    shares = _shares(offer, behind[0], gather)
+    memories = [ColumnMemory.within(one, terms.inner) for one in of_columns]
+    columns = _columns(offer, layers, memories, sums.own, gather)
+    shares = _shares(offer, behind[0], columns[0], gather)
     least = _settle_steps(offer, layers, gather, is_shared=not shares.is_empty)
     return [
         GroupLayers(
-            prompts, run, tokens=terms.tokens, from_tokens=least, behind=one, shares=shares
+            prompts, run, tokens=terms.tokens, from_tokens=least, behind=one, shares=shares,
+            columns_of=make,
         )
-        for run, one in zip(layers.runs if layers else none, behind, strict=True)
+        for run, one, make in zip(layers.runs if layers else none, behind, columns, strict=True)
     ]  # fmt: skip
 
 
 Made = tuple[torch.Tensor, WholeLayers | None]
-"""Memory for results, and what is on the GPU of the first rank."""
+"""Memory that all ranks map, and what is on the GPU of the first one."""
 
 
-def _shares(offer: PromptOffer, behind: BehindAttention, gather: Gather) -> Shares:
+def _results(memory: torch.Tensor, terms: PromptTerms) -> torch.Tensor:
+    return memory[: terms.results_bytes].view(torch.bfloat16).view(RESULTS, -1)
+
+
+def _columns(
+    offer: PromptOffer, layers: WholeLayers | None, memories: Sequence[ColumnMemory], own: int,
+    gather: Gather,
+) -> list[MakeColumns]:  # fmt: skip
+    """What computes columns of each run's MLPs in decode steps; the same on all ranks.
+
+    Args:
+        offer: of this rank.
+        layers: of all ranks, where this one is the first.
+        memories: of all ranks.
+        own: place of this rank among them.
+        gather: tells the others.
+
+    """
+    kernel, memory = offer.kernel, memories[own]
+    if kernel is None or not offer.share:
+        return [no_columns for _ in offer.runs]
+    makers: list[MakeColumns]
+    if layers is None:
+        can = all(shared_decode.suits(run) and are_alike(run) for run in offer.runs)
+        makers = [partial(_from_gpu, run, kernel, memory) for run in offer.runs]
+    else:
+        makers = [partial(_on_gpu, run, kernel, memories) for run in layers.runs]
+        can = all(shared_decode.suits(run) for run in offer.runs) and all(
+            make(1) is not None for make in makers
+        )
+    return makers if all(gather(can)) else [no_columns for _ in offer.runs]
+
+
+def _from_gpu(
+    layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory, count: int
+) -> Columns:
+    return ColumnsFromGpu(layers[:count], kernel, memory)
+
+
+def _on_gpu(
+    run: GpuLayers, kernel: StreamingLinear, memories: Sequence[ColumnMemory], count: int
+) -> Columns | None:
+    return columns_of(run.layers[:count], run.gpu, kernel, memories)
+
+
+def _shares(
+    offer: PromptOffer, behind: BehindAttention, columns: MakeColumns, gather: Gather
+) -> Shares:
     """Shares of layers that the GPU computes in decode steps; the same on all ranks."""
     kernel, layers = offer.kernel, offer.runs[0]
     if kernel is None or not offer.share or not shared_decode.suits(layers):
@@ -115,7 +172,7 @@ def _shares(offer: PromptOffer, behind: BehindAttention, gather: Gather) -> Shar
         offer.share, layers, kernel, behind, lambda taken: max(gather(taken)),
         # The first rank has the GPU, and keeps what is measured for all.
         place="; ".join(places) if behind.about and all(places) else "",
-        agree=lambda found: gather(found)[0],
+        agree=lambda found: gather(found)[0], columns_of=columns,
     )  # fmt: skip
 
 
@@ -165,14 +222,13 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
     """Take the others' weights and the GPU."""
     others = [_weights(connection, sums.limit_s) for connection in sums.connections[1:]]
     with ExitStack() as stack:
-        descriptor = sealed_memory.made("ray_hetero-prompts", terms.results_bytes)
+        size = sum(terms.shared_bytes(sums.size))
+        descriptor = sealed_memory.made("ray_hetero-prompts", size)
         stack.callback(os.close, descriptor)
-        results = sealed_memory.mapped(descriptor, terms.results_bytes)
+        shared = sealed_memory.mapped(descriptor, size)
         problem, layers = "", None
         try:
-            layers = WholeLayers.taking(
-                offer, others, results.view(torch.bfloat16).view(RESULTS, -1)
-            )
+            layers = WholeLayers.taking(offer, others, shared, _results(shared, terms))
         except UnsupportedError as error:
             problem = str(error)
             logger.warning(
@@ -197,11 +253,11 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
         layers.taken.weight_bytes / GIB,
         layers.taken.gpu_bytes / GIB,
     )
-    return results, layers
+    return shared, layers
 
 
 def _join(sums: RankSums, offer: PromptOffer, gather: Gather) -> Made | None:
-    """Hand this rank's weights to the first one, and take memory for results."""
+    """Hand this rank's weights to the first one, and take memory that all map."""
     connection = sums.connections[0]
     assert connection is not None
     connection.settimeout(sums.limit_s)

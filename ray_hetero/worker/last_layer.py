@@ -50,7 +50,7 @@ class LastLayer:
         self._least = least
         self._asking: set[str] = set()
         self.parts: dict[str, read_rows.Compute] = {}
-        """What computes rows, by the part of the layer that they are of."""
+        """Functions that compute rows, by the part of the layer that they are of."""
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Learn which requests want logprobs of their prompts: while one does, all rows are read.

@@ -1,4 +1,7 @@
-"""The cores and a GPU, pretended, split the columns of every MLP in decode steps of an engine."""
+"""The cores and a GPU, pretended, split the columns of every MLP in decode steps of an engine.
+
+The cores are those of one CPU rank, or of two that share every layer.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,17 @@ SHAPE = DemoShape(layers=4, hidden=1024)
 """Shape whose weights are large enough to be read by a GPU."""
 
 
-def test_answers_are_those_of_the_cores_alone(scene: Scene, logs: Path, tmp_path: Path) -> None:
-    cpu = {"linear_kernel": "streaming", "prefill_on_gpu_tokens": 32, "decode_gpu_share": 0.5}
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_those_of_the_cores_alone(
+    ranks: int, scene: Scene, logs: Path, tmp_path: Path
+) -> None:
+    cpu = {
+        "linear_kernel": "streaming", "prefill_on_gpu_tokens": 32, "decode_gpu_share": 0.5,
+        "ranks_per_socket": ranks,
+    }  # fmt: skip
     arguments = engine(
         write_demo_model(tmp_path / "model", shape=SHAPE, dtype="bf16"), dtype="bfloat16",
-        max_num_batched_tokens=128, **hetero(layout=[["cpu"], ["gpu"]], cpu=cpu),
+        max_num_batched_tokens=128, **hetero(layout=[["cpu"] * ranks, ["gpu"]], cpu=cpu),
     )  # fmt: skip
     # Prompts come between decode steps, and take the memory in which columns are expanded.
     alone = [batch([one], logprobs=2) for one in prompts(3)]
@@ -37,7 +46,7 @@ def test_answers_are_those_of_the_cores_alone(scene: Scene, logs: Path, tmp_path
     steps.append({"columns": 0})
     environment = {"RAY_HETERO_PRETEND_GPU": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     (answers,) = run_engines(
-        scene, logs / "columns", [(arguments, steps)], ray=RAY, extra=environment
+        scene, logs / f"columns-{ranks}", [(arguments, steps)], ray=RAY, extra=environment
     )
     each = 1 + len(asked)
     layers = [sum(one["layers"] for one in found) for found in answers[::each]]

@@ -27,9 +27,9 @@ from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
 from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
-from ray_hetero.kernels.layers import shared_decode  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
     _attend_with_torch,
@@ -235,7 +235,7 @@ def test_embeddings_are_sent_while_others_are_looked_up(monkeypatch: pytest.Monk
 def test_columns_of_decode_steps(
     family: str, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_decode, "LEAST_COLUMNS", 64)
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
     isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
     steps = Steps(
         monkeypatch, device=GPU, family=family, columns=columns, is_compact=is_compact, isa=isa,
@@ -268,6 +268,32 @@ def test_layers_of_which_ranks_of_a_group_have_parts(
     steps.check((prompt, 70, 150), (one, 59, 60), (other, 89, 92))
     again = steps.request(120, after=prompt, shared=3)
     steps.check((again, 96, 120))
+
+
+@needs_native
+@pytest.mark.parametrize("is_compact", [False, True])
+@pytest.mark.parametrize(("count", "columns"), [(2, 2), (2, 16), (3, 9)])
+def test_columns_of_the_ranks_of_a_group(
+    count: int, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
+    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
+    steps = GroupSteps(
+        monkeypatch, count, device=GPU, is_compact=is_compact, isa=isa, layers=3, has_bias=True,
+        share=1.0, wide=160,
+    )  # fmt: skip
+    assert None not in steps.join()
+    for rank in steps.ranks:
+        rank.made.shared.shares = Shares((Share(1, columns=columns),))
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
+    steps.check((one, 0, 52), (other, 0, 84))
+    for at in range(3):
+        steps.check((one, 52 + at, 53 + at), (other, 84 + at, 85 + at))
+    # A prompt takes the place of what has come ahead.
+    steps.check((prompt, 0, 150))
+    for at in range(3):
+        steps.check((one, 55 + at, 56 + at), (other, 87 + at, 88 + at))
+    assert [rank.made.shared._columns.native.asked for rank in steps.ranks] == [18] * count
 
 
 READS = """

@@ -190,6 +190,7 @@ class GroupSteps(Steps):
         layers: of the stage.
         kv_heads: of all ranks, each of which has one; None is one for each rank.
         share: of the layers of a decode step that the device computes.
+        wide: columns of a rank's MLP.
         parts: other arguments of `decoder_parts.model`.
 
     """
@@ -199,14 +200,14 @@ class GroupSteps(Steps):
         is_compact: bool = False, is_shared: bool = True, limit_s: float = 60.0, least: int = 8,
         most: int = 512, isa: str = "vec", device: torch.device = CPU,
         layers: int = 2, kv_heads: int | None = None, share: float | Literal["auto"] = 0.0,
-        **parts: Any,
+        wide: int = 64, **parts: Any,
     ) -> None:  # fmt: skip
-        monkeypatch.setattr(decoder_parts, "WIDE", 64 * count)
+        monkeypatch.setattr(decoder_parts, "WIDE", wide * count)
         super().__init__(
             monkeypatch, family=family, heads=HEADS * count, kv_heads=kv_heads or count,
             least=least, most=most, isa=isa, has_memory=False, layers=layers, **parts,
         )  # fmt: skip
-        monkeypatch.setattr(decoder_parts, "WIDE", 64)
+        monkeypatch.setattr(decoder_parts, "WIDE", wide)
         self.count, self.family, self.parts, self.of_layers = count, family, parts, share
         self.least, self.most, self.device = least, most, device
         self.of_rank = HEADS, 1
@@ -236,7 +237,10 @@ class GroupSteps(Steps):
             group = None if groups is None else groups[0]
             rank.made = DecoderLayers(rank.known, rank.kernel, group=group)
             if group is not None and not group.shares.is_empty:
-                rank.made.shared = SharedDecode(rank.known, rank.kernel, group.behind, group.shares)
+                rank.made.shared = SharedDecode(
+                    rank.known, rank.kernel, group.behind, group.shares,
+                    group.columns_of(len(rank.known)),
+                )  # fmt: skip
         return found
 
     def step(

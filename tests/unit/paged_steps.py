@@ -28,6 +28,7 @@ from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
+from ray_hetero.kernels.prompts.columns_on_gpu import columns_of
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, shape_of
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
@@ -151,7 +152,7 @@ class Steps:
             assert memory is not None
             assert shared_decode.suits(self.known)
             self.behind = OnGpu(self.known, gpu)
-            columns = shared_decode.columns_of(self.known, gpu, kernel) if share.columns else None
+            columns = columns_of(self.known, gpu, kernel) if share.columns else None
             self.shared = SharedDecode(self.known, kernel, self.behind, shares, columns)
             made.shared = self.shared
         return made

@@ -56,7 +56,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts,
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -66,7 +66,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models import registry as model_registry
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -416,7 +420,12 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/warmup", GPUModelRunner, "is_pooling_model"),
     ("compat/warmup", GPUModelRunner, "cudagraph_dispatcher"),
     ("compat/read_rows", ModelConfig, "runner_type"),
-    *(("compat/read_rows", RowParallelLinear, name) for name in ("output_size", "skip_bias_add")),
+    *(
+        ("compat/read_rows", LinearBase, name)
+        for name in ("output_size", "return_bias", "skip_bias_add")
+    ),
+    ("compat/read_rows", CPUAttentionBackendImpl, "sliding_window"),
+    ("compat/read_rows", CPUAttentionMetadataBuilder, "isa"),
     *(
         ("compat/read_rows", Attention, name)
         for name in ("impl", "dtype", "head_size", "num_heads", "num_kv_heads", "kv_cache_dtype")

@@ -6,6 +6,7 @@ The GPU is the CPU here, the ranks are threads.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from test_scaled_weights import made  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
+from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats import (  # noqa: E402
     SCALED_FORMATS,
     CompactWeight,
@@ -37,8 +39,14 @@ from ray_hetero.kernels.layers.group_layers import linears_of  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.linear import step_limit  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_layers, gpu_post_attention, gpu_rows  # noqa: E402
+from ray_hetero.kernels.prompts import (  # noqa: E402
+    columns_on_gpu,
+    gpu_layers,
+    gpu_post_attention,
+    gpu_rows,
+)
 from ray_hetero.kernels.prompts.behind_attention import InGroup  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.prompts.shared_weights import SharedWeights, linked  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import WholeWeight, cut  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -390,6 +398,110 @@ def test_decode_steps_are_shared_with_the_gpu(
     assert on_gpu == [143, 80, 160]
 
 
+def with_columns(steps: GroupSteps, parts: int) -> list[Any]:
+    """Have so many parts of all columns given away; what computes them, by rank."""
+    steps.join()
+    for rank in steps.ranks:
+        rank.made.shared.shares = Shares((Share(1, columns=parts),))
+    return [rank.made.shared._columns for rank in steps.ranks]
+
+
+def asked(columns: Sequence[Any]) -> list[int]:
+    """Layers whose columns each rank has asked for."""
+    return [one.native.asked for one in columns]
+
+
+@pytest.mark.parametrize(("count", "parts", "isa", "given"), [
+    (2, 1, "vec", {}),
+    (2, 9, "amx", {"has_bias": True, "is_compact": True}),
+    (3, 16, "vec", {"family": "qwen3"}),
+    (2, 5, "vec", {"family": "gemma"}),
+])  # fmt: skip
+def test_columns_of_all_ranks_are_computed_by_the_gpu(
+    count: int, parts: int, isa: str, given: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
+    steps = GroupSteps(monkeypatch, count, isa=isa, layers=5, share=0.6, wide=160, **given)
+    columns = with_columns(steps, parts)
+    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 290))
+    steps.check((one, 0, 55), (other, 0, 88))
+    steps.check((one, 55, 56), (other, 88, 89))
+    steps.check((one, 56, 58))
+    assert asked(columns) == [10] * count
+    # A prompt takes the place of expanded columns.
+    steps.check((prompt, 0, 200))
+    steps.check((prompt, 200, 201), (one, 58, 59), (other, 89, 90))
+    assert asked(columns) == [15] * count
+
+
+def test_columns_that_a_gpu_has_no_memory_for_are_computed_by_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+    steps = GroupSteps(monkeypatch, layers=5, share=1.0)
+    columns = with_columns(steps, 8)
+    expanded, times = GpuPrefill.expanded_whole, iter(range(8))
+
+    def until_none_is_left(self: GpuPrefill, *given: Any) -> Any:
+        if next(times, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return expanded(self, *given)
+
+    monkeypatch.setattr(GpuPrefill, "expanded_whole", until_none_is_left)
+    request = steps.request(6)
+    steps.check((request, 0, 3))
+    assert asked(columns) == [5, 5]
+    # In the fourth layer of this step.
+    steps.check((request, 3, 4))
+    assert asked(columns) == [10, 10]
+    assert caplog.text.count("from now on the cores compute all") == 2
+    assert "on the first rank of this group" in caplog.text
+    assert all(rank.made._decode_step.shared is None for rank in steps.ranks)
+    steps.check((request, 4, 6))
+
+
+def test_columns_stay_on_the_cores_of_all_ranks_where_the_driver_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+    columns_on_gpu._say_once.cache_clear()
+
+    def refuse(*given: Any) -> Any:
+        raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
+
+    monkeypatch.setattr(columns_on_gpu, "words_of", refuse)
+    steps = GroupSteps(monkeypatch, layers=3, share=1.0)
+    found = steps.join()
+    assert [group[0].columns_of(3) for group in found] == [None, None]
+    assert caplog.text.count("the GPU computes whole layers only") == 1
+    request = steps.request(4)
+    steps.check((request, 0, 3))
+    steps.check((request, 3, 4))
+
+
+def test_ranks_measure_columns_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
+    monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 6))
+    measured = shared_decode.best_shares
+
+    def best(seconds: Any, layers: int, asked: Any, parts: int) -> Any:
+        def said(tokens: int, count: int, way: Way) -> float:
+            seconds(tokens, count, way)
+            return 1.0 + (way != "columns" or count != 12)
+
+        return measured(said, layers, asked, parts)
+
+    monkeypatch.setattr(shared_decode, "best_shares", best)
+    steps = GroupSteps(monkeypatch, layers=3, share="auto", wide=160)
+    found = steps.join()
+    assert {group[0].shares for group in found} == {
+        Shares((Share(1, columns=12), Share(6, columns=12)))
+    }
+    request = steps.request(6)
+    steps.check((request, 0, 4))
+    steps.check((request, 4, 5))
+
+
 def test_more_tokens_than_a_sum_of_all_heads_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = GroupSteps(monkeypatch, layers=3, share=1.0)
     steps.join()
@@ -407,7 +519,7 @@ def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = shared_decode.best_shares
 
     def best(seconds: Any, layers: int, asked: Any, parts: int) -> Any:
-        assert not parts  # of each layer this rank has a part only
+        assert not parts  # a rank's MLP has too few columns
 
         # In truth the link is a copy by the cores here; a third of the layers is what it says.
         def said(tokens: int, count: int, way: Way) -> float:

@@ -56,7 +56,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
-    monkeypatch.setattr(shared_decode, "LEAST_COLUMNS", 64)
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
     layer_tokens.take()
 
 
@@ -304,7 +304,7 @@ def test_a_driver_that_refuses_to_wait_leaves_whole_layers(
     )
     steps = Steps(monkeypatch, layers=LAYERS, share=0.5)
     for _ in range(2):
-        assert shared_decode.columns_of(steps.known, steps.behind.gpu, steps.kernel) is None
+        assert columns_on_gpu.columns_of(steps.known, steps.behind.gpu, steps.kernel) is None
     (line,) = said
     assert "whole layers only, or none: CUDA's driver refuses a stream memory operation" in line
     assert "801" in line

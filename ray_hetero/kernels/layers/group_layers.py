@@ -18,9 +18,11 @@ import torch
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers.decode_shares import Shares
 from ray_hetero.kernels.layers.layer_parts import Linear, QkvInput
+from ray_hetero.kernels.layers.shared_decode import MakeColumns
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
+from ray_hetero.kernels.prompts.columns_on_gpu import PAGE_BYTES, ColumnMemory
 from ray_hetero.kernels.prompts.gpu_layers import (
     AttentionMemory,
     AttentionShape,
@@ -38,6 +40,10 @@ from ray_hetero.runtime.locked_pages import lock_pages
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
     from ray_hetero.kernels.prompts.stage_output import StageOutput
+
+
+LINEARS = 4
+"""Linear layers of a layer, see `linears_of`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,21 @@ class PromptTerms:
     def results_bytes(self) -> int:
         """Bytes of memory for the results of a step."""
         return RESULTS * BF16_BYTES * self.tokens * self.hidden
+
+    @property
+    def inner(self) -> int:
+        """Columns of each rank's part of an MLP."""
+        return self.weights[LINEARS - 1][1]
+
+    def shared_bytes(self, ranks: int) -> tuple[int, ...]:
+        """Bytes of memory that all ranks map: whole pages for results, and for each rank's columns.
+
+        Args:
+            ranks: of the group.
+
+        """
+        results = -(-self.results_bytes // PAGE_BYTES) * PAGE_BYTES
+        return results, *[ColumnMemory.bytes_of(self.inner)] * ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,14 +153,16 @@ class WholeLayers:
 
     @classmethod
     def taking(
-        cls, offer: PromptOffer, others: Sequence[Sequence[LinkedLinear]], results: torch.Tensor
-    ) -> WholeLayers:
+        cls, offer: PromptOffer, others: Sequence[Sequence[LinkedLinear]], shared: torch.Tensor,
+        results: torch.Tensor,
+    ) -> WholeLayers:  # fmt: skip
         """Take memory of the GPU for layers of which each rank has a part.
 
         Args:
             offer: of the first rank.
             others: linear layers of each other rank.
-            results: memory for results, [2, elements], bf16.
+            shared: memory that all ranks map, uint8.
+            results: of it what is for results, [2, elements], bf16.
 
         Raises:
             UnsupportedError: the GPU has too little memory left, or cannot read the host's.
@@ -160,7 +183,7 @@ class WholeLayers:
         memory = AttentionMemory(gpu, shape)
         if gpu.device.type == "cuda":
             try:
-                lock_pages(results)
+                lock_pages(shared)
             except RuntimeError as error:
                 raise UnsupportedError(
                     f"memory for results cannot be locked: {str(error).splitlines()[0]}"
@@ -222,6 +245,7 @@ class GroupLayers:
         from_tokens: of a step, from which the GPU computes it.
         behind: what computes what lies behind attentions in decode steps.
         shares: of layers of which it does.
+        columns_of: makes what computes columns of MLPs in them.
 
     """
 
@@ -232,9 +256,10 @@ class GroupLayers:
 
     def __init__(
         self, group: PromptGroup, layers: GpuLayers | None, *, tokens: int, from_tokens: int,
-        behind: BehindAttention, shares: Shares,
+        behind: BehindAttention, shares: Shares, columns_of: MakeColumns,
     ) -> None:  # fmt: skip
         assert (layers is not None) == group.is_first
+        self.columns_of = columns_of
         self.behind = behind
         self.shares = shares
         self.from_tokens = from_tokens

@@ -26,10 +26,11 @@ from ray_hetero.kernels.layers.fused_modules import (
 )
 from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
 from ray_hetero.kernels.layers.group_layers import GroupLayers
-from ray_hetero.kernels.layers.shared_decode import SharedDecode
+from ray_hetero.kernels.layers.shared_decode import MakeColumns, SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
+from ray_hetero.kernels.prompts.columns_on_gpu import columns_of
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -89,13 +90,14 @@ def install(
         made = DecoderLayers(run.layers, kernel, memory, of_group)
         if of_group is not None:
             shares = of_group.shares
-            _share(made, run.layers, kernel, of_group.behind, shares)
+            _share(made, run.layers, kernel, of_group.behind, shares, of_group.columns_of)
         elif share and (behind := _behind(run.layers, kernel)) is not None:
+            make = _columns(run.layers, kernel, behind.gpu)
             if shares is None:
                 shares = shared_decode.shares_of(
-                    share, run.layers, kernel, behind, place=seat, gpu=behind.gpu
+                    share, run.layers, kernel, behind, place=seat, columns_of=make
                 )
-            _share(made, run.layers, kernel, behind, shares, behind.gpu)
+            _share(made, run.layers, kernel, behind, shares, make)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)
         prompts = kernel.prompts if memory is not None else of_group
@@ -184,9 +186,13 @@ def _behind(layers: Sequence[Layer], kernel: StreamingLinear) -> OnGpu | None:
     return OnGpu(layers, prompts.gpu)
 
 
+def _columns(layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill) -> MakeColumns:
+    return lambda count: columns_of(layers[:count], gpu, kernel)
+
+
 def _share(
     made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear,
-    behind: BehindAttention, shares: Shares, gpu: GpuPrefill | None = None,
+    behind: BehindAttention, shares: Shares, make: MakeColumns,
 ) -> None:  # fmt: skip
     """Share decode steps of layers with the GPU that computes their prompts.
 
@@ -196,13 +202,12 @@ def _share(
         kernel: what computes them on the cores.
         behind: what computes what lies behind their attention.
         shares: of what is given away, none if they are empty.
-        gpu: may compute columns of the layers' MLPs; None where this rank has only parts of them.
+        make: makes what computes columns of the layers' MLPs.
 
     """
     if shares.is_empty:
         return
-    columns = None if gpu is None else shared_decode.columns_of(layers, gpu, kernel)
-    shared = SharedDecode(layers, kernel, behind, shares, columns)
+    shared = SharedDecode(layers, kernel, behind, shares, make(len(layers)))
     made.shared = shared
     logger.info(
         "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, or up "

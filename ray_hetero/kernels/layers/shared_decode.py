@@ -22,13 +22,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers.decode_shares import (
     COLUMN_PARTS,
     DisturbedError,
@@ -51,12 +51,10 @@ from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention
-from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu, inner_of
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
-    from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 MEASURED_LAYERS = 16
 """Number of the first layers of a run that are measured.  What comes over the link before a step
@@ -64,8 +62,6 @@ is less of it the more layers it has: of 8, steps take a fifth less time a layer
 MEASURED_TOKENS = (1, 8, 32, 64, 128)
 """Tokens of steps that are measured; a step of another number takes the share of the next smaller
 one."""
-LEAST_COLUMNS = 512
-"""Least columns of an MLP that are shared out: of fewer, parts would not be whole blocks."""
 ROUNDS = 2
 """Rounds of a measured step, of which the first does not count: in that one the GPU may build its
 kernels, and other weights have come ahead."""
@@ -91,6 +87,29 @@ class Segment:
     """Whether the GPU computes what lies behind the last one's attention."""
 
 
+class Columns(Protocol):
+    """The last columns of MLPs on a GPU, of this rank or of the first of its group."""
+
+    native: Any
+    """`ColumnShare` of the native module."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 32 columns of this rank's MLP, of which its cores compute some, and not all."""
+
+    def of_step(self, tokens: int, kept: int) -> AbstractContextManager[None]:
+        """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
+
+
+MakeColumns = Callable[[int], Columns | None]
+"""Makes what computes columns of the first layers of a run, by their number; None where nothing
+can.  The same on all ranks of a group."""
+
+
+def no_columns(count: int) -> None:
+    """Make nothing, as `MakeColumns`."""
+
+
 class SharedDecode:
     """Computes decode steps of layers that follow one another, some of them partly on a GPU.
 
@@ -105,7 +124,7 @@ class SharedDecode:
 
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
-        shares: Shares, columns: ColumnsOnGpu | None = None,
+        shares: Shares, columns: Columns | None = None,
     ) -> None:  # fmt: skip
         self._layers = layers
         self._kernel = kernel
@@ -240,39 +259,6 @@ def suits(layers: Sequence[Layer]) -> bool:
     )
 
 
-def columns_of(
-    layers: Sequence[Layer], gpu: GpuPrefill, kernel: StreamingLinear
-) -> ColumnsOnGpu | None:  # fmt: skip
-    """What computes columns of layers' MLPs.
-
-    None where these are not alike, or too few, or where the GPU's streams cannot wait for words.
-
-    Args:
-        layers: those that `suits`, of which this rank has all.
-        gpu: has their weights.
-        kernel: what computes the other columns.
-
-    """
-    parts = [layer.parts for layer in layers]
-    inner = inner_of(parts[0])
-    is_known = all(
-        one.gate_up is not None and one.gate_up.adapters is None and inner_of(one) == inner
-        for one in parts
-    )
-    if not is_known or inner < LEAST_COLUMNS:
-        return None
-    try:
-        return ColumnsOnGpu(layers, gpu, kernel)
-    except UnsupportedError as error:
-        _say_once(f"in decode steps the GPU computes whole layers only, or none: {error}")
-        return None
-
-
-@cache
-def _say_once(message: str) -> None:
-    logger.warning("%s", message)
-
-
 def kept_blocks(blocks: int, parts: int) -> int:
     """Blocks of columns that the cores compute where the GPU has so many parts of all of them."""
     return min(max(1, blocks - round(blocks * parts / COLUMN_PARTS)), blocks - 1)
@@ -281,7 +267,7 @@ def kept_blocks(blocks: int, parts: int) -> int:
 def shares_of(
     wanted: float | Literal["auto"], layers: Sequence[Layer], kernel: StreamingLinear,
     behind: BehindAttention, agreed: Callable[[float], float] = float, *, place: str = "",
-    agree: Agree = lambda found: found, gpu: GpuPrefill | None = None,
+    agree: Agree = lambda found: found, columns_of: MakeColumns = no_columns,
 ) -> Shares:  # fmt: skip
     """The shares that `CpuConfig.decode_gpu_share` asks for.
 
@@ -295,13 +281,13 @@ def shares_of(
         agreed: makes of this rank's seconds those that all ranks of its group choose by.
         place: of this rank, see `RankSpec.place`; empty where nothing is kept.
         agree: gives all ranks of the group what its first rank has kept.
-        gpu: may compute columns of the layers' MLPs; None where this rank has only parts of them.
+        columns_of: makes what computes columns of the layers' MLPs.
 
     """
     if wanted != "auto":
         return Shares((Share(1, wanted),))
     some = layers[:MEASURED_LAYERS]
-    columns = None if gpu is None else columns_of(some, gpu, kernel)
+    columns = columns_of(len(some))
     measure = step_seconds(some, kernel, behind, columns)
     most = min(kernel.step_tokens, behind.tokens)
     asked = [tokens for tokens in MEASURED_TOKENS if tokens <= most]
@@ -349,7 +335,7 @@ def had_cores(passed_s: float, used_s: float, threads: int) -> bool:
 
 def step_seconds(
     layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
-    columns: ColumnsOnGpu | None = None,
+    columns: Columns | None = None,
 ) -> Seconds:  # fmt: skip
     """What measures a step of these layers, each request of one token; arguments as of `shares_of`.
 

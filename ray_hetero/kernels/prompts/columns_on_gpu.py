@@ -5,6 +5,10 @@ attention and the other matrices, from the socket's memory.  The cores write wha
 multiplies where the GPU reads it, the GPU writes activated columns where the cores read them, and
 words in the host's memory say when (csrc/kernels/column_share.h).  All work of a step is ordered at
 its beginning, on a stream that waits for these words, so that nothing is called between layers.
+
+In a tensor-parallel group the first rank has the GPU, which computes the last columns of every rank
+from the first one's tokens; each rank has words and columns of its own, in memory that all map
+(columns_from_gpu.py has the other ranks).
 """
 
 from __future__ import annotations
@@ -13,17 +17,21 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts import gpu_post_attention
 from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.weight_pieces import Part, Placed, ReadingOrder, WholeWeight
-from ray_hetero.planning.prefill_memory import SHARED_TOKENS
+from ray_hetero.log import logger
+from ray_hetero.planning.prefill_memory import BF16_BYTES, SHARED_TOKENS
 from ray_hetero.runtime import gpu_memory
 from ray_hetero.runtime.stream_words import VALUES, words_of
 
@@ -37,47 +45,111 @@ LINE_BYTES = 64
 """Bytes of a cache line, at whose beginnings the words are."""
 WAIT_S = 60.0
 """Longest wait of the cores for the columns of a layer, in seconds; they take milliseconds."""
+WORDS_BYTES = 3 * LINE_BYTES
+PAGE_BYTES = 4096
 TILE = 32
 """Inputs of a token that are neighbours where the cores multiply tiles."""
+
+
+LEAST_COLUMNS = 512
+"""Least columns of a rank's MLP that are shared out: of fewer, parts would not be whole blocks."""
+FAILED, OUT_OF_MEMORY = 1, 2
+"""Values of the word that says that no more columns will come, and why."""
+
+
+@dataclass(frozen=True)
+class ColumnMemory:
+    """Memory by which a rank gets columns from a GPU."""
+
+    words: torch.Tensor
+    """[3 cache lines], uint8, 0: `ColumnShare.Words` of the native module."""
+    columns: torch.Tensor
+    """[most tokens · the rank's columns], bf16."""
+
+    @staticmethod
+    def bytes_of(inner: int) -> int:
+        """Bytes of memory that all ranks map, for a rank with so many columns: whole pages."""
+        return -(-(WORDS_BYTES + BF16_BYTES * SHARED_TOKENS * inner) // PAGE_BYTES) * PAGE_BYTES
+
+    @classmethod
+    def within(cls, memory: torch.Tensor, inner: int) -> ColumnMemory:
+        """Both in one piece of memory, uint8."""
+        columns = memory[WORDS_BYTES:][: BF16_BYTES * SHARED_TOKENS * inner]
+        return cls(memory[:WORDS_BYTES], columns.view(torch.bfloat16))
+
+    @property
+    def asked(self) -> int:
+        """Address of the word that counts layers that were asked for."""
+        return int(self.words.data_ptr())
+
+    @property
+    def answered(self) -> int:
+        """Address of the word that counts layers whose columns are there."""
+        return self.asked + LINE_BYTES
+
+    @property
+    def failed(self) -> int:
+        """Address of the word that says that no more will come."""
+        return self.answered + LINE_BYTES
+
+    def share(self, kernel: StreamingLinear, inputs: torch.Tensor) -> Any:
+        """What the native module's decode step takes.
+
+        Args:
+            kernel: of the rank.
+            inputs: [most tokens · hidden], bf16, where it leaves what the gate multiplies.
+
+        """
+        return kernel.native.ColumnShare(
+            words=self.words.data_ptr(), inputs=inputs.data_ptr(),
+            columns=self.columns.data_ptr(), limit_s=WAIT_S,
+        )  # fmt: skip
 
 
 class ColumnsOnGpu:
     """The last columns of the MLPs of layers that follow one another.
 
     Args:
-        layers: that `suits`; this rank has all of their weights.
+        layers: that `suits`, with the weights of all ranks.
         gpu: has their weights, and memory for pieces of them.
-        kernel: what computes the other columns.
+        kernel: what computes this rank's other columns.
+        ranks: memory of each rank of a group, page-locked, of which this is the first; none for a
+            rank that has the layers alone.
 
     Raises:
         UnsupportedError: a stream of the GPU cannot wait for words.
 
     """
 
-    def __init__(self, layers: Sequence[Layer], gpu: GpuPrefill, kernel: StreamingLinear) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], gpu: GpuPrefill, kernel: StreamingLinear,
+        ranks: Sequence[ColumnMemory] = (),
+    ) -> None:  # fmt: skip
         self._parts = [layer.parts for layer in layers]
         self._gpu = gpu
         self._are_tiles = kernel.level.has_tiles
-        hidden, inner = self._parts[0].norm.weight.shape[0], inner_of(self._parts[0])
-        self._hidden, self._inner = hidden, inner
-        self._words = gpu.memory.host_memory(3 * LINE_BYTES, dtype=torch.uint8).zero_()
-        self._inputs = gpu.memory.host_memory(SHARED_TOKENS * hidden)
-        self._columns = gpu.memory.host_memory(SHARED_TOKENS * inner)
-        at = self._words.data_ptr()
-        self._asked, self._answered, self._failed = (at + line * LINE_BYTES for line in range(3))
-        self.native = kernel.native.ColumnShare(
-            words=at, inputs=self._inputs.data_ptr(), columns=self._columns.data_ptr(),
-            limit_s=WAIT_S,
-        )  # fmt: skip
+        self._hidden = self._parts[0].norm.weight.shape[0]
+        self._inner = inner_of(self._parts[0]) // (len(ranks) or 1)
+        """Columns of a rank."""
+        host = gpu.memory.host_memory
+        self._ranks = list(ranks) or [
+            ColumnMemory(
+                host(WORDS_BYTES, dtype=torch.uint8).zero_(), host(SHARED_TOKENS * self._inner)
+            )
+        ]
+        self._own = self._ranks[0]
+        inputs = host(SHARED_TOKENS * self._hidden)
+        self.native = self._own.share(kernel, inputs)
         """Memory by which the cores hand tokens over, and get columns."""
-        self._seen_inputs, self._seen_columns = map(self._seen, (self._inputs, self._columns))
-        self._signals = words_of(gpu.device, gpu.computing, self._answered)
+        self._seen_inputs = self._seen(inputs)
+        self._seen_columns = [self._seen(rank.columns) for rank in self._ranks]
+        self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
         self._pieces: dict[int, list[list[Placed]]] = {}
         self._orders: dict[int, ReadingOrder] = {}
 
     @property
     def blocks(self) -> int:
-        """Blocks of 32 columns of an MLP, of which the cores compute one at least, and not all."""
+        """Blocks of 32 columns of a rank's MLP, of which its cores compute some, and not all."""
         return self._inner // BLOCK
 
     @contextmanager
@@ -104,24 +176,31 @@ class ColumnsOnGpu:
 
     def _end(self, ordered: Future[None], first: int) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.
-        ctypes.c_uint32.from_address(self._asked).value = (first + len(self._parts)) % VALUES
+        end_step(self._own, first, len(self._parts))
         ordered.result(timeout=LIMIT_S)
 
     def _order(self, tokens: int, kept: int, first: int) -> None:
-        is_done = False
+        why = FAILED
         try:
             with torch.inference_mode(), current(self._gpu.computing):
                 for number, (parts, pieces) in enumerate(
                     zip(self._parts, self._pieces_of(kept), strict=True), first + 1
                 ):
                     whole = self._gpu.expanded_whole(pieces, self._orders[kept])
-                    self._signals.wait(self._asked, number % VALUES)
+                    self._signals.wait(self._own.asked, number % VALUES)
                     self._compute(parts, pieces, whole, tokens, kept)
-                    self._signals.write(self._answered, number % VALUES)
-            is_done = True
+                    for rank in self._ranks:
+                        self._signals.write(rank.answered, number % VALUES)
+            why = 0
+        except torch.OutOfMemoryError:
+            why = OUT_OF_MEMORY
+            # The ranks of a group are to come to the same layer, and compute the step again.
+            self._gpu.wait()
+            raise
         finally:
-            if not is_done:
-                ctypes.c_uint32.from_address(self._failed).value = 1
+            if why:
+                for rank in self._ranks:
+                    ctypes.c_uint32.from_address(rank.failed).value = why
 
     def _compute(
         self, parts: PostAttention, pieces: Sequence[Placed], whole: torch.Tensor | None,
@@ -136,12 +215,12 @@ class ColumnsOnGpu:
             torch.mul(given.view(-1, tokens, TILE).transpose(0, 1), 1, out=x.view(tokens, -1, TILE))
         else:
             torch.mul(given.view(tokens, -1), 1, out=x)
-        y = gpu.memory.products(tokens, halves * columns)
+        y = gpu.memory.products(tokens, halves * len(self._ranks) * columns)
         added = self._added(parts, kept)
         products = (
             gpu.expanded(pieces, self._orders[kept])
             if whole is None
-            else [(slice(0, halves * columns), whole)]
+            else [(slice(0, y.shape[1]), whole)]
         )
         for outputs, weight in products:
             if added is None:
@@ -150,11 +229,11 @@ class ColumnsOnGpu:
                 torch.addmm(added[outputs], x, weight, out=y[:, outputs])
         result = gpu_post_attention.activated(gpu, parts, y)
         # A kernel's own stores cross the link at once; a copy would wait for weights on their way.
-        into = self._seen_columns[: tokens * columns].view(tokens, columns)
-        torch.mul(result, 1, out=into)
+        for seen, own in zip(self._seen_columns, result.split(columns, dim=1), strict=True):
+            torch.mul(own, 1, out=seen[: tokens * columns].view(tokens, columns))
 
     def _added(self, parts: PostAttention, kept: int) -> torch.Tensor | None:
-        """Biases of the GPU's columns, of the gate and of up."""
+        """Biases of the GPU's columns, of all ranks' gates and then of up."""
         assert parts.gate_up is not None
         if parts.gate_up.bias is None:
             return None
@@ -166,18 +245,31 @@ class ColumnsOnGpu:
         if kept not in self._pieces:
             self._orders[kept] = ReadingOrder()
             self._pieces[kept] = [
-                self._gpu.pieces_of(self._last_columns(parts, kept)) for parts in self._parts
+                sorted(
+                    self._gpu.pieces_of(self._last_columns(parts, kept)),
+                    key=lambda placed: placed.outputs.start,
+                )
+                for parts in self._parts
             ]
         return self._pieces[kept]
 
     def _last_columns(self, parts: PostAttention, kept: int) -> WholeWeight:
+        """The last columns of all ranks' gates, one rank's behind the other's, and then of up."""
         assert parts.gate_up is not None
-        weight, columns = parts.gate_up.weight, self._inner - kept * BLOCK
-        runs = tuple(
-            (end - columns, end, number * columns)
-            for number, end in enumerate(range(self._inner, weight.shape[0] + 1, self._inner))
-        )
-        return WholeWeight((Part(weight, runs),), (len(runs) * columns, weight.shape[1]))
+        weight, columns, count = parts.gate_up.weight, self._inner - kept * BLOCK, len(self._ranks)
+        sources = [part.source for part in WholeWeight.parts_of(weight)]
+        ends = range(self._inner, sources[0].shape[0] + 1, self._inner)
+        made = [
+            Part(
+                source,
+                tuple(
+                    (end - columns, end, (half * count + own) * columns)
+                    for half, end in enumerate(ends)
+                ),
+            )
+            for own, source in enumerate(sources)
+        ]
+        return WholeWeight(tuple(made), (len(ends) * count * columns, weight.shape[1]))
 
     def _seen(self, memory: torch.Tensor) -> torch.Tensor:
         """Page-locked memory as the GPU reads and writes it."""
@@ -191,3 +283,60 @@ def inner_of(parts: PostAttention) -> int:
     """Columns of an MLP: inputs of its last matrix."""
     assert parts.down is not None
     return parts.down.weight.shape[1]
+
+
+def end_step(memory: ColumnMemory, first: int, layers: int) -> None:
+    """Count all layers of a step as asked for, where it has failed too.
+
+    Args:
+        memory: of this rank.
+        first: layers that had been asked for before.
+        layers: of the step.
+
+    """
+    ctypes.c_uint32.from_address(memory.asked).value = (first + layers) % VALUES
+
+
+def are_alike(layers: Sequence[Layer], ranks: int = 1) -> bool:
+    """Whether the columns of layers' MLPs can be shared out.
+
+    Args:
+        layers: those that `suits`, with the weights of all of these ranks.
+        ranks: of the group.
+
+    """
+    parts = [layer.parts for layer in layers]
+    inner = inner_of(parts[0])
+    return inner >= LEAST_COLUMNS * ranks and all(
+        one.gate_up is not None and one.gate_up.adapters is None and inner_of(one) == inner
+        for one in parts
+    )
+
+
+def columns_of(
+    layers: Sequence[Layer], gpu: GpuPrefill, kernel: StreamingLinear,
+    ranks: Sequence[ColumnMemory] = (),
+) -> ColumnsOnGpu | None:  # fmt: skip
+    """What computes columns of layers' MLPs.
+
+    None where these are not alike, or too few, or where the GPU's streams cannot wait for words.
+
+    Args:
+        layers: those that `suits`, with the weights of all ranks.
+        gpu: has their weights.
+        kernel: what computes this rank's other columns.
+        ranks: as of `ColumnsOnGpu`.
+
+    """
+    if not are_alike(layers, len(ranks) or 1):
+        return None
+    try:
+        return ColumnsOnGpu(layers, gpu, kernel, ranks)
+    except UnsupportedError as error:
+        _say_once(f"in decode steps the GPU computes whole layers only, or none: {error}")
+        return None
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)

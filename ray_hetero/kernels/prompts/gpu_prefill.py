@@ -346,7 +346,7 @@ class GpuPrefill:
 
     def pieces_of(self, part: WholeWeight) -> list[Placed]:
         """The pieces of a part of a weight that is here."""
-        rows = part.data[:1].nbytes
+        rows = max(one.source.data[:1].nbytes for one in part.parts)
         most = min(self._reader.values // part.shape[1], self._reader.stored // rows)
         return list(cut(part, self._device, most // BLOCK * BLOCK))
 

@@ -78,6 +78,12 @@ class WholeWeight:
         """Memory of a GPU that its expansions take all together."""
         return sum(part.source.gpu_bytes for part in self.parts)
 
+    @staticmethod
+    def parts_of(weight: Source | WholeWeight) -> tuple[Part, ...]:
+        """The parts of a weight of one rank, or of several."""
+        whole = weight if isinstance(weight, WholeWeight) else WholeWeight.of_one(weight)
+        return whole.parts
+
     @classmethod
     def of_one(cls, weight: Source) -> WholeWeight:
         """A weight that is in one part."""

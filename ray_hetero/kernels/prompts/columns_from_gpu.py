@@ -1,0 +1,77 @@
+"""Columns of MLPs on the GPU of a group's first rank, as the other ranks get them.
+
+Each rank computes its own first columns and waits for a word of its own, behind which its last ones
+lie in memory that the first rank's GPU writes (columns_on_gpu.py).  What they multiply, all ranks
+have; the GPU takes the first one's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.prompts.columns_on_gpu import (
+    OUT_OF_MEMORY,
+    ColumnMemory,
+    end_step,
+    inner_of,
+)
+from ray_hetero.planning.prefill_memory import SHARED_TOKENS
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.layers.decoder_layers import Layer
+
+
+class ColumnsFromGpu:
+    """The last columns of this rank's parts of the MLPs of layers that follow one another.
+
+    Args:
+        layers: with this rank's parts of the weights.
+        kernel: what computes the other columns.
+        memory: of this rank.
+
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory
+    ) -> None:
+        self._count, self._memory = len(layers), memory
+        self._inner = inner_of(layers[0].parts)
+        hidden = layers[0].parts.norm.weight.shape[0]
+        self._inputs = torch.empty(SHARED_TOKENS * hidden, dtype=torch.bfloat16)
+        self.native = memory.share(kernel, self._inputs)
+        """Memory by which the cores get columns."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 32 columns of this rank's part of an MLP."""
+        return self._inner // BLOCK
+
+    @contextmanager
+    def of_step(self, tokens: int, kept: int) -> Iterator[None]:
+        """Take the GPU's columns of a step that the cores compute within this.
+
+        Args:
+            tokens: of the step.
+            kept: blocks of columns that the cores of each rank compute.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU's memory has run out, on all ranks.
+            RuntimeError: something else has failed in the first rank, or is late.
+
+        """
+        first = self.native.asked
+        try:
+            yield
+        except RuntimeError:
+            if ctypes.c_uint32.from_address(self._memory.failed).value == OUT_OF_MEMORY:
+                raise torch.OutOfMemoryError("on the first rank of this group") from None
+            raise
+        finally:
+            end_step(self._memory, first, self._count)
