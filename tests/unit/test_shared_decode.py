@@ -6,8 +6,10 @@ tests/gpu/test_prompt_gpu.py.
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     columns_on_gpu,
     gpu_post_attention,
     gpu_prefill,
+    step_memory,
 )
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -87,6 +90,27 @@ def test_columns_of_all_layers(
     for at in range(3):
         steps.check(*((request, end + at, end + at + 1)
                       for request, end in ((one, 66), (other, 30), (third, 9))))  # fmt: skip
+
+
+def test_memory_that_a_gpu_sees_by_its_address_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    host_memory = step_memory.StepMemory.host_memory
+
+    def noted(self: Any, *shape: int, **given: Any) -> torch.Tensor:
+        memory = host_memory(self, *shape, **given)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(step_memory.StepMemory, "host_memory", noted)
+    # On a GPU, what it sees is another tensor.
+    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "_seen", lambda _, memory: memory.clone())
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+    before = len(made)
+    columns = columns_on_gpu.columns_of(steps.known, steps.behind.gpu, steps.kernel)
+    gc.collect()
+    assert columns is not None
+    assert len(made) > before
+    assert all(one() is not None for one in made[before:])
 
 
 @pytest.mark.parametrize(("isa", "is_compact"), [("vec", True), ("amx", False)])

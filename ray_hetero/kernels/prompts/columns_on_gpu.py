@@ -46,7 +46,9 @@ LINE_BYTES = 64
 WAIT_S = 60.0
 """Longest wait of the cores for the columns of a layer, in seconds; they take milliseconds."""
 WORDS_BYTES = 3 * LINE_BYTES
+"""Bytes of `ColumnShare.Words`."""
 PAGE_BYTES = 4096
+"""Bytes of a page: what ranks map in common begins with one."""
 TILE = 32
 """Inputs of a token that are neighbours where the cores multiply tiles."""
 
@@ -59,7 +61,7 @@ FAILED, OUT_OF_MEMORY = 1, 2
 
 @dataclass(frozen=True)
 class ColumnMemory:
-    """Memory by which a rank gets columns from a GPU."""
+    """Memory by which a rank gets columns from a GPU; whoever has an address of it keeps it."""
 
     words: torch.Tensor
     """[3 cache lines], uint8, 0: `ColumnShare.Words` of the native module."""
@@ -138,10 +140,11 @@ class ColumnsOnGpu:
             )
         ]
         self._own = self._ranks[0]
-        inputs = host(SHARED_TOKENS * self._hidden)
-        self.native = self._own.share(kernel, inputs)
+        # Kept: what the GPU sees of it has the address only.
+        self._inputs = host(SHARED_TOKENS * self._hidden)
+        self.native = self._own.share(kernel, self._inputs)
         """Memory by which the cores hand tokens over, and get columns."""
-        self._seen_inputs = self._seen(inputs)
+        self._seen_inputs = self._seen(self._inputs)
         self._seen_columns = [self._seen(rank.columns) for rank in self._ranks]
         self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
         self._pieces: dict[int, list[list[Placed]]] = {}
