@@ -45,7 +45,8 @@ def test_one_that_sleeps_waits_and_one_that_is_stopped_says_how_to_go_on() -> No
 
 def test_one_that_spins_computes() -> None:
     with child(SPIN) as process:
-        assert doing(ProcessId.of(process.pid)) is Doing.COMPUTING
+        # On a busy host it may get too little of a core during one look.
+        assert Doing.COMPUTING in (doing(ProcessId.of(process.pid)) for _ in range(20))
 
 
 def test_one_that_was_killed_is_gone_before_and_after_its_parent_has_noticed() -> None:
