@@ -48,7 +48,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged; vLLM's logger hands nothing on to pytest's."""
     found: list[str] = []
     for level in ("info", "warning"):
-        for module in (decode_shares, decode_step, shared_decode):
+        for module in (columns_on_gpu, decode_shares, decode_step, shared_decode):
             monkeypatch.setattr(
                 module.logger, level, lambda text, *given: found.append(text % given)
             )
@@ -321,6 +321,7 @@ def test_a_driver_that_refuses_to_wait_leaves_whole_layers(
         def run(self, given: Any, stream: Any) -> int:
             return 801
 
+    columns_on_gpu._say_once.cache_clear()
     monkeypatch.setattr(stream_words, "Driver", Refusing)
     words_of = stream_words.words_of
     monkeypatch.setattr(
@@ -339,7 +340,7 @@ def test_words_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.shared is not None
     given = steps.shared._columns
     assert given is not None
-    words = given._words.view(torch.int32)
+    words = given._own.words.view(torch.int32)
     words[0] = words[16] = -LAYERS - 2  # the third layer of the second step begins anew
     request = steps.request(6)
     for at in range(3):
