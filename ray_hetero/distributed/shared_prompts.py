@@ -34,7 +34,7 @@ from ray_hetero.kernels.linear import step_limit
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, InGroup
 from ray_hetero.kernels.prompts.columns_from_gpu import ColumnsFromGpu
-from ray_hetero.kernels.prompts.columns_on_gpu import ColumnMemory, are_alike, columns_of
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnMemory, are_alike, maker_of
 from ray_hetero.kernels.prompts.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.prompts.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
     from ray_hetero.kernels.layers.layer_parts import Linear
     from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-    from ray_hetero.kernels.prompts.gpu_layers import GpuLayers
 
 Gather = Callable[[Any], list[Any]]
 """Function that tells all ranks of the group something, and gives what each has told."""
@@ -132,31 +131,25 @@ def _columns(
         gather: tells the others.
 
     """
-    kernel, memory = offer.kernel, memories[own]
+    kernel = offer.kernel
     if kernel is None or not offer.share:
         return [no_columns for _ in offer.runs]
-    makers: list[MakeColumns]
-    if layers is None:
-        can = all(shared_decode.suits(run) and are_alike(run) for run in offer.runs)
-        makers = [partial(_from_gpu, run, kernel, memory) for run in offer.runs]
-    else:
-        makers = [partial(_on_gpu, run, kernel, memories) for run in layers.runs]
-        can = all(shared_decode.suits(run) for run in offer.runs) and all(
-            make(1) is not None for make in makers
-        )
+    makers: list[MakeColumns] = (
+        [partial(_from_gpu, run, kernel, memories[own]) for run in offer.runs]
+        if layers is None
+        else [maker_of(run.layers, run.gpu, kernel, memories) for run in layers.runs]
+    )
+    can = all(
+        shared_decode.suits(run) and make(len(run)) is not None
+        for run, make in zip(offer.runs, makers, strict=True)
+    )
     return makers if all(gather(can)) else [no_columns for _ in offer.runs]
 
 
 def _from_gpu(
     layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory, count: int
-) -> Columns:
-    return ColumnsFromGpu(layers[:count], kernel, memory)
-
-
-def _on_gpu(
-    run: GpuLayers, kernel: StreamingLinear, memories: Sequence[ColumnMemory], count: int
 ) -> Columns | None:
-    return columns_of(run.layers[:count], run.gpu, kernel, memories)
+    return ColumnsFromGpu(layers[:count], kernel, memory) if are_alike(layers) else None
 
 
 def _shares(

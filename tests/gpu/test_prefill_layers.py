@@ -27,7 +27,6 @@ from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
 from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
 from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
@@ -177,8 +176,7 @@ def test_prompts_chunks_and_prefixes(
 @needs_native
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_requests_decode_beside_prompts(is_compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
-    steps = Steps(monkeypatch, device=GPU, is_compact=is_compact, isa=isa, layers=3)
+    steps = Steps(monkeypatch, device=GPU, is_compact=is_compact, isa=layout(), layers=3)
     one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
     steps.check((one, 0, 58), (other, 0, 88))
     steps.check((one, 58, 59), (prompt, 0, 70), (other, 88, 89))
@@ -228,19 +226,13 @@ def test_embeddings_are_sent_while_others_are_looked_up(monkeypatch: pytest.Monk
     assert taken == [True] * 3 + [False]
 
 
-@needs_native
-@pytest.mark.parametrize("is_compact", [False, True])
-@pytest.mark.parametrize("columns", [2, 9, 16])
-@pytest.mark.parametrize("family", GPU_FAMILIES)
-def test_columns_of_decode_steps(
-    family: str, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
-    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
-    steps = Steps(
-        monkeypatch, device=GPU, family=family, columns=columns, is_compact=is_compact, isa=isa,
-        layers=3,
-    )  # fmt: skip
+def layout() -> str:
+    """Layout of caches on this processor."""
+    return "amx" if "amx" in [level.name for level in native.levels()] else "vec"
+
+
+def check_decode_steps(steps: Steps) -> None:
+    """Six decode steps of two requests, a prompt in between."""
     one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
     steps.check((one, 0, 52), (other, 0, 84))
     for at in range(3):
@@ -253,13 +245,27 @@ def test_columns_of_decode_steps(
 
 @needs_native
 @pytest.mark.parametrize("is_compact", [False, True])
+@pytest.mark.parametrize("columns", [2, 9, 16])
+@pytest.mark.parametrize("family", GPU_FAMILIES)
+def test_columns_of_decode_steps(
+    family: str, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+    steps = Steps(
+        monkeypatch, device=GPU, family=family, columns=columns, is_compact=is_compact,
+        isa=layout(), layers=3,
+    )  # fmt: skip
+    check_decode_steps(steps)
+
+
+@needs_native
+@pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
 def test_layers_of_which_ranks_of_a_group_have_parts(
     count: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
     steps = GroupSteps(
-        monkeypatch, count, device=GPU, is_compact=is_compact, isa=isa, layers=3, has_bias=True
+        monkeypatch, count, device=GPU, is_compact=is_compact, isa=layout(), layers=3, has_bias=True
     )
     assert None not in steps.join()
     one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
@@ -277,23 +283,14 @@ def test_columns_of_the_ranks_of_a_group(
     count: int, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
-    isa = "amx" if "amx" in [level.name for level in native.levels()] else "vec"
     steps = GroupSteps(
-        monkeypatch, count, device=GPU, is_compact=is_compact, isa=isa, layers=3, has_bias=True,
-        share=1.0, wide=160,
+        monkeypatch, count, device=GPU, is_compact=is_compact, isa=layout(), layers=3,
+        has_bias=True, share=1.0, wide=160,
     )  # fmt: skip
     assert None not in steps.join()
-    for rank in steps.ranks:
-        rank.made.shared.shares = Shares((Share(1, columns=columns),))
-    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 150))
-    steps.check((one, 0, 52), (other, 0, 84))
-    for at in range(3):
-        steps.check((one, 52 + at, 53 + at), (other, 84 + at, 85 + at))
-    # A prompt takes the place of what has come ahead.
-    steps.check((prompt, 0, 150))
-    for at in range(3):
-        steps.check((one, 55 + at, 56 + at), (other, 87 + at, 88 + at))
-    assert [rank.made.shared._columns.native.asked for rank in steps.ranks] == [18] * count
+    given = steps.give_columns(columns)
+    check_decode_steps(steps)
+    assert [one.native.asked for one in given] == [18] * count
 
 
 READS = """

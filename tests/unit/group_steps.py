@@ -26,6 +26,7 @@ from ray_hetero.distributed import shared_prompts
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import post_attention
+from ray_hetero.kernels.layers.decode_shares import Share, Shares
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.layers.group_layers import PromptOffer
 from ray_hetero.kernels.layers.layer_parts import Linear
@@ -242,6 +243,12 @@ class GroupSteps(Steps):
                     group.columns_of(len(rank.known)),
                 )  # fmt: skip
         return found
+
+    def give_columns(self, parts: int) -> list[Any]:
+        """Have so many parts of all columns given away; what computes them, by rank."""
+        for rank in self.ranks:
+            rank.made.shared.shares = Shares((Share(1, columns=parts),))
+        return [rank.made.shared._columns for rank in self.ranks]
 
     def step(
         self, *parts: tuple[Conversation, int, int], residual: Any = None, is_dummy: bool = False

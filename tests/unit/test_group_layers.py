@@ -398,14 +398,6 @@ def test_decode_steps_are_shared_with_the_gpu(
     assert on_gpu == [143, 80, 160]
 
 
-def with_columns(steps: GroupSteps, parts: int) -> list[Any]:
-    """Have so many parts of all columns given away; what computes them, by rank."""
-    steps.join()
-    for rank in steps.ranks:
-        rank.made.shared.shares = Shares((Share(1, columns=parts),))
-    return [rank.made.shared._columns for rank in steps.ranks]
-
-
 def asked(columns: Sequence[Any]) -> list[int]:
     """Layers whose columns each rank has asked for."""
     return [one.native.asked for one in columns]
@@ -422,7 +414,8 @@ def test_columns_of_all_ranks_are_computed_by_the_gpu(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
     steps = GroupSteps(monkeypatch, count, isa=isa, layers=5, share=0.6, wide=160, **given)
-    columns = with_columns(steps, parts)
+    steps.join()
+    columns = steps.give_columns(parts)
     one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 290))
     steps.check((one, 0, 55), (other, 0, 88))
     steps.check((one, 55, 56), (other, 88, 89))
@@ -439,7 +432,8 @@ def test_columns_that_a_gpu_has_no_memory_for_are_computed_by_all_ranks(
 ) -> None:
     monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
     steps = GroupSteps(monkeypatch, layers=5, share=1.0)
-    columns = with_columns(steps, 8)
+    steps.join()
+    columns = steps.give_columns(8)
     expanded, times = GpuPrefill.expanded_whole, iter(range(8))
 
     def until_none_is_left(self: GpuPrefill, *given: Any) -> Any:

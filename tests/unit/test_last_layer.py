@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,24 +82,25 @@ def nothing_is_left() -> Iterator[None]:
     last_layer._installed.clear()
 
 
-@pytest.fixture
-def whole() -> Any:
-    """A model's last MLP, and what its own forward function makes of rows."""
+def installed_in_last(part: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """A part of a model's last layer, and its own forward function."""
     made = model(2)
-    last = layers_of(made)[-1].mlp
+    last = part(layers_of(made)[-1])
     own = last.forward
     installed(made)
     return last, own
+
+
+@pytest.fixture
+def whole() -> Any:
+    """A model's last MLP, and what its own forward function makes of rows."""
+    return installed_in_last(lambda layer: layer.mlp)
 
 
 @pytest.fixture
 def whole_output() -> Any:
     """The output layer of its last attention, and the same."""
-    made = model(2)
-    last = layers_of(made)[-1].self_attn.o_proj
-    own = last.forward
-    installed(made)
-    return last, own
+    return installed_in_last(lambda layer: layer.self_attn.o_proj)
 
 
 def step(new: dict[str, SamplingParams | None], finished: tuple[str, ...] = ()) -> Any:
@@ -204,11 +205,10 @@ class Attention:
 
     Args:
         monkeypatch: replaces vLLM's forward context.
-        padding: requests without tokens that metadata are padded with.
 
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, padding: int = 0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 0)
         steps = Steps(monkeypatch)
         begun, whole_prompt, decoding = map(steps.request, (900, 400, 21))
@@ -228,12 +228,11 @@ class Attention:
             self.layer.impl.do_kv_cache_update(
                 self.layer, self.keys.contiguous(), self.values.contiguous(), self.cache, slots
             )
-        if padding:
-            self._pad(padding)
         self.own = self.layer.impl.forward
         installed(steps.decoder)
 
-    def _pad(self, requests: int) -> None:
+    def pad(self, requests: int) -> None:
+        """Pad metadata with requests without tokens."""
         made = self.metadata
         last = made.query_start_loc[-1:].expand(requests)
         nothing = made.seq_lens.new_zeros(requests)
@@ -266,7 +265,7 @@ def test_attention_is_computed_from_the_same_rows(
     made = Attention(monkeypatch)
     expected = made.attended(made.own)
     if padding:
-        made._pad(padding)
+        made.pad(padding)
     found = made.attended(made.layer.impl.forward)
     assert expected.isfinite().all()
     torch.testing.assert_close(found[made.read], expected[made.read], rtol=2e-2, atol=1e-2)
@@ -307,7 +306,7 @@ def test_results_that_may_not_depend_on_the_batch_are_computed_from_all_rows(
 
 
 def test_flash_attention_is_told_of_the_same_rows() -> None:
-    """Its kernels need a GPU, on which test_prefill_layers.py compares them."""
+    """Its kernels need a GPU, on which test_last_layer_rows.py compares them."""
     lengths, ends = torch.tensor([900, 400, 21]), torch.tensor([700, 1100, 1101])
     made = FlashAttentionMetadata(
         num_actual_tokens=1101, max_query_len=700, query_start_loc=metadata().query_start_loc,

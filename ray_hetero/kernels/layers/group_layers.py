@@ -22,7 +22,7 @@ from ray_hetero.kernels.layers.shared_decode import MakeColumns
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
-from ray_hetero.kernels.prompts.columns_on_gpu import PAGE_BYTES, ColumnMemory
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnMemory, inner_of
 from ray_hetero.kernels.prompts.gpu_layers import (
     AttentionMemory,
     AttentionShape,
@@ -32,7 +32,7 @@ from ray_hetero.kernels.prompts.gpu_layers import (
 )
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill, PrefillBytes
 from ray_hetero.kernels.prompts.prompt_group import RESULTS, PromptGroup
-from ray_hetero.kernels.prompts.shared_weights import LinkedLinear, SharedWeights
+from ray_hetero.kernels.prompts.shared_weights import PAGE, LinkedLinear, SharedWeights
 from ray_hetero.kernels.prompts.weight_pieces import WholeWeight
 from ray_hetero.planning.prefill_memory import BF16_BYTES
 from ray_hetero.runtime.locked_pages import lock_pages
@@ -40,10 +40,6 @@ from ray_hetero.runtime.locked_pages import lock_pages
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
     from ray_hetero.kernels.prompts.stage_output import StageOutput
-
-
-LINEARS = 4
-"""Linear layers of a layer, see `linears_of`."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,8 @@ class PromptTerms:
     """Shapes of each rank's linear layers, in their order."""
     hidden: int
     """Elements of a token's hidden state."""
+    inner: int
+    """Columns of each rank's part of an MLP."""
     tokens: int
     """Most tokens of a step."""
     from_tokens: int
@@ -68,20 +66,15 @@ class PromptTerms:
         """Bytes of memory for the results of a step."""
         return RESULTS * BF16_BYTES * self.tokens * self.hidden
 
-    @property
-    def inner(self) -> int:
-        """Columns of each rank's part of an MLP."""
-        return self.weights[LINEARS - 1][1]
-
     def shared_bytes(self, ranks: int) -> tuple[int, ...]:
-        """Bytes of memory that all ranks map: whole pages for results, and for each rank's columns.
+        """Bytes of memory that all ranks map, in whole pages: of results, and of ranks' columns.
 
         Args:
             ranks: of the group.
 
         """
-        results = -(-self.results_bytes // PAGE_BYTES) * PAGE_BYTES
-        return results, *[ColumnMemory.bytes_of(self.inner)] * ranks
+        parts = [self.results_bytes, *[ColumnMemory.bytes_of(self.inner)] * ranks]
+        return tuple(-(-nbytes // PAGE) * PAGE for nbytes in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +122,7 @@ class PromptOffer:
             shape,
             tuple(linear.weight.shape for linear in self.linears),
             layers[0].parts.output.weight.shape[0],
+            inner_of(layers[0].parts),
             self.tokens,
             self.from_tokens,
         )

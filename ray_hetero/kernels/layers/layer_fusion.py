@@ -30,7 +30,7 @@ from ray_hetero.kernels.layers.shared_decode import MakeColumns, SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
-from ray_hetero.kernels.prompts.columns_on_gpu import columns_of
+from ray_hetero.kernels.prompts.columns_on_gpu import maker_of
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -92,7 +92,7 @@ def install(
             shares = of_group.shares
             _share(made, run.layers, kernel, of_group.behind, shares, of_group.columns_of)
         elif share and (behind := _behind(run.layers, kernel)) is not None:
-            make = _columns(run.layers, kernel, behind.gpu)
+            make = maker_of(run.layers, behind.gpu, kernel)
             if shares is None:
                 shares = shared_decode.shares_of(
                     share, run.layers, kernel, behind, place=seat, columns_of=make
@@ -184,10 +184,6 @@ def _behind(layers: Sequence[Layer], kernel: StreamingLinear) -> OnGpu | None:
     ):
         return None
     return OnGpu(layers, prompts.gpu)
-
-
-def _columns(layers: Sequence[Layer], kernel: StreamingLinear, gpu: GpuPrefill) -> MakeColumns:
-    return lambda count: columns_of(layers[:count], gpu, kernel)
 
 
 def _share(

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.columns_on_gpu import (
     OUT_OF_MEMORY,
     ColumnMemory,
-    end_step,
+    RankColumns,
     inner_of,
 )
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
 
 
-class ColumnsFromGpu:
+class ColumnsFromGpu(RankColumns):
     """The last columns of this rank's parts of the MLPs of layers that follow one another.
 
     Args:
@@ -41,17 +40,9 @@ class ColumnsFromGpu:
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory
     ) -> None:
-        self._count, self._memory = len(layers), memory
-        self._inner = inner_of(layers[0].parts)
-        hidden = layers[0].parts.norm.weight.shape[0]
-        self._inputs = torch.empty(SHARED_TOKENS * hidden, dtype=torch.bfloat16)
-        self.native = memory.share(kernel, self._inputs)
-        """Memory by which the cores get columns."""
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 32 columns of this rank's part of an MLP."""
-        return self._inner // BLOCK
+        parts = layers[0].parts
+        inputs = torch.empty(SHARED_TOKENS * parts.norm.weight.shape[0], dtype=torch.bfloat16)
+        super().__init__(len(layers), inner_of(parts), kernel, memory, inputs)
 
     @contextmanager
     def of_step(self, tokens: int, kept: int) -> Iterator[None]:
@@ -70,8 +61,8 @@ class ColumnsFromGpu:
         try:
             yield
         except RuntimeError:
-            if ctypes.c_uint32.from_address(self._memory.failed).value == OUT_OF_MEMORY:
+            if ctypes.c_uint32.from_address(self._own.failed).value == OUT_OF_MEMORY:
                 raise torch.OutOfMemoryError("on the first rank of this group") from None
             raise
         finally:
-            end_step(self._memory, first, self._count)
+            self.end(first)

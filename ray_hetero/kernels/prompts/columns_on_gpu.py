@@ -14,12 +14,12 @@ from the first one's tokens; each rank has words and columns of its own, in memo
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,12 +47,8 @@ WAIT_S = 60.0
 """Longest wait of the cores for the columns of a layer, in seconds; they take milliseconds."""
 WORDS_BYTES = 3 * LINE_BYTES
 """Bytes of `ColumnShare.Words`."""
-PAGE_BYTES = 4096
-"""Bytes of a page: what ranks map in common begins with one."""
 TILE = 32
 """Inputs of a token that are neighbours where the cores multiply tiles."""
-
-
 LEAST_COLUMNS = 512
 """Least columns of a rank's MLP that are shared out: of fewer, parts would not be whole blocks."""
 FAILED, OUT_OF_MEMORY = 1, 2
@@ -61,7 +57,7 @@ FAILED, OUT_OF_MEMORY = 1, 2
 
 @dataclass(frozen=True)
 class ColumnMemory:
-    """Memory by which a rank gets columns from a GPU; whoever has an address of it keeps it."""
+    """Memory by which a rank gets columns from a GPU."""
 
     words: torch.Tensor
     """[3 cache lines], uint8, 0: `ColumnShare.Words` of the native module."""
@@ -70,13 +66,13 @@ class ColumnMemory:
 
     @staticmethod
     def bytes_of(inner: int) -> int:
-        """Bytes of memory that all ranks map, for a rank with so many columns: whole pages."""
-        return -(-(WORDS_BYTES + BF16_BYTES * SHARED_TOKENS * inner) // PAGE_BYTES) * PAGE_BYTES
+        """Bytes of both in one piece of memory, of a rank with so many columns."""
+        return WORDS_BYTES + BF16_BYTES * SHARED_TOKENS * inner
 
     @classmethod
     def within(cls, memory: torch.Tensor, inner: int) -> ColumnMemory:
         """Both in one piece of memory, uint8."""
-        columns = memory[WORDS_BYTES:][: BF16_BYTES * SHARED_TOKENS * inner]
+        columns = memory[WORDS_BYTES : cls.bytes_of(inner)]
         return cls(memory[:WORDS_BYTES], columns.view(torch.bfloat16))
 
     @property
@@ -94,21 +90,48 @@ class ColumnMemory:
         """Address of the word that says that no more will come."""
         return self.answered + LINE_BYTES
 
-    def share(self, kernel: StreamingLinear, inputs: torch.Tensor) -> Any:
-        """What the native module's decode step takes.
+
+class RankColumns:
+    """What the native module's decode steps get a rank's last columns by.
+
+    Args:
+        layers: of a step.
+        inner: columns of the rank's MLPs.
+        kernel: what computes the other ones.
+        memory: of this rank.
+        inputs: [most tokens · hidden], bf16, where the cores leave what the gate multiplies.
+
+    """
+
+    def __init__(
+        self, layers: int, inner: int, kernel: StreamingLinear, memory: ColumnMemory,
+        inputs: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._layers, self._inner = layers, inner
+        # Kept: the cores, and a GPU, know them by their addresses.
+        self._own, self._inputs = memory, inputs
+        self.native = kernel.native.ColumnShare(
+            words=memory.words.data_ptr(), inputs=inputs.data_ptr(),
+            columns=memory.columns.data_ptr(), limit_s=WAIT_S,
+        )  # fmt: skip
+        """Memory by which the cores hand tokens over, and get columns."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 32 columns of a rank's MLP, of which its cores compute some, and not all."""
+        return self._inner // BLOCK
+
+    def end(self, first: int) -> None:
+        """Count all layers of a step as asked for, where it has failed too.
 
         Args:
-            kernel: of the rank.
-            inputs: [most tokens · hidden], bf16, where it leaves what the gate multiplies.
+            first: layers that had been asked for before the step.
 
         """
-        return kernel.native.ColumnShare(
-            words=self.words.data_ptr(), inputs=inputs.data_ptr(),
-            columns=self.columns.data_ptr(), limit_s=WAIT_S,
-        )  # fmt: skip
+        ctypes.c_uint32.from_address(self._own.asked).value = (first + self._layers) % VALUES
 
 
-class ColumnsOnGpu:
+class ColumnsOnGpu(RankColumns):
     """The last columns of the MLPs of layers that follow one another.
 
     Args:
@@ -128,32 +151,21 @@ class ColumnsOnGpu:
         ranks: Sequence[ColumnMemory] = (),
     ) -> None:  # fmt: skip
         self._parts = [layer.parts for layer in layers]
-        self._gpu = gpu
-        self._are_tiles = kernel.level.has_tiles
         self._hidden = self._parts[0].norm.weight.shape[0]
-        self._inner = inner_of(self._parts[0]) // (len(ranks) or 1)
-        """Columns of a rank."""
+        inner = inner_of(self._parts[0]) // (len(ranks) or 1)
         host = gpu.memory.host_memory
         self._ranks = list(ranks) or [
-            ColumnMemory(
-                host(WORDS_BYTES, dtype=torch.uint8).zero_(), host(SHARED_TOKENS * self._inner)
-            )
+            ColumnMemory(host(WORDS_BYTES, dtype=torch.uint8).zero_(), host(SHARED_TOKENS * inner))
         ]
-        self._own = self._ranks[0]
-        # Kept: what the GPU sees of it has the address only.
-        self._inputs = host(SHARED_TOKENS * self._hidden)
-        self.native = self._own.share(kernel, self._inputs)
-        """Memory by which the cores hand tokens over, and get columns."""
-        self._seen_inputs = self._seen(self._inputs)
+        inputs = host(SHARED_TOKENS * self._hidden)
+        super().__init__(len(layers), inner, kernel, self._ranks[0], inputs)
+        self._gpu = gpu
+        self._are_tiles = kernel.level.has_tiles
+        self._seen_inputs = self._seen(inputs)
         self._seen_columns = [self._seen(rank.columns) for rank in self._ranks]
         self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
         self._pieces: dict[int, list[list[Placed]]] = {}
         self._orders: dict[int, ReadingOrder] = {}
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 32 columns of a rank's MLP, of which its cores compute some, and not all."""
-        return self._inner // BLOCK
 
     @contextmanager
     def of_step(self, tokens: int, kept: int) -> Iterator[None]:
@@ -179,7 +191,7 @@ class ColumnsOnGpu:
 
     def _end(self, ordered: Future[None], first: int) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.
-        end_step(self._own, first, len(self._parts))
+        self.end(first)
         ordered.result(timeout=LIMIT_S)
 
     def _order(self, tokens: int, kept: int, first: int) -> None:
@@ -288,18 +300,6 @@ def inner_of(parts: PostAttention) -> int:
     return parts.down.weight.shape[1]
 
 
-def end_step(memory: ColumnMemory, first: int, layers: int) -> None:
-    """Count all layers of a step as asked for, where it has failed too.
-
-    Args:
-        memory: of this rank.
-        first: layers that had been asked for before.
-        layers: of the step.
-
-    """
-    ctypes.c_uint32.from_address(memory.asked).value = (first + layers) % VALUES
-
-
 def are_alike(layers: Sequence[Layer], ranks: int = 1) -> bool:
     """Whether the columns of layers' MLPs can be shared out.
 
@@ -338,6 +338,14 @@ def columns_of(
     except UnsupportedError as error:
         _say_once(f"in decode steps the GPU computes whole layers only, or none: {error}")
         return None
+
+
+def maker_of(
+    layers: Sequence[Layer], gpu: GpuPrefill, kernel: StreamingLinear,
+    ranks: Sequence[ColumnMemory] = (),
+) -> Callable[[int], ColumnsOnGpu | None]:  # fmt: skip
+    """Makes `columns_of` the first of some layers, by their number; arguments as there."""
+    return lambda count: columns_of(layers[:count], gpu, kernel, ranks)
 
 
 @cache
