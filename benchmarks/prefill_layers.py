@@ -151,7 +151,7 @@ class Write:
 def link_only(gpu: GpuPrefill) -> None:
     """Copy all weights once."""
     # Private names: what only a benchmark leaves out.
-    copied(gpu._reader, (placed.piece for found in gpu._pieces.values() for placed in found))
+    copied(gpu.reader, (placed.piece for found in gpu._pieces.values() for placed in found))
 
 
 def main() -> None:
@@ -212,7 +212,7 @@ def measure(
     def step(meanwhile: Callable[[], object] = lambda: None) -> None:
         on_gpu(slots, hidden, None, rows, places, meanwhile)
 
-    with without_copies(gpu._reader):
+    with without_copies(gpu.reader):
         alone = milliseconds(step, options.repeats)
     both = milliseconds(step, options.repeats)
     peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)

@@ -116,7 +116,7 @@ def link_ms(layers: list[Any], gpu: GpuPrefill) -> float:
     # Private names: what only a benchmark leaves out.
     wanted = [linear.weight.data.data_ptr() for layer in layers for linear in layer.parts.linears]
     began = time.perf_counter()
-    copied(gpu._reader, (placed.piece for at in wanted for placed in gpu._pieces[at]))
+    copied(gpu.reader, (placed.piece for at in wanted for placed in gpu._pieces[at]))
     torch.cuda.synchronize()
     return round(1e3 * (time.perf_counter() - began) / len(layers), 3)
 

@@ -51,19 +51,18 @@ class ColumnShare {
   // One thread: until the columns of the layer that was asked for last are there.
   void await(ReadAhead& ahead) {
     const std::uint32_t number = asked();
-    Clock::time_point begin{};
-    for (std::int64_t turn = 1; why_ == Why::kNone; ++turn) {
-      // Numbers go round.
-      const std::uint32_t there = words_.answered.load(std::memory_order_acquire);
-      if (static_cast<std::int32_t>(there - number) >= 0) return;
+    const Clock::time_point begin = Clock::now();
+    for (std::int64_t turn = 1; why_ == Why::kNone && !is_there(number); ++turn) {
       ahead.fetch();
       pause();
       if (turn % kTurns != 0) continue;
-      if (turn == kTurns) begin = Clock::now();
       if (words_.failed.load(std::memory_order_acquire) != 0) why_ = Why::kFailed;
       if (Seconds(Clock::now() - begin).count() > limit_s_) why_ = Why::kLate;
     }
+    waited_s_ += Seconds(Clock::now() - begin).count();
   }
+  // Seconds that all cores have waited for columns up to now: what the GPU was late.
+  double waited_s() const { return waited_s_; }
   // Whether columns are missing; for all threads behind a barrier with the one that has waited.
   bool is_lost() const { return why_ != Why::kNone; }
   void check() const {
@@ -82,11 +81,18 @@ class ColumnShare {
 
   static constexpr std::int64_t kTurns = 1024;  // between two looks at the clock
 
+  // Numbers go round.
+  bool is_there(std::uint32_t number) const {
+    const std::uint32_t there = words_.answered.load(std::memory_order_acquire);
+    return static_cast<std::int32_t>(there - number) >= 0;
+  }
+
   Words& words_;
   std::uint16_t* const inputs_;
   const std::uint16_t* const columns_;
   const double limit_s_;
   Why why_ = Why::kNone;
+  double waited_s_ = 0;
 };
 
 }  // namespace ray_hetero

@@ -28,7 +28,8 @@ from ray_hetero.kernels.linear import streaming_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.prompts.weight_pieces import Piece, PieceReader  # noqa: E402
+from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
+from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import (  # noqa: E402
     CUDA_BYTES,
@@ -109,7 +110,7 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(PieceReader, "fetch", fetch_and_count)
     pieces = sum(len(found) for found in gpu._pieces.values())
-    slots = gpu._reader.slots
+    slots = gpu.reader.slots
     assert slots < pieces
 
     def step() -> Iterator[int]:
@@ -127,7 +128,7 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     first = len(gpu._pieces[packed[0].data_ptr()])
     assert counts[0] == first
     # One is expanded already, the others wait as they are stored.
-    ahead = [gpu._reader._next.piece, *(slot.piece for slot in gpu._reader._ahead)]
+    ahead = [gpu.reader._next.piece, *(slot.piece for slot in gpu.reader._ahead)]
     own = [placed.piece for one in packed for placed in gpu._pieces[one.data_ptr()]]
     assert ahead == own[: slots + 1]
 
@@ -188,7 +189,7 @@ def test_what_is_taken_is_what_is_counted(
         counted = gpu_bytes(2048, 4096, tokens) - CUDA_BYTES - WORKING_BYTES
         slot = (256 << 10) * (3 if is_compact else 4) // 4
         assert counted - slot < sum(taken) <= counted
-        return gpu._reader.slots
+        return gpu.reader.slots
 
     assert sum(n * k for n, k in sizes) * 2 // (256 << 10) == 24  # pieces
     # A piece in 12 bits leaves a quarter of the room for one in 16.
@@ -200,7 +201,7 @@ def test_what_is_taken_is_what_is_counted(
 
 def test_there_are_not_more_slots_than_pieces() -> None:
     gpu, packed = prompt_gpu([weights()[0][:1024]], 4096)
-    assert gpu._reader.slots == len(gpu._pieces[packed[0].data_ptr()]) == 4 < SLOTS
+    assert gpu.reader.slots == len(gpu._pieces[packed[0].data_ptr()]) == 4 < SLOTS
     assert slots_within(10, 20, 3) == 1
 
 

@@ -20,12 +20,10 @@ from paged_steps import Conversation, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill, weight_pieces  # noqa: E402
-from ray_hetero.kernels.prompts.weight_pieces import (  # noqa: E402
-    Piece,
-    PieceReader,
-    ReadingOrder,
-)
+from ray_hetero.kernels.prompts import gpu_prefill, piece_reader  # noqa: E402
+from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
+from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
+from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS, SLOTS  # noqa: E402
 
@@ -55,7 +53,7 @@ class Copies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
         given.setdefault("most", 2048)
-        monkeypatch.setattr(weight_pieces, "slots_within", lambda *sizes: SLOTS)
+        monkeypatch.setattr(piece_reader, "slots_within", lambda *sizes: SLOTS)
         self.steps = Steps(monkeypatch, layers=LAYERS, **given)
         self.request: Conversation = self.steps.request(1000)
         self.done = 0
@@ -174,6 +172,8 @@ def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
 def test_whatever_is_expected_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = Copies(monkeypatch, share=0.6)
     drawn, pieces = random.Random(0), copies.pieces
-    monkeypatch.setattr(ReadingOrder, "after", lambda order, piece: drawn.choice([None, *pieces]))
+    monkeypatch.setattr(
+        ReadingOrder, "after", lambda order, piece, but=None: drawn.choice([None, *pieces])
+    )
     for tokens in (150, 1, 1, 40, 2, 150, 1):
         copies.of_step(tokens)

@@ -25,7 +25,7 @@ from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.linear import step_limit  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.prompts.weight_pieces import PieceReader  # noqa: E402
+from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()

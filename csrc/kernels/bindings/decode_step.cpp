@@ -223,7 +223,9 @@ void bind_decode_step(py::module_& module) {
            "`inputs`, which the gate multiplies, as the level has them in tiles; `columns`, what\n"
            "comes back, [m, columns], both bf16.  All this must outlive this.")
       .def_property_readonly("asked", &ColumnShare::asked,
-                             "Layers that were asked for, modulo 2 to the power of 32.");
+                             "Layers that were asked for, modulo 2 to the power of 32.")
+      .def_property_readonly("waited_s", &ColumnShare::waited_s,
+                             "Seconds that the cores have waited for columns in all steps.");
 }
 
 }  // namespace ray_hetero

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,8 @@ from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts import gpu_post_attention
 from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
 from ray_hetero.kernels.prompts.link_reader import current
-from ray_hetero.kernels.prompts.weight_pieces import Part, Placed, ReadingOrder, WholeWeight
+from ray_hetero.kernels.prompts.reading_order import ReadingOrder
+from ray_hetero.kernels.prompts.weight_pieces import Part, Placed, WholeWeight
 from ray_hetero.log import logger
 from ray_hetero.planning.prefill_memory import BF16_BYTES, SHARED_TOKENS
 from ray_hetero.runtime import gpu_memory
@@ -198,8 +200,10 @@ class ColumnsOnGpu(RankColumns):
         why = FAILED
         try:
             with torch.inference_mode(), current(self._gpu.computing):
+                layers = self._pieces_of(kept)
+                self._keep(layers, kept)
                 for number, (parts, pieces) in enumerate(
-                    zip(self._parts, self._pieces_of(kept), strict=True), first + 1
+                    zip(self._parts, layers, strict=True), first + 1
                 ):
                     whole = self._gpu.expanded_whole(pieces, self._orders[kept])
                     self._signals.wait(self._own.asked, number % VALUES)
@@ -233,7 +237,7 @@ class ColumnsOnGpu(RankColumns):
         y = gpu.memory.products(tokens, halves * len(self._ranks) * columns)
         added = self._added(parts, kept)
         products = (
-            gpu.expanded(pieces, self._orders[kept])
+            self._expanded(pieces, self._orders[kept])
             if whole is None
             else [(slice(0, y.shape[1]), whole)]
         )
@@ -246,6 +250,21 @@ class ColumnsOnGpu(RankColumns):
         # A kernel's own stores cross the link at once; a copy would wait for weights on their way.
         for seen, own in zip(self._seen_columns, result.split(columns, dim=1), strict=True):
             torch.mul(own, 1, out=seen[: tokens * columns].view(tokens, columns))
+
+    def _keep(self, layers: Sequence[Sequence[Placed]], kept: int) -> None:
+        """Have some of a step's pieces stay where only larger steps have tokens."""
+        whole = max(sum(one.piece.values for one in pieces) for pieces in layers)
+        pieces = [placed.piece for placed in chain(*layers)]
+        memory = self._gpu.memory.idle(whole)
+        self._gpu.reader.kept.begin(self._orders[kept], pieces, memory)
+
+    def _expanded(
+        self, pieces: Sequence[Placed], order: ReadingOrder
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Outputs of pieces, each with its values [inputs, outputs] until the next one."""
+        for placed in pieces:
+            weight = self._gpu.reader.expanded(placed.piece, order, is_next_too=True)
+            yield placed.outputs, weight.t()
 
     def _added(self, parts: PostAttention, kept: int) -> torch.Tensor | None:
         """Biases of the GPU's columns, of all ranks' gates and then of up."""

@@ -2,7 +2,7 @@
 
 A decode step reads every weight for a few tokens, and the socket reads them faster than the link
 to a GPU would carry them.  A prefill multiplies every weight by thousands of tokens; there a GPU
-reads the weights over its link, piece by piece and ahead of their use (weight_pieces.py), and sends
+reads the weights over its link, piece by piece and ahead of their use (piece_reader.py), and sends
 back the products.
 
 The weights stay in host memory, page-locked and in the layout that the CPU computes with.  The GPU
@@ -24,15 +24,10 @@ from ray_hetero.kernels.formats.base import BLOCK, HostWeight
 from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, expand_with_triton
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
 from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.kernels.prompts.piece_reader import PieceReader
+from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.step_memory import StepMemory
-from ray_hetero.kernels.prompts.weight_pieces import (
-    Piece,
-    PieceReader,
-    Placed,
-    ReadingOrder,
-    WholeWeight,
-    cut,
-)
+from ray_hetero.kernels.prompts.weight_pieces import Piece, Placed, WholeWeight, cut
 from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, ExpandedWeight, WeightsAhead
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS, ahead_bytes, gpu_bytes
 from ray_hetero.runtime.core_binding import compute_alone
@@ -155,7 +150,8 @@ class GpuPrefill:
         self._computing = module.Stream()
         self._done = module.Event()
         budget = ahead_bytes(inputs, hidden, self._tokens)
-        self._reader = PieceReader(device, module, self._computing, pieces, budget)
+        self.reader = PieceReader(device, module, self._computing, pieces, budget)
+        """Reader of all weights' pieces."""
         self.memory = StepMemory(device, self._tokens, inputs, outputs, hidden)
         """Memory for the tokens of a step."""
 
@@ -252,6 +248,8 @@ class GpuPrefill:
         """
         self.settle()
         self._is_shared = is_shared
+        if not is_shared:
+            self.reader.kept.forget()
 
     def expand_ahead(self, linears: Sequence[Linear]) -> None:
         """Have `expand` called by the other thread, unless all is there.
@@ -291,11 +289,12 @@ class GpuPrefill:
         else, what a prompt needs first comes behind them.
         """
         with torch.inference_mode(), current(self._computing):
+            self.reader.kept.forget()
             self._ahead.expand(
-                _addresses(linears), self._pieces, self._reader, self._of_shared,
+                _addresses(linears), self._pieces, self.reader, self._of_shared,
                 self.memory.behind_products,
             )  # fmt: skip
-            self._reader.prepare(self._of_prompts)
+            self.reader.prepare(self._of_prompts)
 
     def forget(self) -> None:
         """Have nothing ahead any more."""
@@ -305,7 +304,7 @@ class GpuPrefill:
 
     def wait_for_link(self) -> None:
         """Wait until all that was ordered ahead has come."""
-        self._reader.wait()
+        self.reader.wait()
         self.wait()
 
     def product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -341,13 +340,13 @@ class GpuPrefill:
         for placed in self._pieces[at][ahead.pieces :]:
             piece = placed.piece
             # The first pieces of a shared step are expanded ahead, into memory of their own.
-            weight = self._reader.expanded(piece, order, is_next_too=not self._is_shared)
+            weight = self.reader.expanded(piece, order, is_next_too=not self._is_shared)
             yield placed, weight.t()
 
     def pieces_of(self, part: WholeWeight) -> list[Placed]:
         """The pieces of a part of a weight that is here."""
         rows = max(one.source.data[:1].nbytes for one in part.parts)
-        most = min(self._reader.values // part.shape[1], self._reader.stored // rows)
+        most = min(self.reader.values // part.shape[1], self.reader.stored // rows)
         return list(cut(part, self._device, most // BLOCK * BLOCK))
 
     def expanded_whole(self, pieces: Sequence[Placed], order: ReadingOrder) -> torch.Tensor | None:
@@ -363,22 +362,8 @@ class GpuPrefill:
             return None
         self.forget()
         for placed, into in zip(pieces, memory[: sum(values)].split(values), strict=True):
-            self._reader.expand_into(placed.piece, order, into)
+            self.reader.expand_into(placed.piece, order, into)
         return memory[: sum(values)].view(-1, pieces[0].piece.inputs).t()
-
-    def expanded(
-        self, pieces: Sequence[Placed], order: ReadingOrder
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Outputs of pieces, in their order, each with its values [inputs, outputs] until the next.
-
-        Args:
-            pieces: of weights that are here.
-            order: of steps that use these.
-
-        """
-        for placed in pieces:
-            weight = self._reader.expanded(placed.piece, order, is_next_too=True)
-            yield placed.outputs, weight.t()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A bias or a norm's weight, which the GPU keeps."""

@@ -12,6 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+SLOT_ALIGNMENT = 512
+"""Bytes that memory for a piece is a multiple of, as torch aligns what it takes of a GPU."""
+
 Read = TypeVar("Read")
 """Type of what a GPU reads at once."""
 
@@ -62,9 +65,13 @@ class LinkReader(ABC, Generic[Read]):
         """What was ordered ahead does not come."""
         self._ahead.clear()
 
+    def slot_for(self, piece: Read) -> Slot[Read]:
+        """Memory for a piece that is ordered now: that of the oldest one."""
+        return next(self._slots)
+
     def fetch(self, piece: Read) -> None:
         """Order a piece."""
-        slot = next(self._slots)
+        slot = self.slot_for(piece)
         with current(self._copying):
             self._copying.wait_event(slot.free)
             for rows, at in self.copies(piece):

@@ -114,12 +114,24 @@ class StepMemory:
         self._x, self._y = memory(tokens * inputs), memory(tokens * outputs)
         self.behind_products = self._y[SHARED_TOKENS * outputs :]
         """Memory where smaller steps have no products: there is room for whole weights."""
+        self._behind_inputs = self._x[SHARED_TOKENS * inputs :]
         self._x_host = self.host_memory(tokens * inputs)
         self._residual = memory(tokens * hidden)
         self._residual_host = self.host_memory(tokens * hidden)
         # The model's first layer has no residual, and so leaves this to the hidden state.
         self.embedded = EmbeddedRows(self._residual_host, self._residual)
         """Rows of an embedding where the GPU reads them, until other inputs are staged."""
+
+    def idle(self, values: int) -> list[torch.Tensor]:
+        """Memory that shared decode steps leave idle, as bytes.
+
+        Args:
+            values: that they expand at once, at the beginning of `behind_products`.
+
+        """
+        return [
+            one.view(torch.uint8) for one in (self.behind_products[values:], self._behind_inputs)
+        ]
 
     def host_memory(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Make host memory that the GPU copies from and to by itself."""

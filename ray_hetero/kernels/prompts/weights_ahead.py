@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ray_hetero.kernels.prompts.weight_pieces import PieceReader, Placed, ReadingOrder
+from ray_hetero.kernels.prompts.piece_reader import PieceReader
+from ray_hetero.kernels.prompts.reading_order import ReadingOrder
+from ray_hetero.kernels.prompts.weight_pieces import Placed
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,91 @@
+"""Pieces of weights that stay on a GPU from one decode step to the next.
+
+Prompts of thousands of tokens need memory that decode steps leave idle.  There some of the pieces
+stay that every decode step computes with, so that neither the link nor the socket's memory is read
+for them again.  The next prompt takes their place, and the step after it has them come anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ray_hetero.kernels.prompts.link_reader import SLOT_ALIGNMENT, Slot
+from ray_hetero.kernels.prompts.reading_order import ReadingOrder
+from ray_hetero.kernels.prompts.weight_pieces import Piece
+
+
+class KeptPieces:
+    """The pieces of steps of one kind that stay, and where.
+
+    Args:
+        module: that makes events.
+        computing: the stream that products are computed on, and that larger steps write this memory
+            on.
+
+    """
+
+    def __init__(self, module: Any, computing: Any) -> None:
+        self._module = module
+        self._computing = computing
+        self._order: ReadingOrder | None = None
+        self._slots: dict[Piece, Slot[Piece]] = {}
+
+    def begin(
+        self, order: ReadingOrder, pieces: Sequence[Piece], memory: Sequence[torch.Tensor]
+    ) -> None:
+        """Begin a step whose pieces may stay; those of another order do so no longer.
+
+        Args:
+            order: of steps that use these pieces.
+            pieces: all of a step, in their order.
+            memory: uint8, one piece of memory each, which nothing else uses until `forget`.
+
+        """
+        if self._order is not order:
+            self.forget()
+            self._order = order
+            self._slots = self._places(pieces, memory)
+        for slot in self._slots.values():
+            if slot.piece is None:
+                # What comes here waits for the products that have used this memory up to now.
+                slot.free.record(self._computing)
+
+    def _places(
+        self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor]
+    ) -> dict[Piece, Slot[Piece]]:
+        largest = max(piece.weight.nbytes for piece in pieces)
+        rooms = [room for one in memory for room in _rooms(one, largest)]
+        count = min(len(rooms), len(pieces))
+        # Evenly among all, so that the link has as much to do for each layer.
+        chosen = [pieces[number * len(pieces) // count] for number in range(count)]
+        return {
+            piece: Slot(room, self._module.Event(), self._module.Event())
+            for piece, room in zip(chosen, rooms, strict=False)
+        }
+
+    def slot(self, piece: Piece) -> Slot[Piece] | None:
+        """Memory of a piece that stays, which it may still have to be copied to."""
+        return self._slots.get(piece)
+
+    def has(self, piece: Piece) -> bool:
+        """Whether a piece is there, or on its way."""
+        slot = self._slots.get(piece)
+        return slot is not None and slot.piece is not None
+
+    def forget(self) -> None:
+        """Have no piece stay: other things are to be written to this memory."""
+        for slot in self._slots.values():
+            if slot.piece is not None:
+                # A copy that is on its way would overwrite them.
+                self._computing.wait_event(slot.ready)
+                slot.piece = None
+
+
+def _rooms(memory: torch.Tensor, nbytes: int) -> Sequence[torch.Tensor]:
+    """Memory for as many pieces as there is room for."""
+    begin = -memory.data_ptr() % SLOT_ALIGNMENT
+    step = -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return memory[begin:].split(step)[: max(0, len(memory) - begin) // step]

@@ -1,0 +1,164 @@
+"""Pieces of weights on their way to a GPU, and their expansion there.
+
+A step multiplies by the same weights in the same order as the last step of its kind.  So what came
+after a piece then is on its way over the link while the piece is computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ray_hetero.kernels.prompts.kept_pieces import KeptPieces
+from ray_hetero.kernels.prompts.link_reader import SLOT_ALIGNMENT, LinkReader, Slot, current
+from ray_hetero.kernels.prompts.reading_order import ReadingOrder
+from ray_hetero.kernels.prompts.weight_pieces import Piece
+from ray_hetero.planning.prefill_memory import EXPANDED, slots_within
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory on the GPU for one expanded piece."""
+
+    memory: torch.Tensor
+    """bf16."""
+    ready: Any
+    """Event: the piece is expanded."""
+    free: Any
+    """Event: products with what was in it before have ended."""
+    piece: Piece | None = None
+
+
+class PieceReader(LinkReader[Piece]):
+    """Reads pieces over the link and expands them, each on a stream of its own beside the products.
+
+    There is memory for two expanded pieces.  While products are computed with one, the next is
+    expanded in the other, on processors that the products leave idle.
+
+    Args:
+        device: the GPU; for tests the CPU.
+        module: that makes its streams and events.
+        computing: the stream that products are computed on.
+        pieces: all of them.
+        budget: bytes for those that come ahead.
+
+    """
+
+    def __init__(
+        self, device: torch.device, module: Any, computing: Any, pieces: Sequence[Piece],
+        budget: int,
+    ) -> None:  # fmt: skip
+        self.stored = max(piece.weight.nbytes for piece in pieces)
+        """Most bytes of a piece as it is stored."""
+        slot = -(-self.stored // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        super().__init__(device, module, slots_within(budget, slot, len(pieces)), slot)
+        self._computing = computing
+        # Ahead of products, whose end it does not put off: the next ones wait for it.
+        self._expanding = module.Stream(priority=-1)
+        self.kept = KeptPieces(module, computing)
+        """Pieces that do not come again for each step."""
+        self.values = max(piece.values for piece in pieces)
+        """Most weights of a piece."""
+        memory = torch.empty((EXPANDED, self.values), dtype=torch.bfloat16, device=device)
+        made = [_Buffer(one, module.Event(), module.Event()) for one in memory]
+        self._used, self._next = made
+
+    def copies(self, piece: Piece) -> Iterator[tuple[torch.Tensor, int]]:
+        """All of it."""
+        yield piece.weight.view(torch.uint8).view(-1), 0
+
+    def forget(self) -> None:
+        """What was ordered ahead does not come, and nothing is expanded."""
+        super().forget()
+        self.kept.forget()
+        self._used.piece = self._next.piece = None
+
+    def wait(self) -> None:
+        """Wait until all pieces that were ordered have come, and the next one is expanded."""
+        super().wait()
+        self._next.ready.synchronize()
+
+    def expanded(self, piece: Piece, order: ReadingOrder, *, is_next_too: bool) -> torch.Tensor:
+        """The piece on the GPU, [outputs, inputs], bf16; the next ones are on their way then.
+
+        The memory is overwritten once products are ordered with the piece after this one.
+
+        Args:
+            piece: of one of the weights.
+            order: of steps of the kind that uses it.
+            is_next_too: whether the next piece is expanded while this one is computed with; not
+                where that is to be expanded into other memory.
+
+        """
+        order.use(piece)
+        # Products with the last piece are all ordered by now.
+        self._used.free.record(self._computing)
+        self._used, self._next = self._next, self._used
+        if self._used.piece is not piece:
+            self._expand(self._used, piece)
+        self._computing.wait_event(self._used.ready)
+        last, following = piece, order.after(piece)
+        if is_next_too and following is not None and following is not piece:
+            self._expand(self._next, following)
+            last = following
+        self._read_ahead(last, order)
+        return self._used.memory[: piece.values].view(-1, piece.inputs)
+
+    def expand_into(self, piece: Piece, order: ReadingOrder, into: torch.Tensor) -> None:
+        """Expand a piece on the stream of products; the next ones are on their way then.
+
+        Args:
+            piece: as of `expanded`.
+            order: the same.
+            into: where it is expanded to, [outputs, inputs], contiguous.
+
+        """
+        order.use(piece)
+        self._expand_slot(self._slot_of(piece), piece, into, self._computing)
+        self._read_ahead(piece, order)
+
+    def prepare(self, order: ReadingOrder) -> None:
+        """Order what the next step of a kind uses first, where all slots are left free."""
+        if not self._ahead and order.last is not None:
+            last, first = order.last, order.after(order.last)
+            if first is not None and first is self._next.piece:
+                last = first  # it is expanded already
+            self._read_ahead(last, order)
+
+    def slot_for(self, piece: Piece) -> Slot[Piece]:
+        """Memory for a piece: where it stays, or that of the oldest one."""
+        return self.kept.slot(piece) or super().slot_for(piece)
+
+    def _read_ahead(self, last: Piece, order: ReadingOrder) -> None:
+        self.read_ahead(last, partial(order.after, but=self.kept.has))
+
+    def _expand(self, buffer: _Buffer, piece: Piece) -> None:
+        with current(self._expanding):
+            self._expanding.wait_event(buffer.free)
+            into = buffer.memory[: piece.values]
+            self._expand_slot(self._slot_of(piece), piece, into, self._expanding)
+            buffer.ready.record(self._expanding)
+        buffer.piece = piece
+
+    def _expand_slot(
+        self, slot: Slot[Piece], piece: Piece, into: torch.Tensor, stream: Any
+    ) -> None:
+        stream.wait_event(slot.ready)
+        piece.expansion(slot.memory[: piece.weight.nbytes], into.view(-1))
+        slot.free.record(stream)
+
+    def _slot_of(self, piece: Piece) -> Slot[Piece]:
+        kept = self.kept.slot(piece)
+        if kept is not None and kept.piece is piece and kept not in self._ahead:
+            return kept  # since an earlier step
+        # Pieces that were expected and did not come are passed over.
+        while self._ahead:
+            slot = self._ahead.popleft()
+            if slot.piece is piece:
+                return slot
+        self.fetch(piece)
+        return self._ahead.popleft()

@@ -1,0 +1,160 @@
+"""Pieces of weights that stay on a GPU, pretended, from one decode step to the next."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from native_module import needs_native  # noqa: E402
+from paged_steps import Steps  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
+from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu  # noqa: E402
+from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
+from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
+from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
+from ray_hetero.planning import prefill_memory  # noqa: E402
+
+current_platform.import_kernels()
+pytestmark = needs_native
+LAYERS = 5
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+
+
+class Kept:
+    """Steps of one request, whose columns a GPU computes, and the pieces that are copied to it.
+
+    Args:
+        monkeypatch: notes copies.
+        most: tokens of a step at most.
+
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+        self.steps = Steps(monkeypatch, layers=LAYERS, columns=12, most=most)
+        self._request = self.steps.request(900)
+        self._done = 0
+        self._copied: list[Piece] = []
+        fetch = PieceReader.fetch
+
+        def fetch_and_note(reader: PieceReader, piece: Piece) -> None:
+            self._copied.append(piece)
+            fetch(reader, piece)
+
+        monkeypatch.setattr(PieceReader, "fetch", fetch_and_note)
+
+    def of_step(self, tokens: int) -> list[Piece]:
+        """Compute the request's next tokens, compare them, and tell what was copied."""
+        self._copied.clear()
+        self.steps.check((self._request, self._done, self._done + tokens))
+        self._done += tokens
+        return list(self._copied)
+
+    @property
+    def columns(self) -> ColumnsOnGpu:
+        """What computes columns."""
+        columns = self.steps.shared._columns
+        assert isinstance(columns, ColumnsOnGpu)
+        return columns
+
+    @property
+    def of_layers(self) -> list[list[Piece]]:
+        """Pieces of a step's columns, by layer."""
+        (layers,) = self.columns._pieces.values()
+        return [[placed.piece for placed in layer] for layer in layers]
+
+
+def test_some_stay_until_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(monkeypatch, 512)
+    kept.of_step(150)
+    first = kept.of_step(1)
+    needed = {piece for layer in kept.of_layers for piece in layer}
+    assert needed <= set(first)
+    kept.of_step(1)
+    # Whatever has stayed is not copied again, and everything else once a step.
+    again = [kept.of_step(1) for _ in range(3)]
+    stay = needed - set(again[0])
+    assert 0 < len(stay) < len(needed)
+    for copied in again:
+        assert len(copied) == len(set(copied))
+        assert set(copied) == needed - stay
+    # As many of each layer as of the others, or one more.
+    counts = [sum(piece in stay for piece in layer) for layer in kept.of_layers]
+    assert max(counts) - min(counts) <= 1
+    # A small prompt leaves them, a larger one takes their place.
+    kept.of_step(150)
+    assert stay <= set(kept.of_step(1)) | set(first)
+    copied = {piece for _ in range(2) for piece in kept.of_step(1)}
+    assert not stay & copied
+
+
+def test_there_may_be_room_for_none_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = Kept(monkeypatch, 128)
+    none.of_step(100)
+    none.of_step(1)
+    needed = {piece for layer in none.of_layers for piece in layer}
+    none.of_step(1)
+    assert set(none.of_step(1)) == needed
+    every = Kept(monkeypatch, 4096)
+    every.of_step(100)
+    every.of_step(1)
+    every.of_step(1)
+    assert not every.of_step(1)
+
+
+def test_steps_of_other_sizes_take_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(monkeypatch, 512)
+    shares = Shares((Share(1, columns=4), Share(2, columns=16), Share(20, of_layers=0.4)))
+    kept.steps.shared.shares = shares
+    drawn = random.Random(1)
+    kept.of_step(40)
+    for _ in range(4):
+        for _ in range(6):
+            kept.of_step(drawn.choice([1, 1, 1, 2, 5, 20]))
+        kept.of_step(140)
+
+
+def test_a_piece_on_its_way_is_waited_for_before_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(monkeypatch, 512)
+    kept.of_step(150)
+    for _ in range(2):
+        kept.of_step(1)
+    reader = kept.columns._gpu.reader
+    waited: list[Any] = []
+
+    class Noting:
+        def wait_event(self, event: Any) -> None:
+            waited.append(event)
+
+    there = [slot for slot in reader.kept._slots.values() if slot.piece is not None]
+    assert there
+    reader.kept._computing = Noting()
+    reader.kept.forget()
+    assert waited == [slot.ready for slot in there]
+    assert not any(reader.kept.has(piece) for layer in kept.of_layers for piece in layer)
+    reader.kept.forget()
+    assert len(waited) == len(there)
+
+
+def test_an_order_whose_pieces_are_all_passed_over() -> None:
+    order = ReadingOrder()
+    pieces = [Piece(torch.empty(1), at, at + 1, 1, lambda rows, into: None) for at in range(3)]
+    for piece in [*pieces, pieces[0]]:
+        order.use(piece)
+    assert order.after(pieces[0]) is pieces[1]
+    assert order.after(pieces[0], but=lambda piece: piece is pieces[1]) is pieces[2]
+    assert order.after(pieces[0], but=lambda piece: True) is None
+    assert order.after(pieces[0], but=lambda piece: piece is not pieces[0]) is pieces[0]
