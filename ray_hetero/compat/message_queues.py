@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,39 +67,54 @@ NAP_SHARE = 0.05
 """Length of a nap as a share of the time since the last message."""
 LONGEST_NAP_S = 5e-4
 """Longest nap of a reader, in seconds."""
+POLLED_SHARE = 0.15
+"""Share of the time between the last two messages, at the end of the same time since the last one,
+in which a reader polls again: the next one is expected then."""
 
 
-def nap_while_waiting(queue: Any) -> None:
+def nap_while_waiting(queue: Any, *, naps_always: bool) -> None:
     """Let a queue's reader sleep for moments while messages are frequent, instead of polling.
 
     Replaces: `SpinCondition.wait` of one queue.
-    Uses: `MessageQueue._spin_condition`, `SpinCondition.last_read`, `SpinCondition.busy_loop_s`.
-    Why: it polls for a second after each message and only yields its core.  Linux yields within a
-    scheduling group (a session or a control group), so that a rank that computes on the same core
-    as a member of another group, as below a Ray that was started before, gets half of the core.
+    Uses: `MessageQueue._spin_condition`, `SpinCondition.record_read`, `SpinCondition.last_read`,
+    `SpinCondition.busy_loop_s`.
+    Why: it polls for a second after each message and only yields its core, which the ordering of a
+    GPU's work needs, and ranks on GPUs.  Linux yields within a scheduling group (a session or a
+    control group), so that a rank that computes on the same core as a member of another group, as
+    below a Ray that was started before, gets half of the core.
     Can go when: the manner of waiting is an option.
 
     Args:
         queue: a `MessageQueue` that this process reads; one whose messages come through a socket
             stays as it is.
+        naps_always: whether it naps also when the next message is expected: steps take as long as
+            the one before, as a rule, and none is to wait for the end of a nap.
 
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    stock = original(SpinCondition, "wait")
+    stock, stock_record = original(SpinCondition, "wait"), original(SpinCondition, "record_read")
     if (condition := original(queue, "_spin_condition")) is None:
         return
     original(condition, "last_read")
     busy_loop_s = original(condition, "busy_loop_s")
+    expected_s = math.inf if naps_always else 0.0
+
+    def record_read() -> None:
+        nonlocal expected_s
+        before = condition.last_read
+        stock_record(condition)
+        if not naps_always:
+            expected_s = (1 - POLLED_SHARE) * (condition.last_read - before)
 
     def wait(timeout_ms: int | None = None) -> None:
         passed = time.monotonic() - condition.last_read
-        if FIRST_NAP_S < passed <= busy_loop_s:
+        if FIRST_NAP_S < passed <= min(busy_loop_s, expected_s):
             time.sleep(min(LONGEST_NAP_S, NAP_SHARE * passed))
         else:
             stock(condition, timeout_ms)
 
-    condition.wait = wait
+    condition.record_read, condition.wait = record_read, wait
 
 
 def answer_untraced(process: Any) -> None:

@@ -118,8 +118,7 @@ class AnswerQueue:
 
         """
         queue = MessageQueue.create_from_handle(handle, 0)
-        if shares_cores:
-            message_queues.nap_while_waiting(queue)
+        message_queues.nap_while_waiting(queue, naps_always=shares_cores)
         return cls(queue, failure)
 
     def dequeue(self, timeout: float | None = None) -> Any:

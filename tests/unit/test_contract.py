@@ -339,6 +339,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_core", Scheduler, "reset_prefix_cache"),
     ("compat/engine_core", Scheduler, "reset_encoder_cache"),
     ("compat/message_queues", SpinCondition, "wait"),
+    ("compat/message_queues", SpinCondition, "record_read"),
     ("compat/message_queues", WorkerProc, "_execute_worker_rpc"),
     ("compat/message_queues", WorkerProc, "handle_output"),
     ("compat/message_queues", WorkerProc, "enqueue_output"),

@@ -84,8 +84,9 @@ class KeptPieces:
                 slot.piece = None
 
 
-def _rooms(memory: torch.Tensor, nbytes: int) -> Sequence[torch.Tensor]:
+def _rooms(memory: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
     """Memory for as many pieces as there is room for."""
     begin = -memory.data_ptr() % SLOT_ALIGNMENT
     step = -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    return memory[begin:].split(step)[: max(0, len(memory) - begin) // step]
+    count = max(0, len(memory) - begin) // step
+    return list(memory[begin : begin + count * step].view(count, step))
