@@ -13,7 +13,7 @@ from ray_hetero.distributed.link import Link, Reached, Receiver, Sender, Terms, 
 from ray_hetero.distributed.neighbour import Neighbour
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.prompts import stage_output
-from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput
+from ray_hetero.kernels.prompts.stage_output import GpuOffer, SeenOutput, StageOutput
 from ray_hetero.log import logger
 
 
@@ -57,6 +57,8 @@ class Answer:
     """Why they do not."""
     sees_gpu: bool = False
     """Whether it sees the memory of a GPU that was offered."""
+    waits_on_gpu: bool = False
+    """Whether its streams wait for what is computed into that memory."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Incoming:
     receiver: Receiver
     is_clock_shared: bool
     """Whether the neighbour reads the same clock."""
-    gpu: torch.Tensor | None
-    """Memory of this rank's GPU in which the neighbour leaves rows, uint8, [bytes]."""
+    gpu: SeenOutput | None
+    """Memory of this rank's GPU in which the neighbour leaves rows."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Linking:
         neighbour.tell(Introduction(self.signature, machine_id(), addresses, gpu))
         answer: Answer = neighbour.hear()
         if output is not None:
-            output.accepted(is_seen=answer.sees_gpu)
+            output.accepted(is_seen=answer.sees_gpu, waits=answer.waits_on_gpu)
         for name, offer in offers.items():
             if name != answer.link:
                 offer.withdraw()
@@ -136,7 +138,8 @@ class Linking:
         (link, reached), gpu = found, None
         if heard.gpu is not None and link.is_one_memory and self.terms.is_on_gpu:
             gpu = stage_output.accept(heard.gpu, self.terms.device)
-        neighbour.tell(Answer(link.name, sees_gpu=gpu is not None))
+        waits = gpu is not None and gpu.waits
+        neighbour.tell(Answer(link.name, sees_gpu=gpu is not None, waits_on_gpu=waits))
         is_clock_shared = heard.machine == machine_id() != ""
         return Incoming(reached.take(wait_until_read), is_clock_shared, gpu)
 

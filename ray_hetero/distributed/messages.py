@@ -97,7 +97,7 @@ class Message:
         self._row_bytes = packing.row_bytes
         # Written by threads that are not in inference mode, hence not through torch.
         self._stamp = memory[:8].numpy().view(np.float64)
-        self._marks = memory[8:24].numpy().view(np.int64)
+        self._marks = memory[8:32].numpy().view(np.int64)
         self.rows = memory[HEADER_BYTES:].view(-1, packing.row_bytes)
         self.tensors = packing.views(self.rows)
         self.sent: OnItsWay | None = None
@@ -130,6 +130,15 @@ class Message:
     def take(self) -> None:
         """Say that such rows have been read."""
         self._marks[1] = 1
+
+    @property
+    def awaited(self) -> int:
+        """Number by which a GPU's stream waits for such rows; 0 where they are there."""
+        return int(self._marks[2])
+
+    @awaited.setter
+    def awaited(self, number: int) -> None:
+        self._marks[2] = number
 
     def of(self, tokens: int) -> torch.Tensor:
         """The part of it that a step of so many tokens needs."""

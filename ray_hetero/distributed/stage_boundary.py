@@ -24,7 +24,7 @@ from ray_hetero.distributed.messages import Message, OnItsWay, Packing, Tensors
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.sending_thread import SendingThread
 from ray_hetero.kernels.prompts import stage_output
-from ray_hetero.kernels.prompts.stage_output import StageOutput
+from ray_hetero.kernels.prompts.stage_output import SeenOutput, StageOutput
 
 
 class Staging:
@@ -77,6 +77,7 @@ class StageBoundary:
         self._staging_out: Staging | None = None
         self._sending: SendingThread | None = None
         self._output: StageOutput | None = None
+        self._seen: SeenOutput | None = None
         self._rows_on_gpu: torch.Tensor | None = None
 
     def agree(
@@ -117,7 +118,8 @@ class StageBoundary:
             incoming = linking.to_previous(self._neighbours.previous, self._wait_until_read)
             self._receiver, self._is_clock_shared = incoming.receiver, incoming.is_clock_shared
             if incoming.gpu is not None:
-                self._rows_on_gpu = incoming.gpu.view(capacity, packing.row_bytes)
+                self._seen = incoming.gpu
+                self._rows_on_gpu = self._seen.rows.view(capacity, packing.row_bytes)
             self._staging_in = Staging(packing, capacity, self._device) if self._is_gpu else None
 
     @property
@@ -156,6 +158,8 @@ class StageBoundary:
                 message.sent = self._send_staged(sender, message, receiver.rank)
             self._exchanged.sent_bytes += message.of(self._rows).nbytes
         self._exchanged.exchange_s += time.perf_counter() - start
+        if self._output is not None:
+            self._output.settle()
 
     def _send_here(
         self, sender: Sender, message: Message, tensors: Mapping[str, torch.Tensor], start: float
@@ -163,6 +167,7 @@ class StageBoundary:
         message.is_on_gpu = self._output is not None and self._output.holds(tensors)
         if message.is_on_gpu:
             assert self._output is not None
+            message.awaited = self._output.number
             self._output.sent(message)
         else:
             for name, place in message.tensors.items():
@@ -206,16 +211,28 @@ class StageBoundary:
     def _to_device(self, message: Message, rows: int) -> None:
         assert self._staging_in is not None
         start = time.perf_counter()
-        is_on_gpu = message.is_on_gpu
-        source = self._rows_on_gpu if is_on_gpu else message.rows
-        assert source is not None
-        self._staging_in.rows[:rows].copy_(source[:rows], non_blocking=True)
+        into = self._staging_in.rows[:rows]
+        if message.is_on_gpu:
+            self._from_gpu(message, into)
+        else:
+            into.copy_(message.rows[:rows], non_blocking=True)
+            self._copied[id(message)].record()
+        self._exchanged.exchange_s += time.perf_counter() - start
+
+    def _from_gpu(self, message: Message, into: torch.Tensor) -> None:
+        """Copy rows that the sender has left on this GPU, or has begun to compute there."""
+        assert self._seen is not None
+        assert self._rows_on_gpu is not None
+        if message.awaited:
+            self._seen.wait(message.awaited)
+        into.copy_(self._rows_on_gpu[: len(into)], non_blocking=True)
         self._copied[id(message)].record()
-        if is_on_gpu:
+        if message.awaited:
+            self._seen.take(message.awaited)
+        else:
             # The sender has one such place, and is told nothing else of this copy.
             self._copied[id(message)].synchronize()
             message.take()
-        self._exchanged.exchange_s += time.perf_counter() - start
 
     def arrived(self, message: Message, start: float, end: float) -> None:
         """A message was waited for from `start` to `end`, in seconds of this rank's clock."""

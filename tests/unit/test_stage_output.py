@@ -26,9 +26,15 @@ from ray_hetero.distributed import linking  # noqa: E402
 from ray_hetero.distributed.messages import Message, Packing  # noqa: E402
 from ray_hetero.distributed.neighbour import Neighbours  # noqa: E402
 from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa: E402
+from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers import group_layers  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill, stage_output  # noqa: E402
-from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
+from ray_hetero.kernels.prompts.stage_output import (  # noqa: E402
+    WORD_BYTES,
+    GpuOffer,
+    StageOutput,
+    accept,
+)
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -85,7 +91,7 @@ def message() -> Message:
 class Stage:
     """Layers whose results are sent, and the memory that the next stage's rank sees."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, waits: bool = False) -> None:
         self.steps = Steps(monkeypatch)
         layers: Any = self.steps.made
         self.output = layers.output = StageOutput(layers._on_gpu.gpu)
@@ -93,8 +99,9 @@ class Stage:
         assert offer is not None
         found = accept(offer, CPU)
         assert found is not None
-        self.rows = found.view(CAPACITY, PACKING.row_bytes)
-        self.output.accepted(is_seen=True)
+        self.seen = found
+        self.rows = found.rows.view(CAPACITY, PACKING.row_bytes)
+        self.output.accepted(is_seen=True, waits=waits)
 
     def sent(self, *parts: tuple[Conversation, int, int]) -> tuple[Message, float]:
         """Compute a step and send it; its message, and how far its rows are from what they are."""
@@ -103,7 +110,11 @@ class Stage:
         sent = message()
         sent.is_on_gpu = self.output.holds({"hidden_states": x, "residual": total})
         if sent.is_on_gpu:
+            sent.awaited = self.output.number
             self.output.sent(sent)
+            self.output.settle()
+            if sent.awaited:
+                self.seen.wait(sent.awaited)
             there = PACKING.views(self.rows[: len(positions)])
             x, total = there["hidden_states"], there["residual"]
         expected = torch.cat([
@@ -138,6 +149,82 @@ def test_prompts_stay_once_a_step_has_shown_what_is_sent(
     assert apart < CLOSE
 
 
+def test_streams_wait_for_what_is_sent_before_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    stage = Stage(monkeypatch, waits=True)
+    gpu = stage.output._gpu
+    order: list[str] = []
+    wait = gpu.wait
+    monkeypatch.setattr(gpu, "wait", lambda: (order.append("wait"), wait())[1])
+    notes = stage.output.sent
+    monkeypatch.setattr(
+        stage.output, "sent", lambda message: (order.append("send"), notes(message))
+    )
+    first, other, late = (stage.steps.request(tokens) for tokens in (70, 120, 50))
+    sent, apart = stage.sent((first, 0, 69))
+    assert not sent.is_on_gpu
+    assert apart < CLOSE
+    for number, parts in enumerate(([(first, 69, 70), (other, 0, 119)], [(late, 0, 49)]), 1):
+        order.clear()
+        sent, apart = stage.sent(*parts)
+        assert (sent.is_on_gpu, sent.awaited) == (True, number)
+        assert apart < CLOSE
+        # The message goes first; what the GPU says is still heard.
+        assert order[-2:] == ["send", "wait"]
+        stage.seen.take(number)
+    # Of a decode step, which the cores compute, nobody waits for the GPU.
+    order.clear()
+    sent, apart = stage.sent((other, 119, 120), (late, 49, 50))
+    assert not sent.is_on_gpu
+    stage.output.settle()
+    assert order == []
+
+
+def test_rows_that_have_not_been_read_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    stage = Stage(monkeypatch, waits=True)
+    stage.sent((stage.steps.request(60), 0, 60))
+    sent, _ = stage.sent((stage.steps.request(60), 0, 60))
+    assert sent.awaited == 1
+    before, found = stage.rows.clone(), queue.SimpleQueue[Any]()
+    third = stage.steps.request(40)
+    computing = threading.Thread(target=lambda: found.put(stage.sent((third, 0, 40))))
+    computing.start()
+    computing.join(2)
+    assert computing.is_alive()
+    assert torch.equal(stage.rows, before)
+    stage.seen.take(1)
+    sent, apart = found.get(timeout=60)
+    computing.join()
+    assert sent.awaited == 2
+    assert apart < CLOSE
+
+
+@pytest.mark.parametrize("refuses", ["sender", "receiver"])
+def test_a_driver_that_refuses_words_has_both_ranks_wait(
+    refuses: str, monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    words_of, calls = stage_output.words_of, iter(("receiver", "sender"))
+
+    def refuse(*given: Any) -> Any:
+        if next(calls) == refuses:
+            raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
+        return words_of(*given)
+
+    monkeypatch.setattr(stage_output, "words_of", refuse)
+    output = StageOutput(SimpleNamespace(device=CPU, computing=None))  # type: ignore[arg-type]
+    offer = output.offer(PACKING, CAPACITY)
+    assert offer is not None
+    seen = accept(offer, CPU)
+    assert seen is not None
+    assert seen.waits == (refuses == "sender")
+    output.accepted(is_seen=True, waits=seen.waits)
+    assert output._words is None
+    assert output.may_take(1) == output._is_direct
+
+
 def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
     monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
@@ -147,7 +234,7 @@ def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
     output = first.output = StageOutput(first._on_gpu.gpu)
     offer = output.offer(PACKING, CAPACITY)
     assert offer is not None
-    rows = memory.of_handle[offer.handle].view(CAPACITY, PACKING.row_bytes)
+    rows = memory.of_handle[offer.handle][: -2 * WORD_BYTES].view(CAPACITY, PACKING.row_bytes)
     output.accepted(is_seen=True)
     copies: list[torch.Tensor] = []
     copied = group_layers._copies
@@ -245,14 +332,19 @@ class Event:
         pass
 
 
+@pytest.mark.parametrize("waits", [False, True])
 def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, memory: Memory
+    waits: bool, monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
+    waited: list[None] = []
+    if not waits:
+        monkeypatch.setattr(stage_output.SeenOutput, "waits", False)
     monkeypatch.setattr(linking.dist, "get_rank", lambda: 0)
     # The receiver's terms, but for locked pages, are those of a rank on a GPU.
     monkeypatch.setattr(linking.Terms, "is_on_gpu", True)
     monkeypatch.setattr("ray_hetero.distributed.shared_memory_link.lock_pages", lambda memory: None)
-    output = StageOutput(SimpleNamespace(device=CPU))  # type: ignore[arg-type]
+    gpu: Any = SimpleNamespace(device=CPU, computing=None, wait=lambda: waited.append(None))
+    output = StageOutput(gpu)
     stage_output.use(output)
     there, back = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
     ends: list[Any] = [
@@ -271,14 +363,13 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         for boundary in (sender, receiver):
             boundary.begin_step(tokens)
         values = {name: torch.randn(tokens, HIDDEN).bfloat16() for name in TEMPLATE}
-        stands_for = {name: torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16) for name in TEMPLATE}
         stays = output.may_take(tokens)
         if stays:
-            for name, place in output._places.items():
-                place[:tokens] = values[name]
-            output._stays = True
-        sent = stands_for if stays else values
-        output.note(sent["hidden_states"], sent["residual"])
+            output.put(tokens, slice(None), values["hidden_states"], values["residual"])
+            sent = dict(zip(TEMPLATE, output.finish(values["hidden_states"]), strict=True))
+        else:
+            sent = values
+            output.note(sent["hidden_states"], sent["residual"])
         sender.isend(sent)
         found, (way,), (copy,) = receiver.irecv()
         way.wait()
@@ -291,4 +382,6 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         values, found = step(tokens)
         assert all(torch.equal(found[name], values[name]) for name in TEMPLATE), tokens
     assert ways == [False, *[True] * 6]
+    assert len(waited) == 6
+    assert output.number == (6 if waits else 0)
     assert stage_output.offered() is output

@@ -7,6 +7,10 @@ layer of the model.  Here they stay in memory that both ranks see, and the messa
 
 That is done once a step has shown that what the layers return is what is sent: a model might do
 more with it.
+
+Words behind the rows say when they are there, and when they have been read.  Streams of both ranks
+wait for these, so that the message is sent, and the next stage's work ordered, while the GPU still
+computes the rows.  Where a driver refuses that, both ranks wait themselves.
 """
 
 from __future__ import annotations
@@ -17,15 +21,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
+from ray_hetero.runtime.stream_words import VALUES, StreamWords, words_of
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 """Names of both results in vLLM's models, between stages."""
+WORD_BYTES = 64
+"""Bytes for each of the two words behind the rows."""
 
 
 class RowPacking(Protocol):
@@ -74,6 +82,12 @@ class StageOutput:
         self._carried: Carrier | None = None
         self._returned: tuple[int, int] | None = None
         self._stays = self._is_direct = False
+        self._words: StreamWords | None = None
+        self._is_awaited = False
+        """Whether what the last message has said would be there is still to be waited for."""
+        self.number = 0
+        """Number of the last step whose rows are, or will be, here; 0 where this rank has waited
+        for them before its message."""
 
     # --- the stage boundary's side ------------------------------------------------------------
 
@@ -87,22 +101,36 @@ class StageOutput:
         """
         if packing.names != {HIDDEN, RESIDUAL}:
             return None
-        nbytes = capacity * packing.row_bytes
+        rows = capacity * packing.row_bytes
+        nbytes = rows + 2 * WORD_BYTES
         try:
             memory, handle = gpu_memory.made(self._gpu.device, nbytes)
         except (OSError, RuntimeError) as error:
             logger.warning("results of prompts are sent through the host's memory: %s", error)
             return None
         self._memory = memory
-        self._places = packing.views(memory.view(capacity, packing.row_bytes))
+        self._places = packing.views(memory[:rows].view(capacity, packing.row_bytes))
         return GpuOffer(gpu_memory.identity(self._gpu.device), handle, nbytes)
 
-    def accepted(self, *, is_seen: bool) -> None:
-        """Keep the memory if the receiving rank sees it."""
-        if self._memory is not None and not is_seen:
+    def accepted(self, *, is_seen: bool, waits: bool = False) -> None:
+        """Keep the memory if the receiving rank sees it.
+
+        Args:
+            is_seen: whether it does.
+            waits: whether its streams wait for words.
+
+        """
+        if self._memory is None:
+            return
+        if not is_seen:
             self._places = {}
             gpu_memory.give_back(self._memory)
             self._memory = None
+        elif waits:
+            try:
+                self._words = words_of(self._gpu.device, self._gpu.computing, _ready(self._memory))
+            except UnsupportedError as error:
+                logger.info("the next stage is told of prompts once they are computed: %s", error)
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the rows of a step that is sent lie here; called once for each step.
@@ -130,6 +158,17 @@ class StageOutput:
         """Keep the memory until the receiving rank has read it by this message."""
         self._carried = message
 
+    def settle(self) -> None:
+        """Wait, behind the message, for what it has said would be there.
+
+        Raises:
+            RuntimeError: what CUDA says.
+
+        """
+        if self._is_awaited:
+            self._is_awaited = False
+            self._gpu.wait()
+
     # --- the layers' side ---------------------------------------------------------------------
 
     def may_take(self, tokens: int) -> bool:
@@ -138,7 +177,7 @@ class StageOutput:
             self._is_direct
             and bool(self._places)
             and tokens <= len(self._places[HIDDEN])
-            and (self._carried is None or self._carried.is_taken)
+            and (self._words is not None or self._carried is None or self._carried.is_taken)
         )
 
     def put(
@@ -154,17 +193,29 @@ class StageOutput:
 
         """
         with current(self._gpu.computing):
+            if self._words is not None:
+                assert self._memory is not None
+                # The receiving rank has read the step before.
+                self._words.wait(_taken(self._memory), self.number % VALUES)
             for name, result in ((HIDDEN, x), (RESIDUAL, total)):
                 self._places[name][:tokens][rows] = result.to(self._gpu.device)
 
     def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the rows; what stands for them in this process, whose values are not theirs.
+        """What stands for the rows in this process, whose values are not theirs.
+
+        Waits for them, or has the word written when they are there.
 
         Args:
             hidden: the step's input, of the same shape.
 
         """
-        self._gpu.wait()
+        if self._words is None:
+            self._gpu.wait()
+        else:
+            assert self._memory is not None
+            self.number += 1
+            self._is_awaited = True
+            self._words.write(_ready(self._memory), self.number % VALUES)
         self._stays = True
         x, total = (
             torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2)
@@ -190,21 +241,85 @@ def offered() -> StageOutput | None:
     return _offered[0] if _offered else None
 
 
-def accept(offer: GpuOffer, device: torch.device) -> torch.Tensor | None:
+class _CurrentStream:
+    """The stream of a GPU that is current when something is ordered."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def cuda_stream(self) -> int:
+        """Its handle."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+class SeenOutput:
+    """A stage's output in the rank that receives it.
+
+    Args:
+        memory: that the sending rank has offered, uint8.
+        device: the GPU.
+
+    """
+
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self._memory = memory
+        self.rows = memory[: -2 * WORD_BYTES]
+        """uint8, [bytes of all rows]."""
+        self._words: StreamWords | None = None
+        try:
+            self._words = words_of(device, _CurrentStream(device), _taken(memory))
+        except UnsupportedError as error:
+            logger.info("this rank waits itself for prompts of the stage before: %s", error)
+
+    @property
+    def waits(self) -> bool:
+        """Whether streams of this rank wait for words."""
+        return self._words is not None
+
+    def wait(self, number: int) -> None:
+        """Have the current stream wait for the rows of a step, by its number.
+
+        Raises:
+            RuntimeError: CUDA's driver refuses it.
+
+        """
+        assert self._words is not None
+        self._words.wait(_ready(self._memory), number % VALUES)
+
+    def take(self, number: int) -> None:
+        """Say, where the current stream comes to it, that the rows of a step have been read.
+
+        Raises:
+            RuntimeError: as `wait`.
+
+        """
+        assert self._words is not None
+        self._words.write(_taken(self._memory), number % VALUES)
+
+
+def accept(offer: GpuOffer, device: torch.device) -> SeenOutput | None:
     """The offered memory in the receiving rank; None where that computes on another GPU.
 
     Args:
         offer: of the sending rank.
         device: where this rank computes.
 
-    Returns:
-        uint8, [bytes].
-
     """
     if gpu_memory.identity(device) != offer.gpu:
         return None
     try:
-        return gpu_memory.opened(device, offer.handle, offer.nbytes)
+        return SeenOutput(gpu_memory.opened(device, offer.handle, offer.nbytes), device)
     except (OSError, RuntimeError) as error:
         logger.info("results of prompts are received through the host's memory: %s", error)
         return None
+
+
+def _ready(memory: torch.Tensor) -> int:
+    """Address of the word that counts steps whose rows are there."""
+    return memory.data_ptr() + memory.nbytes - 2 * WORD_BYTES
+
+
+def _taken(memory: torch.Tensor) -> int:
+    """Address of the word that counts steps whose rows have been read."""
+    return memory.data_ptr() + memory.nbytes - WORD_BYTES
