@@ -3,9 +3,11 @@ test_prompt_gpu.py."""
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from native_module import native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.compat.flash_attention import flash_attention_3  # noqa: E402
+from ray_hetero.distributed.messages import Packing  # noqa: E402
 from ray_hetero.kernels.formats import compact_on_gpu, scaled_on_gpu  # noqa: E402
 from ray_hetero.kernels.formats.fp4 import Fp4Weight  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
@@ -36,6 +39,7 @@ from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     put_together,
 )
 from ray_hetero.kernels.prompts.gpu_unpacking import unpack  # noqa: E402
+from ray_hetero.kernels.prompts.stage_output import StageOutput  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import gpu_memory  # noqa: E402
 
@@ -318,3 +322,55 @@ def test_another_process_reads_memory_of_the_gpu() -> None:
     )  # fmt: skip
     assert told.stdout.split() == [gpu_memory.identity(device), str(sum(range(1 << 18)))]
     gpu_memory.give_back(memory)
+
+
+WAITS = """
+import sys, torch
+from ray_hetero.kernels.prompts.stage_output import GpuOffer, accept
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+torch.zeros(1, device=device)
+seen = accept(GpuOffer(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])), device)
+print(seen.waits, flush=True)
+for number in (1, 2):
+    seen.wait(number)
+    rows = seen.rows.clone()
+    seen.take(number)
+    print("ordered", flush=True)
+    torch.cuda.synchronize()
+    print(int(rows.long().sum()), flush=True)
+"""
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no memory of a GPU")
+def test_streams_of_two_processes_wait_for_rows_and_for_their_being_read() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    given: Any = SimpleNamespace(
+        device=device, computing=torch.cuda.Stream(device), wait=torch.cuda.synchronize
+    )
+    output, capacity = StageOutput(given), 64
+    packing = Packing({
+        name: torch.empty(1, 256, dtype=torch.bfloat16) for name in ("hidden_states", "residual")
+    })  # fmt: skip
+    offer = output.offer(packing, capacity)
+    assert offer is not None
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS, offer.gpu, offer.handle.hex(), str(offer.nbytes)],
+        stdout=subprocess.PIPE, text=True,
+    ) as reading:  # fmt: skip
+        assert reading.stdout is not None
+        assert reading.stdout.readline() == "True\n"
+        output.accepted(is_seen=True, waits=True)
+        for _ in range(2):
+            assert reading.stdout.readline() == "ordered\n"
+            assert not select.select([reading.stdout], [], [], 0.5)[0]
+            x, total = (torch.randn(capacity, 256, device=device).bfloat16() for _ in range(2))
+            torch.cuda.synchronize()
+            output.put(capacity, slice(None), x, total)
+            output.finish(x)
+            expected = sum(int(one.view(torch.uint8).long().sum()) for one in (x, total))
+            assert reading.stdout.readline() == f"{expected}\n"
+        assert reading.wait(30) == 0
+    output.settle()
+    gpu_memory.give_back(output._memory)  # type: ignore[arg-type]
