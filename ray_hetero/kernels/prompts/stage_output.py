@@ -317,9 +317,9 @@ def accept(offer: GpuOffer, device: torch.device) -> SeenOutput | None:
 
 def _ready(memory: torch.Tensor) -> int:
     """Address of the word that counts steps whose rows are there."""
-    return memory.data_ptr() + memory.nbytes - 2 * WORD_BYTES
+    return int(memory.data_ptr() + memory.nbytes - 2 * WORD_BYTES)
 
 
 def _taken(memory: torch.Tensor) -> int:
     """Address of the word that counts steps whose rows have been read."""
-    return memory.data_ptr() + memory.nbytes - WORD_BYTES
+    return int(memory.data_ptr() + memory.nbytes - WORD_BYTES)
