@@ -51,8 +51,10 @@ def test_answers_are_those_of_the_cores_alone(
     each = 1 + len(asked)
     layers = [sum(one["layers"] for one in found) for found in answers[::each]]
     assert layers[0] == layers[1] == 0
-    # As many steps with a few columns as with all.
-    assert layers[3] - layers[2] == layers[2] > 0
+    # As many steps with a few columns as with all, or one more or less: requests of a batch may
+    # begin in one step or in two.
+    assert layers[2] > 0
+    assert abs(layers[3] - 2 * layers[2]) <= SHAPE.layers
     (_, *cores), *others = (answers[at : at + each] for at in range(0, each * len(PARTS), each))
     for _, *mine in others:
         for left, right in zip(cores, mine, strict=True):
