@@ -67,6 +67,8 @@ class StepTotals:
     from the memory of expert ranks."""
     left_out_mlp_tokens: int = 0
     """Tokens that this GPU rank has left out of the model's last MLP: nothing reads their rows."""
+    columns_waited_s: float = 0.0
+    """Part of `busy_s` in which this CPU rank has waited for columns of MLPs of the GPU."""
 
     def count(self, computed: LayerTokens) -> None:
         """Add the layers that one step has computed."""
@@ -75,6 +77,7 @@ class StepTotals:
         self.operator_layer_tokens += computed.by_operators
         self.linked_expert_tokens += computed.experts_on_gpu
         self.left_out_mlp_tokens += computed.left_out
+        self.columns_waited_s += computed.columns_waited_s
 
     def __sub__(self, earlier: StepTotals) -> StepTotals:
         """What came after an earlier moment."""
@@ -98,10 +101,18 @@ class StepTotals:
         received, sent = (n / self.steps / 1024 for n in (self.received_bytes, self.sent_bytes))
         return (
             f"{self.steps} steps of {self.tokens / self.steps:.1f} tokens: "
-            f"{busy:.2f} ms busy, {waiting:.2f} ms waiting for the previous stage, "
-            f"{exchange:.2f} ms exchange, {received:.1f} KiB received, {sent:.1f} KiB sent a step"
+            f"{busy:.2f} ms busy{self._of_columns()}, "
+            f"{waiting:.2f} ms waiting for the previous stage, {exchange:.2f} ms exchange, "
+            f"{received:.1f} KiB received, {sent:.1f} KiB sent a step"
             f"{self._of_verifying()}"
         )
+
+    def _of_columns(self) -> str:
+        """What the cores waited for columns of the GPU; nothing where they did not."""
+        if not self.columns_waited_s:
+            return ""
+        each = 1000 * self.columns_waited_s / self.steps
+        return f" ({each:.2f} ms of it waiting for the GPU's columns)"
 
     def _of_verifying(self) -> str:
         """What steps with drafts took, beside those without; nothing where there were none."""

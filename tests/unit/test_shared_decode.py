@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import time
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -278,6 +279,26 @@ def test_what_fails_while_columns_are_computed_is_raised(monkeypatch: pytest.Mon
     positions, hidden = steps.begin([(request, 0, 2)])
     with pytest.raises(RuntimeError, match="illegal memory access"):
         steps.made(positions, hidden, None)
+
+
+def test_what_the_cores_wait_for_columns_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+    compute, late_s = columns_on_gpu.ColumnsOnGpu._compute, 0.05
+
+    def compute_late(*given: Any) -> None:
+        time.sleep(late_s)
+        compute(*given)
+
+    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "_compute", compute_late)
+    request = steps.request(3)
+    steps.check((request, 0, 2))
+    layer_tokens.take()
+    began = time.perf_counter()
+    steps.check((request, 2, 3))
+    passed = time.perf_counter() - began
+    # The cores' own columns take less than a millisecond.
+    assert LAYERS * late_s / 2 < layer_tokens.take().columns_waited_s < passed
+    assert layer_tokens.take().columns_waited_s == 0
 
 
 def test_columns_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

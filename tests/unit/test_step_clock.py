@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ray_hetero.kernels.layers.layer_tokens import LayerTokens
 from ray_hetero.observability.step_clock import Exchanged, PredictedStep, StepClock
 
 PREDICTED = PredictedStep(ms=10.0, tokens=1, context=4096)
@@ -89,6 +90,16 @@ def test_waiting_and_exchange_are_no_computing() -> None:
     assert (clock.totals.waiting_s, clock.totals.exchange_s) == (0.03, 0.01)
     assert "30.00 ms waiting for the previous stage, 10.00 ms exchange" in lines[0]
     assert "2.0 KiB received, 1.0 KiB sent a step; busy " in lines[0]
+
+
+def test_a_line_says_what_the_cores_waited_for_columns() -> None:
+    lines: list[str] = []
+    clock = StepClock(lines.append, interval_s=-1)
+    clock.totals.count(LayerTokens(columns_waited_s=0.006))
+    clock.add(0.06, 4, None)
+    assert "60.00 ms busy (6.00 ms of it waiting for the GPU's columns), 0.00 ms" in lines[0]
+    clock.add(0.02, 4, None)
+    assert "20.00 ms busy, 0.00 ms waiting" in lines[1]
 
 
 def test_what_a_gpu_computes_after_the_call_counts_once() -> None:

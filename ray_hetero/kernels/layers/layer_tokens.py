@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass
 class LayerTokens:
-    """Tokens times layers, by way."""
+    """Tokens times layers, by way, and what the cores have waited for meanwhile."""
 
     native: int = 0
     """Tokens times layers in native calls of decode steps."""
@@ -26,6 +26,8 @@ class LayerTokens:
     them over its link; expert ranks count the tokens of a split layer too."""
     left_out: int = 0
     """Tokens that a GPU rank has left out of the model's last MLP: nothing reads their rows."""
+    columns_waited_s: float = 0.0
+    """Seconds that the cores have waited in decode steps for columns of MLPs of the GPU."""
 
 
 _counted = LayerTokens()
@@ -46,6 +48,11 @@ def count_experts(on_gpu: int) -> None:
 def count_left_out(tokens: int) -> None:
     """Count the tokens that one step's last MLP was not computed for."""
     _counted.left_out += tokens
+
+
+def count_columns_wait(seconds: float) -> None:
+    """Count what the cores have waited in one decode step for the GPU's columns."""
+    _counted.columns_waited_s += seconds
 
 
 def take() -> LayerTokens:

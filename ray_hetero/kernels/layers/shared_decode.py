@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.decode_shares import (
     COLUMN_PARTS,
     DisturbedError,
@@ -185,11 +186,13 @@ class SharedDecode:
         (whole,) = self.divided(0)
         kept = kept_blocks(self._columns.blocks, parts)
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        share = self._columns.native
+        waited_s = share.waited_s
         with meeting(self._kernel.sums), self._columns.of_step(len(hidden), kept):
             whole.layers.run(
-                requests, caches, hidden, residual, y, total,
-                share=self._columns.native, kept=kept,
+                requests, caches, hidden, residual, y, total, share=share, kept=kept
             )  # fmt: skip
+        layer_tokens.count_columns_wait(share.waited_s - waited_s)
         return y, total
 
     def run(
