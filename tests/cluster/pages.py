@@ -144,6 +144,7 @@ NOT_RUN = {
     Block(PLANNING, '"layers": [20, 60]'): NEEDS_GPU,
     Block(TUNING, "cpu rank 0: 512 steps"): EXAMPLE,
     Block(TUNING, "measured / predicted"): EXAMPLE,
+    Block(TUNING, "waiting for the GPU's columns"): EXAMPLE,
     Block(TUNING, "Start-up: 66.2 s"): EXAMPLE,
     Block(TUNING, "on its own NUMA node 0"): EXAMPLE,
     Block(SPECULATION, "--speculative-config"): (

@@ -73,8 +73,8 @@ class Kept:
     @property
     def of_layers(self) -> list[list[Piece]]:
         """Pieces of a step's columns, by layer."""
-        (layers,) = self.columns._pieces.values()
-        return [[placed.piece for placed in layer] for layer in layers]
+        (step,) = self.columns._pieces.values()
+        return [[placed.piece for placed in layer] for layer in step.layers]
 
 
 def test_some_stay_until_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

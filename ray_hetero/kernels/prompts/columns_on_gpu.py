@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -133,6 +133,22 @@ class RankColumns:
         ctypes.c_uint32.from_address(self._own.asked).value = (first + self._layers) % VALUES
 
 
+class _StepPieces:
+    """The GPU's pieces of a step.
+
+    Args:
+        layers: pieces of each layer, in their order.
+
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Placed]]) -> None:
+        self.layers = layers
+        self.pieces = [placed.piece for placed in chain(*layers)]
+        self.most_values = max(sum(one.piece.values for one in pieces) for pieces in layers)
+        """Most weights of a layer."""
+        self.order = ReadingOrder()
+
+
 class ColumnsOnGpu(RankColumns):
     """The last columns of the MLPs of layers that follow one another.
 
@@ -166,8 +182,8 @@ class ColumnsOnGpu(RankColumns):
         self._seen_inputs = self._seen(inputs)
         self._seen_columns = [self._seen(rank.columns) for rank in self._ranks]
         self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
-        self._pieces: dict[int, list[list[Placed]]] = {}
-        self._orders: dict[int, ReadingOrder] = {}
+        self._pieces: dict[int, _StepPieces] = {}
+        """Pieces of a step, by the blocks of columns that the cores compute."""
 
     @contextmanager
     def of_step(self, tokens: int, kept: int) -> Iterator[None]:
@@ -200,12 +216,14 @@ class ColumnsOnGpu(RankColumns):
         why = FAILED
         try:
             with torch.inference_mode(), current(self._gpu.computing):
-                layers = self._pieces_of(kept)
-                self._keep(layers, kept)
+                step = self._pieces_of(kept)
+                # Some of them stay where only larger steps have tokens.
+                memory = partial(self._gpu.memory.idle, step.most_values)
+                self._gpu.reader.kept.begin(step.order, step.pieces, memory)
                 for number, (parts, pieces) in enumerate(
-                    zip(self._parts, layers, strict=True), first + 1
+                    zip(self._parts, step.layers, strict=True), first + 1
                 ):
-                    whole = self._gpu.expanded_whole(pieces, self._orders[kept])
+                    whole = self._gpu.expanded_whole(pieces, step.order)
                     self._signals.wait(self._own.asked, number % VALUES)
                     self._compute(parts, pieces, whole, tokens, kept)
                     for rank in self._ranks:
@@ -237,7 +255,7 @@ class ColumnsOnGpu(RankColumns):
         y = gpu.memory.products(tokens, halves * len(self._ranks) * columns)
         added = self._added(parts, kept)
         products = (
-            self._expanded(pieces, self._orders[kept])
+            self._expanded(pieces, self._pieces_of(kept).order)
             if whole is None
             else [(slice(0, y.shape[1]), whole)]
         )
@@ -250,13 +268,6 @@ class ColumnsOnGpu(RankColumns):
         # A kernel's own stores cross the link at once; a copy would wait for weights on their way.
         for seen, own in zip(self._seen_columns, result.split(columns, dim=1), strict=True):
             torch.mul(own, 1, out=seen[: tokens * columns].view(tokens, columns))
-
-    def _keep(self, layers: Sequence[Sequence[Placed]], kept: int) -> None:
-        """Have some of a step's pieces stay where only larger steps have tokens."""
-        whole = max(sum(one.piece.values for one in pieces) for pieces in layers)
-        pieces = [placed.piece for placed in chain(*layers)]
-        memory = self._gpu.memory.idle(whole)
-        self._gpu.reader.kept.begin(self._orders[kept], pieces, memory)
 
     def _expanded(
         self, pieces: Sequence[Placed], order: ReadingOrder
@@ -274,17 +285,17 @@ class ColumnsOnGpu(RankColumns):
         whole = self._gpu.constant(parts.gate_up.bias).view(-1, self._inner)
         return whole[:, kept * BLOCK :].reshape(-1)
 
-    def _pieces_of(self, kept: int) -> list[list[Placed]]:
-        """The GPU's pieces of each layer, in their order."""
+    def _pieces_of(self, kept: int) -> _StepPieces:
+        """The GPU's pieces of a step."""
         if kept not in self._pieces:
-            self._orders[kept] = ReadingOrder()
-            self._pieces[kept] = [
+            layers = [
                 sorted(
                     self._gpu.pieces_of(self._last_columns(parts, kept)),
                     key=lambda placed: placed.outputs.start,
                 )
                 for parts in self._parts
             ]
+            self._pieces[kept] = _StepPieces(layers)
         return self._pieces[kept]
 
     def _last_columns(self, parts: PostAttention, kept: int) -> WholeWeight:

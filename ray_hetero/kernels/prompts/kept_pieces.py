@@ -7,7 +7,7 @@ for them again.  The next prompt takes their place, and the step after it has th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,20 +34,21 @@ class KeptPieces:
         self._slots: dict[Piece, Slot[Piece]] = {}
 
     def begin(
-        self, order: ReadingOrder, pieces: Sequence[Piece], memory: Sequence[torch.Tensor]
-    ) -> None:
+        self, order: ReadingOrder, pieces: Sequence[Piece],
+        memory: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:  # fmt: skip
         """Begin a step whose pieces may stay; those of another order do so no longer.
 
         Args:
             order: of steps that use these pieces.
             pieces: all of a step, in their order.
-            memory: uint8, one piece of memory each, which nothing else uses until `forget`.
+            memory: gives memory, uint8, which nothing else uses until `forget`.
 
         """
         if self._order is not order:
             self.forget()
             self._order = order
-            self._slots = self._places(pieces, memory)
+            self._slots = self._places(pieces, memory())
         for slot in self._slots.values():
             if slot.piece is None:
                 # What comes here waits for the products that have used this memory up to now.

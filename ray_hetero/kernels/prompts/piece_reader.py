@@ -69,7 +69,7 @@ class PieceReader(LinkReader[Piece]):
 
     def copies(self, piece: Piece) -> Iterator[tuple[torch.Tensor, int]]:
         """All of it."""
-        yield piece.weight.view(torch.uint8).view(-1), 0
+        yield piece.stored, 0
 
     def forget(self) -> None:
         """What was ordered ahead does not come, and nothing is expanded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -130,6 +130,12 @@ class Piece:
     end: int
     inputs: int
     expansion: Expansion
+    stored: torch.Tensor = field(init=False)
+    """The same as bytes, one after the other."""
+
+    def __post_init__(self) -> None:
+        # Once, and not for each of its copies, hundreds of which one thread orders a second.
+        self.stored = self.weight.view(torch.uint8).view(-1)
 
     @property
     def values(self) -> int:
