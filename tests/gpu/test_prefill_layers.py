@@ -332,6 +332,7 @@ torch.cuda.set_device(device)
 torch.zeros(1, device=device)
 seen = accept(GpuOffer(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])), device)
 print(seen.waits, flush=True)
+sys.stdin.readline()
 for number in (1, 2):
     seen.wait(number)
     rows = seen.rows.clone()
@@ -357,11 +358,15 @@ def test_streams_of_two_processes_wait_for_rows_and_for_their_being_read() -> No
     assert offer is not None
     with subprocess.Popen(
         [sys.executable, "-c", WAITS, offer.gpu, offer.handle.hex(), str(offer.nbytes)],
-        stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as reading:  # fmt: skip
+        assert reading.stdin is not None
         assert reading.stdout is not None
         assert reading.stdout.readline() == "True\n"
+        # Both ends have set their words before the first step.
         output.accepted(is_seen=True, waits=True)
+        torch.cuda.synchronize()
+        print(file=reading.stdin, flush=True)
         for _ in range(2):
             assert reading.stdout.readline() == "ordered\n"
             assert not select.select([reading.stdout], [], [], 0.5)[0]
