@@ -65,8 +65,8 @@ FIRST_NAP_S = 2e-3
 late, which steps of few milliseconds would show."""
 NAP_SHARE = 0.05
 """Length of a nap as a share of the time since the last message."""
-LONGEST_NAP_S = 5e-4
-"""Longest nap of a reader, in seconds."""
+LONGEST_NAP_S = 2e-4
+"""Longest nap of a reader, in seconds.  One that ends with the message is late by half of it."""
 POLLED_SHARE = 0.15
 """Share of the time between the last two messages, at the end of the same time since the last one,
 in which a reader polls again: the next one is expected then."""
