@@ -138,7 +138,7 @@ class Linking:
         (link, reached), gpu = found, None
         if heard.gpu is not None and link.is_one_memory and self.terms.is_on_gpu:
             gpu = stage_output.accept(heard.gpu, self.terms.device)
-        waits = gpu is not None and gpu.waits
+        waits = gpu is not None and gpu.words is not None
         neighbour.tell(Answer(link.name, sees_gpu=gpu is not None, waits_on_gpu=waits))
         is_clock_shared = heard.machine == machine_id() != ""
         return Incoming(reached.take(wait_until_read), is_clock_shared, gpu)

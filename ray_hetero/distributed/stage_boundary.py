@@ -78,7 +78,6 @@ class StageBoundary:
         self._sending: SendingThread | None = None
         self._output: StageOutput | None = None
         self._seen: SeenOutput | None = None
-        self._rows_on_gpu: torch.Tensor | None = None
 
     def agree(
         self,
@@ -117,9 +116,7 @@ class StageBoundary:
         if self._neighbours.previous is not None:
             incoming = linking.to_previous(self._neighbours.previous, self._wait_until_read)
             self._receiver, self._is_clock_shared = incoming.receiver, incoming.is_clock_shared
-            if incoming.gpu is not None:
-                self._seen = incoming.gpu
-                self._rows_on_gpu = self._seen.rows.view(capacity, packing.row_bytes)
+            self._seen = incoming.gpu
             self._staging_in = Staging(packing, capacity, self._device) if self._is_gpu else None
 
     @property
@@ -222,13 +219,15 @@ class StageBoundary:
     def _from_gpu(self, message: Message, into: torch.Tensor) -> None:
         """Copy rows that the sender has left on this GPU, or has begun to compute there."""
         assert self._seen is not None
-        assert self._rows_on_gpu is not None
+        words = None
         if message.awaited:
-            self._seen.wait(message.awaited)
-        into.copy_(self._rows_on_gpu[: len(into)], non_blocking=True)
+            words = self._seen.words
+            assert words is not None  # the sender was told so
+            words.wait(message.awaited)
+        into.copy_(self._seen.rows.view(-1, into.shape[1])[: len(into)], non_blocking=True)
         self._copied[id(message)].record()
-        if message.awaited:
-            self._seen.take(message.awaited)
+        if words is not None:
+            words.say(message.awaited)
         else:
             # The sender has one such place, and is told nothing else of this copy.
             self._copied[id(message)].synchronize()

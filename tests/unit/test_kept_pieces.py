@@ -10,32 +10,28 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from copied_pieces import CopiedPieces, small_pieces  # noqa: E402
 from native_module import needs_native  # noqa: E402
-from paged_steps import Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
-from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts import columns_on_gpu  # noqa: E402
 from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu  # noqa: E402
-from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
-from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
-LAYERS = 5
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 64 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    small_pieces(monkeypatch)
     monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
 
 
-class Kept:
-    """Steps of one request, whose columns a GPU computes, and the pieces that are copied to it.
+class Kept(CopiedPieces):
+    """Steps of one request, whose columns a GPU computes.
 
     Args:
         monkeypatch: notes copies.
@@ -44,24 +40,7 @@ class Kept:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-        self.steps = Steps(monkeypatch, layers=LAYERS, columns=12, most=most)
-        self._request = self.steps.request(900)
-        self._done = 0
-        self._copied: list[Piece] = []
-        fetch = PieceReader.fetch
-
-        def fetch_and_note(reader: PieceReader, piece: Piece) -> None:
-            self._copied.append(piece)
-            fetch(reader, piece)
-
-        monkeypatch.setattr(PieceReader, "fetch", fetch_and_note)
-
-    def of_step(self, tokens: int) -> list[Piece]:
-        """Compute the request's next tokens, compare them, and tell what was copied."""
-        self._copied.clear()
-        self.steps.check((self._request, self._done, self._done + tokens))
-        self._done += tokens
-        return list(self._copied)
+        super().__init__(monkeypatch, 900, columns=12, most=most)
 
     @property
     def columns(self) -> ColumnsOnGpu:
@@ -94,9 +73,9 @@ def test_some_stay_until_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> Non
     # As many of each layer as of the others, or one more.
     counts = [sum(piece in stay for piece in layer) for layer in kept.of_layers]
     assert max(counts) - min(counts) <= 1
-    # A small prompt leaves them, a larger one takes their place.
+    # A prompt takes their place, and the step behind it has them come anew.
     kept.of_step(150)
-    assert stay <= set(kept.of_step(1)) | set(first)
+    assert stay <= set(kept.of_step(1))
     copied = {piece for _ in range(2) for piece in kept.of_step(1)}
     assert not stay & copied
 

@@ -15,35 +15,31 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from copied_pieces import CopiedPieces, small_pieces  # noqa: E402
 from native_module import needs_native  # noqa: E402
-from paged_steps import Conversation, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill, piece_reader  # noqa: E402
-from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
+from ray_hetero.kernels.prompts import piece_reader  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
-from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS, SLOTS  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
-LAYERS = 5
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 64 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    small_pieces(monkeypatch)
 
 
 AHEAD = SLOTS + 1
 """Pieces of a prompt that are there before it begins: in slots, and one that is expanded."""
 
 
-class Copies:
-    """Steps of one request, and the pieces that a step copies.
+class Copies(CopiedPieces):
+    """Steps of one request, and the numbers of the pieces that a step copies.
 
     Args:
         monkeypatch: notes copies.
@@ -52,11 +48,8 @@ class Copies:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
-        given.setdefault("most", 2048)
         monkeypatch.setattr(piece_reader, "slots_within", lambda *sizes: SLOTS)
-        self.steps = Steps(monkeypatch, layers=LAYERS, **given)
-        self.request: Conversation = self.steps.request(1000)
-        self.done = 0
+        super().__init__(monkeypatch, 1000, **{"most": 2048} | given)
         layers = self.steps.known
         self.pieces = self._pieces(
             [one for layer in layers for one in (layer.input.qkv, *layer.parts.linears)]
@@ -64,24 +57,10 @@ class Copies:
         self._number = {piece: number for number, piece in enumerate(self.pieces)}
         self.whole = list(self._number.values())
         """What a prompt uses."""
-        self._fetched: list[Piece] = []
-        fetch = PieceReader.fetch
 
-        def fetch_and_note(reader: PieceReader, piece: Piece) -> None:
-            self._fetched.append(piece)
-            fetch(reader, piece)
-
-        monkeypatch.setattr(PieceReader, "fetch", fetch_and_note)
-
-    def of_step(self, tokens: int) -> list[int]:
-        """Compute the request's next tokens; the pieces that were copied until
-        nothing more was ordered, by number."""
-        self._fetched.clear()
-        self.steps.check((self.request, self.done, self.done + tokens))
-        self.done += tokens
-        assert self.steps.made.gpu is not None
-        self.steps.made.gpu.settle()
-        return [self._number[piece] for piece in self._fetched]
+    def numbers_of_step(self, tokens: int) -> list[int]:
+        """Pieces as of `of_step`, by number."""
+        return [self._number[piece] for piece in self.of_step(tokens)]
 
     def behind(self, place: int) -> list[int]:
         """What lies behind the attention of a layer."""
@@ -113,14 +92,14 @@ def test_a_step_copies_no_piece_that_it_does_not_use(
 ) -> None:
     copies = Copies(monkeypatch, **given)
     for _ in range(2):
-        copies.of_step(prompt)
+        copies.numbers_of_step(prompt)
     # The order is known, and what a prompt begins with has come at the end of the one before.
     whole = copies.whole
-    assert copies.of_step(prompt) == [*whole[AHEAD:], *whole[:AHEAD]]
+    assert copies.numbers_of_step(prompt) == [*whole[AHEAD:], *whole[:AHEAD]]
     for _ in range(3):
-        copies.of_step(1)
+        copies.numbers_of_step(1)
     # Decode steps have used the slots for what they need next; what is expanded has stayed.
-    assert copies.of_step(prompt) == [*whole[1:], *whole[:AHEAD]]
+    assert copies.numbers_of_step(prompt) == [*whole[1:], *whole[:AHEAD]]
     behind = [copies.behind(place) for place in places]
     ring = cycle([piece for layer in behind for piece in layer])
     # A small prompt leaves the first layer where it is, a larger one may have had its first piece
@@ -129,9 +108,9 @@ def test_a_step_copies_no_piece_that_it_does_not_use(
     assert list(islice(ring, len(there))) == there
     step = sum(map(len, behind))
     count = step + len(behind[0]) - len(there)
-    assert copies.of_step(1) == list(islice(ring, count + SLOTS))
+    assert copies.numbers_of_step(1) == list(islice(ring, count + SLOTS))
     for _ in range(2):
-        assert copies.of_step(1) == list(islice(ring, step))
+        assert copies.numbers_of_step(1) == list(islice(ring, step))
 
 
 def test_slots_that_decode_steps_leave_free_are_filled_for_a_prompt(
@@ -139,16 +118,16 @@ def test_slots_that_decode_steps_leave_free_are_filled_for_a_prompt(
 ) -> None:
     copies = Copies(monkeypatch, last=1)
     for tokens in (150, 150, 1, 1, 150, 1, 150):
-        copies.of_step(tokens)
+        copies.numbers_of_step(tokens)
     whole, behind = copies.whole, copies.behind(4)
-    assert copies.of_step(1) == [*behind, *whole[1:AHEAD]]
-    assert copies.of_step(1) == []
-    assert copies.of_step(150) == [*whole[AHEAD:], *whole[:AHEAD]]
+    assert copies.numbers_of_step(1) == [*behind, *whole[1:AHEAD]]
+    assert copies.numbers_of_step(1) == []
+    assert copies.numbers_of_step(150) == [*whole[AHEAD:], *whole[:AHEAD]]
     # Whole weights of a decode step stay while a small prompt is computed.
-    copies.of_step(1)
-    assert copies.of_step(40) == [*whole[AHEAD:], *whole[:AHEAD]]
-    assert copies.of_step(1) == []
-    assert copies.of_step(40) == [*whole[AHEAD:], *whole[:AHEAD]]
+    copies.numbers_of_step(1)
+    assert copies.numbers_of_step(40) == [*whole[AHEAD:], *whole[:AHEAD]]
+    assert copies.numbers_of_step(1) == []
+    assert copies.numbers_of_step(40) == [*whole[AHEAD:], *whole[:AHEAD]]
 
 
 def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
@@ -156,17 +135,17 @@ def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
 ) -> None:
     copies = Copies(monkeypatch, last=1, most=300)
     for tokens in (150, 150, 1, 1, 150, 1):
-        copies.of_step(tokens)
+        copies.numbers_of_step(tokens)
     gpu, behind, whole = copies.steps.made.gpu, copies.behind(4), copies.whole
     assert gpu is not None
     linears = copies.steps.known[4].parts.linears
     there = sum(gpu._ahead.of(one.weight.data.data_ptr()).pieces for one in linears)
     assert 0 < there < len(behind) - SLOTS
     rest = behind[there:]
-    assert copies.of_step(1) == [*rest[SLOTS:], *rest[:SLOTS]]
-    assert copies.of_step(150) == [*whole, *whole[:AHEAD]]
-    assert copies.of_step(1) == [*behind, *rest[:SLOTS]]
-    assert copies.of_step(1) == [*rest[SLOTS:], *rest[:SLOTS]]
+    assert copies.numbers_of_step(1) == [*rest[SLOTS:], *rest[:SLOTS]]
+    assert copies.numbers_of_step(150) == [*whole, *whole[:AHEAD]]
+    assert copies.numbers_of_step(1) == [*behind, *rest[:SLOTS]]
+    assert copies.numbers_of_step(1) == [*rest[SLOTS:], *rest[:SLOTS]]
 
 
 def test_whatever_is_expected_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,4 +155,4 @@ def test_whatever_is_expected_the_results_are_the_same(monkeypatch: pytest.Monke
         ReadingOrder, "after", lambda order, piece, but=None: drawn.choice([None, *pieces])
     )
     for tokens in (150, 1, 1, 40, 2, 150, 1):
-        copies.of_step(tokens)
+        copies.numbers_of_step(tokens)

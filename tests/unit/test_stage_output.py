@@ -99,7 +99,8 @@ class Stage:
         assert offer is not None
         found = accept(offer, CPU)
         assert found is not None
-        self.seen = found
+        assert found.words is not None
+        self.words = found.words
         self.rows = found.rows.view(CAPACITY, PACKING.row_bytes)
         self.output.accepted(is_seen=True, waits=waits)
 
@@ -114,7 +115,7 @@ class Stage:
             self.output.sent(sent)
             self.output.settle()
             if sent.awaited:
-                self.seen.wait(sent.awaited)
+                self.words.wait(sent.awaited)
             there = PACKING.views(self.rows[: len(positions)])
             x, total = there["hidden_states"], there["residual"]
         expected = torch.cat([
@@ -172,7 +173,7 @@ def test_streams_wait_for_what_is_sent_before_it_is_computed(
         assert apart < CLOSE
         # The message goes first; what the GPU says is still heard.
         assert order[-2:] == ["send", "wait"]
-        stage.seen.take(number)
+        stage.words.say(number)
     # Of a decode step, which the cores compute, nobody waits for the GPU.
     order.clear()
     sent, apart = stage.sent((other, 119, 120), (late, 49, 50))
@@ -195,7 +196,7 @@ def test_rows_that_have_not_been_read_are_not_overwritten(
     computing.join(2)
     assert computing.is_alive()
     assert torch.equal(stage.rows, before)
-    stage.seen.take(1)
+    stage.words.say(1)
     sent, apart = found.get(timeout=60)
     computing.join()
     assert sent.awaited == 2
@@ -219,8 +220,9 @@ def test_a_driver_that_refuses_words_has_both_ranks_wait(
     assert offer is not None
     seen = accept(offer, CPU)
     assert seen is not None
-    assert seen.waits == (refuses == "sender")
-    output.accepted(is_seen=True, waits=seen.waits)
+    waits = seen.words is not None
+    assert waits == (refuses == "sender")
+    output.accepted(is_seen=True, waits=waits)
     assert output._words is None
     assert output.may_take(1) == output._is_direct
 
@@ -337,8 +339,12 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
     waits: bool, monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
     waited: list[None] = []
+
+    def refuse(*given: Any) -> Any:
+        raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
+
     if not waits:
-        monkeypatch.setattr(stage_output.SeenOutput, "waits", False)
+        monkeypatch.setattr(stage_output, "words_of", refuse)
     monkeypatch.setattr(linking.dist, "get_rank", lambda: 0)
     # The receiver's terms, but for locked pages, are those of a rank on a GPU.
     monkeypatch.setattr(linking.Terms, "is_on_gpu", True)

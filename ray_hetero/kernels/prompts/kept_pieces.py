@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ray_hetero.kernels.prompts.link_reader import SLOT_ALIGNMENT, Slot
+from ray_hetero.kernels.prompts.link_reader import SLOT_ALIGNMENT, Slot, slot_bytes
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.weight_pieces import Piece
 
@@ -88,6 +88,6 @@ class KeptPieces:
 def _rooms(memory: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
     """Memory for as many pieces as there is room for."""
     begin = -memory.data_ptr() % SLOT_ALIGNMENT
-    step = -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    step = slot_bytes(nbytes)
     count = max(0, len(memory) - begin) // step
     return list(memory[begin : begin + count * step].view(count, step))

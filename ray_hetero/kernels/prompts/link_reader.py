@@ -15,6 +15,12 @@ import torch
 SLOT_ALIGNMENT = 512
 """Bytes that memory for a piece is a multiple of, as torch aligns what it takes of a GPU."""
 
+
+def slot_bytes(nbytes: int) -> int:
+    """Bytes of memory for pieces of up to so many bytes."""
+    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
 Read = TypeVar("Read")
 """Type of what a GPU reads at once."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ray_hetero.kernels.prompts.kept_pieces import KeptPieces
-from ray_hetero.kernels.prompts.link_reader import SLOT_ALIGNMENT, LinkReader, Slot, current
+from ray_hetero.kernels.prompts.link_reader import LinkReader, Slot, current, slot_bytes
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.weight_pieces import Piece
 from ray_hetero.planning.prefill_memory import EXPANDED, slots_within
@@ -54,7 +54,7 @@ class PieceReader(LinkReader[Piece]):
     ) -> None:  # fmt: skip
         self.stored = max(piece.weight.nbytes for piece in pieces)
         """Most bytes of a piece as it is stored."""
-        slot = -(-self.stored // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        slot = slot_bytes(self.stored)
         super().__init__(device, module, slots_within(budget, slot, len(pieces)), slot)
         self._computing = computing
         # Ahead of products, whose end it does not put off: the next ones wait for it.
@@ -153,7 +153,7 @@ class PieceReader(LinkReader[Piece]):
 
     def _slot_of(self, piece: Piece) -> Slot[Piece]:
         kept = self.kept.slot(piece)
-        if kept is not None and kept.piece is piece and kept not in self._ahead:
+        if kept is not None and kept.piece is not None and kept not in self._ahead:
             return kept  # since an earlier step
         # Pieces that were expected and did not come are passed over.
         while self._ahead:

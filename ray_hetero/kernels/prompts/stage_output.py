@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
-from ray_hetero.runtime.stream_words import VALUES, StreamWords, words_of
+from ray_hetero.runtime.stream_words import VALUES, words_of
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -67,6 +67,48 @@ class GpuOffer:
     nbytes: int
 
 
+class Words:
+    """One end of the two words behind rows: it writes one of them and waits for the other.
+
+    Args:
+        memory: of the rows and the words, uint8.
+        is_sender: whether this end writes that rows are there, and waits for their being read; the
+            other end does the reverse.
+        device: the GPU.
+        stream: writes and waits.
+
+    Raises:
+        UnsupportedError: the GPU's driver refuses that.
+
+    """
+
+    def __init__(
+        self, memory: torch.Tensor, device: torch.device, stream: Any, *, is_sender: bool
+    ) -> None:
+        end = memory.data_ptr() + memory.nbytes
+        there, read = end - 2 * WORD_BYTES, end - WORD_BYTES
+        self._own, self._other = (there, read) if is_sender else (read, there)
+        self._stream = words_of(device, stream, self._own)
+
+    def say(self, number: int) -> None:
+        """Write the number of a step where the stream comes to it.
+
+        Raises:
+            RuntimeError: CUDA's driver refuses it.
+
+        """
+        self._stream.write(self._own, number % VALUES)
+
+    def wait(self, number: int) -> None:
+        """Have the stream wait until the other end has come to a step, by its number.
+
+        Raises:
+            RuntimeError: as `say`.
+
+        """
+        self._stream.wait(self._other, number % VALUES)
+
+
 class StageOutput:
     """Memory in which a stage's last layers leave the results of steps that a GPU computes.
 
@@ -82,7 +124,7 @@ class StageOutput:
         self._carried: Carrier | None = None
         self._returned: tuple[int, int] | None = None
         self._stays = self._is_direct = False
-        self._words: StreamWords | None = None
+        self._words: Words | None = None
         self._is_awaited = False
         """Whether what the last message has said would be there is still to be waited for."""
         self.number = 0
@@ -127,8 +169,9 @@ class StageOutput:
             gpu_memory.give_back(self._memory)
             self._memory = None
         elif waits:
+            gpu = self._gpu
             try:
-                self._words = words_of(self._gpu.device, self._gpu.computing, _ready(self._memory))
+                self._words = Words(self._memory, gpu.device, gpu.computing, is_sender=True)
             except UnsupportedError as error:
                 logger.info("the next stage is told of prompts once they are computed: %s", error)
 
@@ -194,9 +237,8 @@ class StageOutput:
         """
         with current(self._gpu.computing):
             if self._words is not None:
-                assert self._memory is not None
                 # The receiving rank has read the step before.
-                self._words.wait(_taken(self._memory), self.number % VALUES)
+                self._words.wait(self.number)
             for name, result in ((HIDDEN, x), (RESIDUAL, total)):
                 self._places[name][:tokens][rows] = result.to(self._gpu.device)
 
@@ -212,10 +254,9 @@ class StageOutput:
         if self._words is None:
             self._gpu.wait()
         else:
-            assert self._memory is not None
             self.number += 1
             self._is_awaited = True
-            self._words.write(_ready(self._memory), self.number % VALUES)
+            self._words.say(self.number)
         self._stays = True
         x, total = (
             torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2)
@@ -263,39 +304,14 @@ class SeenOutput:
     """
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        self._memory = memory
         self.rows = memory[: -2 * WORD_BYTES]
         """uint8, [bytes of all rows]."""
-        self._words: StreamWords | None = None
+        self.words: Words | None = None
+        """Words about the rows, for the current stream; None where that cannot wait for any."""
         try:
-            self._words = words_of(device, _CurrentStream(device), _taken(memory))
+            self.words = Words(memory, device, _CurrentStream(device), is_sender=False)
         except UnsupportedError as error:
             logger.info("this rank waits itself for prompts of the stage before: %s", error)
-
-    @property
-    def waits(self) -> bool:
-        """Whether streams of this rank wait for words."""
-        return self._words is not None
-
-    def wait(self, number: int) -> None:
-        """Have the current stream wait for the rows of a step, by its number.
-
-        Raises:
-            RuntimeError: CUDA's driver refuses it.
-
-        """
-        assert self._words is not None
-        self._words.wait(_ready(self._memory), number % VALUES)
-
-    def take(self, number: int) -> None:
-        """Say, where the current stream comes to it, that the rows of a step have been read.
-
-        Raises:
-            RuntimeError: as `wait`.
-
-        """
-        assert self._words is not None
-        self._words.write(_taken(self._memory), number % VALUES)
 
 
 def accept(offer: GpuOffer, device: torch.device) -> SeenOutput | None:
@@ -313,13 +329,3 @@ def accept(offer: GpuOffer, device: torch.device) -> SeenOutput | None:
     except (OSError, RuntimeError) as error:
         logger.info("results of prompts are received through the host's memory: %s", error)
         return None
-
-
-def _ready(memory: torch.Tensor) -> int:
-    """Address of the word that counts steps whose rows are there."""
-    return int(memory.data_ptr() + memory.nbytes - 2 * WORD_BYTES)
-
-
-def _taken(memory: torch.Tensor) -> int:
-    """Address of the word that counts steps whose rows have been read."""
-    return int(memory.data_ptr() + memory.nbytes - WORD_BYTES)

@@ -1,0 +1,55 @@
+"""Steps of one request, and the pieces of weights that each copies to a GPU, pretended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from paged_steps import Conversation, Steps
+
+from ray_hetero.kernels.prompts import gpu_prefill
+from ray_hetero.kernels.prompts.piece_reader import PieceReader
+from ray_hetero.kernels.prompts.weight_pieces import Piece
+from ray_hetero.planning import prefill_memory
+
+LAYERS = 5
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the small weights of tests be cut into several pieces."""
+    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+
+
+class CopiedPieces:
+    """Steps of one request, and the pieces that a step copies.
+
+    Args:
+        monkeypatch: notes copies.
+        tokens: of the request.
+        given: of `Steps`.
+
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int, **given: Any) -> None:
+        self.steps = Steps(monkeypatch, layers=LAYERS, **given)
+        self.request: Conversation = self.steps.request(tokens)
+        self.done = 0
+        self._copied: list[Piece] = []
+        fetch = PieceReader.fetch
+
+        def fetch_and_note(reader: PieceReader, piece: Piece) -> None:
+            self._copied.append(piece)
+            fetch(reader, piece)
+
+        monkeypatch.setattr(PieceReader, "fetch", fetch_and_note)
+
+    def of_step(self, tokens: int) -> list[Piece]:
+        """Compute the request's next tokens, and compare them; the pieces that were copied until
+        nothing more was ordered."""
+        self._copied.clear()
+        self.steps.check((self.request, self.done, self.done + tokens))
+        self.done += tokens
+        assert self.steps.made.gpu is not None
+        self.steps.made.gpu.settle()
+        return list(self._copied)
