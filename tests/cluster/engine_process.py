@@ -48,7 +48,7 @@ def _share_columns(worker: Any, parts: int) -> int:
     found = [run.shared for run in decoder_layers.registered() if run.shared is not None]
     for shared in found:
         shared.shares = Shares((Share(1, columns=parts),))
-    return sum(shared._columns.native.asked for shared in found)
+    return sum(shared._columns.steps * len(shared._layers) for shared in found)
 
 
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:

@@ -294,7 +294,7 @@ def test_columns_of_the_ranks_of_a_group(
     assert None not in steps.join()
     given = steps.give_columns(columns)
     check_decode_steps(steps)
-    assert [one.native.asked for one in given] == [18] * count
+    assert [one.steps for one in given] == [6] * count
 
 
 READS = """

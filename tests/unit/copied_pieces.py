@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from paged_steps import Conversation, Steps
 
 from ray_hetero.kernels.prompts import gpu_prefill
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu
 from ray_hetero.kernels.prompts.piece_reader import PieceReader
 from ray_hetero.kernels.prompts.weight_pieces import Piece
 from ray_hetero.planning import prefill_memory
@@ -36,13 +38,13 @@ class CopiedPieces:
         self.request: Conversation = self.steps.request(tokens)
         self.done = 0
         self._copied: list[Piece] = []
-        fetch = PieceReader.fetch
+        copy = PieceReader.copy
 
-        def fetch_and_note(reader: PieceReader, piece: Piece) -> None:
+        def copy_and_note(reader: PieceReader, piece: Piece, memory: torch.Tensor) -> None:
             self._copied.append(piece)
-            fetch(reader, piece)
+            copy(reader, piece, memory)
 
-        monkeypatch.setattr(PieceReader, "fetch", fetch_and_note)
+        monkeypatch.setattr(PieceReader, "copy", copy_and_note)
 
     def of_step(self, tokens: int) -> list[Piece]:
         """Compute the request's next tokens, and compare them; the pieces that were copied until
@@ -53,3 +55,30 @@ class CopiedPieces:
         assert self.steps.made.gpu is not None
         self.steps.made.gpu.settle()
         return list(self._copied)
+
+
+class KeptColumns(CopiedPieces):
+    """Steps of one request, whose columns a GPU computes.
+
+    Args:
+        monkeypatch: notes copies.
+        most: tokens of a step at most.
+        given: of `Steps`.
+
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int, **given: Any) -> None:
+        super().__init__(monkeypatch, 900, columns=12, most=most, **given)
+
+    @property
+    def columns(self) -> ColumnsOnGpu:
+        """What computes columns."""
+        columns = self.steps.shared._columns
+        assert isinstance(columns, ColumnsOnGpu)
+        return columns
+
+    @property
+    def of_layers(self) -> list[list[Piece]]:
+        """Pieces of a step's columns, by layer."""
+        (step,) = self.columns._pieces.values()
+        return [[placed.piece for placed in layer] for layer in step.layers]

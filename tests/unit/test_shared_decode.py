@@ -30,11 +30,13 @@ from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
 from ray_hetero.kernels.prompts import (  # noqa: E402
     behind_attention,
+    column_memory,
     columns_on_gpu,
     gpu_post_attention,
     gpu_prefill,
     step_memory,
 )
+from ray_hetero.kernels.prompts.column_memory import PHASE  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import stream_words  # noqa: E402
@@ -302,7 +304,7 @@ def test_what_the_cores_wait_for_columns_is_counted(monkeypatch: pytest.MonkeyPa
 
 
 def test_columns_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns_on_gpu, "WAIT_S", 0.25)
+    monkeypatch.setattr(column_memory, "WAIT_S", 0.25)
     monkeypatch.setattr(stream_words.OfHost, "write", lambda *given: None)
     steps = Steps(monkeypatch, layers=LAYERS, columns=8)
     request = steps.request(2)
@@ -361,12 +363,18 @@ def test_words_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.shared is not None
     given = steps.shared._columns
     assert given is not None
-    words = given._own.words.view(torch.int32)
-    words[0] = words[16] = -LAYERS - 2  # the third layer of the second step begins anew
+    words = given._own.words.view(torch.uint32)
     request = steps.request(6)
-    for at in range(3):
+    counted = []
+    for at in range(6):
         steps.check((request, at, at + 1))
-    assert given.native.asked == words[0] == words[16] == 2 * LAYERS - 2
+        assert words[0] == words[16]
+        counted.append(int(words[0]))
+    begins = [PHASE, 2 * PHASE, 0] * 2
+    assert counted == [begin + LAYERS for begin in begins]
+    # A step's numbers are all ahead of those of the step before, for whoever compares 32 bits.
+    for last, begin in zip(counted, begins[1:], strict=False):
+        assert 0 < (begin - last) % (1 << 32) < 1 << 31
 
 
 @pytest.mark.parametrize("kept", [0, -1, 1 << 20])

@@ -63,9 +63,10 @@ is less of it the more layers it has: of 8, steps take a fifth less time a layer
 MEASURED_TOKENS = (1, 8, 32, 64, 128)
 """Tokens of steps that are measured; a step of another number takes the share of the next smaller
 one."""
-ROUNDS = 2
+ROUNDS = 3
 """Rounds of a measured step, of which the first does not count: in that one the GPU may build its
-kernels, and other weights have come ahead."""
+kernels, and other weights have come ahead.  In the second one other ranks of a group may wait for
+the first, which prepares."""
 SHORT_ROUNDS = 4
 """The same of steps of up to `SHORT_TOKENS`, of which a few milliseconds decide."""
 SHORT_TOKENS = 32
@@ -100,6 +101,9 @@ class Columns(Protocol):
 
     def of_step(self, tokens: int, kept: int) -> AbstractContextManager[None]:
         """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
+
+    def prepare(self, tokens: int, kept: int) -> None:
+        """Have steps like the last one take a core as little as those that come after many."""
 
 
 MakeColumns = Callable[[int], Columns | None]
@@ -194,6 +198,11 @@ class SharedDecode:
             )  # fmt: skip
         layer_tokens.count_columns_wait(share.waited_s - waited_s)
         return y, total
+
+    def prepare_columns(self, tokens: int, parts: int) -> None:
+        """Have steps of `run_columns` take as long as those that come after many, behind one."""
+        assert self._columns is not None
+        self._columns.prepare(tokens, kept_blocks(self._columns.blocks, parts))
 
     def run(
         self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],
@@ -364,7 +373,9 @@ def step_seconds(
             else partial(step.run, step.divided(count, is_late=way == "last"))
         )
         taken = []
-        for _ in range(SHORT_ROUNDS if tokens <= SHORT_TOKENS else ROUNDS):
+        for number in range(SHORT_ROUNDS if tokens <= SHORT_TOKENS else ROUNDS):
+            if number == 1 and way == "columns":
+                step.prepare_columns(tokens, count)
             behind.wait_for_link()
             began, used = time.perf_counter(), time.process_time()
             run(requests, caches, hidden, None)

@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.columns_on_gpu import (
-    OUT_OF_MEMORY,
-    ColumnMemory,
-    RankColumns,
-    inner_of,
-)
+from ray_hetero.kernels.prompts.column_memory import OUT_OF_MEMORY, ColumnMemory, RankColumns
+from ray_hetero.kernels.prompts.columns_on_gpu import inner_of
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 if TYPE_CHECKING:
@@ -44,6 +40,9 @@ class ColumnsFromGpu(RankColumns):
         inputs = torch.empty(SHARED_TOKENS * parts.norm.weight.shape[0], dtype=torch.bfloat16)
         super().__init__(len(layers), inner_of(parts), kernel, memory, inputs)
 
+    def prepare(self, tokens: int, kept: int) -> None:
+        """Do nothing: the first rank has the GPU's work ordered."""
+
     @contextmanager
     def of_step(self, tokens: int, kept: int) -> Iterator[None]:
         """Take the GPU's columns of a step that the cores compute within this.
@@ -57,7 +56,7 @@ class ColumnsFromGpu(RankColumns):
             RuntimeError: something else has failed in the first rank, or is late.
 
         """
-        first = self.native.asked
+        first = self.begin()
         try:
             yield
         except RuntimeError:

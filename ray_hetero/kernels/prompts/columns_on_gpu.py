@@ -3,8 +3,8 @@
 A GPU reads its columns of a layer's gate and up over its link while the cores read theirs, and the
 attention and the other matrices, from the socket's memory.  The cores write what the gate
 multiplies where the GPU reads it, the GPU writes activated columns where the cores read them, and
-words in the host's memory say when (csrc/kernels/column_share.h).  All work of a step is ordered at
-its beginning, on a stream that waits for these words, so that nothing is called between layers.
+words in the host's memory say when (column_memory.py).  All work of a step is ordered at its
+beginning, on a stream that waits for these words, so that nothing is called between layers.
 
 In a tensor-parallel group the first rank has the GPU, which computes the last columns of every rank
 from the first one's tokens; each rank has words and columns of its own, in memory that all map
@@ -17,7 +17,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -28,14 +27,24 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts import gpu_post_attention
+from ray_hetero.kernels.prompts.column_memory import (
+    FAILED,
+    OUT_OF_MEMORY,
+    PHASE,
+    PHASES,
+    WORDS_BYTES,
+    ColumnMemory,
+    RankColumns,
+)
 from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
+from ray_hetero.kernels.prompts.step_graphs import Expand, StepGraphs, StepKind
 from ray_hetero.kernels.prompts.weight_pieces import Part, Placed, WholeWeight
 from ray_hetero.log import logger
-from ray_hetero.planning.prefill_memory import BF16_BYTES, SHARED_TOKENS
+from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 from ray_hetero.runtime import gpu_memory
-from ray_hetero.runtime.stream_words import VALUES, words_of
+from ray_hetero.runtime.stream_words import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,94 +52,10 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
     from ray_hetero.kernels.layers.layer_parts import PostAttention
 
-LINE_BYTES = 64
-"""Bytes of a cache line, at whose beginnings the words are."""
-WAIT_S = 60.0
-"""Longest wait of the cores for the columns of a layer, in seconds; they take milliseconds."""
-WORDS_BYTES = 3 * LINE_BYTES
-"""Bytes of `ColumnShare.Words`."""
 TILE = 32
 """Inputs of a token that are neighbours where the cores multiply tiles."""
 LEAST_COLUMNS = 512
 """Least columns of a rank's MLP that are shared out: of fewer, parts would not be whole blocks."""
-FAILED, OUT_OF_MEMORY = 1, 2
-"""Values of the word that says that no more columns will come, and why."""
-
-
-@dataclass(frozen=True)
-class ColumnMemory:
-    """Memory by which a rank gets columns from a GPU."""
-
-    words: torch.Tensor
-    """[3 cache lines], uint8, 0: `ColumnShare.Words` of the native module."""
-    columns: torch.Tensor
-    """[most tokens · the rank's columns], bf16."""
-
-    @staticmethod
-    def bytes_of(inner: int) -> int:
-        """Bytes of both in one piece of memory, of a rank with so many columns."""
-        return WORDS_BYTES + BF16_BYTES * SHARED_TOKENS * inner
-
-    @classmethod
-    def within(cls, memory: torch.Tensor, inner: int) -> ColumnMemory:
-        """Both in one piece of memory, uint8."""
-        columns = memory[WORDS_BYTES : cls.bytes_of(inner)]
-        return cls(memory[:WORDS_BYTES], columns.view(torch.bfloat16))
-
-    @property
-    def asked(self) -> int:
-        """Address of the word that counts layers that were asked for."""
-        return int(self.words.data_ptr())
-
-    @property
-    def answered(self) -> int:
-        """Address of the word that counts layers whose columns are there."""
-        return self.asked + LINE_BYTES
-
-    @property
-    def failed(self) -> int:
-        """Address of the word that says that no more will come."""
-        return self.answered + LINE_BYTES
-
-
-class RankColumns:
-    """What the native module's decode steps get a rank's last columns by.
-
-    Args:
-        layers: of a step.
-        inner: columns of the rank's MLPs.
-        kernel: what computes the other ones.
-        memory: of this rank.
-        inputs: [most tokens · hidden], bf16, where the cores leave what the gate multiplies.
-
-    """
-
-    def __init__(
-        self, layers: int, inner: int, kernel: StreamingLinear, memory: ColumnMemory,
-        inputs: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._layers, self._inner = layers, inner
-        # Kept: the cores, and a GPU, know them by their addresses.
-        self._own, self._inputs = memory, inputs
-        self.native = kernel.native.ColumnShare(
-            words=memory.words.data_ptr(), inputs=inputs.data_ptr(),
-            columns=memory.columns.data_ptr(), limit_s=WAIT_S,
-        )  # fmt: skip
-        """Memory by which the cores hand tokens over, and get columns."""
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 32 columns of a rank's MLP, of which its cores compute some, and not all."""
-        return self._inner // BLOCK
-
-    def end(self, first: int) -> None:
-        """Count all layers of a step as asked for, where it has failed too.
-
-        Args:
-            first: layers that had been asked for before the step.
-
-        """
-        ctypes.c_uint32.from_address(self._own.asked).value = (first + self._layers) % VALUES
 
 
 class _StepPieces:
@@ -184,6 +109,8 @@ class ColumnsOnGpu(RankColumns):
         self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
         self._pieces: dict[int, _StepPieces] = {}
         """Pieces of a step, by the blocks of columns that the cores compute."""
+        self.graphs = StepGraphs(gpu, self._order_layers)
+        """Graphs of the steps that came again."""
 
     @contextmanager
     def of_step(self, tokens: int, kept: int) -> Iterator[None]:
@@ -199,36 +126,49 @@ class ColumnsOnGpu(RankColumns):
             TimeoutError: ordering the GPU's work takes too long.
 
         """
-        first = self.native.asked
+        kind = StepKind(tokens, kept, self.begin())
         self._gpu.begin(is_shared=True)
-        ordered = self._gpu.order(lambda: self._order(tokens, kept, first))
+        ordered = self._gpu.order(lambda: self._order(kind))
         try:
             yield
         finally:
-            self._end(ordered, first)
+            self._end(ordered, kind.first)
+
+    def prepare(self, tokens: int, kept: int) -> None:
+        """Have all steps like the last one be ordered in one call each; arguments as of `of_step`.
+
+        Raises:
+            RuntimeError: what CUDA says.
+            TimeoutError: ordering the GPU's work takes too long.
+
+        """
+        kinds = [StepKind(tokens, kept, phase * PHASE) for phase in range(PHASES)]
+        self._gpu.order(lambda: self._capture(kinds)).result(timeout=LIMIT_S)
+
+    def _capture(self, kinds: Sequence[StepKind]) -> None:
+        with torch.inference_mode(), current(self._gpu.computing):
+            for kind in kinds:
+                self.graphs.capture(kind, self._pieces_of(kind.kept).pieces)
 
     def _end(self, ordered: Future[None], first: int) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.
         self.end(first)
         ordered.result(timeout=LIMIT_S)
 
-    def _order(self, tokens: int, kept: int, first: int) -> None:
+    def _order(self, kind: StepKind) -> None:
         why = FAILED
         try:
             with torch.inference_mode(), current(self._gpu.computing):
-                step = self._pieces_of(kept)
+                step = self._pieces_of(kind.kept)
                 # Some of them stay where only larger steps have tokens.
                 memory = partial(self._gpu.memory.idle, step.most_values)
                 self._gpu.reader.kept.begin(step.order, step.pieces, memory)
-                for number, (parts, pieces) in enumerate(
-                    zip(self._parts, step.layers, strict=True), first + 1
-                ):
-                    whole = self._gpu.expanded_whole(pieces, step.order)
-                    self._signals.wait(self._own.asked, number % VALUES)
-                    self._compute(parts, pieces, whole, tokens, kept)
-                    for rank in self._ranks:
-                        self._signals.write(rank.answered, number % VALUES)
-            why = 0
+                is_ordered = self.graphs.replay(kind)
+                if not is_ordered:
+                    self._order_layers(kind, partial(self._gpu.reader.expand_into, step.order))
+                why = 0
+                if not is_ordered and self._is_whole(step):
+                    self.graphs.note(kind, step.pieces)
         except torch.OutOfMemoryError:
             why = OUT_OF_MEMORY
             # The ranks of a group are to come to the same layer, and compute the step again.
@@ -238,6 +178,17 @@ class ColumnsOnGpu(RankColumns):
             if why:
                 for rank in self._ranks:
                     ctypes.c_uint32.from_address(rank.failed).value = why
+
+    def _order_layers(self, kind: StepKind, expand: Expand) -> None:
+        step = self._pieces_of(kind.kept)
+        for number, (parts, pieces) in enumerate(
+            zip(self._parts, step.layers, strict=True), kind.first + 1
+        ):
+            whole = self._gpu.expanded_whole(pieces, expand)
+            self._signals.wait(self._own.asked, number)
+            self._compute(parts, pieces, whole, kind.tokens, kind.kept)
+            for rank in self._ranks:
+                self._signals.write(rank.answered, number)
 
     def _compute(
         self, parts: PostAttention, pieces: Sequence[Placed], whole: torch.Tensor | None,
@@ -268,6 +219,10 @@ class ColumnsOnGpu(RankColumns):
         # A kernel's own stores cross the link at once; a copy would wait for weights on their way.
         for seen, own in zip(self._seen_columns, result.split(columns, dim=1), strict=True):
             torch.mul(own, 1, out=seen[: tokens * columns].view(tokens, columns))
+
+    def _is_whole(self, step: _StepPieces) -> bool:
+        """Whether there is room for all of the GPU's columns of a layer at once."""
+        return step.most_values <= len(self._gpu.memory.behind_products)
 
     def _expanded(
         self, pieces: Sequence[Placed], order: ReadingOrder

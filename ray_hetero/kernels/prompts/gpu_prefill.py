@@ -349,12 +349,14 @@ class GpuPrefill:
         most = min(self.reader.values // part.shape[1], self.reader.stored // rows)
         return list(cut(part, self._device, most // BLOCK * BLOCK))
 
-    def expanded_whole(self, pieces: Sequence[Placed], order: ReadingOrder) -> torch.Tensor | None:
+    def expanded_whole(
+        self, pieces: Sequence[Placed], expand: Callable[[Piece, torch.Tensor], None]
+    ) -> torch.Tensor | None:
         """All values of pieces, [inputs, outputs], until other ones; None without room for them.
 
         Args:
             pieces: of one weight that is here, in the order of its outputs.
-            order: of steps that use these.
+            expand: orders the expansion of a piece into memory [outputs, inputs].
 
         """
         memory, values = self.memory.behind_products, [placed.piece.values for placed in pieces]
@@ -362,7 +364,7 @@ class GpuPrefill:
             return None
         self.forget()
         for placed, into in zip(pieces, memory[: sum(values)].split(values), strict=True):
-            self.reader.expand_into(placed.piece, order, into)
+            expand(placed.piece, into)
         return memory[: sum(values)].view(-1, pieces[0].piece.inputs).t()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:

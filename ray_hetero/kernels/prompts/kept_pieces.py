@@ -32,6 +32,8 @@ class KeptPieces:
         self._computing = computing
         self._order: ReadingOrder | None = None
         self._slots: dict[Piece, Slot[Piece]] = {}
+        self._known: dict[ReadingOrder, dict[Piece, Slot[Piece]]] = {}
+        """Places of all orders up to now, which are the same whenever one comes again."""
 
     def begin(
         self, order: ReadingOrder, pieces: Sequence[Piece],
@@ -48,7 +50,9 @@ class KeptPieces:
         if self._order is not order:
             self.forget()
             self._order = order
-            self._slots = self._places(pieces, memory())
+            if order not in self._known:
+                self._known[order] = self._places(pieces, memory())
+            self._slots = self._known[order]
         for slot in self._slots.values():
             if slot.piece is None:
                 # What comes here waits for the products that have used this memory up to now.

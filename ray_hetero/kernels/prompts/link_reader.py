@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -50,18 +50,21 @@ class LinkReader(ABC, Generic[Read]):
     """
 
     def __init__(self, device: torch.device, module: Any, slots: int, nbytes: int) -> None:
-        self._copying = module.Stream()
-        self._count = slots
+        self.copying = module.Stream()
+        """The stream of copies."""
         # In one, which torch rounds up once only.
         memory = torch.empty((slots, nbytes), dtype=torch.uint8, device=device)
-        made: list[Slot[Read]] = [Slot(one, module.Event(), module.Event()) for one in memory]
-        self._slots = itertools.cycle(made)
+        self.all_slots: Sequence[Slot[Read]] = [
+            Slot(one, module.Event(), module.Event()) for one in memory
+        ]
+        """Memory of the pieces that come ahead."""
+        self._slots = itertools.cycle(self.all_slots)
         self._ahead: deque[Slot[Read]] = deque()
 
     @property
     def slots(self) -> int:
         """Pieces on the GPU at most."""
-        return self._count
+        return len(self.all_slots)
 
     @abstractmethod
     def copies(self, piece: Read) -> Iterator[tuple[torch.Tensor, int]]:
@@ -78,13 +81,21 @@ class LinkReader(ABC, Generic[Read]):
     def fetch(self, piece: Read) -> None:
         """Order a piece."""
         slot = self.slot_for(piece)
-        with current(self._copying):
-            self._copying.wait_event(slot.free)
-            for rows, at in self.copies(piece):
-                slot.memory[at : at + rows.numel()].copy_(rows, non_blocking=True)
-            slot.ready.record(self._copying)
-        slot.piece = piece
+        self.bring(piece, slot)
         self._ahead.append(slot)
+
+    def bring(self, piece: Read, slot: Slot[Read]) -> None:
+        """Order a piece into a slot, once nothing reads that any more."""
+        with current(self.copying):
+            self.copying.wait_event(slot.free)
+            self.copy(piece, slot.memory)
+            slot.ready.record(self.copying)
+        slot.piece = piece
+
+    def copy(self, piece: Read, memory: torch.Tensor) -> None:
+        """Order the copies of a piece on the current stream, into the memory of a slot."""
+        for rows, at in self.copies(piece):
+            memory[at : at + rows.numel()].copy_(rows, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until all pieces that were ordered have come."""
@@ -100,7 +111,7 @@ class LinkReader(ABC, Generic[Read]):
 
         """
         following = after((self._ahead[-1].piece or last) if self._ahead else last)
-        while len(self._ahead) < self._count and following is not None:
+        while len(self._ahead) < self.slots and following is not None:
             self.fetch(following)
             following = after(following)
 

@@ -61,6 +61,7 @@ class PieceReader(LinkReader[Piece]):
         self._expanding = module.Stream(priority=-1)
         self.kept = KeptPieces(module, computing)
         """Pieces that do not come again for each step."""
+        self._lent_to: object | None = None
         self.values = max(piece.values for piece in pieces)
         """Most weights of a piece."""
         memory = torch.empty((EXPANDED, self.values), dtype=torch.bfloat16, device=device)
@@ -108,12 +109,12 @@ class PieceReader(LinkReader[Piece]):
         self._read_ahead(last, order)
         return self._used.memory[: piece.values].view(-1, piece.inputs)
 
-    def expand_into(self, piece: Piece, order: ReadingOrder, into: torch.Tensor) -> None:
+    def expand_into(self, order: ReadingOrder, piece: Piece, into: torch.Tensor) -> None:
         """Expand a piece on the stream of products; the next ones are on their way then.
 
         Args:
-            piece: as of `expanded`.
-            order: the same.
+            order: as of `expanded`.
+            piece: the same.
             into: where it is expanded to, [outputs, inputs], contiguous.
 
         """
@@ -131,7 +132,35 @@ class PieceReader(LinkReader[Piece]):
 
     def slot_for(self, piece: Piece) -> Slot[Piece]:
         """Memory for a piece: where it stays, or that of the oldest one."""
-        return self.kept.slot(piece) or super().slot_for(piece)
+        stays = self.kept.slot(piece)
+        if stays is not None:
+            return stays
+        self._take_back()
+        return super().slot_for(piece)
+
+    def lend(self, to: object) -> bool:
+        """Lend the memory of pieces that come ahead, until the next one is fetched there.
+
+        Args:
+            to: whose steps say themselves what is in it.
+
+        Returns:
+            whether there may be other things in it than these steps have left.
+
+        """
+        if self._lent_to is to:
+            return False
+        self._take_back()
+        # What was ordered ahead comes, and is not looked for.
+        self._ahead.clear()
+        self._lent_to = to
+        return True
+
+    def _take_back(self) -> None:
+        if self._lent_to is not None:
+            self._lent_to = None
+            for slot in self.all_slots:
+                slot.free.record(self._computing)
 
     def _read_ahead(self, last: Piece, order: ReadingOrder) -> None:
         self.read_ahead(last, partial(order.after, but=self.kept.has))

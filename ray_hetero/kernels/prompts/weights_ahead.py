@@ -104,7 +104,7 @@ class WeightsAhead:
                 if count > len(memory):
                     return
                 weight, memory = memory[:count], memory[count:]
-                reader.expand_into(placed.piece, order, weight)
+                reader.expand_into(order, placed.piece, weight)
                 expanded.add(placed, weight)
 
     def forget(self) -> None:

@@ -1,0 +1,119 @@
+"""Memory by which the cores of a rank get the last columns of MLPs from a GPU.
+
+The cores ask by a word for the columns of a layer, and wait for another word behind which these are
+(csrc/kernels/column_share.h).  Words count layers, and each step begins with another number than
+the one before, so that nothing has to be taken back between two steps.  There are only a few such
+numbers: work that waits for these words can be captured once for each (step_graphs.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.planning.prefill_memory import BF16_BYTES, SHARED_TOKENS
+from ray_hetero.runtime.stream_words import VALUES
+
+LINE_BYTES = 64
+"""Bytes of a cache line, at whose beginnings the words are."""
+WAIT_S = 60.0
+"""Longest wait of the cores for the columns of a layer, in seconds; they take milliseconds."""
+WORDS_BYTES = 3 * LINE_BYTES
+"""Bytes of `ColumnShare.Words`."""
+FAILED, OUT_OF_MEMORY = 1, 2
+"""Values of the word that says that no more columns will come, and why."""
+PHASES = 3
+"""Numbers that steps begin with, one after the other.  With two, a word of one step would be as far
+ahead of those of the next one as behind: the least difference that tells has half of all values."""
+PHASE = VALUES // PHASES
+"""Difference between two of these numbers, many times the layers of a step."""
+
+
+@dataclass(frozen=True)
+class ColumnMemory:
+    """Memory by which a rank gets columns from a GPU."""
+
+    words: torch.Tensor
+    """[3 cache lines], uint8, 0: `ColumnShare.Words` of the native module."""
+    columns: torch.Tensor
+    """[most tokens · the rank's columns], bf16."""
+
+    @staticmethod
+    def bytes_of(inner: int) -> int:
+        """Bytes of both in one piece of memory, of a rank with so many columns."""
+        return WORDS_BYTES + BF16_BYTES * SHARED_TOKENS * inner
+
+    @classmethod
+    def within(cls, memory: torch.Tensor, inner: int) -> ColumnMemory:
+        """Both in one piece of memory, uint8."""
+        columns = memory[WORDS_BYTES : cls.bytes_of(inner)]
+        return cls(memory[:WORDS_BYTES], columns.view(torch.bfloat16))
+
+    @property
+    def asked(self) -> int:
+        """Address of the word that counts layers that were asked for."""
+        return int(self.words.data_ptr())
+
+    @property
+    def answered(self) -> int:
+        """Address of the word that counts layers whose columns are there."""
+        return self.asked + LINE_BYTES
+
+    @property
+    def failed(self) -> int:
+        """Address of the word that says that no more will come."""
+        return self.answered + LINE_BYTES
+
+
+class RankColumns:
+    """What the native module's decode steps get a rank's last columns by.
+
+    Args:
+        layers: of a step.
+        inner: columns of the rank's MLPs.
+        kernel: what computes the other ones.
+        memory: of this rank.
+        inputs: [most tokens · hidden], bf16, where the cores leave what the gate multiplies.
+
+    """
+
+    def __init__(
+        self, layers: int, inner: int, kernel: StreamingLinear, memory: ColumnMemory,
+        inputs: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._layers, self._inner = layers, inner
+        # Kept: the cores, and a GPU, know them by their addresses.
+        self._own, self._inputs = memory, inputs
+        self.native = kernel.native.ColumnShare(
+            words=memory.words.data_ptr(), inputs=inputs.data_ptr(),
+            columns=memory.columns.data_ptr(), limit_s=WAIT_S,
+        )  # fmt: skip
+        """Memory by which the cores hand tokens over, and get columns."""
+        self.steps = 0
+        """Steps up to now."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 32 columns of a rank's MLP, of which its cores compute some, and not all."""
+        return self._inner // BLOCK
+
+    def begin(self) -> int:
+        """Begin a step; layers that count as asked for before it, the same on all ranks."""
+        word = ctypes.c_uint32.from_address(self._own.asked)
+        first = (word.value // PHASE + 1) % PHASES * PHASE
+        word.value = first
+        return first
+
+    def end(self, first: int) -> None:
+        """Count all layers of a step as asked for, where it has failed too.
+
+        Args:
+            first: what `begin` has given.
+
+        """
+        ctypes.c_uint32.from_address(self._own.asked).value = first + self._layers
+        self.steps += 1

@@ -1,0 +1,207 @@
+"""Shared decode steps whose work on the GPU is ordered in one call.
+
+Copies, expansions and products of a step's pieces are some hundred operations, and ordering each
+anew takes a core 10 to 30 ms a step, on hosts whose cores compute as well.  As a step of as many
+tokens repeats the last one but for the contents of memory, it is captured into a CUDA graph.  In a
+graph every piece has its place: some stay on the GPU (kept_pieces.py), and the others take turns in
+the memory of pieces that come ahead, where a step leaves the first ones of the next.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.kernels.prompts.weight_pieces import Piece
+from ray_hetero.log import logger
+from ray_hetero.runtime.stream_graph import Graph, captured, new_pool
+
+MOST_GRAPHS = 48
+"""Graphs at a time, each of some hundred kilobytes."""
+
+Expand = Callable[[Piece, torch.Tensor], None]
+"""Orders the expansion of a piece into memory [outputs, inputs] on the stream of products."""
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What tells one step's work from that of another."""
+
+    tokens: int
+    kept: int
+    """Blocks of columns that the cores compute."""
+    first: int
+    """Layers that count as asked for before the step."""
+
+
+class PiecePlaces:
+    """Where the pieces of a step are in each of its graphs.
+
+    Args:
+        gpu: that has the pieces.
+        pieces: of a step, in their order.
+
+    """
+
+    def __init__(self, gpu: GpuPrefill, pieces: Sequence[Piece]) -> None:
+        self._gpu = gpu
+        self._stay = [slot for piece in pieces if (slot := gpu.reader.kept.slot(piece)) is not None]
+        self.moving = [piece for piece in pieces if gpu.reader.kept.slot(piece) is None]
+        """Pieces that take turns."""
+        self.slots = gpu.reader.all_slots[: len(self.moving)]
+        """Memory that they take turns in."""
+
+    def begin(self) -> bool:
+        """Have all pieces where a graph expects them at its beginning.
+
+        Returns:
+            whether that can be: not where a piece that is to stay has to come first.
+
+        """
+        if any(slot.piece is None for slot in self._stay):
+            return False
+        reader = self._gpu.reader
+        if reader.lend(self):
+            for slot, piece in zip(self.slots, self.moving, strict=False):
+                reader.bring(piece, slot)
+            for slot in (*self.slots, *self._stay):
+                self._gpu.computing.wait_event(slot.ready)
+        return True
+
+    def in_turns(self) -> PiecesInTurns:
+        """Begin to order the work of a step."""
+        return PiecesInTurns(self._gpu, self)
+
+
+class PiecesInTurns:
+    """The pieces of one step, each expanded from its place, whose copies are ordered with it.
+
+    Args:
+        gpu: that has the pieces.
+        places: of them.
+
+    """
+
+    def __init__(self, gpu: GpuPrefill, places: PiecePlaces) -> None:
+        self._gpu, self._reader, self._places = gpu, gpu.reader, places
+        self._used = 0
+        self._ready: dict[int, Any] = {}
+        """Events of the copies, by the number of a piece among those that take turns."""
+
+    def expand(self, piece: Piece, into: torch.Tensor) -> None:
+        """Expand the next piece, as `Expand` says; what takes its place is on its way then."""
+        stays = self._reader.kept.slot(piece)
+        if stays is not None:
+            piece.expansion(stays.memory[: piece.weight.nbytes], into.view(-1))
+            return
+        moving, slots = self._places.moving, self._places.slots
+        number, self._used = self._used, self._used + 1
+        assert moving[number] is piece
+        place = number % len(slots)
+        if number in self._ready:
+            self._gpu.computing.wait_event(self._ready[number])
+        piece.expansion(slots[place].memory[: piece.weight.nbytes], into.view(-1))
+        if len(slots) == len(moving):
+            return  # each has memory of its own
+        following = number + len(slots)
+        # Behind the last one come the first ones of the next step.
+        coming = moving[following if following < len(moving) else place]
+        self._copy_behind(coming, slots[place].memory, following)
+
+    def _copy_behind(self, coming: Piece, memory: torch.Tensor, number: int) -> None:
+        copying = self._reader.copying
+        free, ready = self._gpu.event(), self._gpu.event()
+        free.record(self._gpu.computing)
+        copying.wait_event(free)
+        with current(copying):
+            self._reader.copy(coming, memory)
+            ready.record(copying)
+        self._ready[number] = ready
+
+    def end(self) -> None:
+        """Have the stream of products wait for all copies, of which the last one ends last."""
+        if self._ready:
+            self._gpu.computing.wait_event(self._ready[max(self._ready)])
+
+
+class StepGraphs:
+    """Graphs of the steps that came again.
+
+    Args:
+        gpu: that computes them.
+        order: orders a step's work, where pieces are expanded as it is given.
+
+    """
+
+    def __init__(self, gpu: GpuPrefill, order: Callable[[StepKind, Expand], None]) -> None:
+        self._gpu, self._order = gpu, order
+        self._graphs: OrderedDict[StepKind, Graph] = OrderedDict()
+        self._places: dict[int, PiecePlaces] = {}
+        """Places of the pieces of a step, by the blocks of columns that the cores compute."""
+        self._pool = new_pool(gpu.device)
+        self._last: StepKind | None = None
+        self._is_refused = False
+        self.replayed = 0
+        """Steps up to now that were ordered in one call."""
+
+    def replay(self, kind: StepKind) -> bool:
+        """Order a step's work in one call, within inference mode and on the stream of products.
+
+        Returns:
+            whether that has been done: not where there is no graph of it, or pieces that are to
+            stay have to come first.
+
+        """
+        graph = self._graphs.get(kind)
+        if graph is None or not self._places[kind.kept].begin():
+            return False
+        self._last = kind
+        self._graphs.move_to_end(kind)
+        self._gpu.forget()
+        graph.replay()
+        self.replayed += 1
+        return True
+
+    def note(self, kind: StepKind, pieces: Sequence[Piece]) -> None:
+        """Note that a step has been ordered; where it is like the last one, capture it.
+
+        Args:
+            kind: of the step.
+            pieces: of it, in their order.
+
+        """
+        last, self._last = self._last, kind
+        if last is not None and (last.tokens, last.kept) == (kind.tokens, kind.kept):
+            self.capture(kind, pieces)
+
+    def capture(self, kind: StepKind, pieces: Sequence[Piece]) -> None:
+        """Make a graph of a step of a kind whose work was ordered before, unless there is one."""
+        if kind in self._graphs or self._is_refused:
+            return
+        if kind.kept not in self._places:
+            self._places[kind.kept] = PiecePlaces(self._gpu, pieces)
+        places = self._places[kind.kept]
+
+        def work() -> None:
+            turns = places.in_turns()
+            self._order(kind, turns.expand)
+            turns.end()
+
+        try:
+            self._graphs[kind] = captured(work, self._gpu.device, self._pool)
+        except UnsupportedError as error:
+            self._is_refused = True
+            logger.warning(
+                "operations of the GPU's part of a decode step are ordered one by one, which takes "
+                "a core some milliseconds of each step: CUDA cannot capture them (%s)",
+                error,
+            )
+        while len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)

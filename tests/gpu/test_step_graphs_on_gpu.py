@@ -1,0 +1,113 @@
+"""Decode steps whose part of a real GPU is one CUDA graph."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_host import IS_PRETENDED, needs_gpus
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+pytest.register_assert_rewrite("copied_pieces", "group_steps", "paged_steps")
+
+from copied_pieces import KeptColumns, small_pieces  # noqa: E402
+from group_steps import GroupSteps  # noqa: E402
+from native_module import native, needs_native  # noqa: E402
+from paged_steps import GPU_FAMILIES  # noqa: E402
+
+from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.prompts import columns_on_gpu  # noqa: E402
+from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
+from ray_hetero.runtime.stream_graph import captured  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1), needs_native]
+GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")
+BEFORE = 1 + PHASES
+"""Steps that are like one another before they are ordered in one call."""
+MORE = 8
+
+
+class _Nothing:
+    """What vLLM's CPU worker has in the place of streams and events, for all of its process."""
+
+    def __init__(self, *args: object) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, _Nothing)
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+
+
+def layout() -> str:
+    """Layout of caches on this processor."""
+    return "amx" if "amx" in [level.name for level in native.levels()] else "vec"
+
+
+@pytest.mark.parametrize("most", [512, 4096])
+@pytest.mark.parametrize("is_compact", [False, True])
+@pytest.mark.parametrize("family", GPU_FAMILIES)
+def test_steps_in_one_call_give_the_same(
+    family: str, is_compact: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = KeptColumns(
+        monkeypatch, most, device=GPU, family=family, is_compact=is_compact, isa=layout()
+    )
+    kept.of_step(150)
+    graphs = kept.columns.graphs
+    for _ in range(BEFORE + MORE):
+        kept.of_step(1)
+    assert graphs.replayed == MORE
+    # A prompt takes the place of what stays, and drafts are steps of another kind.
+    kept.of_step(140)
+    for tokens in (1, 1, 3, 1, 1):
+        kept.of_step(tokens)
+    assert graphs.replayed == MORE + 3
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_of_a_group_get_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
+    steps = GroupSteps(
+        monkeypatch, count, device=GPU, is_compact=True, isa=layout(), layers=3, has_bias=True,
+        share=1.0, wide=160,
+    )  # fmt: skip
+    assert None not in steps.join()
+    first, *_ = steps.give_columns(9)
+    one, other, prompt = (steps.request(tokens) for tokens in (90, 92, 150))
+    steps.check((one, 0, 52), (other, 0, 54))
+    for at in range(BEFORE + MORE):
+        steps.check((one, 52 + at, 53 + at), (other, 54 + at, 55 + at))
+    assert first.graphs.replayed == MORE
+    steps.check((prompt, 0, 150))
+    for at in range(BEFORE + MORE, BEFORE + MORE + 4):
+        steps.check((one, 52 + at, 53 + at), (other, 54 + at, 55 + at))
+    assert first.graphs.replayed >= MORE + 3
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="the CPU captures nothing")
+def test_what_cuda_cannot_capture_is_said() -> None:
+    from torch.cuda.streams import Stream
+
+    stream: Any = Stream()
+    x = torch.ones(8, device=GPU)
+    with stream, pytest.raises(UnsupportedError, match=r"captur"):
+        captured(lambda: print(float(x.sum())), GPU)
+    with stream:
+        y = torch.zeros(8, device=GPU)
+        graph = captured(lambda: y.add_(1), GPU)
+        assert float(y.sum()) == 0
+        for _ in range(3):
+            graph.replay()
+    stream.synchronize()
+    assert float(y.sum()) == 24

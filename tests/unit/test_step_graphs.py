@@ -1,0 +1,183 @@
+"""Decode steps whose part of a GPU, pretended, is ordered in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from copied_pieces import KeptColumns, small_pieces  # noqa: E402
+from native_module import needs_native  # noqa: E402
+from paged_steps import Steps  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
+from ray_hetero.kernels.prompts import columns_on_gpu, step_graphs  # noqa: E402
+from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
+from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
+
+current_platform.import_kernels()
+pytestmark = needs_native
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+
+
+def needed(kept: KeptColumns) -> set[Piece]:
+    """Pieces that a step copies once some stay."""
+    reader = kept.columns._gpu.reader
+    return {piece for layer in kept.of_layers for piece in layer if not reader.kept.has(piece)}
+
+
+def test_each_copies_what_does_not_stay_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptColumns(monkeypatch, 512)
+    kept.of_step(150)
+    # One has its pieces stay, and graphs are made of the next ones, of each of the phases.
+    for _ in range(1 + PHASES):
+        kept.of_step(1)
+    graphs = kept.columns.graphs
+    assert graphs.replayed == 0
+    kept.of_step(1)
+    for number in range(2, 2 + 2 * PHASES):
+        copied = kept.of_step(1)
+        assert graphs.replayed == number
+        assert len(copied) == len(set(copied))
+        assert set(copied) == needed(kept)
+    # Behind a prompt, all pieces come once, in the order of their use; then the first ones go to
+    # where graphs have them.
+    kept.of_step(150)
+    before = graphs.replayed
+    stay = {piece for layer in kept.of_layers for piece in layer}
+    assert stay <= set(kept.of_step(1))
+    assert graphs.replayed == before
+    again = kept.of_step(1)
+    assert graphs.replayed == before + 1
+    assert set(again) == needed(kept)
+    assert len(again) - len(set(again)) == len(kept.columns._gpu.reader.all_slots)
+    assert set(kept.of_step(1)) == needed(kept)
+
+
+def test_nothing_is_copied_where_all_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptColumns(monkeypatch, 4096)
+    kept.of_step(100)
+    for _ in range(2 + PHASES):
+        kept.of_step(1)
+    assert not kept.of_step(1)
+    assert kept.columns.graphs.replayed == 2
+
+
+def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptColumns(monkeypatch, 512)
+    kept.steps.shared.shares = Shares((Share(1, columns=2),))  # type: ignore[union-attr]
+    memory = torch.empty(5 * 64 << 10, dtype=torch.uint8)
+    monkeypatch.setattr(kept.columns._gpu.memory, "idle", lambda values: [memory])
+    kept.of_step(150)
+    for _ in range(2 + PHASES):
+        kept.of_step(1)
+    slots = kept.columns._gpu.reader.all_slots
+    assert 0 < len(needed(kept)) <= len(slots)
+    for _ in range(PHASES):
+        assert not kept.of_step(1)
+    assert kept.columns.graphs.replayed == 1 + PHASES
+
+
+def test_steps_of_several_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2 * PHASES)
+    steps = Steps(monkeypatch, layers=5, columns=12, most=512)
+    shared = steps.shared
+    assert shared is not None
+    shared.shares = Shares((Share(1, columns=4), Share(2, columns=12)))
+    graphs = shared._columns.graphs  # type: ignore[union-attr]
+    requests = [steps.request(tokens) for tokens in (150, 120, 130)]
+    done = [100, 90, 100]
+    steps.check(*((one, 0, end) for one, end in zip(requests, done, strict=True)))
+
+    def decode(count: int) -> None:
+        steps.check(*(
+            (one, end, end + 1) for one, end in zip(requests[:count], done, strict=False)
+        ))  # fmt: skip
+        for at in range(count):
+            done[at] += 1
+
+    for _ in range(2):
+        for count in (1, 2, 3):
+            for _ in range(3 + PHASES):
+                decode(count)
+    assert len(graphs._graphs) == 2 * PHASES
+    # The kept pieces are those of two parts of all columns in turn.
+    replayed = graphs.replayed
+    assert replayed >= 2 * 3 * 2
+    for count in (3, 2, 3, 2, 3):
+        decode(count)
+    assert graphs.replayed == replayed + 5
+
+
+def test_what_cannot_be_captured_is_ordered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        step_graphs.logger, "warning", lambda text, *given: said.append(text % given)
+    )
+
+    def refuse(*given: Any) -> Any:
+        raise UnsupportedError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(step_graphs, "captured", refuse)
+    kept = KeptColumns(monkeypatch, 512)
+    kept.of_step(150)
+    for _ in range(3 + PHASES):
+        kept.of_step(1)
+    assert kept.columns.graphs.replayed == 0
+    (line,) = said
+    assert "cannot capture them (CUDA error: operation not permitted" in line
+
+
+def test_a_step_that_fails_leaves_the_next_ones_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptColumns(monkeypatch, 512)
+    kept.of_step(150)
+    for _ in range(3 + PHASES):
+        kept.of_step(1)
+    replayed = kept.columns.graphs.replayed
+    assert replayed > 0
+    native_run = kept.steps.shared.divided(0)[0].layers.run  # type: ignore[union-attr]
+
+    def fail(*given: Any, **others: Any) -> None:
+        raise RuntimeError("a rank of the group has ended")
+
+    (whole,) = kept.steps.shared.divided(0)  # type: ignore[union-attr]
+    monkeypatch.setattr(whole.layers, "run", fail)
+    positions, hidden = kept.steps.begin([(kept.request, kept.done, kept.done + 1)])
+    with pytest.raises(RuntimeError, match="has ended"):
+        kept.steps.made(positions, hidden, None)
+    monkeypatch.setattr(whole.layers, "run", native_run)
+    for _ in range(PHASES):
+        kept.of_step(1)
+    assert kept.columns.graphs.replayed == replayed + 1 + PHASES
+
+
+def test_measured_steps_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptColumns(monkeypatch, 512)
+    shared, columns = kept.steps.shared, kept.columns
+    assert shared is not None
+    kept.of_step(150)
+    kept.of_step(1)
+    orders: list[Sequence[Any]] = []
+    order = columns._order_layers
+    monkeypatch.setattr(
+        columns.graphs, "_order", lambda *given: (orders.append(given), order(*given))
+    )
+    shared.prepare_columns(1, 12)
+    # Nothing is done by that.
+    assert not orders
+    for number in range(1, 2 * PHASES):
+        kept.of_step(1)
+        assert columns.graphs.replayed == number == len(orders)
+    shared.prepare_columns(1, 12)
+    assert len(columns.graphs._graphs) == PHASES
