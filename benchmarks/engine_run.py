@@ -383,6 +383,7 @@ def rank_shares(
         "busy_share": round(new["busy_s"] / seconds, 3),
         "waiting_share": round(new["waiting_s"] / seconds, 3),
         "exchange_ms_a_step": round(1000 * new["exchange_s"] / new["steps"], 3),
+        "columns_waited_ms_a_step": round(1000 * new["columns_waited_s"] / new["steps"], 3),
     }
 
 
