@@ -33,15 +33,17 @@ class _Again:
         self.replay = work
 
 
-def captured(work: Callable[[], None], device: torch.device, pool: Any = None) -> Graph:
+def captured(
+    work: Callable[[], None], device: torch.device, beside: Graph | None = None
+) -> Graph:
     """Work as a graph, which is not done by this.
 
     Args:
         work: orders operations on the current stream, and on others that wait for events of it and
             that it waits for at the end.
         device: the GPU; for tests the CPU.
-        pool: memory for intermediate results, of graphs that are never at work at the same time;
-            None for memory of its own.
+        beside: a graph that is never at work at the same time, whose memory for intermediate
+            results this one may use too.
 
     Raises:
         UnsupportedError: CUDA cannot capture some of it.
@@ -51,6 +53,7 @@ def captured(work: Callable[[], None], device: torch.device, pool: Any = None) -
         return _Again(work)
     graph: Any = torch.cuda.CUDAGraph()
     try:
+        pool = beside.pool() if isinstance(beside, torch.cuda.CUDAGraph) else None
         graph.capture_begin(pool=pool, capture_error_mode=_MODE)
         try:
             work()
@@ -60,8 +63,3 @@ def captured(work: Callable[[], None], device: torch.device, pool: Any = None) -
         raise UnsupportedError((str(error).splitlines() or [repr(error)])[0]) from None
     made: Graph = graph
     return made
-
-
-def new_pool(device: torch.device) -> Any:
-    """Memory for intermediate results of graphs, the `pool` of `captured`."""
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

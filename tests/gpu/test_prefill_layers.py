@@ -347,9 +347,9 @@ for number in (1, 2):
 def test_streams_of_two_processes_wait_for_rows_and_for_their_being_read() -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    given: Any = SimpleNamespace(
-        device=device, computing=torch.cuda.Stream(device), wait=torch.cuda.synchronize
-    )
+    # Not the name that vLLM's CPU worker has something else in.
+    computing = torch.cuda.streams.Stream(device)
+    given: Any = SimpleNamespace(device=device, computing=computing, wait=torch.cuda.synchronize)
     output, capacity = StageOutput(given), 64
     packing = Packing({
         name: torch.empty(1, 256, dtype=torch.bfloat16) for name in ("hidden_states", "residual")

@@ -21,7 +21,7 @@ from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.weight_pieces import Piece
 from ray_hetero.log import logger
-from ray_hetero.runtime.stream_graph import Graph, captured, new_pool
+from ray_hetero.runtime.stream_graph import Graph, captured
 
 MOST_GRAPHS = 48
 """Graphs at a time, each of some hundred kilobytes."""
@@ -145,7 +145,6 @@ class StepGraphs:
         self._graphs: OrderedDict[StepKind, Graph] = OrderedDict()
         self._places: dict[int, PiecePlaces] = {}
         """Places of the pieces of a step, by the blocks of columns that the cores compute."""
-        self._pool = new_pool(gpu.device)
         self._last: StepKind | None = None
         self._is_refused = False
         self.replayed = 0
@@ -195,7 +194,8 @@ class StepGraphs:
             turns.end()
 
         try:
-            self._graphs[kind] = captured(work, self._gpu.device, self._pool)
+            beside = next(iter(self._graphs.values()), None)
+            self._graphs[kind] = captured(work, self._gpu.device, beside)
         except UnsupportedError as error:
             self._is_refused = True
             logger.warning(
