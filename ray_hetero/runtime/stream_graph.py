@@ -33,9 +33,7 @@ class _Again:
         self.replay = work
 
 
-def captured(
-    work: Callable[[], None], device: torch.device, beside: Graph | None = None
-) -> Graph:
+def captured(work: Callable[[], None], device: torch.device, beside: Graph | None = None) -> Graph:
     """Work as a graph, which is not done by this.
 
     Args:

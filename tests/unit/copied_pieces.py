@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from paged_steps import Conversation, Steps
 
 from ray_hetero.kernels.prompts import gpu_prefill
 from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu
+from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.piece_reader import PieceReader
 from ray_hetero.kernels.prompts.weight_pieces import Piece
 from ray_hetero.planning import prefill_memory
@@ -18,8 +20,9 @@ LAYERS = 5
 
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the small weights of tests be cut into several pieces."""
+    """Have the small weights of tests be cut into several pieces, of which not all can stay."""
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 64 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
 
 
@@ -76,6 +79,10 @@ class KeptColumns(CopiedPieces):
         columns = self.steps.shared._columns
         assert isinstance(columns, ColumnsOnGpu)
         return columns
+
+    def have_idle(self, monkeypatch: pytest.MonkeyPatch, memory: Sequence[IdleMemory]) -> None:
+        """Let pieces stay here only."""
+        monkeypatch.setattr(self.columns, "_idle", lambda step: memory)
 
     @property
     def of_layers(self) -> list[list[Piece]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.prompts import columns_on_gpu  # noqa: E402
+from ray_hetero.kernels.prompts.kept_pieces import IdleMemory, KeptPieces  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 
@@ -57,6 +59,7 @@ def test_some_stay_until_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_there_may_be_room_for_none_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
     none = KeptColumns(monkeypatch, 128)
+    none.have_idle(monkeypatch, [])
     none.of_step(100)
     none.of_step(1)
     needed = {piece for layer in none.of_layers for piece in layer}
@@ -112,3 +115,51 @@ def test_an_order_whose_pieces_are_all_passed_over() -> None:
     assert order.after(pieces[0], but=lambda piece: piece is pieces[1]) is pieces[2]
     assert order.after(pieces[0], but=lambda piece: True) is None
     assert order.after(pieces[0], but=lambda piece: piece is not pieces[0]) is pieces[0]
+
+
+class Noted:
+    """Events and a stream that note what is ordered."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, object]] = []
+
+    def event(self, name: str = "of a slot") -> Any:
+        """Make an event with a name."""
+        made = SimpleNamespace(name=name)
+        made.record = lambda stream: self.log.append(("record", made.name))
+        return made
+
+    def wait_event(self, event: Any) -> None:
+        """Have the stream wait."""
+        self.log.append(("wait", event.name))
+
+
+def test_other_streams_are_done_before_pieces_come_and_wait_until_they_are_gone() -> None:
+    noted = Noted()
+    kept = KeptPieces(SimpleNamespace(Event=noted.event), noted)
+    pieces = [
+        Piece(torch.empty(16, 64), at, at + 32, 64, lambda rows, into: None) for at in (0, 32)
+    ]
+    idle = [
+        IdleMemory(torch.empty(8192, dtype=torch.uint8)),
+        IdleMemory(
+            torch.empty(8192, dtype=torch.uint8), noted.event("uploads came"),
+            noted.event("uploads may come"),
+        ),
+    ]  # fmt: skip
+    order = ReadingOrder()
+    kept.begin(order, pieces, lambda: idle)
+    assert noted.log == [("wait", "uploads came"), *[("record", "of a slot")] * 2]
+    assert not kept.is_complete
+    for piece in pieces:
+        slot = kept.slot(piece)
+        assert slot is not None
+        slot.piece = piece
+    noted.log.clear()
+    kept.begin(order, pieces, lambda: idle)
+    assert kept.is_complete
+    assert not noted.log
+    kept.forget()
+    assert noted.log == [*[("wait", "of a slot")] * 2, ("record", "uploads may come")]
+    kept.forget()
+    assert len(noted.log) == 3

@@ -19,6 +19,7 @@ from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.prompts import columns_on_gpu, step_graphs  # noqa: E402
 from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
+from ray_hetero.kernels.prompts.kept_pieces import IdleMemory  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 
 current_platform.import_kernels()
@@ -78,7 +79,7 @@ def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.Mo
     kept = KeptColumns(monkeypatch, 512)
     kept.steps.shared.shares = Shares((Share(1, columns=2),))  # type: ignore[union-attr]
     memory = torch.empty(5 * 64 << 10, dtype=torch.uint8)
-    monkeypatch.setattr(kept.columns._gpu.memory, "idle", lambda values: [memory])
+    kept.have_idle(monkeypatch, [IdleMemory(memory)])
     kept.of_step(150)
     for _ in range(2 + PHASES):
         kept.of_step(1)

@@ -37,6 +37,7 @@ from ray_hetero.kernels.prompts.column_memory import (
     RankColumns,
 )
 from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
+from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.step_graphs import Expand, StepGraphs, StepKind
@@ -160,9 +161,7 @@ class ColumnsOnGpu(RankColumns):
         try:
             with torch.inference_mode(), current(self._gpu.computing):
                 step = self._pieces_of(kind.kept)
-                # Some of them stay where only larger steps have tokens.
-                memory = partial(self._gpu.memory.idle, step.most_values)
-                self._gpu.reader.kept.begin(step.order, step.pieces, memory)
+                self._gpu.reader.keep(step.order, step.pieces, partial(self._idle, step))
                 is_ordered = self.graphs.replay(kind)
                 if not is_ordered:
                     self._order_layers(kind, partial(self._gpu.reader.expand_into, step.order))
@@ -219,6 +218,12 @@ class ColumnsOnGpu(RankColumns):
         # A kernel's own stores cross the link at once; a copy would wait for weights on their way.
         for seen, own in zip(self._seen_columns, result.split(columns, dim=1), strict=True):
             torch.mul(own, 1, out=seen[: tokens * columns].view(tokens, columns))
+
+    def _idle(self, step: _StepPieces) -> list[IdleMemory]:
+        """Memory of larger steps, where some pieces of a step can stay."""
+        gpu = self._gpu
+        expanded = gpu.reader.idle() if self._is_whole(step) else []
+        return [*gpu.memory.idle(step.most_values), *gpu.idle, *expanded]
 
     def _is_whole(self, step: _StepPieces) -> bool:
         """Whether there is room for all of the GPU's columns of a layer at once."""

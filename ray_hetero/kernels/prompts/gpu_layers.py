@@ -111,6 +111,7 @@ class AttentionMemory:
                 "of thousands of tokens take several times as long. Lower gpu.memory_utilization "
                 "or --max-num-batched-tokens."
             ) from None
+        gpu.idle += [*self.returns.idle, *self.uploads.idle]
 
 
 class GpuLayers:

@@ -23,6 +23,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK, HostWeight
 from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, expand_with_triton
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
+from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.piece_reader import PieceReader
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
@@ -87,6 +88,8 @@ class GpuPrefill:
         self._is_shared = False
         """Whether what is computed is a decode step that the cores share with the GPU."""
         self._ahead = WeightsAhead()
+        self.idle: list[IdleMemory] = []
+        """Memory for what prompts need beside products, which decode steps leave idle."""
         self._ordered: Future[None] | None = None
         """Expansion of weights ahead that another thread orders; None while there is none."""
 

@@ -1,13 +1,15 @@
 """Pieces of weights that stay on a GPU from one decode step to the next.
 
-Prompts of thousands of tokens need memory that decode steps leave idle.  There some of the pieces
-stay that every decode step computes with, so that neither the link nor the socket's memory is read
-for them again.  The next prompt takes their place, and the step after it has them come anew.
+Prompts of thousands of tokens need memory that decode steps leave idle: of tokens between products,
+of cached keys and values on their way, of pieces that are expanded.  There some of the pieces stay
+that every decode step computes with, so that neither the link nor the socket's memory is read for
+them again.  The next prompt takes their place, and the step after it has them come anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,18 @@ import torch
 from ray_hetero.kernels.prompts.link_reader import SLOT_ALIGNMENT, Slot, slot_bytes
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.weight_pieces import Piece
+
+
+@dataclass(frozen=True, eq=False)
+class IdleMemory:
+    """Memory of a GPU that decode steps leave idle."""
+
+    memory: torch.Tensor
+    """uint8."""
+    used: Any = None
+    """Event: a stream beside that of products has done with it; None if there is no such stream."""
+    free: Any = None
+    """Event that this stream waits for before it writes again; None likewise."""
 
 
 class KeptPieces:
@@ -32,34 +46,46 @@ class KeptPieces:
         self._computing = computing
         self._order: ReadingOrder | None = None
         self._slots: dict[Piece, Slot[Piece]] = {}
-        self._known: dict[ReadingOrder, dict[Piece, Slot[Piece]]] = {}
-        """Places of all orders up to now, which are the same whenever one comes again."""
+        self._idle: Sequence[IdleMemory] = ()
+        self._known: dict[ReadingOrder, tuple[Sequence[IdleMemory], dict[Piece, Slot[Piece]]]] = {}
+        """Memory and places of all orders up to now, the same whenever one comes again."""
 
     def begin(
         self, order: ReadingOrder, pieces: Sequence[Piece],
-        memory: Callable[[], Sequence[torch.Tensor]],
+        memory: Callable[[], Sequence[IdleMemory]],
     ) -> None:  # fmt: skip
         """Begin a step whose pieces may stay; those of another order do so no longer.
 
         Args:
             order: of steps that use these pieces.
             pieces: all of a step, in their order.
-            memory: gives memory, uint8, which nothing else uses until `forget`.
+            memory: gives memory which nothing else uses until `forget`.
 
         """
         if self._order is not order:
             self.forget()
             self._order = order
             if order not in self._known:
-                self._known[order] = self._places(pieces, memory())
-            self._slots = self._known[order]
+                idle = memory()
+                self._known[order] = idle, self._places(pieces, [one.memory for one in idle])
+            self._idle, self._slots = self._known[order]
+        if self.is_complete:
+            return
+        for one in self._idle:
+            if one.used is not None:
+                self._computing.wait_event(one.used)
         for slot in self._slots.values():
             if slot.piece is None:
                 # What comes here waits for the products that have used this memory up to now.
                 slot.free.record(self._computing)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pieces that are to stay are there, or on their way."""
+        return all(slot.piece is not None for slot in self._slots.values())
+
     def _places(
-        self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor]
+        self, pieces: Sequence[Piece], memory: Iterable[torch.Tensor]
     ) -> dict[Piece, Slot[Piece]]:
         largest = max(piece.weight.nbytes for piece in pieces)
         rooms = [room for one in memory for room in _rooms(one, largest)]
@@ -82,11 +108,14 @@ class KeptPieces:
 
     def forget(self) -> None:
         """Have no piece stay: other things are to be written to this memory."""
-        for slot in self._slots.values():
-            if slot.piece is not None:
-                # A copy that is on its way would overwrite them.
-                self._computing.wait_event(slot.ready)
-                slot.piece = None
+        taken = [slot for slot in self._slots.values() if slot.piece is not None]
+        for slot in taken:
+            # A copy that is on its way would overwrite them.
+            self._computing.wait_event(slot.ready)
+            slot.piece = None
+        for one in self._idle if taken else ():
+            if one.free is not None:
+                one.free.record(self._computing)
 
 
 def _rooms(memory: torch.Tensor, nbytes: int) -> list[torch.Tensor]:

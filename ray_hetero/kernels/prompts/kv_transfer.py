@@ -22,6 +22,7 @@ from ray_hetero.kernels.layers.step_rows import Request
 from ray_hetero.kernels.prompts.gpu_attention import Lengths
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.gpu_unpacking import unpack
+from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.log import logger
 from ray_hetero.planning import prefill_memory
@@ -62,10 +63,13 @@ class KvReturns:
         self._gpu = gpu
         self._shape = (2, kv_heads, size)
         elements = gpu.tokens * 2 * kv_heads * size
-        self._there = itertools.cycle([
+        there = [
             (torch.empty(elements, dtype=torch.bfloat16, device=gpu.device), gpu.event())
             for _ in range(KV_RETURNS)
-        ])  # fmt: skip
+        ]
+        self._there = itertools.cycle(there)
+        self.idle = [IdleMemory(memory.view(torch.uint8), gone) for memory, gone in there]
+        """Memory that decode steps leave idle."""
         self._stream = gpu.stream()
         self._computed = gpu.event()
         self._free: queue.SimpleQueue[tuple[torch.Tensor, Any]] = queue.SimpleQueue()
@@ -249,10 +253,14 @@ class KvUploads:
             return torch.empty(elements, dtype=torch.bfloat16, device=gpu.device)
 
         self._elements = elements
-        self._slots = itertools.cycle(
-            [_Slot(memory(), gpu.event(), gpu.event()) for _ in range(KV_SLOTS)]
-        )
+        slots = [_Slot(memory(), gpu.event(), gpu.event()) for _ in range(KV_SLOTS)]
+        self._slots = itertools.cycle(slots)
         self._unpacked = memory()
+        self.idle = [
+            IdleMemory(self._unpacked.view(torch.uint8)),
+            *(IdleMemory(one.memory.view(torch.uint8), one.ready, one.free) for one in slots),
+        ]
+        """Memory that decode steps leave idle."""
         self._locked: set[int] = set()
         self._wanted: Iterator[tuple[Sequence[torch.Tensor], Span]] = iter(())
         self._ahead: deque[tuple[_Slot, torch.Tensor]] = deque()

@@ -6,14 +6,14 @@ after a piece then is on its way over the link while the piece is computed with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from ray_hetero.kernels.prompts.kept_pieces import KeptPieces
+from ray_hetero.kernels.prompts.kept_pieces import IdleMemory, KeptPieces
 from ray_hetero.kernels.prompts.link_reader import LinkReader, Slot, current, slot_bytes
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.weight_pieces import Piece
@@ -137,6 +137,22 @@ class PieceReader(LinkReader[Piece]):
             return stays
         self._take_back()
         return super().slot_for(piece)
+
+    def idle(self) -> list[IdleMemory]:
+        """Memory for expanded pieces, which steps leave idle that expand into other memory."""
+        return [
+            IdleMemory(one.memory.view(torch.uint8), one.ready, one.free)
+            for one in (self._used, self._next)
+        ]
+
+    def keep(
+        self, order: ReadingOrder, pieces: Sequence[Piece],
+        memory: Callable[[], Sequence[IdleMemory]],
+    ) -> None:  # fmt: skip
+        """Begin a step whose pieces may stay; arguments as of `KeptPieces.begin`."""
+        # They may stay in what is `idle`.
+        self._used.piece = self._next.piece = None
+        self.kept.begin(order, pieces, memory)
 
     def lend(self, to: object) -> bool:
         """Lend the memory of pieces that come ahead, until the next one is fetched there.

@@ -65,9 +65,9 @@ class PiecePlaces:
             whether that can be: not where a piece that is to stay has to come first.
 
         """
-        if any(slot.piece is None for slot in self._stay):
-            return False
         reader = self._gpu.reader
+        if not reader.kept.is_complete:
+            return False
         if reader.lend(self):
             for slot, piece in zip(self.slots, self.moving, strict=False):
                 reader.bring(piece, slot)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
@@ -122,16 +123,15 @@ class StepMemory:
         self.embedded = EmbeddedRows(self._residual_host, self._residual)
         """Rows of an embedding where the GPU reads them, until other inputs are staged."""
 
-    def idle(self, values: int) -> list[torch.Tensor]:
-        """Memory that shared decode steps leave idle, as bytes.
+    def idle(self, values: int) -> list[IdleMemory]:
+        """Memory that shared decode steps leave idle.
 
         Args:
             values: that they expand at once, at the beginning of `behind_products`.
 
         """
-        return [
-            one.view(torch.uint8) for one in (self.behind_products[values:], self._behind_inputs)
-        ]
+        parts = self.behind_products[values:], self._behind_inputs
+        return [IdleMemory(one.view(torch.uint8)) for one in parts]
 
     def host_memory(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Make host memory that the GPU copies from and to by itself."""
