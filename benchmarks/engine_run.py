@@ -4,7 +4,8 @@ Every contender of `side_by_side.py` is a run of this script in a process of its
 the engine step by step and takes the time at every step that brings tokens:
 
     prefill   from the first request to the moment when all requests have a token
-    decode    from then until the first request ends: the batch is full all that time
+    decode    from then until the first request ends: the batch is full all that time, and
+              `median_step_ms` is of all of its steps, whatever a few of them took
     whole     from the first request to the last token
 
 With `--drafts 1,3` every request verifies 1 draft in every step, then 3, of which each is accepted
@@ -77,6 +78,8 @@ class Timeline:
     ended: float
     full_steps: int = 0
     """Of the engine between these two."""
+    between_steps: tuple[float, ...] = ()
+    """Seconds of each of them, from the one before."""
 
     def step_ms(self) -> float | None:
         """Milliseconds of a step of a full batch, however many tokens it brings."""
@@ -245,18 +248,23 @@ def run_requests(llm: Any, point: Point, salt: int, drafts: int = 0) -> Timeline
     started: set[str] = set()
     all_started = first_ended = passed = 0.0
     full_tokens = full_steps = 0
+    between, last = [], 0.0
     while llm.llm_engine.has_unfinished_requests():
         outputs = llm.llm_engine.step()
         passed = time.perf_counter() - start
         if all_started and not first_ended:
-            full_steps += bool(outputs)
+            if outputs:
+                full_steps += 1
+                between.append(passed - last)
             full_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         started |= {output.request_id for output in outputs}
         if not all_started and len(started) == point.batch:
             all_started = passed
         if not first_ended and any(output.finished for output in outputs):
             first_ended = passed
-    return Timeline(all_started, first_ended, full_tokens, passed, full_steps)
+        if outputs:
+            last = passed
+    return Timeline(all_started, first_ended, full_tokens, passed, full_steps, tuple(between))
 
 
 def run_arrival(llm: Any, point: Point, prompt: int, salt: int) -> dict[str, Any]:
@@ -392,6 +400,7 @@ def figures(point: Point, rounds: list[Timeline]) -> dict[str, Any]:
     steps = [ms for r in rounds if (ms := r.decode_ms(point.batch)) is not None]
     whole = [ms for r in rounds if (ms := r.step_ms()) is not None]
     brought = [r.full_tokens / r.full_steps / point.batch for r in rounds if r.full_steps]
+    between = [step for r in rounds for step in r.between_steps]
     rates = [point.batch * point.output / r.ended for r in rounds]
     return {
         "batch": point.batch,
@@ -400,6 +409,7 @@ def figures(point: Point, rounds: list[Timeline]) -> dict[str, Any]:
         "prefill_s": round(statistics.median(r.all_started for r in rounds), 4),
         "decode_ms": round(statistics.median(steps), 3) if steps else None,
         "step_ms": round(statistics.median(whole), 3) if whole else None,
+        "median_step_ms": round(1000 * statistics.median(between), 3) if between else None,
         "tokens_a_step": round(statistics.median(brought), 3) if brought else None,
         "tokens_per_s": round(statistics.median(rates), 2),
         "prefill_s_all": [round(r.all_started, 4) for r in rounds],

@@ -86,6 +86,14 @@ def test_a_decode_step_is_the_time_of_one_token_of_each_request() -> None:
     assert result["tokens_per_s"] == pytest.approx(8 * 32 / 4.1, abs=0.01)
 
 
+def test_a_step_that_others_have_taken_the_processors_in_does_not_move_the_median() -> None:
+    between = (0.1,) * 20 + (0.4,)
+    line = Timeline(1.0, 3.4, 8 * 21, 3.4, full_steps=21, between_steps=between)
+    found = figures(Point(8, 128, 22), [line, line])
+    assert found["median_step_ms"] == 100
+    assert found["step_ms"] == pytest.approx(2400 / 21, abs=0.001)
+
+
 def test_without_a_moment_of_a_full_batch_there_is_no_decode_step() -> None:
     line = Timeline(all_started=4.0, first_ended=4.0, full_tokens=0, ended=5.0)
     assert figures(Point(2, 128, 2), [line])["decode_ms"] is None
