@@ -41,7 +41,7 @@ from ray_hetero.kernels.layers.shared_decode import step_seconds
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
 from ray_hetero.kernels.prompts.columns_on_gpu import columns_of
-from ray_hetero.kernels.prompts.gpu_layers import AttentionShape
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 
@@ -139,6 +139,8 @@ def main() -> None:
     )
     layers = made_layers(options, gpu)
     taken = gpu.take(layers[0].parts.output.weight.shape[0])
+    # A decode step's pieces stay in what prompts need it for.
+    AttentionMemory(gpu, layers[0].attention.shape)
     behind = OnGpu(layers, gpu)
     columns = columns_of(layers, gpu, kernel)
     seconds = step_seconds(layers, kernel, behind, columns)
