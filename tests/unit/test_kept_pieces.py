@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,3 +165,62 @@ def test_other_streams_are_done_before_pieces_come_and_wait_until_they_are_gone(
     assert noted.log == [*[("wait", "of a slot")] * 2, ("record", "uploads may come")]
     kept.forget()
     assert len(noted.log) == 3
+
+
+def test_what_was_measured_with_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptColumns(monkeypatch, 512)
+    kept.of_step(150)
+    for _ in range(6):
+        kept.of_step(1)
+    columns, piece = weakref.ref(kept.columns), weakref.ref(kept.of_layers[0][0])
+    reader = kept.columns._gpu.reader
+    assert len(reader.kept._known) == 1
+    # Where the CPU is the GPU, what is repeated is a method; in a CUDA graph nothing is left of it.
+    kept.columns.graphs._graphs.clear()
+    # Another order takes its place, as that of the engine's own layers does.
+    other = ReadingOrder()
+    reader.keep(other, [Piece(torch.empty(1, 8), 0, 1, 8, lambda rows, into: None)], list)
+    reader.forget()
+    reader.lend(object())
+    gc.disable()
+    try:
+        shared = kept.steps.shared
+        assert shared is not None
+        shared._columns = None
+        assert columns() is None
+        assert len(reader.kept._known) == 1
+        for slot in reader.all_slots:
+            slot.piece = None
+        assert piece() is None
+    finally:
+        gc.enable()
+
+
+def test_rows_of_embeddings_go_to_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptColumns(monkeypatch, 512)
+    (step,) = [kept.columns._pieces_of(4)]
+    assert kept.columns._is_whole(step)
+    # These are sent in decode steps of many requests too.
+    rows = kept.columns._gpu.memory.embedded._there
+    assert rows is not None
+    begin, end = rows.data_ptr(), rows.data_ptr() + rows.nbytes
+    idle = kept.columns._idle(step)
+    assert len(idle) == 2 + 2 + 3 + 2
+    for one in idle:
+        first = one.memory.data_ptr()
+        assert first + one.memory.nbytes <= begin or end <= first
+
+
+def test_pieces_expanded_ahead_come_once_where_a_layer_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = KeptColumns(monkeypatch, 150)
+    kept.of_step(150)
+    for _ in range(3):
+        kept.of_step(1)
+    (step,) = kept.columns._pieces.values()
+    assert not kept.columns._is_whole(step)
+    for _ in range(4):
+        copied = kept.of_step(1)
+        assert len(copied) == len(set(copied)) > 0
+    assert kept.columns.graphs.replayed == 0

@@ -172,7 +172,7 @@ def test_measured_steps_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[Sequence[Any]] = []
     order = columns._order_layers
     monkeypatch.setattr(
-        columns.graphs, "_order", lambda *given: (orders.append(given), order(*given))
+        columns, "_order_layers", lambda *given: (orders.append(given), order(*given))
     )
     shared.prepare_columns(1, 12)
     # Nothing is done by that.

@@ -110,7 +110,7 @@ class ColumnsOnGpu(RankColumns):
         self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
         self._pieces: dict[int, _StepPieces] = {}
         """Pieces of a step, by the blocks of columns that the cores compute."""
-        self.graphs = StepGraphs(gpu, self._order_layers)
+        self.graphs = StepGraphs(gpu)
         """Graphs of the steps that came again."""
 
     @contextmanager
@@ -149,7 +149,7 @@ class ColumnsOnGpu(RankColumns):
     def _capture(self, kinds: Sequence[StepKind]) -> None:
         with torch.inference_mode(), current(self._gpu.computing):
             for kind in kinds:
-                self.graphs.capture(kind, self._pieces_of(kind.kept).pieces)
+                self.graphs.capture(kind, self._pieces_of(kind.kept).pieces, self._order_layers)
 
     def _end(self, ordered: Future[None], first: int) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.
@@ -167,7 +167,7 @@ class ColumnsOnGpu(RankColumns):
                     self._order_layers(kind, partial(self._gpu.reader.expand_into, step.order))
                 why = 0
                 if not is_ordered and self._is_whole(step):
-                    self.graphs.note(kind, step.pieces)
+                    self.graphs.note(kind, step.pieces, self._order_layers)
         except torch.OutOfMemoryError:
             why = OUT_OF_MEMORY
             # The ranks of a group are to come to the same layer, and compute the step again.

@@ -60,9 +60,6 @@ def look_up_for(prompts: Prompts | GroupLayers, model: nn.Module) -> bool:
         # Only one thread at a time can make a stream the current one.  Where the other one is busy,
         # nothing is sent yet: waiting would raise here what the layers' callers expect from them.
         stream = gpu.computing if gpu is not None and gpu.is_settled else None
-        if gpu is not None and stream is not None:
-            # Pieces that decode steps keep may be where the rows go.
-            gpu.reader.kept.forget()
         return embedded(table, tokens, stream)
 
     look_up_with(layer, look_up)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -31,6 +32,9 @@ class IdleMemory:
     """Event that this stream waits for before it writes again; None likewise."""
 
 
+_Places = tuple[Sequence[IdleMemory], dict[Piece, Slot[Piece]]]
+
+
 class KeptPieces:
     """The pieces of steps of one kind that stay, and where.
 
@@ -47,8 +51,8 @@ class KeptPieces:
         self._order: ReadingOrder | None = None
         self._slots: dict[Piece, Slot[Piece]] = {}
         self._idle: Sequence[IdleMemory] = ()
-        self._known: dict[ReadingOrder, tuple[Sequence[IdleMemory], dict[Piece, Slot[Piece]]]] = {}
-        """Memory and places of all orders up to now, the same whenever one comes again."""
+        self._known: WeakKeyDictionary[ReadingOrder, _Places] = WeakKeyDictionary()
+        """Memory and places of each order, the same whenever it comes again."""
 
     def begin(
         self, order: ReadingOrder, pieces: Sequence[Piece],

@@ -150,9 +150,10 @@ class PieceReader(LinkReader[Piece]):
         memory: Callable[[], Sequence[IdleMemory]],
     ) -> None:  # fmt: skip
         """Begin a step whose pieces may stay; arguments as of `KeptPieces.begin`."""
-        # They may stay in what is `idle`.
-        self._used.piece = self._next.piece = None
         self.kept.begin(order, pieces, memory)
+        if not self.kept.is_complete:
+            # They may come to what is `idle`.
+            self._used.piece = self._next.piece = None
 
     def lend(self, to: object) -> bool:
         """Lend the memory of pieces that come ahead, until the next one is fetched there.

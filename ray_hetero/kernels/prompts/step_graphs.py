@@ -41,6 +41,10 @@ class StepKind:
     """Layers that count as asked for before the step."""
 
 
+Order = Callable[[StepKind, Expand], None]
+"""Orders a step's work, in which pieces are expanded as it is given."""
+
+
 class PiecePlaces:
     """Where the pieces of a step are in each of its graphs.
 
@@ -136,12 +140,11 @@ class StepGraphs:
 
     Args:
         gpu: that computes them.
-        order: orders a step's work, where pieces are expanded as it is given.
 
     """
 
-    def __init__(self, gpu: GpuPrefill, order: Callable[[StepKind, Expand], None]) -> None:
-        self._gpu, self._order = gpu, order
+    def __init__(self, gpu: GpuPrefill) -> None:
+        self._gpu = gpu
         self._graphs: OrderedDict[StepKind, Graph] = OrderedDict()
         self._places: dict[int, PiecePlaces] = {}
         """Places of the pieces of a step, by the blocks of columns that the cores compute."""
@@ -168,20 +171,24 @@ class StepGraphs:
         self.replayed += 1
         return True
 
-    def note(self, kind: StepKind, pieces: Sequence[Piece]) -> None:
+    def note(self, kind: StepKind, pieces: Sequence[Piece], order: Order) -> None:
         """Note that a step has been ordered; where it is like the last one, capture it.
 
         Args:
             kind: of the step.
             pieces: of it, in their order.
+            order: orders its work.
 
         """
         last, self._last = self._last, kind
         if last is not None and (last.tokens, last.kept) == (kind.tokens, kind.kept):
-            self.capture(kind, pieces)
+            self.capture(kind, pieces, order)
 
-    def capture(self, kind: StepKind, pieces: Sequence[Piece]) -> None:
-        """Make a graph of a step of a kind whose work was ordered before, unless there is one."""
+    def capture(self, kind: StepKind, pieces: Sequence[Piece], order: Order) -> None:
+        """Make a graph of a step of a kind whose work was ordered before, unless there is one.
+
+        Arguments as of `note`.
+        """
         if kind in self._graphs or self._is_refused:
             return
         if kind.kept not in self._places:
@@ -190,7 +197,7 @@ class StepGraphs:
 
         def work() -> None:
             turns = places.in_turns()
-            self._order(kind, turns.expand)
+            order(kind, turns.expand)
             turns.end()
 
         try:

@@ -118,7 +118,6 @@ class StepMemory:
         self._behind_inputs = self._x[SHARED_TOKENS * inputs :]
         self._x_host = self.host_memory(tokens * inputs)
         self._residual = memory(tokens * hidden)
-        self._behind_residual = self._residual[SHARED_TOKENS * hidden :]
         self._residual_host = self.host_memory(tokens * hidden)
         # The model's first layer has no residual, and so leaves this to the hidden state.
         self.embedded = EmbeddedRows(self._residual_host, self._residual)
@@ -131,7 +130,8 @@ class StepMemory:
             values: that they expand at once, at the beginning of `behind_products`.
 
         """
-        parts = self.behind_products[values:], self._behind_inputs, self._behind_residual
+        # Not that of residuals: embeddings go there in decode steps of many requests too.
+        parts = self.behind_products[values:], self._behind_inputs
         return [IdleMemory(one.view(torch.uint8)) for one in parts]
 
     def host_memory(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
