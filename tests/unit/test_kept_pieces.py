@@ -52,8 +52,8 @@ def test_some_stay_until_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> Non
     # As many of each layer as of the others, or one more.
     counts = [sum(piece in stay for piece in layer) for layer in kept.of_layers]
     assert max(counts) - min(counts) <= 1
-    # A prompt takes their place, and the step behind it has them come anew.
-    kept.of_step(150)
+    # A long prompt takes their place, and the step behind it has them come anew.
+    kept.of_step(500)
     assert stay <= set(kept.of_step(1))
     copied = {piece for _ in range(2) for piece in kept.of_step(1)}
     assert not stay & copied
@@ -98,7 +98,7 @@ def test_a_piece_on_its_way_is_waited_for_before_a_prompt(monkeypatch: pytest.Mo
         def wait_event(self, event: Any) -> None:
             waited.append(event)
 
-    there = [slot for slot in reader.kept._slots.values() if slot.piece is not None]
+    there = [slot for slot in reader.kept._at.slots.values() if slot.piece is not None]
     assert there
     reader.kept._computing = Noting()
     reader.kept.forget()
@@ -224,3 +224,30 @@ def test_pieces_expanded_ahead_come_once_where_a_layer_does_not_fit(
         copied = kept.of_step(1)
         assert len(copied) == len(set(copied)) > 0
     assert kept.columns.graphs.replayed == 0
+
+
+def test_short_prompts_take_the_place_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptColumns(monkeypatch, 512)
+    kept.of_step(150)
+    for _ in range(6):
+        kept.of_step(1)
+    pieces = {piece for layer in kept.of_layers for piece in layer}
+    reader = kept.columns._gpu.reader
+
+    def there() -> set[Piece]:
+        return {piece for piece in pieces if reader.kept.has(piece)}
+
+    every, taken = there(), []
+    for tokens in (40, 140, 300):
+        kept.of_step(tokens)
+        left = there()
+        # What is left comes no more, and behind the others come the first ones of the next step.
+        copied = kept.of_step(1)
+        assert set(copied) == pieces - left
+        assert len(copied) - len(set(copied)) <= len(reader.all_slots)
+        assert there() == every
+        for _ in range(3):
+            kept.of_step(1)
+        taken.append(len(every - left))
+    assert 0 < taken[0] <= taken[1] < taken[2] <= len(every)
+    assert taken[0] < len(every) / 2

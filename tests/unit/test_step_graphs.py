@@ -52,9 +52,9 @@ def test_each_copies_what_does_not_stay_once(monkeypatch: pytest.MonkeyPatch) ->
         assert graphs.replayed == number
         assert len(copied) == len(set(copied))
         assert set(copied) == needed(kept)
-    # Behind a prompt, all pieces come once, in the order of their use; then the first ones go to
-    # where graphs have them.
-    kept.of_step(150)
+    # Behind a long prompt, all pieces come once, in the order of their use; then the first ones go
+    # to where graphs have them.
+    kept.of_step(500)
     before = graphs.replayed
     stay = {piece for layer in kept.of_layers for piece in layer}
     assert stay <= set(kept.of_step(1))

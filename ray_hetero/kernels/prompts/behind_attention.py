@@ -116,7 +116,7 @@ class OnGpu:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute as `BehindAttention` says."""
         gpu = self.gpu
-        gpu.begin(is_shared=True)
+        gpu.begin(len(attended), is_shared=True)
         with torch.inference_mode(), current(gpu.computing):
             y, total = gpu_post_attention.behind_from(
                 gpu, self._layers[place].parts, attended, residual

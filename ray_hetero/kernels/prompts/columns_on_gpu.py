@@ -128,7 +128,7 @@ class ColumnsOnGpu(RankColumns):
 
         """
         kind = StepKind(tokens, kept, self.begin())
-        self._gpu.begin(is_shared=True)
+        self._gpu.begin(tokens, is_shared=True)
         ordered = self._gpu.order(lambda: self._order(kind))
         try:
             yield

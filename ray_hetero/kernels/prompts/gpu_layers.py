@@ -182,7 +182,7 @@ class GpuLayers:
             TimeoutError: the GPU, or the cache, takes too long.
 
         """
-        self._gpu.begin()
+        self._gpu.begin(len(positions))
         staged = self._gpu.memory.stage(hidden, residual, rows.rows)
         step = _Step(self, rows, positions[rows.rows], caches)
         ordered = self._gpu.order(lambda: step.compute(*staged, len(positions), output))

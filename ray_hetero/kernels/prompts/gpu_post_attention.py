@@ -23,7 +23,7 @@ def post_attention(
     gpu: GpuPrefill, parts: PostAttention, attended: torch.Tensor, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `PostAttentionBlock` computes; shapes as there, all in host memory."""
-    gpu.begin()
+    gpu.begin(len(attended))
     with current(gpu.computing):
         x, total = gpu.memory.stage(attended, residual, slice(None))
         assert total is not None

@@ -206,7 +206,7 @@ class GpuPrefill:
             [M, N], bf16, in host memory.
 
         """
-        self.begin()
+        self.begin(len(x))
         with current(self._computing):
             y = self._multiply(self.memory.sent_alone(x), packed, bias)
             (y_host,) = self.received(y)
@@ -237,10 +237,11 @@ class GpuPrefill:
         """Have the GPU's work ordered beside this thread."""
         return self._ordering.submit(work)
 
-    def begin(self, *, is_shared: bool = False) -> None:
+    def begin(self, tokens: int, *, is_shared: bool = False) -> None:
         """Begin products of a step, once the other thread has ordered everything.
 
         Args:
+            tokens: of the step, or more.
             is_shared: whether it is a decode step that the cores share with the GPU: only these use
                 what was expanded ahead.
 
@@ -252,7 +253,7 @@ class GpuPrefill:
         self.settle()
         self._is_shared = is_shared
         if not is_shared:
-            self.reader.kept.forget()
+            self.reader.kept.forget(tokens)
 
     def expand_ahead(self, linears: Sequence[Linear]) -> None:
         """Have `expand` called by the other thread, unless all is there.

@@ -3,12 +3,13 @@
 Prompts of thousands of tokens need memory that decode steps leave idle: of tokens between products,
 of cached keys and values on their way, of pieces that are expanded.  There some of the pieces stay
 that every decode step computes with, so that neither the link nor the socket's memory is read for
-them again.  The next prompt takes their place, and the step after it has them come anew.
+them again.  The next prompt takes their place, of as many as it has tokens for, and the step after
+it has these come anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,9 +31,28 @@ class IdleMemory:
     """Event: a stream beside that of products has done with it; None if there is no such stream."""
     free: Any = None
     """Event that this stream waits for before it writes again; None likewise."""
+    before: int = 0
+    """Bytes of the whole memory that this is the end of."""
+    row_bytes: int = 0
+    """Bytes of the whole memory, from its beginning on, that larger steps use for each token; 0
+    where any of them uses all."""
+
+    def spared(self, room: torch.Tensor) -> int:
+        """Most tokens of a larger step that does not use a part of this memory."""
+        if not self.row_bytes:
+            return 0
+        begin = int(room.data_ptr() - self.memory.data_ptr())
+        return (self.before + begin) // self.row_bytes
 
 
-_Places = tuple[Sequence[IdleMemory], dict[Piece, Slot[Piece]]]
+@dataclass(frozen=True)
+class _Places:
+    """Where pieces of steps of one kind stay."""
+
+    idle: Sequence[IdleMemory]
+    slots: dict[Piece, Slot[Piece]]
+    spared: dict[Piece, int]
+    """Most tokens of a larger step that leaves a piece where it is."""
 
 
 class KeptPieces:
@@ -49,10 +69,9 @@ class KeptPieces:
         self._module = module
         self._computing = computing
         self._order: ReadingOrder | None = None
-        self._slots: dict[Piece, Slot[Piece]] = {}
-        self._idle: Sequence[IdleMemory] = ()
+        self._at = _Places((), {}, {})
         self._known: WeakKeyDictionary[ReadingOrder, _Places] = WeakKeyDictionary()
-        """Memory and places of each order, the same whenever it comes again."""
+        """Places of each order, the same whenever it comes again."""
 
     def begin(
         self, order: ReadingOrder, pieces: Sequence[Piece],
@@ -70,15 +89,14 @@ class KeptPieces:
             self.forget()
             self._order = order
             if order not in self._known:
-                idle = memory()
-                self._known[order] = idle, self._places(pieces, [one.memory for one in idle])
-            self._idle, self._slots = self._known[order]
+                self._known[order] = self._places(pieces, memory())
+            self._at = self._known[order]
         if self.is_complete:
             return
-        for one in self._idle:
+        for one in self._at.idle:
             if one.used is not None:
                 self._computing.wait_event(one.used)
-        for slot in self._slots.values():
+        for slot in self._at.slots.values():
             if slot.piece is None:
                 # What comes here waits for the products that have used this memory up to now.
                 slot.free.record(self._computing)
@@ -86,38 +104,48 @@ class KeptPieces:
     @property
     def is_complete(self) -> bool:
         """Whether all pieces that are to stay are there, or on their way."""
-        return all(slot.piece is not None for slot in self._slots.values())
+        return all(slot.piece is not None for slot in self._at.slots.values())
 
-    def _places(
-        self, pieces: Sequence[Piece], memory: Iterable[torch.Tensor]
-    ) -> dict[Piece, Slot[Piece]]:
+    def _places(self, pieces: Sequence[Piece], idle: Sequence[IdleMemory]) -> _Places:
         largest = max(piece.weight.nbytes for piece in pieces)
-        rooms = [room for one in memory for room in _rooms(one, largest)]
+        rooms = [(room, one.spared(room)) for one in idle for room in _rooms(one.memory, largest)]
+        # Those that the fewest prompts use come first.
+        rooms.sort(key=lambda found: -found[1])
         count = min(len(rooms), len(pieces))
         # Evenly among all, so that the link has as much to do for each layer.
         chosen = [pieces[number * len(pieces) // count] for number in range(count)]
-        return {
-            piece: Slot(room, self._module.Event(), self._module.Event())
-            for piece, room in zip(chosen, rooms, strict=False)
-        }
+        places = _Places(idle, {}, {})
+        for piece, (room, spared) in zip(chosen, rooms, strict=False):
+            places.slots[piece] = Slot(room, self._module.Event(), self._module.Event())
+            places.spared[piece] = spared
+        return places
 
     def slot(self, piece: Piece) -> Slot[Piece] | None:
         """Memory of a piece that stays, which it may still have to be copied to."""
-        return self._slots.get(piece)
+        return self._at.slots.get(piece)
 
     def has(self, piece: Piece) -> bool:
         """Whether a piece is there, or on its way."""
-        slot = self._slots.get(piece)
+        slot = self._at.slots.get(piece)
         return slot is not None and slot.piece is not None
 
-    def forget(self) -> None:
-        """Have no piece stay: other things are to be written to this memory."""
-        taken = [slot for slot in self._slots.values() if slot.piece is not None]
+    def forget(self, tokens: int | None = None) -> None:
+        """Have pieces stay no longer where other things are to be written.
+
+        Args:
+            tokens: of the step that writes them; None for all pieces.
+
+        """
+        taken = [
+            slot
+            for piece, slot in self._at.slots.items()
+            if slot.piece is not None and (tokens is None or tokens > self._at.spared[piece])
+        ]
         for slot in taken:
             # A copy that is on its way would overwrite them.
             self._computing.wait_event(slot.ready)
             slot.piece = None
-        for one in self._idle if taken else ():
+        for one in self._at.idle if taken else ():
             if one.free is not None:
                 one.free.record(self._computing)
 

@@ -68,7 +68,10 @@ class KvReturns:
             for _ in range(KV_RETURNS)
         ]
         self._there = itertools.cycle(there)
-        self.idle = [IdleMemory(memory.view(torch.uint8), gone) for memory, gone in there]
+        row = 2 * kv_heads * size * BF16_BYTES
+        self.idle = [
+            IdleMemory(memory.view(torch.uint8), gone, row_bytes=row) for memory, gone in there
+        ]
         """Memory that decode steps leave idle."""
         self._stream = gpu.stream()
         self._computed = gpu.event()

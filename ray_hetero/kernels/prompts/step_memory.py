@@ -112,10 +112,10 @@ class StepMemory:
         def memory(elements: int) -> torch.Tensor:
             return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
+        self._inputs, self._outputs = inputs, outputs
         self._x, self._y = memory(tokens * inputs), memory(tokens * outputs)
         self.behind_products = self._y[SHARED_TOKENS * outputs :]
         """Memory where smaller steps have no products: there is room for whole weights."""
-        self._behind_inputs = self._x[SHARED_TOKENS * inputs :]
         self._x_host = self.host_memory(tokens * inputs)
         self._residual = memory(tokens * hidden)
         self._residual_host = self.host_memory(tokens * hidden)
@@ -131,8 +131,16 @@ class StepMemory:
 
         """
         # Not that of residuals: embeddings go there in decode steps of many requests too.
-        parts = self.behind_products[values:], self._behind_inputs
-        return [IdleMemory(one.view(torch.uint8)) for one in parts]
+        return [
+            IdleMemory(
+                whole[begin:].view(torch.uint8),
+                before=begin * whole.itemsize, row_bytes=row * whole.itemsize,
+            )
+            for whole, row, begin in (
+                (self._y, self._outputs, SHARED_TOKENS * self._outputs + values),
+                (self._x, self._inputs, SHARED_TOKENS * self._inputs),
+            )
+        ]  # fmt: skip
 
     def host_memory(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Make host memory that the GPU copies from and to by itself."""
