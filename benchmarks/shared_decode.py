@@ -2,6 +2,7 @@
 
     python benchmarks/shared_decode.py                      # 16 layers of the 8B shape
     python benchmarks/shared_decode.py --tokens 32,128 --counts 0,4,8,12
+    python benchmarks/shared_decode.py --steady 0,8,12      # columns, in one step after the other
     python benchmarks/shared_decode.py --device cpu --shape 1b --layers 2   # to try it
 
 Whole steps of decoder layers with heavy-tailed weights in 12 bits (or `--format`), requests of one
@@ -10,8 +11,14 @@ of so many layers, with weights that cross its link meanwhile; in `last_ms` of t
 `columns_ms` so many sixteenths of the columns of every layer's gate and up
 (ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is what a layer's weights behind the
 attention take on the link, nothing computed; `order_ms` what a thread takes to order them;
-`behind_ms` what the GPU computes in when they are there, the way to it and back included.  Start it
-with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
+`behind_ms` what the GPU computes in when they are there, the way to it and back included.
+
+With `--steady` only steps that follow one another are measured, with these sixteenths of the
+columns on the GPU and a pause as other stages take between two of them: medians of their
+milliseconds, of which the cores waited `waited_ms` for columns, and the processor time in which a
+thread ordered the GPU's part, operation by operation or as a graph.
+
+Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
 """
 
 from __future__ import annotations
@@ -21,7 +28,9 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,14 +44,19 @@ from shapes import SHAPES, head_size
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.formats.base import pack
-from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, best_shares
+from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, Shares, best_shares
+from ray_hetero.kernels.layers.decode_step import StepRequests, address_of
+from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
-from ray_hetero.kernels.layers.shared_decode import step_seconds
+from ray_hetero.kernels.layers.shared_decode import BLOCK, SharedDecode, step_seconds
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
-from ray_hetero.kernels.prompts.columns_on_gpu import columns_of
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu, columns_of
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+
+STEPS = 12
+"""Steps of a steady measurement."""
 
 
 def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
@@ -121,6 +135,86 @@ def link_ms(layers: list[Any], gpu: GpuPrefill) -> float:
     return round(1e3 * (time.perf_counter() - began) / len(layers), 3)
 
 
+class Steady:
+    """Steps that follow one another, of requests of one token each.
+
+    Args:
+        layers: of a step.
+        kernel: what computes them on the cores.
+        behind: what computes on the GPU.
+        columns: of their MLPs.
+        pause_s: between two steps.
+
+    """
+
+    def __init__(
+        self, layers: list[Any], kernel: StreamingLinear, behind: OnGpu, columns: ColumnsOnGpu,
+        pause_s: float,
+    ) -> None:  # fmt: skip
+        self._layers, self._kernel, self._columns = layers, kernel, columns
+        self._step = SharedDecode(layers, kernel, behind, Shares(()), columns)
+        self._pause_s = pause_s
+        self._ordered_s = 0.0
+        order = columns._order
+
+        def timed(kind: Any) -> None:
+            began = time.thread_time()
+            order(kind)
+            self._ordered_s += time.thread_time() - began
+
+        columns._order = timed  # type: ignore[method-assign]
+
+    def measure(self, tokens: int, parts: int, *, as_graphs: bool) -> dict[str, Any]:
+        """Measure steps of so many tokens with so many parts of all columns on the GPU."""
+        run = self._runner(tokens, parts)
+        graphs = self._columns.graphs
+        graphs._is_refused = not as_graphs
+        for number in range(3):
+            if number == 2 and as_graphs:
+                self._step.prepare_columns(tokens, parts)
+            run()
+        replayed, waited_s = graphs.replayed, self._columns.native.waited_s
+        self._ordered_s, taken = 0.0, []
+        for _ in range(STEPS):
+            time.sleep(self._pause_s)
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
+        each = 1e3 / STEPS
+        return {
+            "tokens": tokens, "parts": parts, "graphs": graphs.replayed - replayed,
+            "ms": round(1e3 * statistics.median(taken), 2), "least_ms": round(1e3 * min(taken), 2),
+            "waited_ms": round(each * (self._columns.native.waited_s - waited_s), 2),
+            "order_ms": round(each * self._ordered_s, 2),
+        }  # fmt: skip
+
+    def _runner(self, tokens: int, parts: int) -> Callable[[], Any]:
+        own, shape = torch.arange(tokens), self._layers[0].attention.shape
+        cache = torch.zeros(tokens, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
+        requests = StepRequests(
+            torch.zeros_like(own), own * BLOCK, torch.ones(tokens, dtype=torch.int32),
+            own.int().unsqueeze(1),
+        )  # fmt: skip
+        self._kept = requests, cache  # known by their addresses
+        isa = TILES if self._kernel.level.name == "amx" else ROWS
+        given = [requests.native(native, cache, isa)]
+        caches = [address_of(cache)] * len(self._layers)
+        hidden = torch.randn(tokens, self._layers[0].parts.norm.weight.shape[0]).bfloat16()
+        if parts:
+            return partial(self._step.run_columns, parts, given, caches, hidden, None)
+        return partial(self._step.run, self._step.divided(0), given, caches, hidden, None)
+
+
+def measure_steady(steady: Steady, options: argparse.Namespace) -> None:
+    """Measure the parts and tokens that were asked for, and print a line for each."""
+    for tokens in map(int, options.tokens.split(",")):
+        for parts in map(int, options.steady.split(",")):
+            # Graphs last: from then on such steps are ordered as one.
+            for as_graphs in (False, True) if parts else (False,):
+                found = steady.measure(tokens, parts, as_graphs=as_graphs)
+                print("STEADY " + json.dumps(found), flush=True)
+
+
 def main() -> None:
     """Measure, and print a line for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -129,6 +223,8 @@ def main() -> None:
     parser.add_argument("--format", default="compact", help="of weights: compact, fp8, int4, int8")
     parser.add_argument("--tokens", default="1,8,32,64,128")
     parser.add_argument("--counts", default="", help="layers given away; all that help, if empty")
+    parser.add_argument("--steady", help="parts of all columns; then nothing else is measured")
+    parser.add_argument("--pause-ms", type=float, default=7, help="between steps of --steady")
     parser.add_argument("--step-tokens", type=int, default=8192, help="--max-num-batched-tokens")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--cores", default="", help="of the thread that orders the GPU's work")
@@ -153,6 +249,10 @@ def main() -> None:
         "link_ms": link_ms(layers, gpu) if gpu.device.type == "cuda" else None,
     }  # fmt: skip
     print("ABOUT " + json.dumps(about), flush=True)
+    if options.steady:
+        assert columns is not None
+        measure_steady(Steady(layers, kernel, behind, columns, options.pause_ms / 1e3), options)
+        return
     asked = [int(one) for one in options.tokens.split(",")]
     if not options.counts:
         parts = COLUMN_PARTS if columns else 0
