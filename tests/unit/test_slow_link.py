@@ -62,9 +62,9 @@ def asked_gpu(monkeypatch: pytest.MonkeyPatch) -> list[GpuPrefill]:
     found: list[GpuPrefill] = []
     begin = GpuPrefill.begin
 
-    def begin_and_note(self: GpuPrefill, **given: Any) -> None:
+    def begin_and_note(self: GpuPrefill, tokens: int, **given: Any) -> None:
         found.append(self)
-        begin(self, **given)
+        begin(self, tokens, **given)
 
     monkeypatch.setattr(GpuPrefill, "begin", begin_and_note)
     return found
