@@ -247,14 +247,12 @@ def run_requests(llm: Any, point: Point, salt: int, drafts: int = 0) -> Timeline
         llm.llm_engine.add_request(f"{salt}-{row}", {"prompt_token_ids": tokens}, params)
     started: set[str] = set()
     all_started = first_ended = passed = 0.0
-    full_tokens = full_steps = 0
-    between, last = [], 0.0
+    full_tokens, between, last = 0, [], 0.0
     while llm.llm_engine.has_unfinished_requests():
         outputs = llm.llm_engine.step()
         passed = time.perf_counter() - start
         if all_started and not first_ended:
             if outputs:
-                full_steps += 1
                 between.append(passed - last)
             full_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         started |= {output.request_id for output in outputs}
@@ -264,7 +262,7 @@ def run_requests(llm: Any, point: Point, salt: int, drafts: int = 0) -> Timeline
             first_ended = passed
         if outputs:
             last = passed
-    return Timeline(all_started, first_ended, full_tokens, passed, full_steps, tuple(between))
+    return Timeline(all_started, first_ended, full_tokens, passed, len(between), tuple(between))
 
 
 def run_arrival(llm: Any, point: Point, prompt: int, salt: int) -> dict[str, Any]:

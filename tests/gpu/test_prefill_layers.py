@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_rank import layout, replace_streams
 from gpu_host import IS_PRETENDED, needs_gpus
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -19,7 +20,7 @@ pytest.register_assert_rewrite("group_steps", "paged_steps")
 
 from decoder_parts import HIDDEN  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
-from native_module import native, needs_native  # noqa: E402
+from native_module import needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.compat.flash_attention import flash_attention_3  # noqa: E402
@@ -48,21 +49,9 @@ GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")
 SCALED = [Int4Weight, Int8Weight, Fp8Weight, Fp4Weight]
 
 
-class _Nothing:
-    """What vLLM's CPU worker has in the place of streams and events, for all of its process."""
-
-    def __init__(self, *args: object) -> None: ...
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *args: object) -> None: ...
-
-
 @pytest.fixture(autouse=True)
 def _as_in_a_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, _Nothing)
+    replace_streams(monkeypatch)
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
@@ -228,11 +217,6 @@ def test_embeddings_are_sent_while_others_are_looked_up(monkeypatch: pytest.Monk
     factor = 8
     steps.check((one, 0, 2900))
     assert taken == [True] * 3 + [False]
-
-
-def layout() -> str:
-    """Layout of caches on this processor."""
-    return "amx" if "amx" in [level.name for level in native.levels()] else "vec"
 
 
 def check_decode_steps(steps: Steps) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from cpu_rank import replace_streams
 from gpu_host import IS_PRETENDED, needs_gpus
 from token_checks import Answer, Case, answers_of, check
 
@@ -34,21 +34,9 @@ CASES = [
 ]
 
 
-class _Nothing:
-    """What vLLM's CPU worker has in the place of streams and events, for all of its process."""
-
-    def __init__(self, *args: object) -> None: ...
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *args: object) -> None: ...
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 def test_it_computes_what_torch_computes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, _Nothing)
+    replace_streams(monkeypatch)
     torch.manual_seed(0)
     # The shapes of an 8B model: one, two and four pieces, the last of them smaller or not.
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_rank import layout, replace_streams
 from gpu_host import IS_PRETENDED, needs_gpus
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -15,7 +16,7 @@ pytest.register_assert_rewrite("copied_pieces", "group_steps", "paged_steps")
 
 from copied_pieces import KeptColumns, small_pieces  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
-from native_module import native, needs_native  # noqa: E402
+from native_module import needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
@@ -30,28 +31,10 @@ BEFORE = 1 + PHASES
 MORE = 8
 
 
-class _Nothing:
-    """What vLLM's CPU worker has in the place of streams and events, for all of its process."""
-
-    def __init__(self, *args: object) -> None: ...
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *args: object) -> None: ...
-
-
 @pytest.fixture(autouse=True)
 def _as_in_a_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Event", "Stream", "stream", "current_stream", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, _Nothing)
+    replace_streams(monkeypatch)
     small_pieces(monkeypatch)
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
-
-
-def layout() -> str:
-    """Layout of caches on this processor."""
-    return "amx" if "amx" in [level.name for level in native.levels()] else "vec"
 
 
 @pytest.mark.parametrize("most", [512, 4096])

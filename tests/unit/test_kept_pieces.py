@@ -18,7 +18,6 @@ from native_module import needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
-from ray_hetero.kernels.prompts import columns_on_gpu  # noqa: E402
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory, KeptPieces  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
@@ -30,7 +29,6 @@ pytestmark = needs_native
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
 
 
 def test_some_stay_until_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

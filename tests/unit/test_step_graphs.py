@@ -17,7 +17,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
-from ray_hetero.kernels.prompts import columns_on_gpu, step_graphs  # noqa: E402
+from ray_hetero.kernels.prompts import step_graphs  # noqa: E402
 from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
@@ -29,7 +29,6 @@ pytestmark = needs_native
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
 
 
 def needed(kept: KeptColumns) -> set[Piece]:

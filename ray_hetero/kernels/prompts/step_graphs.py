@@ -79,10 +79,6 @@ class PiecePlaces:
                 self._gpu.computing.wait_event(slot.ready)
         return True
 
-    def in_turns(self) -> PiecesInTurns:
-        """Begin to order the work of a step."""
-        return PiecesInTurns(self._gpu, self)
-
 
 class PiecesInTurns:
     """The pieces of one step, each expanded from its place, whose copies are ordered with it.
@@ -196,7 +192,7 @@ class StepGraphs:
         places = self._places[kind.kept]
 
         def work() -> None:
-            turns = places.in_turns()
+            turns = PiecesInTurns(self._gpu, places)
             order(kind, turns.expand)
             turns.end()
 
