@@ -46,6 +46,9 @@ class SharedSettings:
     max_num_batched_tokens: int
     max_num_seqs: int
     async_scheduling: bool
+    schedules_ahead: bool
+    """Whether the driver schedules steps before it has the tokens of those before them; the ranks
+    compute one step after another either way."""
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
     graph_tokens: tuple[int, ...]

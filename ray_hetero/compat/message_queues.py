@@ -68,8 +68,8 @@ NAP_SHARE = 0.05
 LONGEST_NAP_S = 2e-4
 """Longest nap of a reader, in seconds.  One that ends with the message is late by half of it."""
 POLLED_SHARE = 0.15
-"""Share of the time between the last two messages, at the end of the same time since the last one,
-in which a reader polls again: the next one is expected then."""
+"""Share of the time between two messages, at the end of the same time two messages later, in which
+a reader polls again: the next one is expected then."""
 
 
 def nap_while_waiting(queue: Any, *, naps_always: bool) -> None:
@@ -99,13 +99,16 @@ def nap_while_waiting(queue: Any, *, naps_always: bool) -> None:
     original(condition, "last_read")
     busy_loop_s = original(condition, "busy_loop_s")
     expected_s = math.inf if naps_always else 0.0
+    # Of a step there are two messages, long after the one before and soon after it in turns.
+    last_s = 0.0
 
     def record_read() -> None:
-        nonlocal expected_s
+        nonlocal expected_s, last_s
         before = condition.last_read
         stock_record(condition)
         if not naps_always:
-            expected_s = (1 - POLLED_SHARE) * (condition.last_read - before)
+            expected_s = (1 - POLLED_SHARE) * last_s
+            last_s = condition.last_read - before
 
     def wait(timeout_ms: int | None = None) -> None:
         passed = time.monotonic() - condition.last_read

@@ -23,14 +23,16 @@ from ray_hetero.planning.planned_layers import LayerPlan, describe_split
 from ray_hetero.planning.rank_devices import reads_over_link
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
+from ray_hetero.preflight.heads import refuse_heads
 from ray_hetero.preflight.refusals import (
     refuse_checkpoint,
     refuse_drafting,
-    refuse_heads,
+    refuse_scheduling,
     refuse_shared_experts,
 )
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 from ray_hetero.preflight.unsupported_drafters import Drafting
+from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle
 from ray_hetero.worker import mixed_groups
 from ray_hetero.worker.rank_config import shared_settings
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
@@ -66,6 +68,11 @@ class EnginePlan:
         logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))
         for line in filter(None, (self.locality, *describe_split(self.layers))):
             logger.info("plan: %s", line)
+        if self.specs[0].shared.schedules_ahead:
+            logger.info(
+                "plan: each step is scheduled while the one before it is computed "
+                "(--no-async-scheduling: behind it)"
+            )
 
 
 class EnginePlanner:
@@ -108,10 +115,17 @@ class EnginePlanner:
         self._refuse(plan.world)
         self._settle_dtype(plan.world)
         shared = self._shared_settings(plan.world)
+        scheduler = vllm_config.scheduler_config
+        scheduler.async_scheduling = scheduler.async_scheduling or shared.schedules_ahead
         # The driver's own copy of the configuration answers questions about layers too.
         layer_partition.set_partition(plan.world.layers)
-        engine_args.limit_batches_in_flight(vllm_config, self._batches_in_flight(plan.world))
-        self._share_batches()
+        if shared.schedules_ahead:
+            # The next one waits at the ranks while one is computed.
+            engine_args.limit_batches_in_flight(vllm_config, 2)
+        else:
+            batches = self._batches_in_flight(plan.world)
+            engine_args.limit_batches_in_flight(vllm_config, batches)
+            self._share_batches()
         here = ray.get_runtime_context().get_node_id()
         return EnginePlan(
             plan,
@@ -158,6 +172,7 @@ class EnginePlanner:
         if world.is_stock:
             return
         refuse_shared_experts(self._vllm_config.parallel_config)
+        refuse_scheduling(self._scheduling(world))
         speculative, stages = self._vllm_config.speculative_config, world.layout.stages
         if speculative is not None:
             refuse_drafting(Drafting(self._vllm_config, self._config, world.layout))
@@ -198,7 +213,23 @@ class EnginePlanner:
                 max_num_seqs=scheduler.max_num_seqs,
                 max_num_batched_tokens=scheduler.max_num_batched_tokens,
             ),
+            schedules_ahead=self._schedules_ahead(world),
         )
+
+    def _schedules_ahead(self, world: World) -> bool:
+        """Whether a step is scheduled while the one before it is computed.
+
+        Where one batch at a time is in the pipeline, its first stage would wait for the last one,
+        and then for the scheduler and for its own preparation.
+        """
+        scheduling = self._scheduling(world)
+        if world.is_stock or scheduling.is_asked is False or obstacle(scheduling) is not None:
+            return False
+        return scheduling.is_asked is True or self._batches_in_flight(world) == 1
+
+    def _scheduling(self, world: World) -> Scheduling:
+        asked = self._spec.engine_args.async_scheduling
+        return Scheduling(self._vllm_config, self._config, world.layout, asked)
 
     def _batches_in_flight(self, world: World) -> int:
         asked = self._config.pipeline.batches_in_flight

@@ -35,6 +35,8 @@ VERDICT_SECONDS = 6.0
 """Longest wait for the watch to say which rank was the first to fail, after one has, in seconds."""
 OTHERS_SECONDS = 2.0
 """Longest wait for other ranks' answers to a call that one rank has failed in, in seconds."""
+NOBODY = -1
+"""The rank that answers a call which wants no answer."""
 CLOSED = "the ranks of this engine have been stopped"
 
 
@@ -162,6 +164,7 @@ class RankSet:
         self._everyone = range(len(world.seats))
         self._calls = 0
         self._first_step = 0
+        self._answered_at = 0.0
         self._owed: tuple[deque[int], ...] = tuple(deque() for _ in world.seats)
 
     # --- start --------------------------------------------------------------------------------
@@ -207,6 +210,18 @@ class RankSet:
             raise self._late(call) from None
         call.deadline = time.monotonic() + call.limit_s
 
+    def tell(self, method: str, *args: Any) -> None:
+        """Send a call that nobody answers to all ranks.
+
+        Raises:
+            RankError: a rank has ended.
+            TimeoutError: a rank takes no messages.
+
+        """
+        self.failure.check()
+        assert self._requests is not None, "calls come after connect"
+        self._requests.enqueue((method, args, {}, NOBODY))
+
     def _send(self, message: tuple[Any, ...], answering: int | None) -> int:
         """Send a message as vLLM's ranks expect it; its number."""
         self.failure.check()
@@ -227,6 +242,9 @@ class RankSet:
 
         """
         self.failure.check()
+        if call.step is not None:
+            # A step that was sent while the one before was computed begins with that one's end.
+            call.deadline = max(call.deadline, self._answered_at + call.limit_s)
         found: list[Any] = []
         failed: dict[int, str] = {}
         is_late = False
@@ -247,6 +265,7 @@ class RankSet:
             raise self._failed(call, failed)
         if is_late:
             raise self._late(call)
+        self._answered_at = time.monotonic()
         return found
 
     def _take(self, rank: int, number: int, deadline: float) -> tuple[Any, Any]:

@@ -11,10 +11,12 @@ import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import FutureWrapper
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
+from ray_hetero.compat.late_tokens import sampled_tokens
 from ray_hetero.config import HeteroConfig
 from ray_hetero.executor.rank_set import Call, RankSet
 from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
+from ray_hetero.worker.driver_calls import TELL_TOKENS
 
 STEP_METHODS = frozenset(
     ("execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids")
@@ -36,6 +38,7 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         self._setup: list[Callable[[], Any]] = []
         self._is_set_up = False
         self._steps = 0
+        self._tells_tokens = False
 
     @property
     def is_failed(self) -> bool:
@@ -77,6 +80,9 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
 
         def answer() -> Any:
             answers = ranks.answers(call)
+            if method == "sample_tokens" and self._tells_tokens:
+                # Before the engine looks at them: the next step waits for them already.
+                ranks.tell(TELL_TOKENS, sampled_tokens(answers[0]))
             if answering is not None:
                 return answers[0]
             together: Any = answers

@@ -33,7 +33,8 @@ class StepTotals:
     busy_s: float = 0.0
     """Seconds of computing: inside the worker's calls, less waiting and exchange."""
     waiting_s: float = 0.0
-    """Seconds of waiting until the previous stage had computed; of an expert rank, between two
+    """Seconds of waiting until the previous stage had computed, and of a first stage, until the
+    last one had sampled the tokens of the step before; of an expert rank, between two
     layers of steps: what a stage computes meanwhile, and the handover."""
     exchange_s: float = 0.0
     """Seconds of exchanging tensors between stages, to and from this one."""
@@ -190,7 +191,13 @@ class StepClock:
         return 0.0 if began is None else time.perf_counter() - began
 
     def add(
-        self, seconds: float, tokens: int, boundary: Boundary | None, *, is_verifying: bool = False
+        self,
+        seconds: float,
+        tokens: int,
+        boundary: Boundary | None,
+        *,
+        waited_s: float = 0.0,
+        is_verifying: bool = False,
     ) -> None:
         """Count one call of the worker, now ended; a step is counted by its tokens.
 
@@ -198,18 +205,20 @@ class StepClock:
             seconds: that the call took.
             tokens: of the step; 0 for a call that belongs to the step before it.
             boundary: what the rank exchanges tensors through.
+            waited_s: part of `seconds` in which the rank waited for tokens of the step before.
             is_verifying: whether some of the step's tokens are drafts.
 
         """
         self._began = None
         exchanged = boundary.take() if boundary is not None else Exchanged()
         self._add_late(seconds, boundary)
-        busy = seconds - exchanged.waiting_s - exchanged.exchange_s
+        waiting_s = exchanged.waiting_s + waited_s
+        busy = seconds - waiting_s - exchanged.exchange_s
         totals = self.totals
         totals.steps += tokens > 0
         totals.tokens += tokens
         totals.busy_s += busy
-        totals.waiting_s += exchanged.waiting_s
+        totals.waiting_s += waiting_s
         totals.exchange_s += exchanged.exchange_s
         totals.received_bytes += exchanged.received_bytes
         totals.sent_bytes += exchanged.sent_bytes

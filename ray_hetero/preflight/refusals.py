@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from placement.cluster.layout import Layout, heads_problem
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.preflight.settings import check_settings
@@ -38,9 +37,10 @@ from ray_hetero.preflight.unsupported_drafters import (
     method_named,
     package_missing,
 )
+from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle_to_what_is_asked
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig
+    from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
 Asked = TypeVar("Asked")
@@ -131,11 +131,6 @@ WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
         "--kv-offloading-size",
         lambda args: args.kv_offloading_size,
         "its connector copies KV blocks from GPUs only",
-    ),
-    Refusal(
-        "--async-scheduling",
-        lambda args: args.async_scheduling,
-        "CPU ranks compute one step at a time",
     ),
     Refusal(
         "VLLM_USE_V2_MODEL_RUNNER=1",
@@ -302,6 +297,16 @@ DRAFTING_OF_CPU_RANKS: Sequence[Refusal[Drafting]] = (
 )
 """Speculative decoding that is refused in a world with CPU ranks."""
 
+SCHEDULING_OF_CPU_RANKS: Sequence[Refusal[Scheduling]] = (
+    Refusal(
+        "--async-scheduling with {found}",
+        obstacle_to_what_is_asked,
+        "steps are scheduled ahead where stages of a pipeline wait for each other, one batch after "
+        "another, and each request gets one token a step",
+    ),
+)
+"""Asynchronous scheduling that is refused in a world with CPU ranks."""
+
 REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
     "always": ALWAYS,
     "with CPU ranks": (
@@ -309,6 +314,7 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
         *MODELS_OF_CPU_RANKS,
         *ENGINES_OF_CPU_RANKS,
         *DRAFTING_OF_CPU_RANKS,
+        *SCHEDULING_OF_CPU_RANKS,
     ),
     "with `max_restarts`": WITH_RESTARTS,
     "with `experts.ranks`": WITH_EXPERT_RANKS,
@@ -369,17 +375,15 @@ def refuse_drafting(drafting: Drafting) -> None:
         refusal.check(drafting)
 
 
-def refuse_heads(model: ModelConfig, layout: Layout) -> None:
-    """Refuse stages whose number of ranks does not divide the heads of a model.
+def refuse_scheduling(scheduling: Scheduling) -> None:
+    """Refuse asynchronous scheduling where it cannot work; for worlds with CPU ranks.
 
     Raises:
-        UnsupportedError: names the stage, the arithmetic and the numbers that do.
+        UnsupportedError: it is asked for, and the layout or another option does not allow it.
 
     """
-    heads: int = model.model_arch_config.total_num_attention_heads
-    kv_heads: int = model.get_total_num_kv_heads()
-    if heads and kv_heads and (problem := heads_problem(layout, heads, kv_heads)):
-        raise UnsupportedError(problem)
+    for refusal in SCHEDULING_OF_CPU_RANKS:
+        refusal.check(scheduling)
 
 
 def refuse_shared_experts(parallel: ParallelConfig) -> None:

@@ -14,16 +14,14 @@ from ray_hetero.worker import cuda_init  # before torch and vLLM, which look for
 # isort: split
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
 from vllm.config import CompilationMode
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
@@ -32,6 +30,7 @@ from placement.units import GIB
 from ray_hetero.compat import (
     cpu_worker,
     kv_cache,
+    late_tokens,
     layer_partition,
     lora,
     message_queues,
@@ -40,109 +39,30 @@ from ray_hetero.compat import (
     parallel_state,
 )
 from ray_hetero.distributed import shared_sums
-from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator, set_world
+from ray_hetero.distributed.groups import HeteroGroup, set_world
 from ray_hetero.distributed.shared_prompts import joined
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.linear.linear_layers import LinearLayers
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter
-from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.shared_pages import kept_memory
 from ray_hetero.worker import last_layer
+from ray_hetero.worker.driver_calls import TELL_TOKENS, DriverCalls
 from ray_hetero.worker.embeddings import keep_embeddings
 from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
+from ray_hetero.worker.rank_worker import RankWorker
 from ray_hetero.worker.speculation import Speculation
-from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform, run_ahead
-from ray_hetero.worker.warmup_schedule import Step, runs_ahead
-from ray_hetero.world import Forecast, RankSpec
+from ray_hetero.worker.warmup_actions import RankContext, run_ahead
+from ray_hetero.worker.warmup_schedule import runs_ahead
+from ray_hetero.world import RankSpec
 
 resting_collector.wake()
-
-
-class RankWorker:
-    """vLLM's worker, told the size of each step before it runs it."""
-
-    def __init__(
-        self,
-        worker: Any,
-        context: RankContext,
-        stage: int,
-        forecast: Forecast | None,
-        experts: RemoteExperts | None = None,
-    ) -> None:
-        self._worker = worker
-        self._experts = experts
-        self._stage = stage
-        self._context = context
-        self._boundary: Any = None
-        self._over_host: HostCommunicator | None = None
-        self.failure: Exception | None = None
-        """Error of a step that failed: the ranks are out of step, this one must not go on."""
-        self.clock = StepClock(
-            lambda line: logger.info("%s rank %d: %s", context.kind, context.rank, line),
-            predicted=None
-            if forecast is None
-            else PredictedStep(1000 * forecast.step_s, forecast.batch, forecast.context),
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.failure = error
-            raise
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """Run one step; what exchanges tensors learns its tokens first."""
-        tokens = scheduler_output.total_num_scheduled_tokens
-        for exchange in (self._boundary, self._over_host, self._experts):
-            if exchange is not None and tokens:
-                exchange.begin_step(tokens)
-        last_layer.begin_step(scheduler_output)
-        layer_tokens.take()
-        start = self.clock.begin()
-        with self._step():
-            output = self._worker.execute_model(scheduler_output)
-        self.clock.totals.count(layer_tokens.take())
-        self.clock.add(
-            time.perf_counter() - start,
-            tokens,
-            self._boundary,
-            is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
-        )
-        return output
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample; on a GPU this is where its kernels are waited for."""
-        start = self.clock.begin()
-        with self._step():
-            output = self._worker.sample_tokens(grammar_output)
-        self.clock.add(time.perf_counter() - start, 0, self._boundary)
-        return output
-
-    def step_totals(self) -> dict[str, float]:
-        """What the rank's step clock has added up; for `collective_rpc("step_totals")`."""
-        return asdict(self.clock.totals)
-
-    def perform_step(self, by_stage: Sequence[Step]) -> Acknowledged:
-        """Carry out this rank's stage's step of the warm-up schedule."""
-        step = by_stage[self._stage]
-        with self._step():
-            acknowledged = perform(self._worker.worker, self._context, step)
-        self._boundary = getattr(get_pp_group(), "boundary", None)
-        self._over_host = get_tp_group().over_host
-        return acknowledged
 
 
 class RankActor(RayWorkerProc):  # type: ignore[misc]
@@ -339,15 +259,30 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         message_queues.answer_untraced(self)
         if self._remote_experts is not None:
             message_queues.answer_if_well(self, self._problem)
-        first = self.rpc_broadcast_mq.dequeue(indefinite=True)
+        calls = DriverCalls(self.rpc_broadcast_mq)
+        self._take_late_tokens(calls)
+        first = calls.next()
         # The driver sends once all ranks serve, and these have connected to their groups' queues.
         for queue in (self.worker_response_mq, get_tp_group().mq_broadcaster):
             if queue is not None:
                 message_queues.unlink_sockets(queue)
         message_queues.answer(self, first)
         while self.worker.failure is None:
-            message_queues.answer(self, self.rpc_broadcast_mq.dequeue(indefinite=True))
+            message_queues.answer(self, calls.next())
         raise self.worker.failure
+
+    def _take_late_tokens(self, calls: DriverCalls) -> None:
+        """Have steps begin without their tokens, where the driver schedules ahead of these."""
+        stage, stages = self._rank.seat.stage, self._rank.world.layout.stages
+        if not self._rank.shared.schedules_ahead or stage == len(stages) - 1:
+            return
+
+        def wait() -> late_tokens.Sampled:
+            _, (sampled,), _, _ = calls.next_of(TELL_TOKENS)
+            return sampled  # type: ignore[no-any-return]
+
+        runner = self.worker.worker.model_runner
+        self.worker.late_tokens = late_tokens.LateTokens(runner, None if stage else wait)
 
     def _problem(self) -> Exception | None:
         """What makes nothing of steps that seem to have been computed."""

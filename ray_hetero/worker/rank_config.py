@@ -56,7 +56,11 @@ class Fingerprint:
 
 
 def shared_settings(
-    driver: VllmConfig, layout: Layout, *, graph_tokens: tuple[int, ...] = ()
+    driver: VllmConfig,
+    layout: Layout,
+    *,
+    graph_tokens: tuple[int, ...] = (),
+    schedules_ahead: bool = False,
 ) -> SharedSettings:
     """Read what all ranks must share off the driver's configuration.
 
@@ -79,6 +83,7 @@ def shared_settings(
         max_num_batched_tokens=driver.scheduler_config.max_num_batched_tokens,
         max_num_seqs=driver.scheduler_config.max_num_seqs,
         async_scheduling=driver.scheduler_config.async_scheduling,
+        schedules_ahead=schedules_ahead,
         enable_prefix_caching=cache.enable_prefix_caching,
         enable_chunked_prefill=driver.scheduler_config.enable_chunked_prefill,
         graph_tokens=graph_tokens,

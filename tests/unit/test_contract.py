@@ -228,6 +228,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("worker/warmup_actions", CPUWorker, "get_kv_cache_spec"),
     ("compat/cpu_worker", CPUWorker, "init_device"),
     ("compat/model_runner", GPUModelRunner, "_sample"),
+    ("compat/late_tokens", GPUModelRunner, "_preprocess"),
     ("compat/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
     ("compat/spec_decode", SpecDecodeBaseProposer, "_get_model"),
     ("compat/spec_decode", SpecDecodeBaseProposer, "propose"),
@@ -454,6 +455,10 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/spec_decode", GPUModelRunner, "input_batch"),
     ("compat/spec_decode", GPUModelRunner, "input_ids"),
     ("compat/spec_decode", GPUModelRunner, "requests"),
+    *(
+        ("compat/late_tokens", GPUModelRunner, name)
+        for name in ("requests", "input_batch", "input_ids", "query_start_loc")
+    ),
     ("compat/lora", BaseLinearLayerWithLoRA, "base_layer"),
     ("compat/lora", BaseLinearLayerWithLoRA, "lora_a_stacked"),
     ("compat/lora", BaseLinearLayerWithLoRA, "lora_b_stacked"),

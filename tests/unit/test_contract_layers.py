@@ -209,6 +209,12 @@ def test_an_earlier_stage_is_sent_what_it_learns_accepted_tokens_from() -> None:
     assert (sent.req_ids, sent.num_computed_tokens) == (names, [2, 2])
     # Only of those that the step before did not have.
     assert sent.all_token_ids == {"has paused": [4, 5, 6]}
+    scheduler.scheduler_config = SimpleNamespace(async_scheduling=True)
+    ahead = scheduler._make_cached_request_data(
+        requests, [], dict.fromkeys(names, 1), {}, dict.fromkeys(names, blocks)
+    )
+    # compat/late_tokens.py makes up for these.
+    assert (ahead.new_token_ids, ahead.all_token_ids) == ([], sent.all_token_ids)
     known = {field.name for field in dataclasses.fields(CachedRequestState)}
     assert "output_token_ids" in known
     assert isinstance(CachedRequestState.num_tokens, property)

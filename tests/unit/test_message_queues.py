@@ -71,8 +71,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_a_reader_naps_until_the_next_message_is_expected(waits: Any) -> None:
     reader = waits(naps_always=False)
-    reader.message(0.1)
+    # Of a step there are two: that it is on its way, and what it has sampled.
     reader.message(0.04)
+    reader.message(0.003)
     expected = (1 - POLLED_SHARE) * 0.04
     assert reader.at(FIRST_NAP_S / 2) == "poll"
     assert reader.at(0.004) == pytest.approx(0.05 * 0.004)
@@ -81,6 +82,8 @@ def test_a_reader_naps_until_the_next_message_is_expected(waits: Any) -> None:
     # A step that takes longer than the one before is polled for, and moves what is expected.
     assert reader.at(0.3) == "poll"
     reader.message(0.3)
+    assert reader.at(0.0029) == "poll"
+    reader.message(0.003)
     assert reader.at(0.2) == LONGEST_NAP_S
 
 

@@ -11,7 +11,7 @@ from fake_ranks import DONE, FAILED, Actors, Answers, rank_set
 
 from ray_hetero.errors import RankError, StartupError
 from ray_hetero.executor.failure import Ending, Severity
-from ray_hetero.executor.rank_set import CLOSED, Call, RankSet
+from ray_hetero.executor.rank_set import CLOSED, NOBODY, Call, RankSet
 from ray_hetero.worker.warmup_schedule import Action, Step
 
 DIED = Ending(0, Severity.DIED, "died")
@@ -69,6 +69,36 @@ def test_a_call_in_flight_keeps_its_answers_when_the_next_one_is_sent() -> None:
     assert (first.number, second.number) == (1, 2)
     assert ranks.answers(first) == [1]
     assert ranks.answers(second) == [2]
+
+
+def test_what_the_ranks_are_told_is_not_answered() -> None:
+    ranks = rank_set(Answers((DONE, 1), (DONE, 2)))
+    first, second = call("first"), call("second")
+    ranks.send(first)
+    ranks.send(second)
+    assert ranks.answers(first) == [1]
+    ranks.tell("hear", "news")
+    assert ranks.answers(second) == [2]
+    requests: Any = ranks._requests
+    assert requests.asked[2] == ("hear", ("news",), {}, NOBODY)
+    assert NOBODY not in range(len(ranks.world.seats))
+
+
+def test_a_step_that_waits_for_the_one_before_has_its_time_from_there() -> None:
+    rank = Answers((DONE, 1), (DONE, 2), (DONE, 3))
+    ranks = rank_set(rank)
+    first, second = call("first", limit_s=5, step=1), call("second", limit_s=5, step=2)
+    other = call("other", limit_s=5)
+    for one in (first, second, other):
+        ranks.send(one)
+    for one in (second, other):
+        # As if the first step had taken three seconds.
+        one.deadline -= 3
+    ranks.answers(first)
+    ranks.answers(second)
+    ranks.answers(other)
+    assert rank.waits[1] == pytest.approx(5, abs=0.5)
+    assert rank.waits[2] == pytest.approx(2, abs=0.5)
 
 
 def test_steps_of_the_warm_up_are_not_answered_by_what_came_before() -> None:

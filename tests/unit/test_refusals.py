@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ from ray_hetero.preflight.refusals import (
     ENGINES_OF_CPU_RANKS,
     MODELS_OF_CPU_RANKS,
     REFUSALS,
+    SCHEDULING_OF_CPU_RANKS,
     WITH_CPU_RANKS,
     WITH_EXPERT_RANKS,
     WITH_RESTARTS,
     refuse_drafting,
+    refuse_scheduling,
     refuse_unsupported,
 )
 from ray_hetero.preflight.unsupported_drafters import METHODS, Drafting
+from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -48,7 +52,6 @@ BESIDE_CPU_RANKS: dict[str, dict[str, Any]] = {
     "--decode-context-parallel-size": {"decode_context_parallel_size": 2},
     "--kv-transfer-config": {"kv_transfer_config": {"kv_connector": "x", "kv_role": "kv_both"}},
     "--kv-offloading-size": {"kv_offloading_size": 4.0},
-    "--async-scheduling": {"async_scheduling": True},
     "VLLM_USE_V2_MODEL_RUNNER=1": {},
     "--watermark-config": {"watermark_config": {"x": 1}},
     "--enable-trace-replay": {"enable_trace_replay": True},
@@ -84,7 +87,7 @@ def test_every_refusal_is_tested() -> None:
 def test_every_row_is_in_one_table() -> None:
     tables = (
         ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
-        DRAFTING_OF_CPU_RANKS, WITH_EXPERT_RANKS,
+        DRAFTING_OF_CPU_RANKS, SCHEDULING_OF_CPU_RANKS, WITH_EXPERT_RANKS,
     )  # fmt: skip
     options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
     assert sorted(options) == sorted(refusal.option for table in tables for refusal in table)
@@ -210,6 +213,47 @@ def test_drafting_that_works_is_not(tmp_path: Path) -> None:
 def test_acceptance_is_made_up_where_gpus_sample(tmp_path: Path) -> None:
     made_up = {"rejection_sample_method": "synthetic"}
     refuse_drafting(_drafting(tmp_path, stages=("cpu", "gpu"), **made_up))
+
+
+def _scheduling(tmp_path: Path, asked: bool | None, **changes: Any) -> Scheduling:
+    model = write_demo_model(tmp_path / "model", shape=DemoShape(layers=2, hidden=64, heads=2))
+    stages = changes.pop("stages", (("cpu",), ("gpu",)))
+    keys = changes.pop("config", {})
+    args = EngineArgs(model=str(model), max_model_len=128, **changes)
+    config = HeteroConfig.model_validate(keys)
+    return Scheduling(args.create_engine_config(), config, Layout(stages), asked)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"stages": (("cpu", "cpu"),)}, "a layout of one stage"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "--speculative-config",
+        ),
+        ({"runner": "pooling"}, "--runner pooling"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
+        ({"config": {"pipeline": {"batches_in_flight": 2}}}, "pipeline.batches_in_flight 2"),
+        ({"config": {"objective": "throughput"}}, "objective throughput"),
+    ],
+)
+def test_steps_are_not_scheduled_ahead_where_that_cannot_work(
+    changes: dict[str, Any], found: str, tmp_path: Path
+) -> None:
+    said = f"--async-scheduling with {found} does not work with ray_hetero: "
+    asked = _scheduling(tmp_path, True, **changes)
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_scheduling(asked)
+    # Where nobody asks for it, it is only left out.
+    refuse_scheduling(replace(asked, is_asked=None))
+    assert obstacle(asked) == found
+
+
+def test_steps_of_a_pipeline_are_scheduled_ahead(tmp_path: Path) -> None:
+    scheduling = _scheduling(tmp_path, True, config={"pipeline": {"batches_in_flight": 1}})
+    refuse_scheduling(scheduling)
+    assert obstacle(scheduling) is None
 
 
 @pytest.mark.parametrize("option", BESIDE_CPU_RANKS)

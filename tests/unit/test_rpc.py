@@ -12,7 +12,9 @@ from fake_ranks import DONE, FAILED, Answers, rank_set
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import RankError
+from ray_hetero.executor.rank_set import NOBODY
 from ray_hetero.executor.rpc import GuardedExecutor
+from ray_hetero.worker.driver_calls import TELL_TOKENS
 
 STEP = SimpleNamespace(total_num_scheduled_tokens=5)
 CONFIG = {"warmup": {"step_timeout_s": 7}, "serving": {"step_timeout_s": 3}}
@@ -46,6 +48,21 @@ def test_an_answer_comes_back_and_a_step_is_waited_for_within_its_limit() -> Non
     assert executor.asked == [("execute_model", (STEP,), {}, 1)]
     assert last.waits == [pytest.approx(3, abs=1)]
     assert not executor.is_failed
+
+
+def test_ranks_are_told_what_was_sampled_before_the_engine_is() -> None:
+    output = SimpleNamespace(req_ids=["a", "b", "c"], sampled_token_ids=[[4], [], [6]])
+    # The second step comes to nothing: its tokens are told by nobody.
+    executor = Guarded(Answers(), Answers((DONE, None), (DONE, output), (FAILED, "no room")))
+    executor.execute_model(STEP, non_block=True)
+    first = executor.sample_tokens(None, non_block=True)
+    assert TELL_TOKENS not in [asked[0] for asked in executor.asked]
+    executor._tells_tokens = True
+    assert first.result() is output
+    assert executor.asked[2] == (TELL_TOKENS, ({"a": [4], "c": [6]},), {}, NOBODY)
+    with pytest.raises(RankError):
+        executor.sample_tokens(None)
+    assert [asked[0] for asked in executor.asked].count(TELL_TOKENS) == 1
 
 
 def test_answers_are_taken_in_the_order_of_the_calls() -> None:

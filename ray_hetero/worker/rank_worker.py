@@ -1,0 +1,111 @@
+"""vLLM's worker as the process of a rank calls it, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from ray_hetero.compat import late_tokens
+from ray_hetero.distributed.groups import HostCommunicator
+from ray_hetero.distributed.stage_experts import RemoteExperts
+from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.log import logger
+from ray_hetero.observability.step_clock import PredictedStep, StepClock
+from ray_hetero.worker import last_layer
+from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
+from ray_hetero.worker.warmup_schedule import Step
+from ray_hetero.world import Forecast
+
+
+class RankWorker:
+    """vLLM's worker, told the size of each step before it runs it."""
+
+    def __init__(
+        self,
+        worker: Any,
+        context: RankContext,
+        stage: int,
+        forecast: Forecast | None,
+        experts: RemoteExperts | None = None,
+    ) -> None:
+        self._worker = worker
+        self._experts = experts
+        self._stage = stage
+        self._context = context
+        self._boundary: Any = None
+        self._over_host: HostCommunicator | None = None
+        self.late_tokens: late_tokens.LateTokens | None = None
+        self.failure: Exception | None = None
+        """Error of a step that failed: the ranks are out of step, this one must not go on."""
+        self.clock = StepClock(
+            lambda line: logger.info("%s rank %d: %s", context.kind, context.rank, line),
+            predicted=None
+            if forecast is None
+            else PredictedStep(1000 * forecast.step_s, forecast.batch, forecast.context),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run one step; what exchanges tensors learns its tokens first."""
+        tokens = scheduler_output.total_num_scheduled_tokens
+        for exchange in (self._boundary, self._over_host, self._experts):
+            if exchange is not None and tokens:
+                exchange.begin_step(tokens)
+        last_layer.begin_step(scheduler_output)
+        late = self.late_tokens
+        if late is not None:
+            late.begin_step(scheduler_output)
+        layer_tokens.take()
+        start = self.clock.begin()
+        with self._step():
+            output = self._worker.execute_model(scheduler_output)
+        self.clock.totals.count(layer_tokens.take())
+        self.clock.add(
+            time.perf_counter() - start,
+            tokens,
+            self._boundary,
+            waited_s=late.take_waited() if late is not None else 0.0,
+            is_verifying=bool(scheduler_output.scheduled_spec_decode_tokens),
+        )
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample; on a GPU this is where its kernels are waited for."""
+        start = self.clock.begin()
+        with self._step():
+            output = self._worker.sample_tokens(grammar_output)
+        self.clock.add(time.perf_counter() - start, 0, self._boundary)
+        return output
+
+    def take_sampled_tokens(self, sampled: late_tokens.Sampled) -> None:
+        """Learn the tokens of a step, for the next one."""
+        if self.late_tokens is not None:
+            self.late_tokens.take(sampled)
+
+    def step_totals(self) -> dict[str, float]:
+        """What the rank's step clock has added up; for `collective_rpc("step_totals")`."""
+        return asdict(self.clock.totals)
+
+    def perform_step(self, by_stage: Sequence[Step]) -> Acknowledged:
+        """Carry out this rank's stage's step of the warm-up schedule."""
+        step = by_stage[self._stage]
+        with self._step():
+            acknowledged = perform(self._worker.worker, self._context, step)
+        self._boundary = getattr(get_pp_group(), "boundary", None)
+        self._over_host = get_tp_group().over_host
+        return acknowledged
