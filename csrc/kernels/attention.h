@@ -3,8 +3,8 @@
 // Requests are cut into parts, at most 64 of each; a unit is a part and a head of keys, with the
 // heads of queries that share it, of all requests that do (attention_parts.h).  Threads take units
 // as in few_tokens.h, and who computes the last part of a head puts its parts together, in their order:
-// the result depends neither on the number of threads nor on chance.  The softmax of parts is that of Dao et al.,
-// "Flash-Decoding for long-context inference", 2023.
+// the result depends neither on the number of threads nor on chance.  The softmax of parts is that
+// of Dao et al., "Flash-Decoding for long-context inference", 2023.
 //
 // Included once for each level, see levels.h.
 
@@ -36,28 +36,61 @@ class Attention {
     return static_cast<std::size_t>(heads * (rotation.size + 2 + gathered));
   }
 
-  // Rotate, and write keys and values: a thread's share of heads.  All must have come before work().
+  // A thread's own memory, which it has to have before it begins to work.
+  static void reserve_own(const Rotation& rotation) { Own{rotation}; }
+
+  // Whether all threads must have written before work(), as a request reads what another one
+  // writes.  Else work() writes too: who attends to a new key has its lines in a cache that is near.
+  bool writes_first() const { return !parts_.are_apart(); }
+
+  // Rotate, and write keys and values: a thread's share of heads.
   void write(int thread, int threads) const {
     const std::int64_t all = requests_.m * rotation_.kv_heads;
     for (std::int64_t i = all * thread / threads; i < all * (thread + 1) / threads; ++i) {
-      write_head(i / rotation_.kv_heads, i % rotation_.kv_heads);
+      const std::int64_t token = i / rotation_.kv_heads, head = i % rotation_.kv_heads;
+      turn_queries(token, queries_of(token, head));
+      write_head(token, head);
     }
   }
 
   void work(int thread) {
-    for (Units units; (units = queue_.next(thread)).count > 0;) attend(units.first);
+    const Own own(rotation_);
+    for (Units units; (units = queue_.next(thread)).count > 0;) {
+      const Units left = queue_.first(thread);
+      attend(units.first, own,
+             left.count > 0 ? span(left.first, parts_.begin(left.first)) : Span{});
+    }
   }
 
  private:
   std::int64_t stride() const { return (rotation_.heads + 2 * rotation_.kv_heads) * rotation_.size; }
 
+  // What a thread has of its own, and finds in its caches: queries of a unit, and what it keeps of
+  // one that is a request's only part.
+  struct Own {
+    float* kept;             // [heads][size + 2], see Kept
+    std::uint16_t* queries;  // [heads][size]
+
+    explicit Own(const Rotation& rotation) {
+      const std::int64_t heads = rotation.heads / rotation.kv_heads;
+      const std::int64_t floats = heads * (rotation.size + 2);
+      kept = scratch(static_cast<std::size_t>(floats + heads * rotation.size / 2), kOwnHeads);
+      queries = reinterpret_cast<std::uint16_t*>(kept + floats);
+    }
+  };
+
+  std::uint16_t* queries_of(std::int64_t token, std::int64_t head) const {
+    return qkv_ + token * stride() + head * each_ * rotation_.size;
+  }
+
+  void turn_queries(std::int64_t token, std::uint16_t* queries) const {
+    turn_heads(rotation_, queries, each_, rotation_.query_norm, requests_.positions[token]);
+  }
+
   void write_head(std::int64_t token, std::int64_t head) const {
     const std::int64_t size = rotation_.size;
-    std::uint16_t* queries = qkv_ + token * stride();
-    std::uint16_t* key = queries + (rotation_.heads + head) * size;
-    const std::int64_t position = requests_.positions[token];
-    turn_heads(rotation_, queries + head * each_ * size, each_, rotation_.query_norm, position);
-    turn_heads(rotation_, key, 1, rotation_.key_norm, position);
+    std::uint16_t* key = qkv_ + token * stride() + (rotation_.heads + head) * size;
+    turn_heads(rotation_, key, 1, rotation_.key_norm, requests_.positions[token]);
     const std::int64_t slot = requests_.slots[token];
     if (slot < 0) return;
     const std::int64_t block = requests_.block, at = slot % block;
@@ -97,36 +130,60 @@ class Attention {
     float* shares;   // [heads], their sum
   };
 
-  Kept kept(std::int64_t unit) const {
-    const std::int64_t size = rotation_.size, heads = parts_.rows(parts_.group(unit)) * each_;
-    float* sums = partial_ + parts_.rows_before(unit) * each_ * (size + 2);
+  Kept kept(std::int64_t unit, const Own& own) const {
+    const std::int64_t group = parts_.group(unit), rows = parts_.rows(group);
+    const std::int64_t size = rotation_.size, heads = rows * each_;
+    const bool is_whole = parts_.of(group) == 1 && rows == 1;
+    float* sums = is_whole ? own.kept
+                           : partial_ + parts_.rows_before(unit) * each_ * (size + 2);
     return {sums, sums + heads * size, sums + heads * (size + 1)};
   }
 
-  void attend(std::int64_t unit) {
+  // Neighbouring tokens of a group's requests, and a head of keys.
+  struct Span {
+    std::int64_t group, head, begin, tokens;
+  };
+
+  // Up to 128 tokens of a unit, from one on.
+  Span span(std::int64_t unit, std::int64_t begin) const {
+    const std::int64_t group = parts_.group(unit);
+    const std::int64_t end = std::min(parts_.end(unit), parts_.length(group));
+    return {group, parts_.head(unit), begin, std::clamp<std::int64_t>(end - begin, 0, kChunk)};
+  }
+
+  // `next` are the first tokens of the thread's next unit.
+  void attend(std::int64_t unit, const Own& own, const Span& next) {
     const std::int64_t group = parts_.group(unit), head = parts_.head(unit);
     const std::int64_t heads = parts_.rows(group) * each_;
-    const std::int64_t end = std::min(parts_.end(unit), parts_.length(group));
-    const std::uint16_t* q = queries(unit);
-    const Kept to = kept(unit);
+    if (!writes_first() && parts_.is_last(unit)) write_head(parts_.request(group), head);
+    const std::uint16_t* q = queries(unit, own);
+    const Kept to = kept(unit, own);
     std::memset(to.sums, 0, heads * rotation_.size * sizeof(float));
     std::fill_n(to.largest, heads, -std::numeric_limits<float>::infinity());
     std::fill_n(to.shares, heads, 0.0f);
-    for (std::int64_t token = parts_.begin(unit); token < end; token += kChunk) {
-      const Span span{group, head, token, std::min(kChunk, end - token)};
+    for (Span now = span(unit, parts_.begin(unit)), more; now.tokens > 0; now = more) {
+      more = span(unit, now.begin + kChunk);
+      const Span& ahead = more.tokens > 0 ? more : next;
       for (std::int64_t query = 0; query < heads; query += kGroup) {
-        attend(span, q, query, std::min<std::int64_t>(kGroup, heads - query), to);
+        const std::int64_t some = std::min<std::int64_t>(kGroup, heads - query);
+        attend(now, query == 0 ? ahead : Span{}, q, query, some, to);
       }
     }
     std::atomic<int>& missing = missing_[group * rotation_.kv_heads + head];
-    if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(group, head);
+    if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(group, head, own);
   }
 
-  // Queries of a unit, [heads][size]: those of several requests are brought together.
-  const std::uint16_t* queries(std::int64_t unit) const {
+  // Queries of a unit, [heads][size]: those of several requests are brought together.  Where nobody
+  // has rotated them before, each part has its own.
+  const std::uint16_t* queries(std::int64_t unit, const Own& own) const {
     const std::int64_t group = parts_.group(unit), some = each_ * rotation_.size;
-    const std::uint16_t* from =
-        qkv_ + parts_.request(group) * stride() + parts_.head(unit) * some;
+    const std::int64_t request = parts_.request(group);
+    const std::uint16_t* from = queries_of(request, parts_.head(unit));
+    if (!writes_first()) {
+      std::memcpy(own.queries, from, some * sizeof(std::uint16_t));
+      turn_queries(request, own.queries);
+      return own.queries;
+    }
     if (parts_.rows(group) == 1) return from;
     float* behind = partial_ + parts_.all_rows() * each_ * (rotation_.size + 2);
     std::uint16_t* gathered =
@@ -141,17 +198,13 @@ class Attention {
     return kHeadKernels[static_cast<std::size_t>(requests_.layout)];
   }
 
-  // Neighbouring tokens of a group's requests, and a head of keys.
-  struct Span {
-    std::int64_t group, head, begin, tokens;
-  };
-
-  // Some of the heads that share one of keys, to what is kept of all.
-  void attend(const Span& span, const std::uint16_t* q, std::int64_t query, std::int64_t heads,
-              const Kept& to) const {
+  // Some of the heads that share one of keys, to what is kept of all; `next` comes into the
+  // second-level cache meanwhile.
+  void attend(const Span& span, const Span& next, const std::uint16_t* q, std::int64_t query,
+              std::int64_t heads, const Kept& to) const {
     const std::int64_t size = rotation_.size, of_group = parts_.request(span.group);
     float scores[kGroup * kChunk];
-    score(span, q + query * size, heads, query == 0, scores);
+    score(span, next, q + query * size, heads, scores);
     for (std::int64_t head = 0; head < heads; ++head) {
       const std::int64_t all = query + head, request = of_group + all / each_;
       const std::int64_t tokens =
@@ -169,34 +222,47 @@ class Attention {
         std::fill_n(own, kChunk, 0.0f);
       }
     }
-    add_values(span, heads, scores, to.sums + query * size);
+    add_values(span, next, heads, scores, to.sums + query * size);
   }
 
-  void score(const Span& span, const std::uint16_t* q, std::int64_t heads, bool is_first,
-             float* scores) const {
+  // Where keys and values of 32 tokens are, from one on.
+  struct Place {
+    const std::uint16_t *keys, *values;
+  };
+
+  Place place(const Span& span, std::int64_t token) const {
     const std::int64_t size = rotation_.size, block = requests_.block;
-    const bool tiles = requests_.layout == Layout::kTiles;
+    const std::int64_t at = (span.begin + token) % block;
+    const std::uint16_t* keys = keys_of_token(span.group, span.head, span.begin + token);
+    const std::uint16_t* values = keys + block * size;
+    if (requests_.layout == Layout::kRows) return {keys + at, values + at * size};
+    return {keys + at * size, values + at * kTile};
+  }
+
+  // The next ones; where there are none, these, which are in a cache.
+  Place place_ahead(const Span& next, std::int64_t token, const Place& own) const {
+    return token < next.tokens ? place(next, token) : own;
+  }
+
+  void score(const Span& span, const Span& next, const std::uint16_t* q, std::int64_t heads,
+             float* scores) const {
     for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
-      const std::int64_t place = span.begin + token, at = place % block;
-      const std::uint16_t* keys = keys_of_token(span.group, span.head, place);
-      if (is_first) prefetch(keys, at);
-      kernels().score[heads - 1](q, size, keys + (tiles ? at * size : at), block,
-                                   scores + token);
+      const Place own = place(span, token), ahead = place_ahead(next, token, own);
+      kernels().score[heads - 1](q, rotation_.size, own.keys, requests_.block, ahead.keys,
+                                 scores + token);
     }
   }
 
-  void add_values(const Span& span, std::int64_t heads, const float* shares, float* sums) const {
+  void add_values(const Span& span, const Span& next, std::int64_t heads, const float* shares,
+                  float* sums) const {
     const std::int64_t size = rotation_.size, block = requests_.block;
-    const bool tiles = requests_.layout == Layout::kTiles;
+    const std::int64_t step = requests_.layout == Layout::kTiles ? block : 1;
     for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
-      const std::int64_t place = span.begin + token, at = place % block;
-      const std::uint16_t* values =
-          keys_of_token(span.group, span.head, place) + block * size;
+      const Place own = place(span, token), ahead = place_ahead(next, token, own);
       for (std::int64_t i = 0; i < size; i += kSpan) {
-        kernels().add_values[heads - 1](shares + token,
-                                         values + (tiles ? i * block + at * kTile : at * size + i),
-                                         block, std::min(kSpan, span.tokens - token), size,
-                                         sums + i);
+        kernels().add_values[heads - 1](shares + token, own.values + i * step, block,
+                                        std::min(kSpan, span.tokens - token), size,
+                                        ahead.values + i * step, sums + i);
       }
     }
   }
@@ -205,26 +271,6 @@ class Attention {
     for (std::int64_t i = 0; i < rotation_.size; i += kTile) {
       store_floats(sums + i, times(load_floats(sums + i), spread(by)));
     }
-  }
-
-  // The values of 32 tokens of a block, and where tiles are, the keys of the next.
-  void prefetch(const std::uint16_t* keys, std::int64_t at) const {
-    const std::int64_t size = rotation_.size, block = requests_.block;
-    const std::uint16_t* values = keys + block * size;
-    if (requests_.layout == Layout::kRows) {
-      prefetch_elements<prefetch_l2>(values + at * size, kSpan * size);
-      return;
-    }
-    prefetch_elements<prefetch_l1>(keys + (at + kSpan) * size, kSpan * size);
-    for (std::int64_t i = 0; i < size; i += kTile) {
-      prefetch_elements<prefetch_l2>(values + i * block + at * kTile, kSpan * kTile);
-    }
-  }
-
-  template <void (*kPrefetch)(const void*)>
-  static void prefetch_elements(const std::uint16_t* at, std::int64_t elements) {
-    constexpr std::int64_t kLine = kLineBytes / sizeof(std::uint16_t);
-    for (std::int64_t i = 0; i < elements; i += kLine) kPrefetch(at + i);
   }
 
   // Scores that leave nothing to tokens before the window; finite, so that no NaN comes of them.
@@ -271,9 +317,11 @@ class Attention {
   }
 
   // Put the parts of a head together.
-  void finish(std::int64_t group, std::int64_t head) const {
+  void finish(std::int64_t group, std::int64_t head, const Own& own) const {
     const std::int64_t size = rotation_.size, parts = parts_.of(group);
-    const auto of_part = [&](std::int64_t part) { return kept(parts_.unit(group, head, part)); };
+    const auto of_part = [&](std::int64_t part) {
+      return kept(parts_.unit(group, head, part), own);
+    };
     for (std::int64_t query = 0; query < parts_.rows(group) * each_; ++query) {
       float largest = of_part(0).largest[query], sum = 0;
       for (std::int64_t part = 1; part < parts; ++part) {

@@ -1,6 +1,10 @@
 // Scores of cached keys and sums of cached values, for some heads of queries that share a head of
 // keys, in each of vLLM's layouts.
 //
+// Meanwhile what comes next is brought into the second-level cache, a line for each one that is
+// read: a burst would take all fill buffers of the first-level cache, and what is multiplied would
+// wait for memory too.  It begins at `ahead`, and lies as what is multiplied does.
+//
 // Included once for each level, see levels.h.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
@@ -19,23 +23,27 @@ RAY_HETERO_INLINE void add_scaled(const std::uint16_t* values, By by,
 
 // Scores of 32 tokens: [kHeads][kChunk] = q [kHeads][size] · keys.
 template <int kHeads>
-void score_tiles(const std::uint16_t* q, std::int64_t size,
-                                 const std::uint16_t* keys, std::int64_t, float* scores) {
+void score_tiles(const std::uint16_t* q, std::int64_t size, const std::uint16_t* keys, std::int64_t,
+                 const std::uint16_t* ahead, float* scores) {
   Sums<kHeads> sums;
   sums.clear();
   const std::uint16_t* next = keys + kTile * size;
-  for (std::int64_t at = 0; at < size; at += 2, keys += 2 * kTile, next += 2 * kTile) {
+  for (std::int64_t at = 0; at < size; at += 2) {
+    prefetch_l2(ahead);
+    prefetch_l2(ahead + kTile * size);
     add_row(q + at, size, load_pairs(keys), load_pairs(next), sums);
+    keys += 2 * kTile, next += 2 * kTile, ahead += 2 * kTile;
   }
   sums.store(scores, kChunk);
 }
 
 template <int kHeads>
-void score_rows(const std::uint16_t* q, std::int64_t size,
-                                const std::uint16_t* keys, std::int64_t block, float* scores) {
+void score_rows(const std::uint16_t* q, std::int64_t size, const std::uint16_t* keys,
+                std::int64_t block, const std::uint16_t* ahead, float* scores) {
   Sums<kHeads> sums;
   sums.clear();
-  for (std::int64_t at = 0; at < size; ++at, keys += block) {
+  for (std::int64_t at = 0; at < size; ++at, keys += block, ahead += block) {
+    prefetch_l2(ahead);
     add_scaled(keys, [&](int head) { return as_float(q[head * size + at]); }, sums);
   }
   sums.store(scores, kChunk);
@@ -46,7 +54,8 @@ void score_rows(const std::uint16_t* q, std::int64_t size,
 // not even with 0.
 template <int kHeads>
 void add_tiles_of_values(const float* shares, const std::uint16_t* values, std::int64_t block,
-                         std::int64_t tokens, std::int64_t stride, float* to) {
+                         std::int64_t tokens, std::int64_t stride, const std::uint16_t* ahead,
+                         float* to) {
   // As vLLM's kernel multiplies them, in bf16.
   std::uint16_t rounded_shares[kHeads][kSpan];
   for (int head = 0; head < kHeads; ++head) {
@@ -57,8 +66,11 @@ void add_tiles_of_values(const float* shares, const std::uint16_t* values, std::
   sums.load(to, stride);
   const std::uint16_t* next = values + kTile * block;
   std::int64_t at = 0;
-  for (; at + 2 <= tokens; at += 2, values += 2 * kTile, next += 2 * kTile) {
+  for (; at + 2 <= tokens; at += 2) {
+    prefetch_l2(ahead);
+    prefetch_l2(ahead + kTile * block);
     add_row(rounded_shares[0] + at, kSpan, load_pairs(values), load_pairs(next), sums);
+    values += 2 * kTile, next += 2 * kTile, ahead += 2 * kTile;
   }
   if (at < tokens) {
     add_row(rounded_shares[0] + at, kSpan, without_seconds(load_pairs(values)),
@@ -69,19 +81,21 @@ void add_tiles_of_values(const float* shares, const std::uint16_t* values, std::
 
 template <int kHeads>
 void add_rows_of_values(const float* shares, const std::uint16_t* values, std::int64_t,
-                        std::int64_t tokens, std::int64_t stride, float* to) {
+                        std::int64_t tokens, std::int64_t stride, const std::uint16_t* ahead,
+                        float* to) {
   Sums<kHeads> sums;
   sums.load(to, stride);
-  for (std::int64_t at = 0; at < tokens; ++at, values += stride) {
+  for (std::int64_t at = 0; at < tokens; ++at, values += stride, ahead += stride) {
+    prefetch_l2(ahead);
     add_scaled(values, [&](int head) { return shares[head * kChunk + at]; }, sums);
   }
   sums.store(to, stride);
 }
 
 using Score = void (*)(const std::uint16_t*, std::int64_t, const std::uint16_t*, std::int64_t,
-                       float*);
+                       const std::uint16_t*, float*);
 using AddValues = void (*)(const float*, const std::uint16_t*, std::int64_t, std::int64_t,
-                           std::int64_t, float*);
+                           std::int64_t, const std::uint16_t*, float*);
 
 // What a layout is computed with, for one head of queries and more.
 struct HeadKernels {

@@ -47,11 +47,17 @@ class Parts {
       }
       add(begin, end - begin, requests.lengths[begin], requests.lengths[end - 1]);
     }
+    are_apart_ = !has_shared() && are_apart(requests);
   }
 
   std::int64_t units() const { return first_.back() * kv_heads_; }
   std::int64_t groups() const { return static_cast<std::int64_t>(groups_.size()); }
   bool has_shared() const { return groups() < requests_; }
+  // Whether no request reads a block that another one writes to in this step.  Those that share
+  // blocks do so where one verifies drafts, or comes while the other one fills its block.
+  bool are_apart() const { return are_apart_; }
+  // Whether a unit has the last of its group's tokens.
+  bool is_last(std::int64_t unit) const { return end(unit) >= length(group(unit)); }
 
   // Of a group: its first request, how many it has, tokens of the last, which has the most, and
   // parts.
@@ -88,6 +94,25 @@ class Parts {
     std::int64_t request, rows, begin, length, tokens;  // the last: of a part
   };
 
+  bool are_apart(const Requests& requests) const {
+    std::vector<std::int64_t> written;
+    for (std::int64_t i = 0; i < requests.m; ++i) {
+      if (requests.slots[i] >= 0) written.push_back(requests.slots[i] / requests.block);
+    }
+    std::sort(written.begin(), written.end());
+    for (std::int64_t i = 0; i < requests.m; ++i) {
+      const std::int64_t length = requests.lengths[i];
+      const std::int32_t* blocks = requests.blocks + i * requests.most_blocks;
+      for (std::int64_t at = seen(length) / requests.block; at * requests.block < length; ++at) {
+        const auto [first, last] = std::equal_range(written.begin(), written.end(), blocks[at]);
+        const std::int64_t slot = requests.slots[i];
+        const bool is_own = slot >= 0 && slot / requests.block == blocks[at];
+        if (last - first > (is_own ? 1 : 0)) return false;
+      }
+    }
+    return true;
+  }
+
   // `shortest` and `length` are tokens of its first and of its last request.
   void add(std::int64_t request, std::int64_t rows, std::int64_t shortest, std::int64_t length) {
     const std::int64_t begin = seen(shortest) / kSpan * kSpan;
@@ -101,6 +126,7 @@ class Parts {
   }
 
   std::int64_t kv_heads_, window_, most_, requests_;
+  bool are_apart_;
   std::vector<Group> groups_;
   std::vector<std::int64_t> group_of_;     // of each part
   std::vector<std::int64_t> first_;        // part of each group

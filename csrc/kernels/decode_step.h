@@ -79,6 +79,7 @@ class DecodeStep {
   // A thread's own memory.
   void reserve_own() const {
     FewTokens::reserve_own(first_task_);
+    for (const DecoderLayer& layer : layers_.layers) Attention::reserve_own(layer.rotation);
     for (const PostAttentionBlock& block : blocks_) block.reserve_own();
   }
 
@@ -93,8 +94,10 @@ class DecodeStep {
       PostAttentionBlock* block = i < blocks_.size() ? &blocks_[i] : nullptr;
       ReadAhead output = block == nullptr ? ReadAhead(nullptr, 0) : block->ahead(thread);
       barrier.wait(output);
-      attentions_[i].write(thread, threads);
-      barrier.wait(output);
+      if (attentions_[i].writes_first()) {
+        attentions_[i].write(thread, threads);
+        barrier.wait(output);
+      }
       attentions_[i].work(thread);
       if (block == nullptr) return;  // all threads come to the end of the region
       barrier.wait(output);

@@ -39,11 +39,12 @@ class Scratch {
 // what is between the layers of decode_step.h, and between the products of adapters.h; tokens by
 // expert, what is between the products of experts.h, and their results; sums of groups of codes.h,
 // their scales, and sums of their inputs; what is between the products of latent_layer.h, a thread's
-// latents as they are multiplied in latent_attention.h, and its scores; a token's inputs as floats.
+// latents as they are multiplied in latent_attention.h, and its scores; a token's inputs as floats;
+// what a thread has of its own in attention.h.
 enum Buffer {
   kSums, kOwnSums, kSharedTokens, kOwnTokens, kExpanded, kBetween, kPartial, kLayers, kShrunk,
   kGathered, kActivated, kResults, kGroupSums, kScales, kInputSums,
-  kLatents, kOwnLatents, kOwnScores, kFloats, kBuffers
+  kLatents, kOwnLatents, kOwnScores, kFloats, kOwnHeads, kBuffers
 };
 
 inline float* scratch(std::size_t floats, Buffer which) {

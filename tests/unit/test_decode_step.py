@@ -294,6 +294,39 @@ def test_what_is_not_written_is_not_read_together(
         torch.testing.assert_close(one[:3].float(), other[:3].float(), **CLOSE)
 
 
+def with_a_block_of_another(requests: Requests) -> Requests:
+    """The first request begins with the block that the last one fills in this step."""
+    requests.blocks[0, 0] = requests.blocks[-1, 0]
+    return requests
+
+
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_what_another_request_writes_is_read(
+    isa: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = with_a_block_of_another(Requests(monkeypatch, [40, 200, 32]))
+    expect_the_same(requests, isa=isa, level=level)
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_who_writes_a_key_does_not_matter(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [40, 200, 1500, 32])
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
+    assert layers._decode_step is not None
+    found, written = [], []
+    for _ in range(2):
+        written.append(requests.begin(isa))
+        found.append(layers._decode_step(requests.positions, hidden, residual))
+        # Now keys have to be written before anybody attends to them.
+        with_a_block_of_another(requests)
+    for apart, shared in zip(*found, strict=True):
+        assert torch.equal(apart[1:], shared[1:])
+        assert not torch.equal(apart[0], shared[0])
+    # In the second layer that request has another key.
+    assert torch.equal(written[0][0], written[1][0])
+
+
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (10, 1), (4, 2), (8, 1), (20, 2)])
 def test_heads_of_keys_may_have_any_number_of_heads_of_queries(
@@ -413,7 +446,7 @@ def test_layers_with_blocks_of_their_own(of_layers: float, monkeypatch: pytest.M
 
 
 def expect_the_same_by_any_threads(
-    requests: Requests, layers: DecoderLayers, hidden: Any, residual: Any
+    requests: Requests, layers: DecoderLayers, hidden: Any, residual: Any, *, isa: str = "vec"
 ) -> Any:
     """Check that a step gives the same bits whatever the number of threads; what it gives."""
     assert layers._decode_step is not None
@@ -421,7 +454,7 @@ def expect_the_same_by_any_threads(
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            requests.begin("vec")
+            requests.begin(isa)
             found.append(layers._decode_step(requests.positions, hidden, residual))
     finally:
         torch.set_num_threads(before)
@@ -430,9 +463,14 @@ def expect_the_same_by_any_threads(
     return found[0]
 
 
-def test_the_result_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = Requests(monkeypatch, [300, *LONG], rows=[2, 1, 4])
-    expect_the_same_by_any_threads(requests, requests.made(), *requests.inputs(is_first=False))
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("rows", [[2, 1, 4], [1, 1, 1]], ids=["drafts", "apart"])
+def test_the_result_does_not_depend_on_threads(
+    rows: list[int], isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(monkeypatch, [300, *LONG], rows=rows)
+    inputs = requests.inputs(is_first=False)
+    expect_the_same_by_any_threads(requests, requests.made(), *inputs, isa=isa)
 
 
 @pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
