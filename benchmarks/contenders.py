@@ -100,6 +100,9 @@ def with_gpu(
             "layers": [split.outside, inside], "cpu": {"ranks_per_socket": 2}}, **ours),
         hetero("ray_hetero cpu-gpu unshared", ["cpu"], ["gpu"], config=config | {
             "layers": [split.outside, inside], "cpu": {"decode_gpu_share": 0}}, **ours),
+        hetero("ray_hetero cpu-gpu synchronous", ["cpu"], ["gpu"], config=config | {
+            "layers": [split.outside, inside]},
+            engine={**engine, "async_scheduling": False}, reads="socket"),
         *of_experts(split, config, ours),
         stock_engine("all on gpu", dict(engine), "gpu"),
         Contender("accelerate", (*ACCELERATE, "--outside", str(split.outside)), "link"),

@@ -107,7 +107,7 @@ class World:
     def is_stock(self) -> bool:
         """Whether vLLM itself can run this world: GPUs only, in stages of one size.
 
-        Any other has the V1 model runner, synchronous scheduling and a Gloo world group.
+        Any other has the V1 model runner, ranks that schedule nothing ahead and a Gloo world group.
         """
         return self.layout.is_stock
 

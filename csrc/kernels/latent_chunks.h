@@ -76,10 +76,10 @@ class LatentChunks {
   }
 
   // 32 elements of 16 tokens.
-  void prefetch(const std::uint16_t* at) const {
+  RAY_HETERO_PREFETCH void prefetch(const std::uint16_t* at) const {
     for (int token = 0; token < kTile; ++token, at += cache_.token_stride) prefetch_l2(at);
   }
-  void prefetch_rotated(const std::uint16_t* at) const {
+  RAY_HETERO_PREFETCH void prefetch_rotated(const std::uint16_t* at) const {
     for (std::int64_t i = 0; i < shape_.rotated; i += kBlock) prefetch(at + i);
   }
 

@@ -115,8 +115,6 @@ class EnginePlanner:
         self._refuse(plan.world)
         self._settle_dtype(plan.world)
         shared = self._shared_settings(plan.world)
-        scheduler = vllm_config.scheduler_config
-        scheduler.async_scheduling = scheduler.async_scheduling or shared.schedules_ahead
         # The driver's own copy of the configuration answers questions about layers too.
         layer_partition.set_partition(plan.world.layers)
         if shared.schedules_ahead:

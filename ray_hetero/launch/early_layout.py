@@ -1,11 +1,11 @@
 """The one layout that can be told before the cluster is described: GPUs only.
 
 vLLM chooses its model runner and its scheduling mode while it builds its configuration, before any
-executor exists, and worlds with CPU ranks need the V1 runner and synchronous scheduling.  `auto`
-takes sockets only for stages that the GPUs do not suffice for.  So where all GPUs can be counted
-early, a world without CPU ranks is known early, and keeps what vLLM would choose.  That layout is
-then as good as written: should the GPUs be gone when the executor plans, it is an error and not
-another world.
+executor exists, and worlds with CPU ranks need the V1 runner, whose ranks schedule nothing ahead.
+`auto` takes sockets only for stages that the GPUs do not suffice for.  So where all GPUs can be
+counted early, a world without CPU ranks is known early, and keeps what vLLM would choose.  That
+layout is then as good as written: should the GPUs be gone when the executor plans, it is an error
+and not another world.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ FIGURES = (
     Figure(
         "waiting_s",
         "waiting_seconds",
-        "Time of waiting for the previous stage to compute; of an expert rank, for the next layer.",
+        "Time of waiting for the previous stage to compute, of a first stage for tokens of the "
+        "step before; of an expert rank, for the next layer.",
     ),
     Figure("exchange_s", "exchange_seconds", "Time of sending and receiving between stages."),
     Figure("received_bytes", "received_bytes", "Bytes received from the previous stage."),

@@ -140,20 +140,9 @@ class Groups {
   std::int64_t end(std::int64_t group) const { return (group + 1) * rows_ - first_; }
   // Have the scales and zero points of the stretch come, and those of as many groups behind it or of
   // the next block: they lie apart from the rows, where nothing else asks for them in time.
-  void prefetch() const {
-    const std::int64_t group = at(0), count = last() - group;
-    const bool is_last = 2 * (first_ + count_) >= encoding_.k();
-    const auto fetch = [&](std::int64_t offset, std::int64_t bytes) {
-      const std::uint8_t* own = tail_ + offset + group * bytes;
-      const std::uint8_t* next =
-          is_last ? tail_ + offset + encoding_.block_bytes() : own + count * bytes;
-      for (std::int64_t line = 0; line < count * bytes; line += kLineBytes) {
-        prefetch_l1(own + line);
-        prefetch_l2(next + line);
-      }
-    };
-    fetch(0, scale_bytes(encoding_.type()));
-    if (encoding_.has_zeros()) fetch(encoding_.zeros_offset(), kBlock);
+  RAY_HETERO_PREFETCH void prefetch() const {
+    prefetch(0, scale_bytes(encoding_.type()));
+    if (encoding_.has_zeros()) prefetch(encoding_.zeros_offset(), kBlock);
   }
   // Whether tiles have rows of one group only.
   bool are_tiles() const { return rows_ % kTile == 0; }
@@ -175,6 +164,19 @@ class Groups {
   }
 
  private:
+  // Some bytes of each group, from an offset on.
+  RAY_HETERO_PREFETCH void prefetch(std::int64_t offset, std::int64_t bytes) const {
+    const std::int64_t group = at(0), count = last() - group;
+    const bool is_last = 2 * (first_ + count_) >= encoding_.k();
+    const std::uint8_t* own = tail_ + offset + group * bytes;
+    const std::uint8_t* next =
+        is_last ? tail_ + offset + encoding_.block_bytes() : own + count * bytes;
+    for (std::int64_t line = 0; line < count * bytes; line += kLineBytes) {
+      prefetch_l1(own + line);
+      prefetch_l2(next + line);
+    }
+  }
+
   template <ScaleType kType, typename Use>
   void scales_of(std::int64_t first, std::int64_t last, Use use) const {
     for (std::int64_t group = first; group < last; ++group) {
