@@ -5,15 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.patching import original, replace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Sampled = Mapping[str, Sequence[int]]
 """Tokens that a step has sampled, by request; none of a request whose prompt goes on."""
 
+SCHEDULER = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+"""Name of the class of vLLM's that schedules steps before the tokens of those before are known."""
 PLACEHOLDER = 0
 """Token that stands for one that is not known yet."""
+
+
+def schedule_ahead(vllm_config: VllmConfig) -> None:
+    """In the driver: schedule steps before the tokens of those before them are known.
+
+    Replaces: nothing; names vLLM's asynchronous scheduler by `scheduler_cls`.
+    Why: vLLM refuses --async-scheduling for its V1 model runner with pipeline stages, whose ranks
+    it would concern too.  Here it is the scheduler's alone: ranks compute one step after another.
+    Can go when: CPU ranks have a model runner that supports it with pipeline stages.
+    """
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
 
 
 def sampled_tokens(output: Any) -> Sampled:

@@ -12,7 +12,13 @@ from placement.cluster.assignment import Node, Turn
 from placement.cluster.external_group import describe_group
 from placement.cluster.ray_cluster import ExternalGroup
 from placement.errors import LayoutError
-from ray_hetero.compat import engine_args, layer_partition, model_dtype, shared_batches
+from ray_hetero.compat import (
+    engine_args,
+    late_tokens,
+    layer_partition,
+    model_dtype,
+    shared_batches,
+)
 from ray_hetero.log import logger
 from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.world_table import as_text, placement_table
@@ -120,6 +126,7 @@ class EnginePlanner:
         if shared.schedules_ahead:
             # The next one waits at the ranks while one is computed.
             engine_args.limit_batches_in_flight(vllm_config, 2)
+            late_tokens.schedule_ahead(vllm_config)
         else:
             batches = self._batches_in_flight(plan.world)
             engine_args.limit_batches_in_flight(vllm_config, batches)

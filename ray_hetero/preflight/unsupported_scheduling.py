@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from placement.cluster.layout import Layout
+from ray_hetero.compat.late_tokens import SCHEDULER
 from ray_hetero.config import HeteroConfig
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def obstacle(scheduling: Scheduling) -> str | None:
         return "--speculative-config"
     if vllm_config.model_config.runner_type != "generate":
         return f"--runner {vllm_config.model_config.runner_type}"
-    if vllm_config.scheduler_config.scheduler_cls is not None:
+    # A plan that is made again finds the class that the one before it has set.
+    if vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER):
         return "--scheduler-cls"
     if batches != "auto" and batches > 1:
         return f"pipeline.batches_in_flight {batches}"

@@ -65,13 +65,13 @@ def shared_settings(
     """Read what all ranks must share off the driver's configuration.
 
     The driver's own configuration is changed too where its platform chose otherwise: the number of
-    ranks where stages differ in size, asynchronous scheduling, of which these ranks learn nothing,
-    and with CPU ranks the block size (unless the user set it).
+    ranks where stages differ in size, synchronous scheduling, and with CPU ranks the block size
+    (unless the user set it).
     """
     cache = driver.cache_config
     driver.parallel_config.world_size = layout.world_size
     if not layout.is_stock:
-        driver.scheduler_config.async_scheduling = schedules_ahead
+        driver.scheduler_config.async_scheduling = False
     if layout.count("cpu") and not cache.user_specified_block_size:
         cache.block_size = _cpu_block_size(driver)
     return SharedSettings(
@@ -82,7 +82,7 @@ def shared_settings(
         seed=driver.model_config.seed,
         max_num_batched_tokens=driver.scheduler_config.max_num_batched_tokens,
         max_num_seqs=driver.scheduler_config.max_num_seqs,
-        async_scheduling=layout.is_stock and driver.scheduler_config.async_scheduling,
+        async_scheduling=driver.scheduler_config.async_scheduling,
         schedules_ahead=schedules_ahead,
         enable_prefix_caching=cache.enable_prefix_caching,
         enable_chunked_prefill=driver.scheduler_config.enable_chunked_prefill,

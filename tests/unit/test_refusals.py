@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from placement.cluster.layout import Kind, Layout
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
+from ray_hetero.compat.late_tokens import schedule_ahead
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
 from ray_hetero.preflight import unsupported_drafters
@@ -254,6 +256,16 @@ def test_steps_of_a_pipeline_are_scheduled_ahead(tmp_path: Path) -> None:
     scheduling = _scheduling(tmp_path, True, config={"pipeline": {"batches_in_flight": 1}})
     refuse_scheduling(scheduling)
     assert obstacle(scheduling) is None
+    vllm_config = scheduling.vllm_config
+    schedule_ahead(vllm_config)
+    assert vllm_config.scheduler_config.get_scheduler_cls() is AsyncScheduler
+    # As when the executor plans again, and when vLLM checks its configuration again at the end.
+    assert obstacle(scheduling) is None
+    vllm_config.parallel_config.pipeline_parallel_size = 2
+    vllm_config._validate_v1_model_runner()
+    vllm_config.scheduler_config.async_scheduling = True
+    with pytest.raises(ValueError, match="pipeline parallelism with async scheduling"):
+        vllm_config._validate_v1_model_runner()
 
 
 @pytest.mark.parametrize("option", BESIDE_CPU_RANKS)
