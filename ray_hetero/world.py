@@ -46,9 +46,6 @@ class SharedSettings:
     max_num_batched_tokens: int
     max_num_seqs: int
     async_scheduling: bool
-    schedules_ahead: bool
-    """Whether the driver schedules steps before it has the tokens of those before them; the ranks
-    compute one step after another either way."""
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
     graph_tokens: tuple[int, ...]
@@ -57,6 +54,9 @@ class SharedSettings:
     """Data-parallel fields of the driver's ParallelConfig, by name."""
     kv_engine_id: str | None = None
     """Name by which the engine's KV connectors know it; None without a connector."""
+    schedules_ahead: bool = False
+    """Whether the driver schedules steps before it has the tokens of those before them; the ranks
+    compute one step after another either way."""
 
 
 @dataclass(frozen=True)

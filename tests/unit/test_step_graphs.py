@@ -77,7 +77,8 @@ def test_nothing_is_copied_where_all_stay(monkeypatch: pytest.MonkeyPatch) -> No
 def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptColumns(monkeypatch, 512)
     kept.steps.shared.shares = Shares((Share(1, columns=2),))  # type: ignore[union-attr]
-    memory = torch.empty(5 * 64 << 10, dtype=torch.uint8)
+    # Room for four of five pieces, wherever it begins.
+    memory = torch.empty((5 * 64 << 10) - 1, dtype=torch.uint8)
     kept.have_idle(monkeypatch, [IdleMemory(memory)])
     kept.of_step(150)
     for _ in range(2 + PHASES):
