@@ -584,6 +584,24 @@ def test_columns_are_chosen_where_they_take_least(said: list[str]) -> None:
     assert min(parts) == 4
 
 
+@pytest.mark.parametrize("slow_for", [1, 2])
+def test_cores_that_take_longer_for_fewer_tokens_are_measured_again(slow_for: int) -> None:
+    asked: list[int] = []
+
+    def seconds(tokens: int, count: int, way: Way) -> float:
+        if not asked or asked[-1] != tokens:
+            asked.append(tokens)
+        # As where the host takes cores away: whole layers of the GPU are quickest by far then.
+        if tokens == 1 and asked.count(1) <= slow_for:
+            return 5.0 if way != "evenly" or count == 0 else 2.0
+        return 1.0 - 0.04 * count if way == "columns" else 1.0
+
+    found = best_shares(seconds, 8, (1, 8), parts=8)
+    # Measured again only once; then it is that of more tokens.
+    assert asked == [1, 8, 1]
+    assert found == Shares((Share(1, columns=8), Share(8, columns=8)))
+
+
 def test_a_gain_that_noise_may_be_is_none() -> None:
     assert best_shares(lambda tokens, count, way: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
 

@@ -33,6 +33,11 @@ CONFIRMATIONS = 3
 the cores for a moment has made one of the two slow, and would decide for as long as the engine
 runs."""
 
+SLOWER = 1.15
+"""Factor on the time of the cores alone with more tokens, above which the same with fewer is not
+believed: a virtual machine's host had taken cores away for seconds, which no process here shows.  A
+start that took 150 ms for a step of one token, and 31 for one of eight, gave away eight layers."""
+
 TRIES = 20
 """Steps that are measured again all together because other programs had some of the cores."""
 PAUSE_S = 0.25
@@ -142,18 +147,26 @@ def best_shares(
 
     """
     found: dict[int, _Choice] = {}
-    # Where two sizes give the same away, one in between does so too and is not measured.
-    for place in [*range(0, len(asked), 2), *range(1, len(asked), 2)]:
-        tokens, (below, above) = asked[place], (place - 1, place + 1)
-        if place % 2 and above < len(asked) and found[below].same(found[above]):
-            found[place] = found[below]
-            continue
+
+    def choice(place: int) -> _Choice:
         fewer = [one for at, one in found.items() if at < place]
         least = max([1, *(one.evenly for one in fewer)])
         least_parts = max([1, *(one.count for one in fewer if one.way == "columns")])
-        found[place] = _choice(
-            lambda *step, n=tokens: seconds(n, *step), (least, layers), (least_parts, parts)
-        )
+        tokens = asked[place]
+        return _choice(lambda *step: seconds(tokens, *step), (least, layers), (least_parts, parts))
+
+    # Where two sizes give the same away, one in between does so too and is not measured.
+    for place in [*range(0, len(asked), 2), *range(1, len(asked), 2)]:
+        below, above = place - 1, place + 1
+        if place % 2 and above < len(asked) and found[below].same(found[above]):
+            found[place] = found[below]
+            continue
+        found[place] = choice(place)
+    for place in reversed(range(len(asked) - 1)):
+        if found[place].alone > SLOWER * found[place + 1].alone:
+            found[place] = choice(place)
+        if found[place].alone > SLOWER * found[place + 1].alone:
+            found[place] = found[place + 1]
     chosen = [found[place] for place in range(len(asked))]
     logger.info(
         "decode steps of %d layers take least time if the GPU computes the output and MLP matrices "
