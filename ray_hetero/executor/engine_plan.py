@@ -66,6 +66,11 @@ class EnginePlan:
         """All ranks of the engine."""
         return self.layers.world
 
+    @property
+    def schedules_ahead(self) -> bool:
+        """Whether the driver schedules a step while the ranks compute the one before it."""
+        return self.specs[0].shared.schedules_ahead
+
     def log(self) -> None:
         """Say what was decided, and what speaks against it."""
         sharing = world_plan.sharing_warning(self.world.members)
@@ -74,7 +79,7 @@ class EnginePlan:
         logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))
         for line in filter(None, (self.locality, *describe_split(self.layers))):
             logger.info("plan: %s", line)
-        if self.specs[0].shared.schedules_ahead:
+        if self.schedules_ahead:
             logger.info(
                 "plan: each step is scheduled while the one before it is computed "
                 "(--no-async-scheduling: behind it)"
@@ -116,6 +121,7 @@ class EnginePlanner:
 
         """
         vllm_config = self._vllm_config
+        self._forget_scheduler()
         facts = facts_of(vllm_config)
         plan = self._layer_plan(nodes, facts)
         self._refuse(plan.world)
@@ -220,6 +226,16 @@ class EnginePlanner:
             ),
             schedules_ahead=self._schedules_ahead(world),
         )
+
+    def _forget_scheduler(self) -> None:
+        """Go back to the scheduler that the user names, or to vLLM's own.
+
+        A plan that was made before, with devices that somebody else has claimed first, has set what
+        is right for its own world.
+        """
+        scheduler = self._vllm_config.scheduler_config
+        if scheduler.scheduler_cls in (late_tokens.SCHEDULER, shared_batches.CLASS):
+            scheduler.scheduler_cls = self._spec.engine_args.scheduler_cls
 
     def _schedules_ahead(self, world: World) -> bool:
         """Whether a step is scheduled while the one before it is computed.

@@ -241,7 +241,7 @@ class HeteroExecutor(GuardedExecutor):
         with self._progress.step("connect"):
             self._board.starting(self._plan.info)
             limit_s = self._config.warmup.step_timeout_s
-            self._tells_tokens = self._plan.specs[0].shared.schedules_ahead
+            self._tells_tokens = self._plan.schedules_ahead
             requests = RequestQueue.open(self.world, ranks.failure, limit_s)
             handles = ranks.actors.start(requests.export_handle())
             assert self._connection is not None

@@ -218,15 +218,17 @@ class RankSet:
             TimeoutError: a rank takes no messages.
 
         """
-        self.failure.check()
-        assert self._requests is not None, "calls come after connect"
-        self._requests.enqueue((method, args, {}, NOBODY))
+        self._enqueue((method, args, {}, NOBODY))
 
-    def _send(self, message: tuple[Any, ...], answering: int | None) -> int:
-        """Send a message as vLLM's ranks expect it; its number."""
+    def _enqueue(self, message: tuple[Any, ...]) -> None:
+        """Send a message as vLLM's ranks expect it."""
         self.failure.check()
         assert self._requests is not None, "calls come after connect"
         self._requests.enqueue(message)
+
+    def _send(self, message: tuple[Any, ...], answering: int | None) -> int:
+        """Send a message that is answered; its number."""
+        self._enqueue(message)
         self._calls += 1
         for rank in self._everyone if answering is None else (answering,):
             self._owed[rank].append(self._calls)

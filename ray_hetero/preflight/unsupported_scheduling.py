@@ -35,7 +35,7 @@ def obstacle(scheduling: Scheduling) -> str | None:
         return "--speculative-config"
     if vllm_config.model_config.runner_type != "generate":
         return f"--runner {vllm_config.model_config.runner_type}"
-    # A plan that is made again finds the class that the one before it has set.
+    # Who names the class that this would set asks for the same.
     if vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER):
         return "--scheduler-cls"
     if batches != "auto" and batches > 1:

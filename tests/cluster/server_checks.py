@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from engines import NAME, STOP_SECONDS, Server, prompts
-from leftovers import wait_until
+from engines import NAME, STOP_SECONDS, Server, prompts, serve, wait_until_healthy
+from leftovers import Scene, wait_until
 
 CHUNK = 64
 """Most tokens of one step: longer prompts are computed in chunks."""
@@ -58,6 +61,32 @@ def _gap(mine: Any, theirs: Any) -> float:
     at = next(at for at, (left, right) in enumerate(pairs) if left != right)
     first, second = sorted(theirs.top_logprobs[at].values(), reverse=True)[:2]
     return float(first - second)
+
+
+@contextmanager
+def beside_stock(
+    scene: Scene,
+    logs: Path,
+    checkpoint: Path,
+    *options: str,
+    extra: Mapping[str, str] | None = None,
+) -> Iterator[Pair]:
+    """A server with these options, and a stock one, from their start to their end.
+
+    Args:
+        scene: where the servers belong.
+        logs: directory for what they write.
+        checkpoint: that both serve.
+        options: of the one over several ranks.
+        extra: added to its environment.
+
+    """
+    ours = serve(scene, logs / "ours", checkpoint, *OPTIONS, *options, extra=extra)
+    stock = serve(scene, logs / "stock", checkpoint, *OPTIONS)
+    for server in (ours, stock):
+        wait_until_healthy(server)
+    yield Pair(ours, stock)
+    stop(ours, stock)
 
 
 def stop(*servers: Server) -> set[int]:

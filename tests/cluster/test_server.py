@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engines import NAME, Model, backend, serve, wait_until_healthy
+from engines import NAME, Model, backend
 from leftovers import Scene, wait_until
 from quiet import noise
 from server_checks import (  # noqa: F401
-    OPTIONS,
     Pair,
     assert_placed,
+    beside_stock,
     complete,
     long,
     stop,
@@ -37,13 +37,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def servers(scene: Scene, logs: Path, model: Model) -> Iterator[Pair]:
-    checkpoint = model("llama", "f32")
-    ours = serve(scene, logs / "ours", checkpoint, *OPTIONS, *backend(2))
-    stock = serve(scene, logs / "stock", checkpoint, *OPTIONS)
-    for server in (ours, stock):
-        wait_until_healthy(server)
-    yield Pair(ours, stock)
-    stop(ours, stock)
+    with beside_stock(scene, logs, model("llama", "f32"), *backend(2)) as pair:
+        yield pair
 
 
 def test_the_log_shows_the_six_steps_and_the_placement(servers: Pair) -> None:

@@ -4,16 +4,15 @@ stock `vllm serve` does.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import Model, hetero, serve, wait_until_healthy
+from engines import Model, backend
 from leftovers import Scene
 from server_checks import (  # noqa: F401
-    OPTIONS,
     Pair,
+    beside_stock,
     stop,
     test_64_at_once,
     test_a_client_that_leaves_in_the_middle,
@@ -34,22 +33,10 @@ AHEAD = "plan: each step is scheduled while the one before it is computed"
 
 @pytest.fixture(scope="module")
 def servers(scene: Scene, logs: Path, model: Model) -> Iterator[Pair]:
-    checkpoint = model("llama", "f32")
-    both = hetero(layout=[["cpu"], ["gpu"]])
-    ours = serve(
-        scene,
-        logs / "ours",
-        checkpoint,
-        *OPTIONS,
-        *("--distributed-executor-backend", "ray_hetero", "--pipeline-parallel-size", "2"),
-        *("--additional-config", json.dumps(both["additional_config"])),
-        extra={"RAY_HETERO_PRETEND_GPU": "1", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'},
-    )
-    stock = serve(scene, logs / "stock", checkpoint, *OPTIONS)
-    for server in (ours, stock):
-        wait_until_healthy(server)
-    yield Pair(ours, stock)
-    stop(ours, stock)
+    options = backend(2, layout=[["cpu"], ["gpu"]], cpu={"ranks_per_socket": 1})
+    extra = {"RAY_HETERO_PRETEND_GPU": "1", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'}
+    with beside_stock(scene, logs, model("llama", "f32"), *options, extra=extra) as pair:
+        yield pair
 
 
 def test_a_server_over_both_kinds_schedules_ahead(servers: Pair) -> None:

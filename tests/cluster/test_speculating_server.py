@@ -14,12 +14,12 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from engines import STOP_SECONDS, Json, Model, Server, backend, serve, wait_until_healthy
+from engines import STOP_SECONDS, Json, Model, Server, backend
 from leftovers import AGENTS_GONE_SECONDS, Scene, wait_until
 from server_checks import (  # noqa: F401
-    OPTIONS,
     Pair,
     ask,
+    beside_stock,
     complete,
     long,
     stop,
@@ -45,14 +45,9 @@ REQUESTS, AT_ONCE = 500, 16
 
 @pytest.fixture(scope="module")
 def servers(scene: Scene, logs: Path, model: Model) -> Iterator[Pair]:
-    checkpoint = model("llama", "f32")
-    drafts = ["--speculative-config", json.dumps(DRAFTS)]
-    ours = serve(scene, logs / "ours", checkpoint, *OPTIONS, *backend(2), *drafts)
-    stock = serve(scene, logs / "stock", checkpoint, *OPTIONS)
-    for server in (ours, stock):
-        wait_until_healthy(server)
-    yield Pair(ours, stock)
-    stop(ours, stock)
+    options = [*backend(2), "--speculative-config", json.dumps(DRAFTS)]
+    with beside_stock(scene, logs, model("llama", "f32"), *options) as pair:
+        yield pair
 
 
 def test_seeded_samples_are_the_same_each_time(servers: Pair) -> None:

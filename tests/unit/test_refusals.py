@@ -175,17 +175,20 @@ def test_drafts_that_work_are_not_refused(
     refuse_unsupported(args, HeteroConfig(), is_stock=False)
 
 
+def _vllm_config(tmp_path: Path, **arguments: Any) -> Any:
+    """The driver's configuration of a small model."""
+    model = write_demo_model(tmp_path / "model", shape=DemoShape(layers=2, hidden=64, heads=2))
+    return EngineArgs(model=str(model), max_model_len=128, **arguments).create_engine_config()
+
+
 def _drafting(
     tmp_path: Path,
     stages: tuple[Kind, ...] = ("gpu", "cpu"),
     in_flight: Any = "auto",
     **changes: Any,
 ) -> Drafting:
-    model = write_demo_model(tmp_path / "model", shape=DemoShape(layers=2, hidden=64, heads=2))
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    config = EngineArgs(
-        model=str(model), max_model_len=128, speculative_config=drafts
-    ).create_engine_config()
+    config = _vllm_config(tmp_path, speculative_config=drafts)
     for name, value in changes.items():
         setattr(config.speculative_config, name, value)
     hetero = HeteroConfig.model_validate({"pipeline": {"batches_in_flight": in_flight}})
@@ -218,12 +221,9 @@ def test_acceptance_is_made_up_where_gpus_sample(tmp_path: Path) -> None:
 
 
 def _scheduling(tmp_path: Path, asked: bool | None, **changes: Any) -> Scheduling:
-    model = write_demo_model(tmp_path / "model", shape=DemoShape(layers=2, hidden=64, heads=2))
     stages = changes.pop("stages", (("cpu",), ("gpu",)))
-    keys = changes.pop("config", {})
-    args = EngineArgs(model=str(model), max_model_len=128, **changes)
-    config = HeteroConfig.model_validate(keys)
-    return Scheduling(args.create_engine_config(), config, Layout(stages), asked)
+    config = HeteroConfig.model_validate(changes.pop("config", {}))
+    return Scheduling(_vllm_config(tmp_path, **changes), config, Layout(stages), asked)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_steps_of_a_pipeline_are_scheduled_ahead(tmp_path: Path) -> None:
     vllm_config = scheduling.vllm_config
     schedule_ahead(vllm_config)
     assert vllm_config.scheduler_config.get_scheduler_cls() is AsyncScheduler
-    # As when the executor plans again, and when vLLM checks its configuration again at the end.
+    # Its own class is no obstacle, and vLLM checks the configuration again at the end of a start.
     assert obstacle(scheduling) is None
     vllm_config.parallel_config.pipeline_parallel_size = 2
     vllm_config._validate_v1_model_runner()
