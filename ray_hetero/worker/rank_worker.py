@@ -14,6 +14,7 @@ from ray_hetero.compat import late_tokens
 from ray_hetero.distributed.groups import HostCommunicator
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead
 from ray_hetero.log import logger
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.worker import last_layer
@@ -40,6 +41,7 @@ class RankWorker:
         self._boundary: Any = None
         self._over_host: HostCommunicator | None = None
         self.late_tokens: late_tokens.LateTokens | None = None
+        self._prompts_ahead = PromptsAhead()
         self.failure: Exception | None = None
         """Error of a step that failed: the ranks are out of step, this one must not go on."""
         self.clock = StepClock(
@@ -67,6 +69,7 @@ class RankWorker:
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
         last_layer.begin_step(scheduler_output)
+        self._prompts_ahead.begin_step(scheduler_output)
         late = self.late_tokens
         if late is not None:
             late.begin_step(scheduler_output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,25 @@ def _share_columns(worker: Any, parts: int) -> int:
     return sum(shared._columns.steps * len(shared._layers) for shared in found)
 
 
+def _has_prompts_ahead(worker: Any) -> bool:
+    """In a rank: whether pieces that a prompt begins with are on the way to a GPU, or there."""
+    from ray_hetero.kernels.layers import decoder_layers
+
+    gpus = [run.gpu for run in decoder_layers.registered() if run.gpu is not None]
+    for gpu in gpus:
+        gpu.settle()
+    return any(gpu.reader._next.piece in gpu._of_prompts._after for gpu in gpus)
+
+
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    if "ahead" in batch:
+        # The engine's last step, without tokens, may come after a call.
+        for _ in range(100):
+            found: list[bool] = engine.collective_rpc(_has_prompts_ahead)
+            if any(found):
+                break
+            time.sleep(0.1)
+        return [{"ahead": one} for one in found]
     if "columns" in batch:
         layers: list[int] = engine.collective_rpc(_share_columns, args=(batch["columns"],))
         return [{"layers": count} for count in layers]

@@ -43,11 +43,13 @@ def test_answers_are_those_of_the_cores_alone(
     alone = [batch([one], logprobs=2) for one in prompts(3)]
     asked = [*alone, batch(prompts(12), logprobs=2)]
     steps: list[Json] = [step for parts in PARTS for step in ({"columns": parts}, *asked)]
-    steps.append({"columns": 0})
+    steps += [{"columns": 0}, {"ahead": True}]
     environment = {"RAY_HETERO_PRETEND_GPU": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     (answers,) = run_engines(
         scene, logs / f"columns-{ranks}", [(arguments, steps)], ray=RAY, extra=environment
     )
+    # No request is left: the first rank, which has the GPU, reads what a prompt needs.
+    assert [one["ahead"] for one in answers.pop()] == [True] + [False] * ranks
     each = 1 + len(asked)
     layers = [sum(one["layers"] for one in found) for found in answers[::each]]
     assert layers[0] == layers[1] == 0

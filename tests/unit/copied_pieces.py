@@ -42,11 +42,11 @@ class CopiedPieces:
         self.steps = Steps(monkeypatch, layers=LAYERS, **given)
         self.request: Conversation = self.steps.request(tokens)
         self.done = 0
-        self._copied: list[Piece] = []
+        self.copied: list[Piece] = []
         copy = PieceReader.copy
 
         def copy_and_note(reader: PieceReader, piece: Piece, memory: torch.Tensor) -> None:
-            self._copied.append(piece)
+            self.copied.append(piece)
             copy(reader, piece, memory)
 
         monkeypatch.setattr(PieceReader, "copy", copy_and_note)
@@ -54,12 +54,12 @@ class CopiedPieces:
     def of_step(self, tokens: int) -> list[Piece]:
         """Compute the request's next tokens, and compare them; the pieces that were copied until
         nothing more was ordered."""
-        self._copied.clear()
+        self.copied.clear()
         self.steps.check((self.request, self.done, self.done + tokens))
         self.done += tokens
         assert self.steps.made.gpu is not None
         self.steps.made.gpu.settle()
-        return list(self._copied)
+        return list(self.copied)
 
 
 class KeptColumns(CopiedPieces):

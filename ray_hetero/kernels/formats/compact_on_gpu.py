@@ -23,8 +23,8 @@ PAIR_PARTS = 3
 """Parts of two compact rows: lower bytes of the first, of the second, codes of upper bytes."""
 ROW = 64
 """Weights of a row: two inputs of a block."""
-PAIRS = 16
-"""Pairs of rows that a program of the kernel expands: 64 inputs of a block, 128 bytes of each of
+PAIRS = 32
+"""Pairs of rows that a program of the kernel expands: 128 inputs of a block, 256 bytes of each of
 its outputs."""
 BYTES = 256
 """Values of a byte, of which `upper_bytes` has one each."""
@@ -85,7 +85,8 @@ def expand_with_triton(
     blocks, pairs = weight.numel() // (BLOCK * inputs), inputs // 4
     grid = (-(-pairs // PAIRS), blocks)
     of_a_book = blocks // (upper.numel() // BYTES)
-    _kernel()[grid](rows, upper, weight.view(torch.int16), inputs, pairs, of_a_book, PAIRS)
+    words, values = rows.view(torch.int16), weight.view(torch.int64)
+    _kernel()[grid](words, upper, values, pairs, of_a_book, PAIRS)
 
 
 @functools.cache

@@ -12,25 +12,26 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def kernel(rows, upper, weight, inputs, pairs, of_a_book, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Expand some pairs of rows of a block: [PAIRS, 3, 64] bytes to [32, 4 · PAIRS] int16."""
-    first = tl.program_id(0) * PAIRS
+def kernel(rows, upper, weight, pairs, of_a_book, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Expand some pairs of rows of a block: [PAIRS, 3, 32] of 16 bits to [32, PAIRS] of 64.
+
+    A word of 16 bits has two inputs of an output: of each part there is one, and together they are
+    four weights that are neighbours.
+    """
     block = tl.program_id(1).to(tl.int64)
-    pair = first + tl.arange(0, PAIRS)
-    at = (block * pairs + pair[:, None]) * 192 + tl.arange(0, 64)[None, :]
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    word = tl.arange(0, 32)
+    at = (block * pairs + pair[:, None]) * 96 + word[None, :]
     there = (pair < pairs)[:, None]
     left = tl.load(rows + at, mask=there, other=0).to(tl.int32)
-    right = tl.load(rows + at + 64, mask=there, other=0).to(tl.int32)
-    numbers = tl.load(rows + at + 128, mask=there, other=0).to(tl.int32)
-    both = tl.load(upper + block // of_a_book * 256 + numbers)
-    both = both | left | (right << 16)
-    values = tl.join((both & 0xFFFF).to(tl.int16), (both >> 16).to(tl.int16))
-    # [pair, quarter, half, output, input, row] → [half, quarter, output, pair, row, input].
-    values = tl.reshape(values, (PAIRS, 4, 2, 4, 2, 2))
-    values = tl.permute(values, (2, 1, 3, 0, 5, 4))
-    values = tl.reshape(values, (32, 4 * PAIRS))
-    column = 4 * first + tl.arange(0, 4 * PAIRS)
-    output = block * 32 + tl.arange(0, 32)
-    tl.store(
-        weight + output[:, None] * inputs + column[None, :], values, mask=(column < inputs)[None, :]
-    )
+    right = tl.load(rows + at + 32, mask=there, other=0).to(tl.int32)
+    numbers = tl.load(rows + at + 64, mask=there, other=0).to(tl.int32)
+    book = upper + block // of_a_book * 256
+    first = tl.load(book + (numbers & 0xFF))
+    second = tl.load(book + ((numbers >> 8) & 0xFF))
+    left = (left & 0xFF) | ((left & 0xFF00) << 8) | (first & 0xFFFF) | (second << 16)
+    right = (right & 0xFF) | ((right & 0xFF00) << 8)
+    right = right | ((first >> 16) & 0xFFFF) | (second & -0x10000)
+    values = (left.to(tl.int64) & 0xFFFFFFFF) | (right.to(tl.int64) << 32)
+    output = block * 32 + 16 * (word // 4 % 2) + 4 * (word // 8) + word % 4
+    tl.store(weight + output[None, :] * pairs + pair[:, None], values, mask=there)

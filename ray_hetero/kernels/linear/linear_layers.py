@@ -29,6 +29,7 @@ from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.linear import quantised_linear, step_limit, streaming_linear
 from ray_hetero.kernels.linear.rank_sums import RankSums, SumTerms
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.kernels.prompts import prompts_ahead
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.shared_weights import SharedWeights
 from ray_hetero.log import logger
@@ -263,6 +264,8 @@ class LinearLayers:
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused.layers)
         if group is None:
             self._settle(self._kernel, found, is_shared=fused.is_shared)
+        own = () if self._kernel.prompts is None else (self._kernel.prompts,)
+        prompts_ahead.use([*own, *(group or ())])
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)

@@ -22,6 +22,7 @@ from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK, HostWeight
 from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, expand_with_triton
+from ray_hetero.kernels.prompts.gpu_constants import GpuConstants
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.link_reader import current
@@ -41,14 +42,6 @@ LIMIT_S = 600.0
 """Longest wait for the thread that orders work beside the main one."""
 LEAST_BYTES = 1 << 20
 """Least bytes of a weight; smaller ones may share pages, which can be locked only once."""
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """A small tensor, here and on the GPU; as long as it is here its address is its own."""
-
-    here: torch.Tensor
-    there: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,8 @@ class GpuPrefill:
         self._tokens = tokens
         self._weights: dict[int, WholeWeight] = {}
         self._pieces: dict[int, list[Placed]] = {}
-        self._constants: dict[int, _Constant] = {}
+        self.constant = GpuConstants(device)
+        """Biases and norms' weights on the GPU."""
         self._of_prompts, self._of_shared = ReadingOrder(), ReadingOrder()
         self._is_shared = False
         """Whether what is computed is a decode step that the cores share with the GPU."""
@@ -264,6 +258,19 @@ class GpuPrefill:
         if not self.has(linears):
             self._ordered = self.order(lambda: self.expand(linears))
 
+    def read_ahead(self) -> None:
+        """Have what a prompt needs first come now, in the place of what decode steps would need.
+
+        Where the other thread has not ordered everything yet, or could not, nothing is asked for:
+        the next step learns of that.
+        """
+        if self._ordered is None or (self.is_settled and self._ordered.exception() is None):
+            self._ordered = self.order(self._read_ahead)
+
+    def _read_ahead(self) -> None:
+        with torch.inference_mode(), current(self._computing):
+            self.reader.prepare_next(self._of_prompts)
+
     @property
     def is_settled(self) -> bool:
         """Whether `settle` would not wait."""
@@ -370,13 +377,6 @@ class GpuPrefill:
         for placed, into in zip(pieces, memory[: sum(values)].split(values), strict=True):
             expand(placed.piece, into)
         return memory[: sum(values)].view(-1, pieces[0].piece.inputs).t()
-
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A bias or a norm's weight, which the GPU keeps."""
-        if tensor.data_ptr() not in self._constants:
-            there = tensor.to(self._device, torch.bfloat16)
-            self._constants[tensor.data_ptr()] = _Constant(tensor, there)
-        return self._constants[tensor.data_ptr()].there
 
 
 def _addresses(linears: Sequence[Linear]) -> list[int]:

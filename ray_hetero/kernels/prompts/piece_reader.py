@@ -130,6 +130,26 @@ class PieceReader(LinkReader[Piece]):
                 last = first  # it is expanded already
             self._read_ahead(last, order)
 
+    def prepare_next(self, order: ReadingOrder) -> None:
+        """Order what the next step uses first, and expand the first piece.
+
+        That comes in the place of what steps of other kinds would use, and of pieces that stay
+        where every larger step has something else.
+
+        Args:
+            order: of steps of its kind.
+
+        """
+        first = None if order.last is None else order.after(order.last)
+        if first is None:
+            return
+        if self._next.piece is not first:
+            self.kept.forget(1)
+            self._expand(self._next, first)
+        if self._ahead and self._ahead[0].piece is not order.after(first):
+            self._ahead.clear()
+        self._read_ahead(first, order)
+
     def slot_for(self, piece: Piece) -> Slot[Piece]:
         """Memory for a piece: where it stays, or that of the oldest one."""
         stays = self.kept.slot(piece)

@@ -1,0 +1,67 @@
+"""Prompts' weights on their way to a GPU before the step that computes them reaches its layers.
+
+vLLM prepares a step, and looks its embeddings up, for some milliseconds in which the link to the
+GPU would have nothing to do.  And an engine without requests computes a prompt next, whatever it
+has decoded before: what that begins with can be on the GPU when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
+
+if TYPE_CHECKING:
+    from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+
+MOST_TOKENS = 4096
+"""Most tokens of a step's prompts whose weights are asked for before their embeddings.  With more,
+the GPU computes for longer than it reads, and embeddings would wait for weights on the link."""
+
+
+class ComputesPrompts(Protocol):
+    """What computes prompts of a rank."""
+
+    from_tokens: int
+    """Least tokens of a step that a GPU computes."""
+
+    @property
+    def gpu(self) -> GpuPrefill | None:
+        """The GPU; None where another rank of the group has it."""
+
+
+_offered: list[ComputesPrompts] = []
+
+
+def use(prompts: Iterable[ComputesPrompts]) -> None:
+    """Have what computes this process's prompts read their weights ahead."""
+    _offered[:] = prompts
+
+
+class PromptsAhead:
+    """Learns of each step, in their order, before it is prepared."""
+
+    def __init__(self) -> None:
+        self._requests: set[str] = set()
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Have weights come if the step has prompts that a GPU computes, or if no request is left.
+
+        vLLM's engine runs a step without tokens once its last request has ended.
+
+        Uses: `SchedulerOutput.num_scheduled_tokens`, `SchedulerOutput.scheduled_new_reqs`,
+        `SchedulerOutput.finished_req_ids`.
+
+        Args:
+            scheduler_output: the step's.
+
+        """
+        self._requests -= set(scheduler_output.finished_req_ids)
+        self._requests |= {one.req_id for one in scheduler_output.scheduled_new_reqs}
+        counts = scheduler_output.num_scheduled_tokens.values()
+        tokens = sum(count for count in counts if count > DECODING_TOKENS)
+        for one in _offered:
+            comes = one.from_tokens <= tokens <= MOST_TOKENS
+            if one.gpu is not None and (comes or not self._requests):
+                one.gpu.read_ahead()

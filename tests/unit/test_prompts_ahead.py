@@ -1,0 +1,159 @@
+"""What a prompt needs first is on its way to the GPU before its step reaches the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from copied_pieces import CopiedPieces, small_pieces  # noqa: E402
+from native_module import needs_native  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput  # noqa: E402
+
+from ray_hetero.kernels.linear.streaming_linear import Prompts  # noqa: E402
+from ray_hetero.kernels.prompts import piece_reader, prompts_ahead  # noqa: E402
+from ray_hetero.kernels.prompts.prompts_ahead import MOST_TOKENS, PromptsAhead  # noqa: E402
+from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
+from ray_hetero.planning.prefill_memory import SLOTS  # noqa: E402
+
+current_platform.import_kernels()
+pytestmark = needs_native
+
+PROMPT = 150
+FROM_TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(piece_reader, "slots_within", lambda *sizes: SLOTS)
+    yield
+    prompts_ahead.use([])
+
+
+def step(
+    counts: dict[str, int], new: Sequence[str] = (), finished: Sequence[str] = ()
+) -> SchedulerOutput:
+    """A step of so many tokens of each request."""
+    made = SchedulerOutput.make_empty()
+    made.num_scheduled_tokens = counts
+    made.total_num_scheduled_tokens = sum(counts.values())
+    made.scheduled_new_reqs = [
+        NewRequestData(name, [1], [], SamplingParams(), None, ([],), 0, None) for name in new
+    ]
+    made.finished_req_ids = set(finished)
+    return made
+
+
+class Gpu:
+    """Counts what it is asked for."""
+
+    asked = 0
+
+    def read_ahead(self) -> None:
+        self.asked += 1
+
+
+class Holder:
+    """What computes prompts of a rank."""
+
+    from_tokens = FROM_TOKENS
+
+    def __init__(self, gpu: Any) -> None:
+        self.gpu = gpu
+
+
+def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> None:
+    gpu, ahead = Gpu(), PromptsAhead()
+    prompts_ahead.use([Holder(gpu), Holder(None)])
+    steps = [
+        (step({"a": FROM_TOKENS}, new="a"), 1),
+        (step({"a": 1}), 0),
+        # What decodes does not count, nor do drafts that are verified.
+        (step({"a": 5, "b": FROM_TOKENS - 1}, new="b"), 0),
+        (step({"a": 1, "b": 8, "c": MOST_TOKENS}, new="c"), 1),
+        (step({"c": MOST_TOKENS + 1}, finished="a"), 0),
+        (step({}, finished="b"), 0),
+        # Nothing is left to decode: a prompt comes next.
+        (step({}, finished="c"), 1),
+        # A request of the same name as one that has ended.
+        (step({"c": 1}, new="c", finished="c"), 0),
+    ]
+    for number, (one, expected) in enumerate(steps):
+        before = gpu.asked
+        ahead.begin_step(one)
+        assert gpu.asked - before == expected, number
+
+
+@pytest.mark.parametrize(
+    "given", [{"columns": 12}, {"share": 0.6}, {"last": 1}], ids=["columns", "layers", "last"]
+)
+def test_the_next_prompt_finds_its_first_pieces(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = CopiedPieces(monkeypatch, 1000, most=512, **given)
+    gpu = copies.steps.made.gpu
+    assert gpu is not None
+    prompts_ahead.use([Prompts(gpu, FROM_TOKENS)])
+    ahead = PromptsAhead()
+
+    def asked_for() -> list[Piece]:
+        del copies.copied[:]
+        ahead.begin_step(step({}))
+        gpu.settle()
+        return list(copies.copied)
+
+    for tokens in (PROMPT, PROMPT, 1, 1, 1):
+        copies.of_step(tokens)
+    came = asked_for()
+    assert came
+    assert asked_for() == []
+    found = copies.of_step(PROMPT)
+    # At its end comes what the prompt behind it begins with, of which one is expanded.
+    rest, begin = found[: -SLOTS - 1], found[-SLOTS - 1 :]
+    assert came in (begin, begin[1:])
+    assert not set(rest) & set(begin)
+    # Right, whatever has come in between, and where nothing uses what has come.
+    for tokens in (1, 1):
+        copies.of_step(tokens)
+    asked_for()
+    for tokens in (1, 40, 1, PROMPT):
+        copies.of_step(tokens)
+
+
+def test_before_the_first_prompt_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = CopiedPieces(monkeypatch, 1000, most=512, columns=12)
+    gpu = copies.steps.made.gpu
+    assert gpu is not None
+    gpu.read_ahead()
+    gpu.settle()
+    assert not copies.copied
+    copies.of_step(PROMPT)
+
+
+def test_what_went_wrong_before_is_left_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = CopiedPieces(monkeypatch, 1000, most=512, columns=12)
+    gpu = copies.steps.made.gpu
+    assert gpu is not None
+    for tokens in (PROMPT, PROMPT):
+        copies.of_step(tokens)
+    failed: Future[None] = Future()
+    failed.set_exception(torch.OutOfMemoryError("no memory"))
+    gpu._ordered = failed
+    gpu.read_ahead()
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        gpu.settle()
+    # What has not been ordered yet is not waited for.
+    waiting: Future[None] = Future()
+    gpu._ordered = waiting
+    gpu.read_ahead()
+    assert gpu._ordered is waiting
+    waiting.set_result(None)
+    copies.of_step(PROMPT)
