@@ -243,6 +243,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/spec_decode", GPUModelRunner, "_model_forward"),
     ("compat/spec_decode", GPUModelRunner, "_preprocess"),
     ("compat/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
+    ("compat/model_inputs", ModelConfig, "is_multimodal_model"),
+    ("compat/model_inputs", ModelConfig, "enable_prompt_embeds"),
     ("compat/read_rows", ModelConfig, "is_diffusion"),
     ("compat/read_rows", ParallelConfig, "use_ubatching"),
     ("compat/read_rows", ParallelConfig, "decode_context_parallel_size"),

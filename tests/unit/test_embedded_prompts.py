@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from decoder_parts import HIDDEN  # noqa: E402
+from embeddings import VOCABULARY, embedding, model_of  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import Steps  # noqa: E402
@@ -20,19 +21,19 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
 )
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers import layer_fusion  # noqa: E402
 from ray_hetero.kernels.layers.fusible_layers import find  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill, step_memory  # noqa: E402
+from ray_hetero.kernels.prompts import embedded_rows, gpu_prefill, step_memory  # noqa: E402
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for  # noqa: E402
-from ray_hetero.kernels.prompts.step_memory import EmbeddedRows, StepMemory  # noqa: E402
+from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows  # noqa: E402
+from ray_hetero.kernels.prompts.step_memory import StepMemory  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
-VOCABULARY, LEAST = 200, 8
+LEAST = 8
 CPU, STREAM = torch.device("cpu"), torch.cpu.Stream()
 
 
@@ -71,17 +72,6 @@ def sent_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return found
 
 
-def embedding(dtype: torch.dtype = torch.bfloat16, size: int = 1, kind: Any = None) -> Any:
-    """A layer, without the groups that vLLM's own constructor asks for."""
-    kind = kind or VocabParallelEmbedding
-    layer = kind.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    weight = torch.randn(VOCABULARY, HIDDEN).to(dtype)
-    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.quant_method, layer.tp_size = UnquantizedEmbeddingMethod(), size
-    return layer
-
-
 class Quantised(QuantizeMethodBase):  # type: ignore[misc]
     """A method of a checkpoint's own, whose layers need not have a matrix of rows."""
 
@@ -93,10 +83,6 @@ class Quantised(QuantizeMethodBase):  # type: ignore[misc]
 
     def embedding(self, layer: Any, tokens: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding(tokens, layer.weight)
-
-
-def model_of(*layers: Any) -> Any:
-    return torch.nn.ModuleList(layers)
 
 
 def test_steps_give_what_copied_embeddings_give(
@@ -212,7 +198,8 @@ def test_other_embeddings_stay_as_they_are(problem: str, monkeypatch: pytest.Mon
     if problem == "quantised":
         layer.quant_method = Quantised()
     # That of a float32 model is looked at in each step.
-    assert look_up_for(steps.kernel.prompts, model) is (problem == "float32")
+    is_there = look_up_for(steps.kernel.prompts, model) is not None
+    assert is_there is (problem == "float32")
     layer.tp_size = 1
     tokens = torch.arange(20)
     first = layer(tokens)
@@ -274,7 +261,9 @@ def test_it_is_where_a_gpu_computes_all_layers(
 ) -> None:
     steps = Steps(monkeypatch, layers=2)
     asked: list[Any] = []
-    monkeypatch.setattr(layer_fusion, "look_up_for", lambda *given: asked.append(given))
+    monkeypatch.setattr(
+        layer_fusion, "look_up_for", lambda *given, takes_tokens_only: asked.append(given)
+    )
     if not has_memory:
         monkeypatch.setattr(layer_fusion, "_memory", lambda *given: None)
     kernel = steps.kernel
@@ -286,7 +275,9 @@ def test_it_is_where_a_gpu_computes_all_layers(
 def test_it_is_so_on_all_ranks_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = GroupSteps(monkeypatch)
     asked: list[Any] = []
-    monkeypatch.setattr(layer_fusion, "look_up_for", lambda *given: asked.append(given))
+    monkeypatch.setattr(
+        layer_fusion, "look_up_for", lambda *given, takes_tokens_only: asked.append(given)
+    )
     groups = steps.join()
     for rank, group in zip(steps.ranks, groups, strict=True):
         found = find(torch.nn.Sequential(rank.decoder), rank.linears, rank.kernel)
@@ -299,7 +290,7 @@ def test_it_is_so_on_all_ranks_of_a_group(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> StepMemory:
     """Memory of steps, with embeddings that are sent in several spans."""
-    monkeypatch.setattr(step_memory, "SPAN", 16)
+    monkeypatch.setattr(embedded_rows, "SPAN", 16)
     return StepMemory(CPU, 64, inputs=HIDDEN, outputs=HIDDEN, hidden=HIDDEN)
 
 

@@ -34,6 +34,7 @@ from ray_hetero.kernels.layers.step_rows import StepRows, one_prompt, step_rows
 from ray_hetero.kernels.layers.structures import Calls
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers
+from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, Caches, GpuLayers
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.stage_output import StageOutput
@@ -83,6 +84,8 @@ class DecoderLayers:
         self._kernel = kernel
         self.output: StageOutput | None = None
         """Output of the stage, which stays on that GPU, if these are the stage's last layers."""
+        self.embedded: EmbeddedRows | None = None
+        """Rows of the model's embedding, if these layers get them from there."""
         self._input = layers[0].input
         following = [*(layer.input for layer in layers[1:]), None]
         self._layers = [
@@ -134,7 +137,11 @@ class DecoderLayers:
             [M, N], which is still to be added to the residual, and it.
 
         """
+        if self.embedded is not None:
+            self.embedded.meet(hidden)
         positions = positions.to(torch.int64).contiguous()
+        if len(positions) <= self._kernel.step_tokens:
+            self._fill()
         step = self._decode_step(positions, hidden, residual) if self._decode_step else None
         if step is None and self._on_gpu is not None:
             try:
@@ -149,8 +156,14 @@ class DecoderLayers:
                 self._on_gpu = None
         if step is None:
             layer_tokens.count(len(self._layers), by_operators=len(positions))
+            self._fill()
             step = self._layer_by_layer(positions, hidden, residual)
         return step
+
+    def _fill(self) -> None:
+        """Have the input in host memory, where something is going to read it."""
+        if self.embedded is not None:
+            self.embedded.fill()
 
     def _with_gpu(
         self, on_gpu: GpuLayers | GroupLayers, positions: torch.Tensor, hidden: torch.Tensor,
@@ -188,6 +201,8 @@ class DecoderLayers:
                     self._decode_step.decode(rows, contexts, positions, hidden, residual)
                 )
 
+        if len(rows.decoding) or not isinstance(rows.rows, slice):
+            self._fill()
         output = self.output
         if output is not None and caches is not None and output.may_take(tokens):
             on_gpu(positions, hidden, residual, rows, caches, decode, output)

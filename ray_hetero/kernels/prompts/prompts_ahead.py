@@ -50,9 +50,6 @@ class PromptsAhead:
 
         vLLM's engine runs a step without tokens once its last request has ended.
 
-        Uses: `SchedulerOutput.num_scheduled_tokens`, `SchedulerOutput.scheduled_new_reqs`,
-        `SchedulerOutput.finished_req_ids`.
-
         Args:
             scheduler_output: the step's.
 

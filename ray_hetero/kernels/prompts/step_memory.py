@@ -4,92 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
-from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
-
-SPAN = 1024
-"""Rows of an embedding that are sent to the GPU at once, while the next ones are looked up."""
-
-
-class EmbeddedRows:
-    """Rows of an embedding in host memory that is kept from step to step, and on a GPU.
-
-    Args:
-        memory: [elements], bf16, all of its storage.
-        there: memory of the GPU, of the same size, which other things use too; None if there is no
-            GPU.
-
-    """
-
-    def __init__(self, memory: torch.Tensor, there: torch.Tensor | None = None) -> None:
-        self._memory = memory
-        # A tensor of inference mode does not count its changes.
-        self._there = None if memory.is_inference() else there
-        self._sent: tuple[int, int] | None = None
-        """Elements on the GPU, and the count of changes of those in host memory by then."""
-
-    def __call__(
-        self, table: torch.Tensor, tokens: torch.Tensor, stream: Any = None
-    ) -> torch.Tensor | None:
-        """Look rows up, [tokens, N], which stay until others are; None where they do not suit.
-
-        Args:
-            table: [vocabulary, N].
-            tokens: int64.
-            stream: of the GPU, on which rows are sent while others are looked up; None sends none.
-
-        Raises:
-            RuntimeError: what CUDA says.
-
-        """
-        elements = tokens.numel() * table.shape[1]
-        is_plain = tokens.ndim == 1 and table.dtype == torch.bfloat16
-        if not is_plain or elements > len(self._memory):
-            return None
-        into = self._memory[:elements].view(len(tokens), -1)
-        if self._there is None or stream is None:
-            return torch.index_select(table, 0, tokens, out=into)
-        there = self._there[:elements].view(into.shape)
-        spans = zip(*(each.split(SPAN) for each in (tokens, into, there)), strict=True)
-        with current(stream):
-            for some, rows, rows_there in spans:
-                torch.index_select(table, 0, some, out=rows)
-                rows_there.copy_(rows, non_blocking=True)
-        self._sent = elements, self._memory._version
-        return into
-
-    def holds(self, x: torch.Tensor) -> bool:
-        """Whether a tensor lies in this host memory."""
-        own = self._memory.untyped_storage().data_ptr()
-        return bool(x.untyped_storage().data_ptr() == own)
-
-    def take(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The same rows on the GPU, for the caller to overwrite; None where they are not the same.
-
-        A model may have scaled what was looked up in place, or looked up others: torch counts both.
-
-        Args:
-            rows: [M, N], in any memory.
-
-        """
-        sent, self._sent = self._sent, None
-        if self._there is None or sent is None or not self.holds(rows):
-            return None
-        elements, version = sent
-        begin = rows.storage_offset()
-        end = begin + rows.numel()
-        if version != self._memory._version or end > elements or not rows.is_contiguous():
-            return None
-        return self._there[begin:end].view(rows.shape)
-
-    def forget(self) -> None:
-        """Have nothing on the GPU, whose memory is overwritten."""
-        self._sent = None
 
 
 class StepMemory:
@@ -160,6 +80,7 @@ class StepMemory:
         """
         if residual is None and isinstance(rows, slice) and self.embedded.holds(hidden):
             return hidden[rows], None
+        self.embedded.fill()
         return (
             _gathered(hidden, rows, self._x_host),
             None if residual is None else _gathered(residual, rows, self._residual_host),
@@ -175,7 +96,10 @@ class StepMemory:
         """
         if residual is None:
             there = self.embedded.take(hidden)
-            return None, self._sent_residual(hidden) if there is None else there
+            if there is None:
+                self.embedded.fill()
+                there = self._sent_residual(hidden)
+            return None, there
         x = _like(self._y, hidden).copy_(hidden, non_blocking=True)
         return x, self._sent_residual(residual)
 
