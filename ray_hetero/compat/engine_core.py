@@ -28,13 +28,14 @@ MOST_S = 0.008
 def gather_arrivals(vllm_config: VllmConfig) -> None:
     """In the engine's process: let requests that reach an idle engine together begin in one step.
 
-    While no request is running, the first one to come waits until none has come for a millisecond.
-    Whatever else a client sends is done at once.
+    While no request is running, the first one to come waits until none has come for a millisecond,
+    or until there are as many tokens as a step takes. Whatever else a client sends is done at once.
 
     Replaces: `EngineCoreProc._process_input_queue`.
     Uses: `EngineCoreProc._handle_client_request`, `EngineCoreProc.input_queue`,
     `EngineCoreProc.is_running`, `EngineCoreProc.engines_running`, `EngineCore.batch_queue`,
-    `Scheduler.has_unfinished_requests`.
+    `Scheduler.has_unfinished_requests`, `Scheduler.waiting`, `Scheduler.max_num_scheduled_tokens`,
+    `Request.num_tokens`.
     Why: an idle engine schedules the first request by itself, and those that come a moment later
     wait for its step. Where that step reads the weights over a GPU's link, it takes about as long
     for one request as for all of them.
@@ -65,12 +66,19 @@ def _computes(engine: EngineCoreProc) -> bool:
 
 def _take_what_comes(engine: EngineCoreProc) -> None:
     end = time.monotonic() + MOST_S
-    while engine.is_running() and (left := end - time.monotonic()) > 0:
+    while engine.is_running() and not _fill_a_step(engine) and (left := end - time.monotonic()) > 0:
         try:
             message = engine.input_queue.get(timeout=min(QUIET_S, left))
         except queue.Empty:
             return
         engine._handle_client_request(*message)
+
+
+def _fill_a_step(engine: EngineCoreProc) -> bool:
+    """Whether waiting requests have as many tokens as a step takes: more would not begin in it."""
+    scheduler = engine.scheduler
+    tokens = sum(request.num_tokens for request in scheduler.waiting)
+    return bool(tokens >= scheduler.max_num_scheduled_tokens)
 
 
 def ask_when_a_step_fails(vllm_config: VllmConfig, sentinel: type) -> None:

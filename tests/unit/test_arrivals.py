@@ -6,7 +6,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ray_hetero.executor.hetero_executor import HeteroExecutor
 from ray_hetero.planning.rank_devices import reads_over_link
 from ray_hetero.world import World
 
+STEP_TOKENS = 1000
 GAP_S = 0.0002
 ROUNDS = 15
 """Of which the median counts: the machine may do something else meanwhile."""
@@ -51,8 +52,16 @@ class NotingQueue(queue.Queue[Any]):
 class Scheduler:
     """What an engine's loop needs of one."""
 
+    max_num_scheduled_tokens = STEP_TOKENS
+
     def __init__(self) -> None:
         self.requests: list[Any] = []
+
+    @property
+    def waiting(self) -> Iterator[Any]:
+        """Requests, of one token each unless they have a number of their own."""
+        for request in self.requests:
+            yield SimpleNamespace(num_tokens=getattr(request, "num_tokens", 1))
 
     def has_requests(self) -> bool:
         return bool(self.requests)
@@ -142,6 +151,23 @@ def test_one_request_waits_a_millisecond_and_no_stream_of_them_longer_than_eight
 
     assert QUIET_S <= median(lambda: seconds(1)) < QUIET_S + LATE_S
     assert MOST_S <= median(lambda: seconds(200)) < MOST_S + LATE_S
+
+
+@pytest.mark.parametrize("tokens", [[STEP_TOKENS], [STEP_TOKENS + 1], [600, 400]], ids=str)
+def test_prompts_that_fill_a_step_do_not_wait(config: Any, tokens: list[int]) -> None:
+    engine = engine_of(config)
+    for count in (*tokens, 1):
+        engine.input_queue.put(*added(SimpleNamespace(num_tokens=count)))
+    engine._process_input_queue()
+    assert len(engine.scheduler.requests) == len(tokens) + 1
+    assert engine.input_queue.limits == []
+
+
+def test_prompts_that_leave_room_wait_for_others(config: Any) -> None:
+    engine = engine_of(config)
+    engine.input_queue.put(*added(SimpleNamespace(num_tokens=STEP_TOKENS - 1)))
+    engine._process_input_queue()
+    assert engine.input_queue.limits == [QUIET_S]
 
 
 @pytest.mark.parametrize("busy", ["request", "batch", "other engines"])

@@ -424,6 +424,7 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/warmup", GPUModelRunner, "is_pooling_model"),
     ("compat/warmup", GPUModelRunner, "cudagraph_dispatcher"),
     ("compat/read_rows", ModelConfig, "runner_type"),
+    ("compat/model_inputs", ModelConfig, "runner_type"),
     *(
         ("compat/read_rows", LinearBase, name)
         for name in ("output_size", "return_bias", "skip_bias_add")
@@ -453,6 +454,8 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/engine_core", EngineCoreProc, "output_queue"),
     ("compat/engine_core", EngineCoreProc, "addresses"),
     ("compat/engine_core", EngineCore, "batch_queue"),
+    ("compat/engine_core", Scheduler, "waiting"),
+    ("compat/engine_core", Scheduler, "max_num_scheduled_tokens"),
     ("compat/spec_decode", GPUModelRunner, "speculative_config"),
     ("compat/spec_decode", GPUModelRunner, "input_batch"),
     ("compat/spec_decode", GPUModelRunner, "input_ids"),
