@@ -85,6 +85,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocCl
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -339,6 +340,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine_core", EngineCoreProc, "_send_error_outputs_to_client"),
     ("compat/engine_core", Scheduler, "has_unfinished_requests"),
     ("compat/engine_core", Scheduler, "finish_requests"),
+    ("compat/engine_core", Request, "num_tokens"),
     ("compat/engine_core", Scheduler, "reset_prefix_cache"),
     ("compat/engine_core", Scheduler, "reset_encoder_cache"),
     ("compat/message_queues", SpinCondition, "wait"),
