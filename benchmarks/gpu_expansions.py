@@ -1,4 +1,5 @@
-"""Codes with scales made bf16 on a GPU, by one kernel of Triton and by torch's operators.
+"""Codes with scales, and weights in 12 bits, made bf16 on a GPU, by one kernel of Triton and by
+torch's operators.
 
     python benchmarks/gpu_expansions.py
 
@@ -13,7 +14,7 @@ from functools import partial
 import torch
 from gpu_timing import milliseconds
 
-from ray_hetero.kernels.formats import scaled_on_gpu
+from ray_hetero.kernels.formats import compact_on_gpu, scaled_on_gpu
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.fp8 import Fp8Weight
@@ -37,6 +38,7 @@ def main() -> None:
     """Measure and print."""
     gpu = torch.device("cuda:0")
     print(torch.cuda.get_device_name(gpu))
+    compact(gpu)
     for kind, layout in CASES:
         is_right = scaled_on_gpu.is_right(kind, layout, gpu)
         *_, block = layout.places(INPUTS, kind.bits)
@@ -53,6 +55,17 @@ def main() -> None:
                 f"zero points {layout.has_zeros}, equal {is_right}: "
                 f"{type(expansion).__name__} {taken:.3f} ms, {moved:.0f} GB/s"
             )
+
+
+def compact(gpu: torch.device) -> None:
+    """Weights in 12 bits."""
+    upper = compact_on_gpu.upper_bytes(list(range(50, 66))).to(gpu)[None]
+    rows = torch.randint(256, (OUTPUTS * INPUTS * 3 // 2,), dtype=torch.uint8, device=gpu)
+    weight = torch.empty(OUTPUTS * INPUTS, dtype=torch.bfloat16, device=gpu)
+    for expand in (compact_on_gpu.expand_with_triton, compact_on_gpu.expand_with_torch):
+        taken = milliseconds(partial(expand, rows, upper, INPUTS, weight), 9)
+        moved = (rows.numel() + 2 * weight.numel()) / taken / 1e6
+        print(f"12 bits: {expand.__name__} {taken:.3f} ms, {moved:.0f} GB/s")
 
 
 if __name__ == "__main__":
