@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -198,6 +198,21 @@ def check_open_files(soft: int, hard: int) -> Check:
     if 0 <= soft < ENOUGH_FILES:
         return Check("open files", "warn", found, f"ulimit -n {ENOUGH_FILES}, before `ray start`")
     return Check("open files", "ok", found)
+
+
+def check_byte_code(lacking: Sequence[str], why: str) -> Check:
+    """Python keeps the byte code of large packages; without it, each process compiles them anew.
+
+    Args:
+        lacking: folders of packages without byte code, which is not going to be written either.
+        why: it is not.
+
+    """
+    if not lacking:
+        return Check("byte code", "ok", "kept by Python")
+    folders = " ".join(lacking)
+    found = f"none in {folders}, and {why}: each process takes several times as long to load them"
+    return Check("byte code", "warn", found, f"python -m compileall -q {folders}")
 
 
 def check_locked_memory(soft: int) -> Check:

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import requires
@@ -31,6 +32,8 @@ from ray_hetero.preflight import checks
 from ray_hetero.preflight.checks import Check
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+LARGE_PACKAGES = ("vllm", "torch", "transformers", "ray")
+"""Packages that each process of an engine imports."""
 HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
@@ -74,9 +77,28 @@ def surroundings(root: Path = Path("/")) -> list[Check]:
         checks.check_swap(memory["SwapTotal"], memory["SwapTotal"] - memory["SwapFree"]),
         checks.check_shared_memory(shared.total, shared.free),
         checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        checks.check_byte_code(
+            [str(folder) for folder in without_byte_code()],
+            "PYTHONDONTWRITEBYTECODE is set"
+            if sys.dont_write_bytecode
+            else "they cannot be written to",
+        ),
         checks.check_memory_monitor(None if ray is None else ray.settings),
         checks.check_object_store(None if ray is None else ray.object_store_bytes, total_bytes),
     ]
+
+
+def without_byte_code() -> Iterator[Path]:
+    """Folders of large packages that each process compiles anew."""
+    for name in LARGE_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        kept = Path(importlib.util.cache_from_source(spec.origin))
+        there = next(folder for folder in kept.parents if folder.exists())
+        is_written = not sys.dont_write_bytecode and os.access(there, os.W_OK)
+        if not kept.exists() and not is_written:
+            yield Path(spec.origin).parent
 
 
 def _software_checks() -> Iterator[Check]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import py_compile
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from placement.host.tree import Tree
 from placement.units import GIB
 from ray_hetero.compat.cpu_site import CpuSite
 from ray_hetero.errors import CpuSiteError
-from ray_hetero.preflight import checks
+from ray_hetero.preflight import checks, host_checks
 from ray_hetero.preflight.checks import MIB, Check
 from ray_hetero.preflight.host_checks import check_cpu_site, read_meminfo, run_checks, running_ray
 
@@ -62,6 +64,8 @@ JUDGED: list[tuple[Callable[..., Check], tuple[object, ...], str, str]] = [
     (checks.check_open_files, (UNLIMITED, UNLIMITED), "ok", "unlimited"),
     (checks.check_open_files, (1024, 1048576), "warn", "1024, at most 1048576"),
     (checks.check_open_files, (1024, 4096), "warn", "at most 4096"),
+    (checks.check_byte_code, ([], "it is set"), "ok", "kept"),
+    (checks.check_byte_code, (["/a/vllm", "/b"], "it is set"), "warn", "/b, and it is set: each"),
     (checks.check_locked_memory, (UNLIMITED,), "ok", "unlimited"),
     (checks.check_locked_memory, (8 * MIB,), "ok", "8192 KiB"),
     (checks.check_swap, (0, 0), "ok", "none"),
@@ -103,11 +107,32 @@ def test_every_check_is_judged_both_ways() -> None:
 def test_remedies_can_be_typed() -> None:
     torchvision = checks.check_torchvision("2.13.0+cpu", {"torchvision": "1", "torchaudio": "1"})
     assert torchvision.remedy == "pip uninstall --yes torchvision torchaudio"
+    compiled = checks.check_byte_code(["/a/vllm", "/b/torch"], "").remedy
+    assert compiled == "python -m compileall -q /a/vllm /b/torch"
     assert checks.check_ray("2.1.0").remedy == "pip install 'ray[default]>=2.55'"
     assert checks.check_torch("2.11.0", "torch==2.13.0+cpu").remedy == "pip install 'torch==2.13.0'"
 
 
 # --- reading this host
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "is_forbidden", "expected"),
+    [(True, True, 0), (False, True, 1), (False, False, 0)],
+)
+def test_packages_whose_byte_code_nobody_keeps(
+    is_compiled: bool, is_forbidden: bool, expected: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    package = tmp_path / "a_large_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    if is_compiled:
+        py_compile.compile(str(package / "__init__.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(host_checks, "LARGE_PACKAGES", (package.name, "not_installed"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", is_forbidden)
+    assert list(host_checks.without_byte_code()) == [package] * expected
 
 
 def test_this_host_is_read_whole() -> None:
