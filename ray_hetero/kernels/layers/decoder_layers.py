@@ -141,7 +141,7 @@ class DecoderLayers:
             self.embedded.meet(hidden)
         positions = positions.to(torch.int64).contiguous()
         if len(positions) <= self._kernel.step_tokens:
-            self._fill()
+            self._fill()  # it may be a decode step
         step = self._decode_step(positions, hidden, residual) if self._decode_step else None
         if step is None and self._on_gpu is not None:
             try:
@@ -202,7 +202,7 @@ class DecoderLayers:
                 )
 
         if len(rows.decoding) or not isinstance(rows.rows, slice):
-            self._fill()
+            self._fill()  # the cores decode, or put the GPU's rows together
         output = self.output
         if output is not None and caches is not None and output.may_take(tokens):
             on_gpu(positions, hidden, residual, rows, caches, decode, output)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from placement.units import GIB
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
@@ -90,12 +91,18 @@ def table_of(table: torch.Tensor, gpu: GpuPrefill) -> GpuTable | None:
     if not is_plain or (gpu.device.type == "cuda" and not gpu.uses_triton):
         return None
     try:
-        return GpuTable(table.detach(), gpu)
+        made = GpuTable(table.detach(), gpu)
     except RuntimeError as error:
         logger.info(
             "embeddings of prompts are looked up by the cores: %s", str(error).splitlines()[0]
         )
         return None
+    logger.info(
+        "embeddings of prompts are looked up by the GPU, which reads %.1f GiB of the host's memory "
+        "(cpu.prefill_on_gpu)",
+        table.nbytes / GIB,
+    )
+    return made
 
 
 @functools.cache
