@@ -31,10 +31,11 @@ from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.heads import refuse_heads
 from ray_hetero.preflight.refusals import (
-    refuse_checkpoint,
-    refuse_drafting,
-    refuse_scheduling,
-    refuse_shared_experts,
+    DRAFTING_OF_CPU_RANKS,
+    ENGINES_OF_CPU_RANKS,
+    MODELS_OF_CPU_RANKS,
+    SCHEDULING_OF_CPU_RANKS,
+    refuse_first,
 )
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 from ray_hetero.preflight.unsupported_drafters import Drafting
@@ -179,17 +180,23 @@ class EnginePlanner:
         refuse_heads(model_config, world.layout)
         linear_kernel = self._config.cpu.linear_kernel
         if world.has_cpu:
-            refuse_checkpoint(CheckpointOnCpus.of_model(model_config, linear_kernel))
+            refuse_first(
+                MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_model(model_config, linear_kernel)
+            )
         if world.is_stock:
             return
-        refuse_shared_experts(self._vllm_config.parallel_config)
-        refuse_scheduling(self._scheduling(world))
+        refuse_first(ENGINES_OF_CPU_RANKS, self._vllm_config.parallel_config)
+        refuse_first(SCHEDULING_OF_CPU_RANKS, self._scheduling(world))
         speculative, stages = self._vllm_config.speculative_config, world.layout.stages
         if speculative is not None:
-            refuse_drafting(Drafting(self._vllm_config, self._config, world.layout))
+            refuse_first(
+                DRAFTING_OF_CPU_RANKS, Drafting(self._vllm_config, self._config, world.layout)
+            )
             if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
                 draft_model = speculative.draft_model_config
-                refuse_checkpoint(CheckpointOnCpus.of_model(draft_model, linear_kernel))
+                refuse_first(
+                    MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_model(draft_model, linear_kernel)
+                )
 
     def _settle_dtype(self, world: World) -> None:
         """Say in which dtype the model is computed and why, or give a world of GPUs vLLM's own.

@@ -23,7 +23,7 @@ from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
 from ray_hetero.planning.split_search import Asked
-from ray_hetero.preflight.refusals import refuse_checkpoint
+from ray_hetero.preflight.refusals import MODELS_OF_CPU_RANKS, refuse_first
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 
@@ -190,4 +190,4 @@ def refuse_model(config: Mapping[str, Any], linear_kernel: str, found: LayerPlan
 
     """
     if found.world.has_cpu:
-        refuse_checkpoint(CheckpointOnCpus.of_config(config, linear_kernel))
+        refuse_first(MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_config(config, linear_kernel))

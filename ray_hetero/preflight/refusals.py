@@ -349,49 +349,19 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stoc
     check_settings(engine_args, config, is_stock=is_stock)
     asked = [*ALWAYS, *(() if is_stock else WITH_CPU_RANKS)]
     asked += WITH_EXPERT_RANKS if config.experts.ranks not in (0, "auto") else ()
-    for refusal in (*asked, *(WITH_RESTARTS if config.max_restarts else ())):
-        refusal.check(engine_args)
+    refuse_first((*asked, *(WITH_RESTARTS if config.max_restarts else ())), engine_args)
 
 
-def refuse_checkpoint(checkpoint: CheckpointOnCpus) -> None:
-    """Refuse a model that has no CPU kernel; for worlds with CPU ranks.
+def refuse_first(rows: Sequence[Refusal[Asked]], asked: Asked) -> None:
+    """Raise for the first row of a table that applies.
 
-    Raises:
-        UnsupportedError: its layers have no kernel there.
-
-    """
-    for refusal in MODELS_OF_CPU_RANKS:
-        refusal.check(checkpoint)
-
-
-def refuse_drafting(drafting: Drafting) -> None:
-    """Refuse speculative decoding that cannot work; for worlds with CPU ranks.
+    Args:
+        rows: such as `MODELS_OF_CPU_RANKS`.
+        asked: what they look at.
 
     Raises:
-        UnsupportedError: the method, the model or a setting beside it does not work.
+        UnsupportedError: one applies.
 
     """
-    for refusal in DRAFTING_OF_CPU_RANKS:
-        refusal.check(drafting)
-
-
-def refuse_scheduling(scheduling: Scheduling) -> None:
-    """Refuse asynchronous scheduling where it cannot work; for worlds with CPU ranks.
-
-    Raises:
-        UnsupportedError: it is asked for, and the layout or another option does not allow it.
-
-    """
-    for refusal in SCHEDULING_OF_CPU_RANKS:
-        refusal.check(scheduling)
-
-
-def refuse_shared_experts(parallel: ParallelConfig) -> None:
-    """Refuse engines that would share the experts of a model; for worlds with CPU ranks.
-
-    Raises:
-        UnsupportedError: this engine is one of several that exchange tokens.
-
-    """
-    for refusal in ENGINES_OF_CPU_RANKS:
-        refusal.check(parallel)
+    for refusal in rows:
+        refusal.check(asked)

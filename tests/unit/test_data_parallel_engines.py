@@ -11,7 +11,7 @@ import pytest
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.launch import data_parallel
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
-from ray_hetero.preflight.refusals import refuse_shared_experts
+from ray_hetero.preflight.refusals import ENGINES_OF_CPU_RANKS, refuse_first
 
 STARTED = "10.0.0.1:6379"
 
@@ -56,9 +56,9 @@ def test_in_a_cluster_all_engines_are_together(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_engines_that_share_experts_are_refused() -> None:
-    refuse_shared_experts(arguments(size=1))
+    refuse_first(ENGINES_OF_CPU_RANKS, arguments(size=1))
     with pytest.raises(UnsupportedError, match=r"--data-parallel-size 2 .* a model with experts"):
-        refuse_shared_experts(arguments(size=2))
+        refuse_first(ENGINES_OF_CPU_RANKS, arguments(size=2))
 
 
 def test_an_api_process_leaves_it_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:

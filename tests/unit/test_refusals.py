@@ -28,8 +28,7 @@ from ray_hetero.preflight.refusals import (
     WITH_CPU_RANKS,
     WITH_EXPERT_RANKS,
     WITH_RESTARTS,
-    refuse_drafting,
-    refuse_scheduling,
+    refuse_first,
     refuse_unsupported,
 )
 from ray_hetero.preflight.unsupported_drafters import METHODS, Drafting
@@ -208,16 +207,16 @@ def test_drafting_that_does_not_work_is_refused_with_its_reason(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedError, match=said):
-        refuse_drafting(_drafting(tmp_path, **changes))
+        refuse_first(DRAFTING_OF_CPU_RANKS, _drafting(tmp_path, **changes))
 
 
 def test_drafting_that_works_is_not(tmp_path: Path) -> None:
-    refuse_drafting(_drafting(tmp_path, in_flight=1))
+    refuse_first(DRAFTING_OF_CPU_RANKS, _drafting(tmp_path, in_flight=1))
 
 
 def test_acceptance_is_made_up_where_gpus_sample(tmp_path: Path) -> None:
     made_up = {"rejection_sample_method": "synthetic"}
-    refuse_drafting(_drafting(tmp_path, stages=("cpu", "gpu"), **made_up))
+    refuse_first(DRAFTING_OF_CPU_RANKS, _drafting(tmp_path, stages=("cpu", "gpu"), **made_up))
 
 
 def _scheduling(tmp_path: Path, asked: bool | None, **changes: Any) -> Scheduling:
@@ -246,15 +245,15 @@ def test_steps_are_not_scheduled_ahead_where_that_cannot_work(
     said = f"--async-scheduling with {found} does not work with ray_hetero: "
     asked = _scheduling(tmp_path, True, **changes)
     with pytest.raises(UnsupportedError, match=said):
-        refuse_scheduling(asked)
+        refuse_first(SCHEDULING_OF_CPU_RANKS, asked)
     # Where nobody asks for it, it is only left out.
-    refuse_scheduling(replace(asked, is_asked=None))
+    refuse_first(SCHEDULING_OF_CPU_RANKS, replace(asked, is_asked=None))
     assert obstacle(asked) == found
 
 
 def test_steps_of_a_pipeline_are_scheduled_ahead(tmp_path: Path) -> None:
     scheduling = _scheduling(tmp_path, True, config={"pipeline": {"batches_in_flight": 1}})
-    refuse_scheduling(scheduling)
+    refuse_first(SCHEDULING_OF_CPU_RANKS, scheduling)
     assert obstacle(scheduling) is None
     vllm_config = scheduling.vllm_config
     schedule_ahead(vllm_config)

@@ -9,7 +9,7 @@ import pytest
 
 from ray_hetero.cli.demo.stored import FORMATS
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.preflight.refusals import refuse_checkpoint
+from ray_hetero.preflight.refusals import MODELS_OF_CPU_RANKS, refuse_first
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 COMPRESSED = "compressed-tensors"
@@ -36,7 +36,7 @@ def _model(
 
 
 def _refuse(model: Any, linear_kernel: str = "auto") -> None:
-    refuse_checkpoint(CheckpointOnCpus.of_model(model, linear_kernel))
+    refuse_first(MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_model(model, linear_kernel))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_refused_with_any_kernels(method: str, given: dict[str, Any], layers: st
         _refuse(_model(method, given))
     config = {"quantization_config": {**given, "quant_method": method}}
     with pytest.raises(UnsupportedError, match=said):
-        refuse_checkpoint(CheckpointOnCpus.of_config(config, "auto"))
+        refuse_first(MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_config(config, "auto"))
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_not_refused(method: str, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_format_of_demo_models_is_refused(name: str) -> None:
     config = {"model_type": "llama", "quantization_config": FORMATS[name].scheme(128, [])}
-    refuse_checkpoint(CheckpointOnCpus.of_config(config, "auto"))
+    refuse_first(MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_config(config, "auto"))
 
 
 def test_an_unquantised_model_has_no_configuration_to_ask() -> None:
     _refuse(_model(None))
-    refuse_checkpoint(CheckpointOnCpus.of_config({"model_type": "llama"}, "vllm"))
+    refuse_first(MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_config({"model_type": "llama"}, "vllm"))
