@@ -195,6 +195,8 @@ def test_what_else_clients_send_is_done_at_once(config: Any) -> None:
         sent = time.perf_counter() + 2 * GAP_S
         engine._process_input_queue()
         thread.join()
+        # A machine that does something else has let the quiet pass before all were sent.
+        engine._process_input_queue()
         return done["abort"] - sent, done["utility"] - sent
 
     found = [delays() for _ in range(ROUNDS)]
