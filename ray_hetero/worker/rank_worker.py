@@ -69,13 +69,13 @@ class RankWorker:
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
         last_layer.begin_step(scheduler_output)
-        self._prompts_ahead.begin_step(scheduler_output)
         late = self.late_tokens
         if late is not None:
             late.begin_step(scheduler_output)
         layer_tokens.take()
         start = self.clock.begin()
         with self._step():
+            self._prompts_ahead.begin_step(scheduler_output)
             output = self._worker.execute_model(scheduler_output)
         self.clock.totals.count(layer_tokens.take())
         self.clock.add(

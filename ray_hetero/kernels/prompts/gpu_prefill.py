@@ -262,14 +262,16 @@ class GpuPrefill:
         """Have what a prompt needs first come now, in the place of what decode steps would need.
 
         Where the other thread has not ordered everything yet, or could not, nothing is asked for:
-        the next step learns of that.
+        the next step learns of that.  This thread orders it, as what follows could not be ordered
+        while the other one does.
+
+        Raises:
+            RuntimeError: what CUDA says.
+
         """
         if self._ordered is None or (self.is_settled and self._ordered.exception() is None):
-            self._ordered = self.order(self._read_ahead)
-
-    def _read_ahead(self) -> None:
-        with torch.inference_mode(), current(self._computing):
-            self.reader.prepare_next(self._of_prompts)
+            with torch.inference_mode(), current(self._computing):
+                self.reader.prepare_next(self._of_prompts)
 
     @property
     def is_settled(self) -> bool:
