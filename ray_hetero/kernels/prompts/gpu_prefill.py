@@ -269,6 +269,8 @@ class GpuPrefill:
             RuntimeError: what CUDA says.
 
         """
+        if not self._pieces:
+            return  # all weights of the model are small
         if self._ordered is None or (self.is_settled and self._ordered.exception() is None):
             with torch.inference_mode(), current(self._computing):
                 self.reader.prepare_next(self._of_prompts)
