@@ -16,9 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.gpu_table import GpuTable
+from ray_hetero.kernels.prompts.step_memory import StepMemory
 
 VOCABULARY, HIDDEN = 128256, 4096
 FEW = 500
@@ -35,17 +34,16 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name(gpu)}, {torch.get_num_threads()} threads")
     table = torch.randn(1024, HIDDEN).bfloat16().repeat(VOCABULARY // 1024 + 1, 1)[:VOCABULARY]
     stream, most = torch.cuda.Stream(), max(counts)
-    memory = torch.empty(most * HIDDEN, dtype=torch.bfloat16, pin_memory=True)
-    by_cores = EmbeddedRows(memory, torch.empty_like(memory, device=gpu))
+    memory = StepMemory(gpu, most, HIDDEN, HIDDEN, HIDDEN)
     there = torch.empty(most, HIDDEN, dtype=torch.bfloat16, device=gpu)
-    by_gpu = GpuTable(table.contiguous(), _Gpu(gpu, most, stream))
+    by_gpu = GpuTable(table.contiguous(), most, memory, stream)
 
     def alone(tokens: torch.Tensor) -> None:
         with torch.cuda.stream(stream):
             by_gpu(tokens, there[: len(tokens)])
 
     def cores(tokens: torch.Tensor) -> None:
-        by_cores(table, tokens, stream)
+        memory.embedded(table, tokens, stream)
 
     for count in counts:
         for rows in (FEW, VOCABULARY):
@@ -67,21 +65,6 @@ def times(
         found.append((time.perf_counter() - began, goes_on - began))
     whole, own = (1000 * statistics.median(column) for column in zip(*found, strict=True))
     return f"there after {whole:.2f} ms, goes on after {own:.2f} ms"
-
-
-class _Gpu(GpuPrefill):
-    """What `GpuTable` needs of a GPU that has no weights to read."""
-
-    def __init__(self, device: torch.device, tokens: int, stream: torch.cuda.Stream) -> None:
-        super().__init__(device, tokens)
-        self._computing = stream
-        self.memory = _Memory()
-
-
-class _Memory:
-    @staticmethod
-    def host_memory(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,6 @@ def _has_prompts_ahead(worker: Any) -> bool:
     from ray_hetero.kernels.layers import decoder_layers
 
     gpus = [run.gpu for run in decoder_layers.registered() if run.gpu is not None]
-    for gpu in gpus:
-        gpu.settle()
     return any(gpu.reader._next.piece in gpu._of_prompts._after for gpu in gpus)
 
 

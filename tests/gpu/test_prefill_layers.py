@@ -16,10 +16,10 @@ from cpu_rank import layout, replace_streams
 from gpu_host import IS_PRETENDED, needs_gpus
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-pytest.register_assert_rewrite("group_steps", "paged_steps")
+pytest.register_assert_rewrite("embeddings", "group_steps", "paged_steps")
 
 from decoder_parts import HIDDEN  # noqa: E402
-from embeddings import VOCABULARY, embedding, model_of  # noqa: E402
+from embeddings import EmbeddedSteps  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
@@ -34,7 +34,6 @@ from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
 from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill  # noqa: E402
-from ray_hetero.kernels.prompts.embedded_prompts import look_up_for  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
     _attend_with_torch,
@@ -239,33 +238,14 @@ def test_a_gpu_looks_rows_up_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_that_only_the_gpu_reads_are_looked_up_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, device=GPU, layers=3, blocks=160, most=4096)
-    layer = embedding()
-    rows = look_up_for(steps.kernel.prompts, model_of(layer), takes_tokens_only=True)
-    assert rows is not None
-    steps.made.embedded = rows
-    one, other = steps.request(3000), steps.request(300)
-    tokens = {
-        request: torch.randint(VOCABULARY, (len(request.inputs),)) for request in (one, other)
-    }
-    for request, own in tokens.items():
-        request.inputs.copy_(layer.weight[own])
-    begin, left = steps.begin, []
-
-    def begin_embedded(parts: Any) -> tuple[Any, Any]:
-        positions, _ = begin(parts)
-        rows._memory.data.fill_(torch.nan)
-        found = layer(torch.cat([tokens[request][b:e] for request, b, e in parts]))
-        left.append(bool(rows._memory.isnan().all()))
-        return positions, found
-
-    monkeypatch.setattr(steps, "begin", begin_embedded)
-    steps.check((one, 0, 500))
-    steps.check((one, 500, 2000), (other, 0, 100))
-    steps.check((one, 2000, 2900))
+    made = EmbeddedSteps.made(monkeypatch, device=GPU, most=4096)
+    one, other = made.request(3000), made.request(300)
+    made.steps.check((one, 0, 500))
+    made.steps.check((one, 500, 2000), (other, 0, 100))
+    made.steps.check((one, 2000, 2900))
     # One decodes on the cores, beside a prompt.
-    steps.check((one, 2900, 2901), (other, 100, 299))
-    assert left == [False, True, True, True]
+    made.steps.check((one, 2900, 2901), (other, 100, 299))
+    assert made.left == [False, True, True, True]
 
 
 def check_decode_steps(steps: Steps) -> None:

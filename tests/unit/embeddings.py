@@ -1,15 +1,22 @@
-"""Embeddings as vLLM has them, small."""
+"""Embeddings as vLLM has them, small, and steps whose input they give."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from decoder_parts import HIDDEN
+from paged_steps import Conversation, Steps
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+
+from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
+from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows
 
 VOCABULARY = 200
 
@@ -28,3 +35,63 @@ def embedding(dtype: torch.dtype = torch.bfloat16, size: int = 1, kind: Any = No
 def model_of(*layers: Any) -> Any:
     """A model with these modules."""
     return torch.nn.ModuleList(layers)
+
+
+@dataclass
+class EmbeddedSteps:
+    """Steps whose input is looked up."""
+
+    steps: Steps
+    layer: Any
+    rows: EmbeddedRows
+    tokens: dict[Conversation, torch.Tensor] = field(default_factory=dict)
+    left: list[bool] = field(default_factory=list)
+    """Whether each step's rows were left when its layers got them."""
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    """What the model does with the rows before its layers get them."""
+
+    @classmethod
+    def made(
+        cls, monkeypatch: pytest.MonkeyPatch, *, takes_tokens_only: bool = True, **given: Any
+    ) -> EmbeddedSteps:
+        """Steps, and an embedding for them.
+
+        Args:
+            monkeypatch: replaces their input.
+            takes_tokens_only: as of `look_up_for`.
+            given: more arguments of `Steps`.
+
+        """
+        steps = Steps(monkeypatch, layers=3, blocks=160, **{"most": 512} | given)
+        layer = embedding()
+        rows = look_up_for(
+            steps.kernel.prompts, model_of(layer), takes_tokens_only=takes_tokens_only
+        )
+        assert rows is not None
+        steps.made.embedded = rows
+        made = cls(steps, layer, rows)
+        begin = steps.begin
+
+        def begin_embedded(parts: Any) -> tuple[Any, Any]:
+            positions, _ = begin(parts)
+            own = torch.cat([made.tokens[request][b:e] for request, b, e in parts])
+            # What was there before must not be taken for these rows.
+            rows._memory.data.fill_(torch.nan)
+            found = layer(own)
+            made.left.append(made.is_left)
+            return positions, made.change(found)
+
+        monkeypatch.setattr(steps, "begin", begin_embedded)
+        return made
+
+    def request(self, tokens: int, factor: float = 1) -> Conversation:
+        """A request, whose rows the model multiplies by a factor."""
+        request = self.steps.request(tokens)
+        self.tokens[request] = torch.randint(VOCABULARY, (tokens,))
+        request.inputs.copy_(self.layer.weight[self.tokens[request]] * factor)
+        return request
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the host's memory has no rows of the last step."""
+        return bool(self.rows._memory.isnan().all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from embeddings import VOCABULARY, embedding, model_of  # noqa: E402
+from embeddings import VOCABULARY, EmbeddedSteps, embedding, model_of  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
-from paged_steps import Conversation, Steps  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
     UnquantizedEmbeddingMethod,
 )
@@ -36,62 +34,16 @@ def _small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
 
 
-@dataclass
-class Engine:
-    """Steps whose input is looked up."""
-
-    steps: Steps
-    layer: Any
-    rows: EmbeddedRows
-    tokens: dict[Conversation, torch.Tensor]
-    change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-    """What the model does with the rows before its layers get them."""
-
-    @classmethod
-    def made(cls, monkeypatch: pytest.MonkeyPatch, *, takes_tokens_only: bool = True) -> Engine:
-        """Steps, and an embedding for them."""
-        steps, layer = Steps(monkeypatch, layers=3, most=512, blocks=160), embedding()
-        rows = look_up_for(
-            steps.kernel.prompts, model_of(layer), takes_tokens_only=takes_tokens_only
-        )
-        assert rows is not None
-        steps.made.embedded = rows
-        made = cls(steps, layer, rows, {})
-        begin = steps.begin
-
-        def begin_embedded(parts: Any) -> tuple[Any, Any]:
-            positions, _ = begin(parts)
-            own = torch.cat([made.tokens[request][b:e] for request, b, e in parts])
-            # What was there before must not be taken for these rows.
-            rows._memory.data.fill_(torch.nan)
-            return positions, made.change(layer(own))
-
-        monkeypatch.setattr(steps, "begin", begin_embedded)
-        return made
-
-    def request(self, tokens: int, factor: float = 1) -> Conversation:
-        """A request, whose rows the model multiplies by a factor."""
-        request = self.steps.request(tokens)
-        self.tokens[request] = torch.randint(VOCABULARY, (tokens,))
-        request.inputs.copy_(self.layer.weight[self.tokens[request]] * factor)
-        return request
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the host's memory has no rows of the last step."""
-        return bool(self.rows._memory.isnan().all())
-
-
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> EmbeddedSteps:
     """An engine whose first step has shown that the layers get rows as they are."""
-    made = Engine.made(monkeypatch)
+    made = EmbeddedSteps.made(monkeypatch)
     made.steps.check((made.request(LARGE), 0, LARGE))
     assert not made.is_left
     return made
 
 
-def test_a_prompt_alone_is_not_looked_up_in_host_memory(engine: Engine) -> None:
+def test_a_prompt_alone_is_not_looked_up_in_host_memory(engine: EmbeddedSteps) -> None:
     one, other = engine.request(500), engine.request(300)
     for parts in (((one, 0, 250),), ((one, 250, 480), (other, 0, 240))):
         engine.steps.check(*parts)
@@ -103,7 +55,7 @@ def test_a_prompt_alone_is_not_looked_up_in_host_memory(engine: Engine) -> None:
     assert engine.is_left
 
 
-def test_rows_that_the_cores_decode_are_looked_up(engine: Engine) -> None:
+def test_rows_that_the_cores_decode_are_looked_up(engine: EmbeddedSteps) -> None:
     one, other = engine.request(300), engine.request(300)
     engine.steps.check((one, 0, 250))
     engine.steps.check((one, 250, 251), (other, 0, 240))
@@ -119,7 +71,7 @@ def test_rows_that_the_cores_decode_are_looked_up(engine: Engine) -> None:
 
 
 def test_a_gpu_without_memory_leaves_them_to_the_cores(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: EmbeddedSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = engine.steps.made.gpu
     assert gpu is not None
@@ -135,19 +87,19 @@ def test_a_gpu_without_memory_leaves_them_to_the_cores(
 
 
 def test_a_gpu_that_has_forgotten_them_is_sent_them(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: EmbeddedSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.rows, "take", lambda rows: None)
     engine.steps.check((engine.request(LARGE), 0, LARGE))
     assert not engine.is_left
 
 
-def test_a_busy_stream_has_the_cores_look_up(engine: Engine) -> None:
+def test_a_busy_stream_has_the_cores_look_up(engine: EmbeddedSteps) -> None:
     found = engine.rows(engine.layer.weight, torch.arange(LARGE), None)
     assert torch.equal(found, engine.layer.weight[:LARGE])
 
 
-def test_tokens_of_no_row_are_refused(engine: Engine) -> None:
+def test_tokens_of_no_row_are_refused(engine: EmbeddedSteps) -> None:
     for token in (VOCABULARY, -VOCABULARY - 1):
         tokens = torch.full((LARGE,), token)
         with pytest.raises(IndexError):
@@ -166,7 +118,7 @@ def out_of_place(rows: torch.Tensor) -> torch.Tensor:
 def test_models_that_change_rows_have_them_all(
     change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Engine.made(monkeypatch)
+    made = EmbeddedSteps.made(monkeypatch)
     made.change = change
     for _ in range(3):
         made.steps.check((made.request(LARGE, factor=8), 0, LARGE))
@@ -175,7 +127,7 @@ def test_models_that_change_rows_have_them_all(
 
 @pytest.mark.parametrize("change", [in_place, out_of_place])
 def test_a_model_that_changes_rows_later_is_an_error(
-    change: Callable[[torch.Tensor], torch.Tensor], engine: Engine
+    change: Callable[[torch.Tensor], torch.Tensor], engine: EmbeddedSteps
 ) -> None:
     engine.change = change
     with pytest.raises(RuntimeError, match=r"changed before its layers got them.*prefill_on_gpu"):
@@ -185,7 +137,7 @@ def test_a_model_that_changes_rows_later_is_an_error(
 def test_where_layers_may_get_other_rows_all_are_looked_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = Engine.made(monkeypatch, takes_tokens_only=False)
+    made = EmbeddedSteps.made(monkeypatch, takes_tokens_only=False)
     for _ in range(3):
         made.steps.check((made.request(LARGE), 0, LARGE))
         assert not made.is_left

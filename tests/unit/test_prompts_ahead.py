@@ -108,7 +108,6 @@ def test_the_next_prompt_finds_its_first_pieces(
     def asked_for() -> list[Piece]:
         del copies.copied[:]
         ahead.begin_step(step({}))
-        gpu.settle()
         return list(copies.copied)
 
     for tokens in (PROMPT, PROMPT, 1, 1, 1):
@@ -134,7 +133,6 @@ def test_before_the_first_prompt_nothing_is_known(monkeypatch: pytest.MonkeyPatc
     gpu = copies.steps.made.gpu
     assert gpu is not None
     gpu.read_ahead()
-    gpu.settle()
     assert not copies.copied
     copies.of_step(PROMPT)
 

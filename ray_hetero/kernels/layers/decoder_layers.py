@@ -201,8 +201,8 @@ class DecoderLayers:
                     self._decode_step.decode(rows, contexts, positions, hidden, residual)
                 )
 
-        if len(rows.decoding) or not isinstance(rows.rows, slice):
-            self._fill()  # the cores decode, or put the GPU's rows together
+        if len(rows.decoding):
+            self._fill()  # the cores read theirs, and put the GPU's together
         output = self.output
         if output is not None and caches is not None and output.may_take(tokens):
             on_gpu(positions, hidden, residual, rows, caches, decode, output)

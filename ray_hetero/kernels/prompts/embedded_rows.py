@@ -26,10 +26,8 @@ class _LookedUp:
 
     table: torch.Tensor
     tokens: torch.Tensor
-    version: int | None
-    """Count of changes of the host memory by then; None where it does not count them."""
-    is_left: bool
-    """Whether nothing has been looked up in host memory yet."""
+    version: int
+    """Count of changes of the host memory by then."""
 
     @property
     def elements(self) -> int:
@@ -58,7 +56,9 @@ class EmbeddedRows:
         self._are_handed_on: bool | None = None
         """Whether the layers got rows as they were looked up, each time; None before the first."""
         self._step: _LookedUp | None = None
+        """What the layers have not got yet."""
         self._left: _LookedUp | None = None
+        """What has not been looked up in host memory yet."""
 
     def leave_to_readers(self, table: GpuTable | None) -> None:
         """Look rows up in host memory only for `fill`, once the layers are known to get all rows.
@@ -108,16 +108,16 @@ class EmbeddedRows:
             self._sent = elements, self._memory._version
         elif not is_left:
             torch.index_select(table, 0, tokens, out=into)
-        version = self._memory._version if self._counts else None
-        self._step = _LookedUp(table, tokens, version, is_left)
-        self._left = self._step if is_left else None
+        if self._counts:
+            self._step = _LookedUp(table, tokens, self._memory._version)
+            self._left = self._step if is_left else None
         return into
 
     def _leaves(self, table: torch.Tensor, tokens: torch.Tensor, *, sends: bool) -> bool:
         """Whether rows are not looked up in host memory now."""
         if not (self._may_be_left and self._are_handed_on and len(tokens)):
             return False
-        if self._there is not None and not (sends and self._table is not None):
+        if self._there is not None and not sends:
             return False
         least, most = (int(one) for one in tokens.aminmax())
         return least >= 0 and most < len(table)
@@ -138,7 +138,7 @@ class EmbeddedRows:
 
         """
         step, self._step = self._step, None
-        if step is None or step.version is None:
+        if step is None:
             return
         are_same = (
             self.holds(hidden)
@@ -146,7 +146,7 @@ class EmbeddedRows:
             and hidden.is_contiguous()
             and self._memory._version == step.version
         )
-        if not step.is_left:
+        if step is not self._left:
             self._are_handed_on = are_same and self._are_handed_on is not False
         elif not are_same:
             raise RuntimeError(

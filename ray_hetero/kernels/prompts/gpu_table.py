@@ -20,6 +20,7 @@ from ray_hetero.runtime.locked_pages import lock_pages
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+    from ray_hetero.kernels.prompts.step_memory import StepMemory
 
 PROGRAM_COLUMNS = 1024
 """Columns of a row that a program of the kernel copies."""
@@ -32,25 +33,28 @@ class GpuTable:
 
     Args:
         table: [vocabulary, N], bf16, contiguous; kept.
-        gpu: with kernels of Triton; in tests the CPU.
+        tokens: most of a step.
+        memory: of a GPU with kernels of Triton; in tests of the CPU.
+        stream: of the GPU.
 
     Raises:
         RuntimeError: the pages cannot be locked, or the GPU does not see them.
 
     """
 
-    def __init__(self, table: torch.Tensor, gpu: GpuPrefill) -> None:
-        self._table, self._device = table, gpu.device
+    def __init__(self, table: torch.Tensor, tokens: int, memory: StepMemory, stream: Any) -> None:
+        self._table, self._device = table, memory.device
         if self._device.type != "cuda":
             return
         lock_pages(table)
         seen = gpu_memory.seen(table.data_ptr(), table.nbytes, self._device)
         self._seen = seen.view(torch.int16)
         # A copy would wait for weights that are on their way.
-        self._tokens = gpu.memory.host_memory(gpu.tokens, dtype=torch.int64)
-        tokens = gpu_memory.seen(self._tokens.data_ptr(), self._tokens.nbytes, self._device)
-        self._tokens_seen = tokens.view(torch.int64)
-        self._check(gpu)
+        self._tokens = memory.host_memory(tokens, dtype=torch.int64)
+        seen = gpu_memory.seen(self._tokens.data_ptr(), self._tokens.nbytes, self._device)
+        self._tokens_seen = seen.view(torch.int64)
+        with current(stream):
+            self._check()
 
     def __call__(self, tokens: torch.Tensor, into: torch.Tensor) -> None:
         """Look rows up, ordered on the current stream.
@@ -71,18 +75,14 @@ class GpuTable:
             self._seen, self._tokens_seen, into.view(torch.int16), columns, PROGRAM_COLUMNS
         )
 
-    def _check(self, gpu: GpuPrefill) -> None:
-        count = min(CHECKED_TOKENS, len(self._table), gpu.tokens)
+    def _check(self) -> None:
+        count = min(CHECKED_TOKENS, *self._tokens.shape, len(self._table))
         tokens = torch.linspace(0, len(self._table) - 1, count).long()
-        with current(gpu.computing):
-            found = torch.zeros(
-                (count, self._table.shape[1]), dtype=torch.bfloat16, device=self._device
-            )
-            self(tokens, found)
-            here = found.cpu()
-        assert torch.equal(here.view(torch.int16), self._table[tokens].view(torch.int16)), (
-            "the kernel and torch look up other rows"
-        )
+        size = count, self._table.shape[1]
+        found = torch.zeros(size, dtype=torch.bfloat16, device=self._device)
+        self(tokens, found)
+        here, expected = (x.view(torch.int16) for x in (found.cpu(), self._table[tokens]))
+        assert torch.equal(here, expected), "the kernel and torch look up other rows"
 
 
 def table_of(table: torch.Tensor, gpu: GpuPrefill) -> GpuTable | None:
@@ -91,7 +91,7 @@ def table_of(table: torch.Tensor, gpu: GpuPrefill) -> GpuTable | None:
     if not is_plain or (gpu.device.type == "cuda" and not gpu.uses_triton):
         return None
     try:
-        made = GpuTable(table.detach(), gpu)
+        made = GpuTable(table.detach(), gpu.tokens, gpu.memory, gpu.computing)
     except RuntimeError as error:
         logger.info(
             "embeddings of prompts are looked up by the cores: %s", str(error).splitlines()[0]

@@ -43,6 +43,11 @@ class StepMemory:
         self.embedded = EmbeddedRows(self._residual_host, self._residual)
         """Rows of an embedding where the GPU reads them, until other inputs are staged."""
 
+    @property
+    def device(self) -> torch.device:
+        """Device that computes."""
+        return self._device
+
     def idle(self, values: int) -> list[IdleMemory]:
         """Memory that shared decode steps leave idle.
 
@@ -80,7 +85,6 @@ class StepMemory:
         """
         if residual is None and isinstance(rows, slice) and self.embedded.holds(hidden):
             return hidden[rows], None
-        self.embedded.fill()
         return (
             _gathered(hidden, rows, self._x_host),
             None if residual is None else _gathered(residual, rows, self._residual_host),
