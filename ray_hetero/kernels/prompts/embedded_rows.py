@@ -56,9 +56,9 @@ class EmbeddedRows:
         self._are_handed_on: bool | None = None
         """Whether the layers got rows as they were looked up, each time; None before the first."""
         self._step: _LookedUp | None = None
-        """What the layers have not got yet."""
+        """Rows that the layers have not got yet."""
         self._left: _LookedUp | None = None
-        """What has not been looked up in host memory yet."""
+        """Rows that have not been looked up in host memory yet."""
 
     def leave_to_readers(self, table: GpuTable | None) -> None:
         """Look rows up in host memory only for `fill`, once the layers are known to get all rows.
