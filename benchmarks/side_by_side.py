@@ -14,8 +14,9 @@
 On a host without a GPU, two CPU ranks beside vLLM's own `mp`, and in the case `formats` one rank
 beside vLLM's own.  `--list` names the contenders,
 `--contenders` chooses some.  Results are written after each contender, into what `--out` already
-holds, so that a run may be done in parts.  With `--in-turns` all contenders start, two at a time,
-and measure in turns, once each a round, so that all see the same minutes of the host.  Contenders
+holds, so that a run may be done in parts.  With `--in-turns` all contenders start, those with CPU
+ranks two at a time behind the others, and measure in turns, once each a round, so that all see the
+same minutes of the host.  Contenders
 that fail, are late or are not installed are reported with the end of their output (all of it is in
 the folder OUT-logs).  The floor is measured in the same run: the CPU ranks' cores before and after
 each contender, the GPU and its link once.  `side_by_side_report.py` makes the table and the plot.
@@ -53,6 +54,9 @@ from placement.host.gpus import read_gpus
 STARTING = 2
 """Engines that start at the same time: their CPU ranks warm up on the same cores, and five of them
 took more than 200 s for what one does in 100."""
+ON_GPUS = ("link", "gpu")
+"""What contenders without CPU ranks read; these start first, all of them at the same time: none
+measures the cores in its start."""
 CASES = {
     "half": "8b", "budget": "20b", "in-flight": "8b", "drafts": "8b", "formats": "8b",
 }  # fmt: skip
@@ -108,7 +112,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--in-turns", action="store_true",
                         help="start all side by side, then measure in turns")  # fmt: skip
     parser.add_argument("--starting", type=int,
-                        help="engines that start at the same time; --in-turns: 2")  # fmt: skip
+                        help="CPU ranks' engines that start at once; --in-turns: 2")  # fmt: skip
     parser.add_argument("--kv-room-gib", type=float,
                         help="of each engine's GPU; --in-turns: 2")  # fmt: skip
     parser.add_argument("--eager", action="store_true", help="compile nothing")
@@ -166,7 +170,7 @@ def one_after_the_other(wanted: list[Contender], run: Run) -> None:
 
 
 def taking_turns(wanted: list[Contender], run: Run) -> None:
-    """Start the contenders, some side by side, and have each measure once a round.
+    """Start the contenders, some side by side, and have each measure once a round, in their order.
 
     Written down after each turn.  A contender that does not start, or fails in a turn, has the
     points of the rounds before and the end of its output.
@@ -176,22 +180,25 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
         # Once, which engines that start at the same time would all do.
         write_checkpoint(run.split.shape, heavy_tailed_folder(run.split.shape))
     with ExitStack() as stack:
-        with ThreadPoolExecutor(run.options.starting or STARTING) as pool:
-            gpus = itertools.cycle(visible_gpus() or [""])
-            starts = [
-                (one, pool.submit(started, one, run, stack, gpu))
-                for one, gpu in zip(wanted, gpus, strict=False)
-            ]
-        turns = {}
-        for contender, start in starts:
-            outcomes[contender.name] = outcome_of(contender, run)
-            try:
-                turns[contender.name] = start.result()
-            except contender_process.NoTurnError as error:
-                outcomes[contender.name] |= {"status": "not started", "end_of_output": str(error)}
+        turns: dict[str, contender_process.Turns] = {}
+        gpus = itertools.cycle(visible_gpus() or [""])
+        placed = list(zip(wanted, gpus, strict=False))
+        on_gpus = [one for one in placed if one[0].reads in ON_GPUS]
+        others = [one for one in placed if one not in on_gpus]
+        for some, at_once in ((on_gpus, len(placed)), (others, run.options.starting or STARTING)):
+            with ThreadPoolExecutor(at_once) as pool:
+                starts = [(one, pool.submit(started, one, run, stack, gpu)) for one, gpu in some]
+            for contender, start in starts:
+                outcomes[contender.name] = outcome_of(contender, run)
+                try:
+                    turns[contender.name] = start.result()
+                except contender_process.NoTurnError as error:
+                    outcomes[contender.name] |= {
+                        "status": "not started", "end_of_output": str(error)
+                    }  # fmt: skip
         rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in turns}
         for _ in range(run.options.repeats):
-            for name in list(turns):
+            for name in [one.name for one in wanted if one.name in turns]:
                 # Ranks of the engine before look for messages without a pause for a second.
                 time.sleep(1.5)
                 outcomes[name]["bandwidths"].append(floor.socket_bandwidths(run.ranks))

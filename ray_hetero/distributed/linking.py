@@ -102,7 +102,9 @@ class Linking:
         neighbour.tell(Introduction(self.signature, machine_id(), addresses, gpu))
         answer: Answer = neighbour.hear()
         if output is not None:
-            output.accepted(is_seen=answer.sees_gpu, waits=answer.waits_on_gpu)
+            output.accepted(
+                is_seen=answer.sees_gpu, waits=answer.waits_on_gpu, timeout_s=self.terms.timeout_s
+            )
         for name, offer in offers.items():
             if name != answer.link:
                 offer.withdraw()

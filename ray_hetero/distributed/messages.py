@@ -98,6 +98,7 @@ class Message:
         # Written by threads that are not in inference mode, hence not through torch.
         self._stamp = memory[:8].numpy().view(np.float64)
         self._marks = memory[8:32].numpy().view(np.int64)
+        self._done = memory[32:36].numpy().view(np.uint32)
         self.rows = memory[HEADER_BYTES:].view(-1, packing.row_bytes)
         self.tensors = packing.views(self.rows)
         self.sent: OnItsWay | None = None
@@ -139,6 +140,16 @@ class Message:
     @awaited.setter
     def awaited(self, number: int) -> None:
         self._marks[2] = number
+
+    @property
+    def done(self) -> int:
+        """Number of the last step with such rows that the receiver's GPU has computed."""
+        return int(self._done[0])
+
+    @property
+    def done_address(self) -> int:
+        """Address of `done`, 32 bits, which a stream of that GPU writes."""
+        return int(self._done.ctypes.data)
 
     def of(self, tokens: int) -> torch.Tensor:
         """The part of it that a step of so many tokens needs."""

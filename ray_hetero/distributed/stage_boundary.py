@@ -78,6 +78,8 @@ class StageBoundary:
         self._sending: SendingThread | None = None
         self._output: StageOutput | None = None
         self._seen: SeenOutput | None = None
+        self._begun: Message | None = None
+        """Message of the running step, whose sender waits until this rank leaves its GPU."""
 
     def agree(
         self,
@@ -228,10 +230,19 @@ class StageBoundary:
         self._copied[id(message)].record()
         if words is not None:
             words.say(message.awaited)
+            self._begun = message
         else:
             # The sender has one such place, and is told nothing else of this copy.
             self._copied[id(message)].synchronize()
             message.take()
+
+    def end_step(self) -> None:
+        """Leave the GPU to the stage before this one, behind what has been ordered of the step."""
+        message, self._begun = self._begun, None
+        if message is not None:
+            assert self._seen is not None
+            assert self._seen.words is not None
+            self._seen.words.tell(message.done_address, message.awaited)
 
     def arrived(self, message: Message, start: float, end: float) -> None:
         """A message was waited for from `start` to `end`, in seconds of this rank's clock."""

@@ -77,6 +77,8 @@ class RankWorker:
         with self._step():
             self._prompts_ahead.begin_step(scheduler_output)
             output = self._worker.execute_model(scheduler_output)
+            if self._boundary is not None:
+                self._boundary.end_step()
         self.clock.totals.count(layer_tokens.take())
         self.clock.add(
             time.perf_counter() - start,

@@ -340,19 +340,23 @@ def test_another_process_reads_memory_of_the_gpu() -> None:
 WAITS = """
 import sys, torch
 from ray_hetero.kernels.prompts.stage_output import GpuOffer, accept
+from ray_hetero.runtime.locked_pages import lock_pages
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)
 torch.zeros(1, device=device)
 seen = accept(GpuOffer(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])), device)
+done = torch.zeros(16, dtype=torch.int32)
+lock_pages(done)
 print(seen.words is not None, flush=True)
 sys.stdin.readline()
 for number in (1, 2):
     seen.words.wait(number)
     rows = seen.rows.clone()
     seen.words.say(number)
-    print("ordered", flush=True)
+    seen.words.tell(done.data_ptr(), number)
+    print("ordered", int(done[0]), flush=True)
     torch.cuda.synchronize()
-    print(int(rows.long().sum()), flush=True)
+    print(int(rows.long().sum()), int(done[0]), flush=True)
 """
 
 
@@ -380,15 +384,15 @@ def test_streams_of_two_processes_wait_for_rows_and_for_their_being_read() -> No
         output.accepted(is_seen=True, waits=True)
         torch.cuda.synchronize()
         print(file=reading.stdin, flush=True)
-        for _ in range(2):
-            assert reading.stdout.readline() == "ordered\n"
+        for number in (1, 2):
+            assert reading.stdout.readline() == f"ordered {number - 1}\n"
             assert not select.select([reading.stdout], [], [], 0.5)[0]
             x, total = (torch.randn(capacity, 256, device=device).bfloat16() for _ in range(2))
             torch.cuda.synchronize()
             output.put(capacity, slice(None), x, total)
             output.finish(x)
             expected = sum(int(one.view(torch.uint8).long().sum()) for one in (x, total))
-            assert reading.stdout.readline() == f"{expected}\n"
+            assert reading.stdout.readline() == f"{expected} {number}\n"
         assert reading.wait(30) == 0
     output.settle()
     gpu_memory.give_back(output._memory)  # type: ignore[arg-type]

@@ -91,7 +91,9 @@ def message() -> Message:
 class Stage:
     """Layers whose results are sent, and the memory that the next stage's rank sees."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, waits: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, waits: bool = False, timeout_s: float = 60
+    ) -> None:
         self.steps = Steps(monkeypatch)
         layers: Any = self.steps.made
         self.output = layers.output = StageOutput(layers._on_gpu.gpu)
@@ -102,7 +104,7 @@ class Stage:
         assert found.words is not None
         self.words = found.words
         self.rows = found.rows.view(CAPACITY, PACKING.row_bytes)
-        self.output.accepted(is_seen=True, waits=waits)
+        self.output.accepted(is_seen=True, waits=waits, timeout_s=timeout_s)
 
     def sent(self, *parts: tuple[Conversation, int, int]) -> tuple[Message, float]:
         """Compute a step and send it; its message, and how far its rows are from what they are."""
@@ -123,6 +125,11 @@ class Stage:
         ])  # fmt: skip
         apart = (x.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
         return sent, float(apart.max())
+
+    def compute(self, sent: Message) -> None:
+        """Be the next stage: read the rows, and compute with them."""
+        self.words.say(sent.awaited)
+        self.words.tell(sent.done_address, sent.awaited)
 
 
 def test_prompts_stay_once_a_step_has_shown_what_is_sent(
@@ -173,7 +180,7 @@ def test_streams_wait_for_what_is_sent_before_it_is_computed(
         assert apart < CLOSE
         # The message goes first; what the GPU says is still heard.
         assert order[-2:] == ["send", "wait"]
-        stage.words.say(number)
+        stage.compute(sent)
     # Of a decode step, which the cores compute, nobody waits for the GPU.
     order.clear()
     sent, apart = stage.sent((other, 119, 120), (late, 49, 50))
@@ -182,25 +189,45 @@ def test_streams_wait_for_what_is_sent_before_it_is_computed(
     assert order == []
 
 
-def test_rows_that_have_not_been_read_are_not_overwritten(
+def test_a_stage_waits_for_its_turn_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
     stage = Stage(monkeypatch, waits=True)
+    gpu = stage.output._gpu
+    products: list[int] = []
+    product = gpu.product
+    monkeypatch.setattr(
+        gpu, "product", lambda x, linear: (products.append(len(x)), product(x, linear))[1]
+    )
     stage.sent((stage.steps.request(60), 0, 60))
-    sent, _ = stage.sent((stage.steps.request(60), 0, 60))
-    assert sent.awaited == 1
+    first, _ = stage.sent((stage.steps.request(60), 0, 60))
+    assert first.awaited == 1
+    products.clear()
     before, found = stage.rows.clone(), queue.SimpleQueue[Any]()
     third = stage.steps.request(40)
     computing = threading.Thread(target=lambda: found.put(stage.sent((third, 0, 40))))
     computing.start()
+    # The next stage has read the rows, and computes with them.
+    stage.words.say(1)
     computing.join(2)
     assert computing.is_alive()
+    assert products == []
     assert torch.equal(stage.rows, before)
-    stage.words.say(1)
+    stage.words.tell(first.done_address, 1)
     sent, apart = found.get(timeout=60)
     computing.join()
+    assert set(products) == {40}
     assert sent.awaited == 2
     assert apart < CLOSE
+
+
+def test_a_stage_that_gets_no_turn_says_so(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+    stage = Stage(monkeypatch, waits=True, timeout_s=0.2)
+    for _ in range(2):
+        stage.sent((stage.steps.request(60), 0, 60))
+    expected = r"has not computed step 1 of prompts .* in 0\.2 s \(exchange\.timeout_s\)"
+    with pytest.raises(TimeoutError, match=expected):
+        stage.sent((stage.steps.request(40), 0, 40))
 
 
 @pytest.mark.parametrize("refuses", ["sender", "receiver"])
@@ -371,6 +398,7 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         values = {name: torch.randn(tokens, HIDDEN).bfloat16() for name in TEMPLATE}
         stays = output.may_take(tokens)
         if stays:
+            assert output.has_turn()
             output.put(tokens, slice(None), values["hidden_states"], values["residual"])
             sent = dict(zip(TEMPLATE, output.finish(values["hidden_states"]), strict=True))
         else:
@@ -380,6 +408,10 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         found, (way,), (copy,) = receiver.irecv()
         way.wait()
         copy()
+        if stays and waits:
+            assert not output.has_turn()
+        receiver.end_step()
+        assert output.has_turn()
         return values, {name: one[:tokens] for name, one in found.items()}
 
     ways = []

@@ -263,8 +263,15 @@ class _Step:
         with torch.inference_mode(), current(gpu.computing):
             # What this thread waits for comes first: the rest is ordered ahead of the GPU.
             self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
+            self._angles(self._layers[0].attention.cos_sin)
             self._spans = self._begin_uploads()
             y, total = gpu.memory.sent(hidden, residual)
+            has_turn = output is None or output.has_turn()
+            if not has_turn:
+                gpu.read_first()
+        if output is not None and not has_turn:
+            output.wait_for_turn()
+        with torch.inference_mode(), current(gpu.computing):
             for layer in self._layers:
                 x = gpu_post_attention.add_and_norm(gpu, y, total, layer.input.norm)
                 attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
@@ -330,8 +337,7 @@ class _Step:
         """[tokens, 1, rotated / 2] of this step, float32; layers have them in common."""
         at = cos_sin.data_ptr()
         if at not in self._turning:
-            # A model has one table of up to a hundred thousand positions; a step needs its own,
-            # which are looked up while the GPU computes the first layer's queries and keys.
+            # A model has one table of up to a hundred thousand positions; a step needs its own.
             shape = len(self._positions), cos_sin.shape[1]
             here = self._gpu.memory.host_memory(*shape, dtype=cos_sin.dtype)
             torch.index_select(cos_sin, 0, self._positions, out=here)

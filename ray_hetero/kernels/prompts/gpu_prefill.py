@@ -273,7 +273,11 @@ class GpuPrefill:
             return  # all weights of the model are small
         if self._ordered is None or (self.is_settled and self._ordered.exception() is None):
             with torch.inference_mode(), current(self._computing):
-                self.reader.prepare_next(self._of_prompts)
+                self.read_first()
+
+    def read_first(self) -> None:
+        """Have what a prompt needs first come; by the thread that orders the prompt's work."""
+        self.reader.prepare_next(self._of_prompts)
 
     @property
     def is_settled(self) -> bool:

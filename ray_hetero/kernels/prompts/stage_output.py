@@ -11,10 +11,15 @@ more with it.
 Words behind the rows say when they are there, and when they have been read.  Streams of both ranks
 wait for these, so that the message is sent, and the next stage's work ordered, while the GPU still
 computes the rows.  Where a driver refuses that, both ranks wait themselves.
+
+The two stages take turns on their GPU: it computes less if it goes back and forth between two
+processes.  The sending rank waits in its own thread, since a stream that waits while the other
+process computes takes time of the GPU from it, too.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 """Names of both results in vLLM's models, between stages."""
+NAP_S = 1e-4
+"""Seconds between two looks whether the next stage has computed a step."""
 WORD_BYTES = 64
 """Bytes for each of the two words behind the rows."""
 
@@ -55,6 +62,10 @@ class Carrier(Protocol):
     @property
     def is_taken(self) -> bool:
         """Whether the receiving rank has read them."""
+
+    @property
+    def done(self) -> int:
+        """Number of the last of its steps that the receiving rank has computed."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,15 @@ class Words:
         """
         self._stream.write(self._own, number % VALUES)
 
+    def tell(self, address: int, number: int) -> None:
+        """Write the number of a step to another word, of locked memory of the host, as `say` does.
+
+        Raises:
+            RuntimeError: as `say`.
+
+        """
+        self._stream.write(address, number % VALUES)
+
     def wait(self, number: int) -> None:
         """Have the stream wait until the other end has come to a step, by its number.
 
@@ -125,6 +145,7 @@ class StageOutput:
         self._returned: tuple[int, int] | None = None
         self._stays = self._is_direct = False
         self._words: Words | None = None
+        self._timeout_s = 0.0
         self._is_awaited = False
         """Whether what the last message has said would be there is still to be waited for."""
         self.number = 0
@@ -154,14 +175,16 @@ class StageOutput:
         self._places = packing.views(memory[:rows].view(capacity, packing.row_bytes))
         return GpuOffer(gpu_memory.identity(self._gpu.device), handle, nbytes)
 
-    def accepted(self, *, is_seen: bool, waits: bool = False) -> None:
+    def accepted(self, *, is_seen: bool, waits: bool = False, timeout_s: float = 600) -> None:
         """Keep the memory if the receiving rank sees it.
 
         Args:
             is_seen: whether it does.
             waits: whether its streams wait for words.
+            timeout_s: longest wait for a step of the receiving rank (exchange.timeout_s).
 
         """
+        self._timeout_s = timeout_s
         if self._memory is None:
             return
         if not is_seen:
@@ -222,6 +245,27 @@ class StageOutput:
             and tokens <= len(self._places[HIDDEN])
             and (self._words is not None or self._carried is None or self._carried.is_taken)
         )
+
+    def has_turn(self) -> bool:
+        """Whether the next stage has computed the step before on the GPU, as far as is told."""
+        carried = self._carried
+        return self._words is None or carried is None or carried.done == self.number % VALUES
+
+    def wait_for_turn(self) -> None:
+        """Wait until `has_turn`.
+
+        Raises:
+            TimeoutError: the next stage takes too long.
+
+        """
+        limit = time.monotonic() + self._timeout_s
+        while not self.has_turn():
+            if time.monotonic() > limit:
+                raise TimeoutError(
+                    f"the next stage has not computed step {self.number} of prompts on the GPU of "
+                    f"both stages in {self._timeout_s:g} s (exchange.timeout_s)"
+                )
+            time.sleep(NAP_S)
 
     def put(
         self, tokens: int, rows: torch.Tensor | slice, x: torch.Tensor, total: torch.Tensor
