@@ -33,7 +33,7 @@ from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
-from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill, stage_output  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
     _attend_with_torch,
@@ -44,6 +44,7 @@ from ray_hetero.kernels.prompts.gpu_table import table_of  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_unpacking import unpack  # noqa: E402
 from ray_hetero.kernels.prompts.link_reader import current  # noqa: E402
 from ray_hetero.kernels.prompts.stage_output import StageOutput  # noqa: E402
+from ray_hetero.kernels.prompts.turns import turns_from  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import gpu_memory  # noqa: E402
 
@@ -337,6 +338,20 @@ def test_another_process_reads_memory_of_the_gpu() -> None:
     gpu_memory.give_back(memory)
 
 
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_turns_are_measured_between_steps(
+    monkeypatch: pytest.MonkeyPatch, *, is_compact: bool
+) -> None:
+    steps = Steps(monkeypatch, device=GPU, isa=layout(), is_compact=is_compact)
+    gpu = steps.made.gpu
+    assert gpu is not None
+    for tokens in (100, 70):
+        request = steps.request(tokens + 1)
+        steps.check((request, 0, tokens))
+        assert turns_from(gpu) > 0
+        steps.check((request, tokens, tokens + 1))
+
+
 WAITS = """
 import sys, torch
 from ray_hetero.kernels.prompts.stage_output import GpuOffer, accept
@@ -361,7 +376,10 @@ for number in (1, 2):
 
 
 @pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no memory of a GPU")
-def test_streams_of_two_processes_wait_for_rows_and_for_their_being_read() -> None:
+def test_streams_of_two_processes_wait_for_rows_and_for_their_being_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_output, "turns_from", lambda gpu: 0)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     # Not the name that vLLM's CPU worker has something else in.

@@ -79,6 +79,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     made = Memory()
     monkeypatch.setattr(stage_output, "gpu_memory", made)
     monkeypatch.setattr(stage_output, "_offered", [])
+    # Of no step until a test says otherwise.
+    monkeypatch.setattr(stage_output, "turns_from", lambda gpu: CAPACITY + 1)
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
     return made
@@ -192,6 +194,7 @@ def test_streams_wait_for_what_is_sent_before_it_is_computed(
 def test_a_stage_waits_for_its_turn_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
+    monkeypatch.setattr(stage_output, "turns_from", lambda gpu: 40)
     stage = Stage(monkeypatch, waits=True)
     gpu = stage.output._gpu
     products: list[int] = []
@@ -221,7 +224,24 @@ def test_a_stage_waits_for_its_turn_on_the_gpu(
     assert apart < CLOSE
 
 
+def test_small_steps_take_no_turns(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+    monkeypatch.setattr(stage_output, "turns_from", lambda gpu: 50)
+    stage = Stage(monkeypatch, waits=True, timeout_s=0.2)
+    stage.sent((stage.steps.request(60), 0, 60))
+    sent, _ = stage.sent((stage.steps.request(60), 0, 60))
+    for tokens in (40, 49):
+        # The next stage has read the rows, and goes on.
+        stage.words.say(sent.awaited)
+        sent, apart = stage.sent((stage.steps.request(tokens), 0, tokens))
+        assert sent.is_on_gpu
+        assert apart < CLOSE
+    stage.words.say(sent.awaited)
+    with pytest.raises(TimeoutError):
+        stage.sent((stage.steps.request(50), 0, 50))
+
+
 def test_a_stage_that_gets_no_turn_says_so(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+    monkeypatch.setattr(stage_output, "turns_from", lambda gpu: 40)
     stage = Stage(monkeypatch, waits=True, timeout_s=0.2)
     for _ in range(2):
         stage.sent((stage.steps.request(60), 0, 60))
@@ -365,6 +385,7 @@ class Event:
 def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
     waits: bool, monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
+    monkeypatch.setattr(stage_output, "turns_from", lambda gpu: 0)
     waited: list[None] = []
 
     def refuse(*given: Any) -> Any:
@@ -398,7 +419,7 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         values = {name: torch.randn(tokens, HIDDEN).bfloat16() for name in TEMPLATE}
         stays = output.may_take(tokens)
         if stays:
-            assert output.has_turn()
+            assert output.has_turn(tokens)
             output.put(tokens, slice(None), values["hidden_states"], values["residual"])
             sent = dict(zip(TEMPLATE, output.finish(values["hidden_states"]), strict=True))
         else:
@@ -408,10 +429,9 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         found, (way,), (copy,) = receiver.irecv()
         way.wait()
         copy()
-        if stays and waits:
-            assert not output.has_turn()
+        assert output.has_turn(tokens) == (not stays or not waits)
         receiver.end_step()
-        assert output.has_turn()
+        assert output.has_turn(tokens)
         return values, {name: one[:tokens] for name, one in found.items()}
 
     ways = []

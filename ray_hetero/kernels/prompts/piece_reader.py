@@ -6,6 +6,7 @@ after a piece then is on its way over the link while the piece is computed with.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,9 @@ from ray_hetero.kernels.prompts.link_reader import LinkReader, Slot, current, sl
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.weight_pieces import Piece
 from ray_hetero.planning.prefill_memory import EXPANDED, slots_within
+
+ROUNDS = 3
+"""Times that copies and products are measured, of which the shortest counts."""
 
 
 @dataclass(eq=False)
@@ -52,6 +56,8 @@ class PieceReader(LinkReader[Piece]):
         self, device: torch.device, module: Any, computing: Any, pieces: Sequence[Piece],
         budget: int,
     ) -> None:  # fmt: skip
+        self.largest = max(pieces, key=lambda piece: piece.values)
+        """The piece with most weights."""
         self.stored = max(piece.weight.nbytes for piece in pieces)
         """Most bytes of a piece as it is stored."""
         slot = slot_bytes(self.stored)
@@ -62,7 +68,7 @@ class PieceReader(LinkReader[Piece]):
         self.kept = KeptPieces(module, computing)
         """Pieces that do not come again for each step."""
         self._lent_to: object | None = None
-        self.values = max(piece.values for piece in pieces)
+        self.values = self.largest.values
         """Most weights of a piece."""
         memory = torch.empty((EXPANDED, self.values), dtype=torch.bfloat16, device=device)
         made = [_Buffer(one, module.Event(), module.Event()) for one in memory]
@@ -149,6 +155,36 @@ class PieceReader(LinkReader[Piece]):
         if self._ahead and self._ahead[0].piece is not order.after(first):
             self._ahead.clear()
         self._read_ahead(first, order)
+
+    def seconds(self, multiply: Callable[[torch.Tensor], None]) -> tuple[float, float]:
+        """Seconds that the largest piece takes over the link, and that products with it take.
+
+        What was ordered ahead does not come then.
+
+        Args:
+            multiply: orders products with a piece, [outputs, inputs], on the stream of products.
+
+        """
+        self.forget()
+        self._take_back()
+        piece, slot, buffer = self.largest, self.all_slots[0], self._next
+        weight = buffer.memory[: piece.values]
+        link, products = [], []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            self.bring(piece, slot)
+            slot.ready.synchronize()
+            link.append(time.perf_counter() - began)
+        self._expand_slot(slot, piece, weight, self._computing)
+        for _ in range(ROUNDS):
+            buffer.ready.record(self._computing)
+            buffer.ready.synchronize()
+            began = time.perf_counter()
+            multiply(weight.view(-1, piece.inputs))
+            buffer.ready.record(self._computing)
+            buffer.ready.synchronize()
+            products.append(time.perf_counter() - began)
+        return min(link), min(products)
 
     def slot_for(self, piece: Piece) -> Slot[Piece]:
         """Memory for a piece: where it stays, or that of the oldest one."""

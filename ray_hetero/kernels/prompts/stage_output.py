@@ -12,9 +12,8 @@ Words behind the rows say when they are there, and when they have been read.  St
 wait for these, so that the message is sent, and the next stage's work ordered, while the GPU still
 computes the rows.  Where a driver refuses that, both ranks wait themselves.
 
-The two stages take turns on their GPU: it computes less if it goes back and forth between two
-processes.  The sending rank waits in its own thread: with streams that waited, the GPU computed
-less than without turns.
+In larger steps the two stages take turns on their GPU (turns.py).  The sending rank waits in its
+own thread: with streams that waited, the GPU computed less than without turns.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import torch
 
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.kernels.prompts.turns import turns_from
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
 from ray_hetero.runtime.stream_words import VALUES, words_of
@@ -145,6 +145,8 @@ class StageOutput:
         self._returned: tuple[int, int] | None = None
         self._stays = self._is_direct = False
         self._words: Words | None = None
+        self._turns_from = 0
+        """Tokens of a step from which it waits for its turn."""
         self._timeout_s = 0.0
         self._is_awaited = False
         """Whether what the last message has said would be there is still to be waited for."""
@@ -195,6 +197,7 @@ class StageOutput:
             gpu = self._gpu
             try:
                 self._words = Words(self._memory, gpu.device, gpu.computing, is_sender=True)
+                self._turns_from = turns_from(gpu)
             except UnsupportedError as error:
                 logger.info("the next stage is told of prompts once they are computed: %s", error)
 
@@ -246,20 +249,30 @@ class StageOutput:
             and (self._words is not None or self._carried is None or self._carried.is_taken)
         )
 
-    def has_turn(self) -> bool:
-        """Whether the next stage has computed the step before on the GPU, as far as is told."""
-        carried = self._carried
-        return self._words is None or carried is None or carried.done == self.number % VALUES
+    def has_turn(self, tokens: int) -> bool:
+        """Whether a step need not wait until the next stage has computed the one before.
 
-    def wait_for_turn(self) -> None:
-        """Wait until `has_turn`.
+        Args:
+            tokens: of the step that the GPU computes.
+
+        """
+        carried = self._carried
+        return (
+            self._words is None
+            or tokens < self._turns_from
+            or carried is None
+            or carried.done == self.number % VALUES
+        )
+
+    def wait_for_turn(self, tokens: int) -> None:
+        """Wait until `has_turn`, whose argument this has.
 
         Raises:
             TimeoutError: the next stage takes too long.
 
         """
         limit = time.monotonic() + self._timeout_s
-        while not self.has_turn():
+        while not self.has_turn(tokens):
             if time.monotonic() > limit:
                 raise TimeoutError(
                     f"the next stage has not computed step {self.number} of prompts on the GPU of "
