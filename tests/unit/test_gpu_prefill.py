@@ -26,7 +26,7 @@ from ray_hetero.kernels.formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.linear import streaming_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_prefill, prompts_ahead  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
@@ -314,6 +314,25 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
     asked._packed(layer)
     with pytest.raises(UnsupportedError, match=r"cpu\.prefill_on_gpu to false"):
         asked.loaded(torch.nn.Module())
+
+
+def test_a_gpu_is_not_taken_for_small_weights(
+    layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offered: list[object] = []
+    monkeypatch.setattr(prompts_ahead, "use", offered.extend)
+    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", layer.weight.nbytes + 1)
+    layers = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("INFO", logger="vllm"):
+        layers.loaded(torch.nn.Module())
+    kernel = streaming_linear.at_hand()
+    assert kernel is not None
+    assert kernel.prompts is None
+    assert "prompts stay on the cores: all weights of this rank are small" in caplog.text
+    assert "computed by the GPU" not in caplog.text
+    assert offered == []
 
 
 def test_weights_that_come_anew_are_refused(

@@ -19,7 +19,6 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput  # noqa: E
 
 from ray_hetero.kernels.linear.streaming_linear import Prompts  # noqa: E402
 from ray_hetero.kernels.prompts import piece_reader, prompts_ahead  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.prompts.prompts_ahead import MOST_TOKENS, PromptsAhead  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 from ray_hetero.planning.prefill_memory import SLOTS  # noqa: E402
@@ -135,13 +134,6 @@ def test_before_the_first_prompt_nothing_is_known(monkeypatch: pytest.MonkeyPatc
     gpu.read_ahead()
     assert not copies.copied
     copies.of_step(PROMPT)
-
-
-def test_a_gpu_without_weights_has_nothing_to_read() -> None:
-    gpu = GpuPrefill(torch.device("cpu"), 64)
-    assert gpu.take().gpu_bytes == 0
-    prompts_ahead.use([Prompts(gpu, FROM_TOKENS)])
-    PromptsAhead().begin_step(step({"a": FROM_TOKENS}, new="a"))
 
 
 def test_what_went_wrong_before_is_left_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,6 +300,9 @@ class LinearLayers:
                 raise
             logger.warning("%s", error)
             return
+        if not taken.weight_bytes:
+            logger.info("prompts stay on the cores: all weights of this rank are small")
+            return
         is_auto = self._config.prefill_on_gpu_tokens == "auto"
         kernel.prompts = Prompts(self._gpu, self._config.prompt_tokens, is_auto=is_auto)
         logger.info(

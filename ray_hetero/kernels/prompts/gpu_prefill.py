@@ -269,8 +269,6 @@ class GpuPrefill:
             RuntimeError: what CUDA says.
 
         """
-        if not self._pieces:
-            return  # all weights of the model are small
         if self._ordered is None or (self.is_settled and self._ordered.exception() is None):
             with torch.inference_mode(), current(self._computing):
                 self.read_first()
