@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from copied_pieces import CopiedPieces, KeptColumns  # noqa: E402
+from copied_pieces import CopiedPieces  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -26,9 +26,13 @@ def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
 
 
+@pytest.mark.parametrize("shared", ["columns", "last"])
 @pytest.mark.parametrize("is_compact", [False, True])
-def test_steps_behind_it_are_right(monkeypatch: pytest.MonkeyPatch, *, is_compact: bool) -> None:
-    copies = KeptColumns(monkeypatch, 512, is_compact=is_compact)
+def test_steps_behind_it_are_right(
+    monkeypatch: pytest.MonkeyPatch, *, is_compact: bool, shared: str
+) -> None:
+    count = 12 if shared == "columns" else 1
+    copies = CopiedPieces(monkeypatch, 900, most=512, is_compact=is_compact, **{shared: count})
     gpu = copies.steps.made.gpu
     assert gpu is not None
     for tokens in (100, 1, 1, 1, 90, 1, 120, 120):

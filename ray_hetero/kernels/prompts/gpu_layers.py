@@ -266,12 +266,12 @@ class _Step:
             self._angles(self._layers[0].attention.cos_sin)
             self._spans = self._begin_uploads()
             y, total = gpu.memory.sent(hidden, residual)
-            own = len(self._positions)
-            has_turn = output is None or output.has_turn(own)
+            count = len(self._positions)
+            has_turn = output is None or output.has_turn(count)
             if not has_turn:
                 gpu.read_first()
         if output is not None and not has_turn:
-            output.wait_for_turn(own)
+            output.wait_for_turn(count)
         with torch.inference_mode(), current(gpu.computing):
             for layer in self._layers:
                 x = gpu_post_attention.add_and_norm(gpu, y, total, layer.input.norm)

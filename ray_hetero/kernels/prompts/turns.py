@@ -37,6 +37,7 @@ def turns_from(gpu: GpuPrefill) -> int:
 
     """
     gpu.settle()
+    gpu.forget()
     with torch.inference_mode(), current(gpu.computing):
         x = gpu.memory.to_multiply(gpu.tokens, gpu.reader.largest.inputs).normal_()
 
