@@ -13,7 +13,8 @@ class Exchanged:
     """What a rank's exchanges have taken; seconds and bytes."""
 
     waiting_s: float = 0.0
-    """Seconds of waiting until the previous stage had computed what it sent."""
+    """Seconds of waiting until the previous stage had computed what it sent, or the next one what
+    comes first on the GPU of both."""
     exchange_s: float = 0.0
     """Packing and sending, and from the end of the previous stage's computing to the arrival of
     what it sent.  Where the stages are on two hosts, whose clocks differ, arrivals count as

@@ -159,6 +159,7 @@ class StageBoundary:
         self._exchanged.exchange_s += time.perf_counter() - start
         if self._output is not None:
             self._output.settle()
+            self._exchanged.waiting_s += self._output.take_waited()
 
     def _send_here(
         self, sender: Sender, message: Message, tensors: Mapping[str, torch.Tensor], start: float

@@ -219,6 +219,8 @@ def test_a_stage_waits_for_its_turn_on_the_gpu(
     stage.words.tell(first.done_address, 1)
     sent, apart = found.get(timeout=60)
     computing.join()
+    assert 1 < stage.output.take_waited() < 60
+    assert stage.output.take_waited() == 0
     assert set(products) == {40}
     assert sent.awaited == 2
     assert apart < CLOSE
@@ -442,4 +444,8 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
     assert ways == [False, *[True] * 6]
     assert len(waited) == 6
     assert output.number == (6 if waits else 0)
+    sender.take()
+    monkeypatch.setattr(output, "take_waited", lambda: 1.5)
+    step(7)
+    assert sender.take().waiting_s == 1.5
     assert stage_output.offered() is output

@@ -147,7 +147,7 @@ class StageOutput:
         self._words: Words | None = None
         self._turns_from = 0
         """Tokens of a step from which it waits for its turn."""
-        self._timeout_s = 0.0
+        self._timeout_s = self._waited_s = 0.0
         self._is_awaited = False
         """Whether what the last message has said would be there is still to be waited for."""
         self.number = 0
@@ -238,6 +238,11 @@ class StageOutput:
             self._is_awaited = False
             self._gpu.wait()
 
+    def take_waited(self) -> float:
+        """Seconds that steps have waited for their turns since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
     # --- the layers' side ---------------------------------------------------------------------
 
     def may_take(self, tokens: int) -> bool:
@@ -271,14 +276,15 @@ class StageOutput:
             TimeoutError: the next stage takes too long.
 
         """
-        limit = time.monotonic() + self._timeout_s
+        began = time.monotonic()
         while not self.has_turn(tokens):
-            if time.monotonic() > limit:
+            if time.monotonic() - began > self._timeout_s:
                 raise TimeoutError(
                     f"the next stage has not computed step {self.number} of prompts on the GPU of "
                     f"both stages in {self._timeout_s:g} s (exchange.timeout_s)"
                 )
             time.sleep(NAP_S)
+        self._waited_s += time.monotonic() - began
 
     def put(
         self, tokens: int, rows: torch.Tensor | slice, x: torch.Tensor, total: torch.Tensor
