@@ -39,7 +39,9 @@ def turns_from(gpu: GpuPrefill) -> int:
     gpu.settle()
     gpu.forget()
     with torch.inference_mode(), current(gpu.computing):
-        x = gpu.memory.to_multiply(gpu.tokens, gpu.reader.largest.inputs).normal_()
+        x = gpu.memory.to_multiply(gpu.tokens, gpu.reader.largest.inputs)
+        # Not torch's own: the ranks of a group are to sample the same tokens later.
+        x.normal_(generator=torch.Generator(gpu.device).manual_seed(0))
 
         def multiply(weight: torch.Tensor) -> None:
             torch.mm(x, weight.t(), out=gpu.memory.products(gpu.tokens, len(weight)))
