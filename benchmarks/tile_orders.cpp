@@ -104,13 +104,18 @@ void just_before(const Given& given, long begin, long end, float* sums) {
   store_four(sums);
 }
 
+// The operands of a first step, in the order in which these ways need them, and the sums.
+RAY_HETERO_INLINE void load_first(const Given& given, long step, const float* sums) {
+  load_w<6>(given, step, 0);
+  load_x<4>(given, step, 0);
+  load_x<5>(given, step, 1);
+  load_w<7>(given, step, 1);
+  load_four(sums);
+}
+
 // Each tile is loaded anew right behind its last product, for the next step.
 void behind_last_use(const Given& given, long begin, long end, float* sums) {
-  load_w<6>(given, begin, 0);
-  load_x<4>(given, begin, 0);
-  load_x<5>(given, begin, 1);
-  load_w<7>(given, begin, 1);
-  load_four(sums);
+  load_first(given, begin, sums);
   for (long step = begin; step < end; ++step) {
     multiply_tiles<0, 4, 6>();
     multiply_tiles<2, 5, 6>();
@@ -126,11 +131,7 @@ void behind_last_use(const Given& given, long begin, long end, float* sums) {
 
 // The same, where the order of products alternates: what was loaded last is needed last.
 void alternating(const Given& given, long begin, long end, float* sums) {
-  load_w<6>(given, begin, 0);
-  load_x<4>(given, begin, 0);
-  load_x<5>(given, begin, 1);
-  load_w<7>(given, begin, 1);
-  load_four(sums);
+  load_first(given, begin, sums);
   for (long step = begin; step < end; step += 2) {
     multiply_tiles<0, 4, 6>();
     multiply_tiles<2, 5, 6>();
@@ -222,9 +223,7 @@ void halves(const Given& given, long begin, long end, float* sums) {
 
 // Without loads: what the products alone take.
 void products_alone(const Given& given, long begin, long end, float* sums) {
-  load_four(sums);
-  load_w<6>(given, begin, 0), load_w<7>(given, begin, 1);
-  load_x<4>(given, begin, 0), load_x<5>(given, begin, 1);
+  load_first(given, begin, sums);
   for (long step = begin; step < end; ++step) {
     multiply_tiles<0, 4, 6>();
     multiply_tiles<1, 4, 7>();

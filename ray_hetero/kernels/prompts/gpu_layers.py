@@ -267,10 +267,9 @@ class _Step:
             self._spans = self._begin_uploads()
             y, total = gpu.memory.sent(hidden, residual)
             count = len(self._positions)
-            has_turn = output is None or output.has_turn(count)
-            if not has_turn:
+            if output is not None and not output.has_turn(count):
                 gpu.read_first()
-        if output is not None and not has_turn:
+        if output is not None:
             output.wait_for_turn(count)
         with torch.inference_mode(), current(gpu.computing):
             for layer in self._layers:

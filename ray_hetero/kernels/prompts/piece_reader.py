@@ -169,22 +169,16 @@ class PieceReader(LinkReader[Piece]):
         self._take_back()
         piece, slot, buffer = self.largest, self.all_slots[0], self._next
         weight = buffer.memory[: piece.values]
-        link, products = [], []
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            self.bring(piece, slot)
-            slot.ready.synchronize()
-            link.append(time.perf_counter() - began)
+        link = _fastest(lambda: self.bring(piece, slot), slot.ready)
         self._expand_slot(slot, piece, weight, self._computing)
-        for _ in range(ROUNDS):
-            buffer.ready.record(self._computing)
-            buffer.ready.synchronize()
-            began = time.perf_counter()
+        buffer.ready.record(self._computing)
+        buffer.ready.synchronize()
+
+        def products() -> None:
             multiply(weight.view(-1, piece.inputs))
             buffer.ready.record(self._computing)
-            buffer.ready.synchronize()
-            products.append(time.perf_counter() - began)
-        return min(link), min(products)
+
+        return link, _fastest(products, buffer.ready)
 
     def slot_for(self, piece: Piece) -> Slot[Piece]:
         """Memory for a piece: where it stays, or that of the oldest one."""
@@ -264,3 +258,14 @@ class PieceReader(LinkReader[Piece]):
                 return slot
         self.fetch(piece)
         return self._ahead.popleft()
+
+
+def _fastest(order: Callable[[], None], done: Any) -> float:
+    """Seconds of the fastest round, until an event that it has recorded."""
+    taken = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        order()
+        done.synchronize()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
