@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,9 +219,10 @@ def test_pieces_expanded_ahead_come_once_where_a_layer_does_not_fit(
         kept.of_step(1)
     (step,) = kept.columns._pieces.values()
     assert not kept.columns._is_whole(step)
-    for _ in range(4):
-        copied = kept.of_step(1)
-        assert len(copied) == len(set(copied)) > 0
+    copied = Counter(piece for _ in range(6) for piece in kept.of_step(1))
+    # Of those ahead there may be one more or less at the end than at the beginning.
+    assert sum(copied.values()) in range(6 * len(copied) - 1, 6 * len(copied) + 2)
+    assert set(copied.values()) <= {5, 6, 7}
     assert kept.columns.graphs.replayed == 0
 
 
@@ -242,7 +244,8 @@ def test_short_prompts_take_the_place_of_few(monkeypatch: pytest.MonkeyPatch) ->
         # What is left comes no more, and behind the others come the first ones of the next step.
         copied = kept.of_step(1)
         assert set(copied) == pieces - left
-        assert len(copied) - len(set(copied)) <= len(reader.all_slots)
+        smallest = min(piece.weight.nbytes for piece in pieces)
+        assert len(copied) - len(set(copied)) <= len(reader.memory) // smallest
         assert there() == every
         for _ in range(3):
             kept.of_step(1)

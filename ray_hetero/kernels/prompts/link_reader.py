@@ -54,6 +54,8 @@ class LinkReader(ABC, Generic[Read]):
         """The stream of copies."""
         # In one, which torch rounds up once only.
         memory = torch.empty((slots, nbytes), dtype=torch.uint8, device=device)
+        self.memory = memory.view(-1)
+        """Memory of all slots, bytes."""
         self.all_slots: Sequence[Slot[Read]] = [
             Slot(one, module.Event(), module.Event()) for one in memory
         ]
@@ -73,6 +75,10 @@ class LinkReader(ABC, Generic[Read]):
     def forget(self) -> None:
         """What was ordered ahead does not come."""
         self._ahead.clear()
+
+    def has_room(self, piece: Read) -> bool:
+        """Whether a piece can be ordered beside those that are there, or on their way."""
+        return len(self._ahead) < self.slots
 
     def slot_for(self, piece: Read) -> Slot[Read]:
         """Memory for a piece that is ordered now: that of the oldest one."""
@@ -103,7 +109,7 @@ class LinkReader(ABC, Generic[Read]):
             slot.ready.synchronize()
 
     def read_ahead(self, last: Read, after: Callable[[Read], Read | None]) -> None:
-        """Order what comes after the last piece that was ordered, as far as there are slots.
+        """Order what comes after the last piece that was ordered, as far as there is room.
 
         Args:
             last: that piece, where all have come.
@@ -111,7 +117,7 @@ class LinkReader(ABC, Generic[Read]):
 
         """
         following = after((self._ahead[-1].piece or last) if self._ahead else last)
-        while len(self._ahead) < self.slots and following is not None:
+        while following is not None and self.has_room(following):
             self.fetch(following)
             following = after(following)
 

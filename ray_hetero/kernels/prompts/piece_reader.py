@@ -16,6 +16,7 @@ import torch
 
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory, KeptPieces
 from ray_hetero.kernels.prompts.link_reader import LinkReader, Slot, current, slot_bytes
+from ray_hetero.kernels.prompts.piece_ring import PieceRing
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.weight_pieces import Piece
 from ray_hetero.planning.prefill_memory import EXPANDED, slots_within
@@ -62,6 +63,10 @@ class PieceReader(LinkReader[Piece]):
         """Most bytes of a piece as it is stored."""
         slot = slot_bytes(self.stored)
         super().__init__(device, module, slots_within(budget, slot, len(pieces)), slot)
+        self._most = len(pieces)
+        self._ring: PieceRing[Piece] = PieceRing(self.memory, module)
+        """The memory of slots, for as many pieces as it holds."""
+        self._returned = module.Event()
         self._computing = computing
         # Ahead of products, whose end it does not put off: the next ones wait for it.
         self._expanding = module.Stream(priority=-1)
@@ -166,8 +171,7 @@ class PieceReader(LinkReader[Piece]):
 
         """
         self.forget()
-        self._take_back()
-        piece, slot, buffer = self.largest, self.all_slots[0], self._next
+        piece, slot, buffer = self.largest, self.slot_for(self.largest), self._next
         weight = buffer.memory[: piece.values]
         link = _fastest(lambda: self.bring(piece, slot), slot.ready)
         self._expand_slot(slot, piece, weight, self._computing)
@@ -186,7 +190,14 @@ class PieceReader(LinkReader[Piece]):
         if stays is not None:
             return stays
         self._take_back()
-        return super().slot_for(piece)
+        return self._ring.take(piece.weight.nbytes, self.copying)
+
+    def has_room(self, piece: Piece) -> bool:
+        """Whether a piece can be ordered beside those that are there, or on their way."""
+        if len(self._ahead) >= self._most:
+            return False
+        stays = self.kept.slot(piece) is not None
+        return stays or self._ring.has_room(piece.weight.nbytes, self._ahead)
 
     def idle(self) -> list[IdleMemory]:
         """Memory for expanded pieces, which steps leave idle that expand into other memory."""
@@ -220,14 +231,16 @@ class PieceReader(LinkReader[Piece]):
         self._take_back()
         # What was ordered ahead comes, and is not looked for.
         self._ahead.clear()
+        self._ring.wait(self.copying)
         self._lent_to = to
         return True
 
     def _take_back(self) -> None:
         if self._lent_to is not None:
             self._lent_to = None
-            for slot in self.all_slots:
-                slot.free.record(self._computing)
+            # All that was there has been used by what this stream has been given up to now.
+            self._returned.record(self._computing)
+            self.copying.wait_event(self._returned)
 
     def _read_ahead(self, last: Piece, order: ReadingOrder) -> None:
         self.read_ahead(last, partial(order.after, but=self.kept.has))
