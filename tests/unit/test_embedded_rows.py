@@ -21,6 +21,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for  # noqa: E402
 from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_table import GpuTable  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -53,6 +54,48 @@ def test_a_prompt_alone_is_not_looked_up_in_host_memory(engine: EmbeddedSteps) -
     engine.steps.check((other, 241, 300))
     engine.steps.check((engine.request(LARGE), 0, LARGE))
     assert engine.is_left
+
+
+def test_rows_that_are_expected_are_looked_up_once(
+    engine: EmbeddedSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[list[int]] = []
+    look_up = GpuTable.__call__
+
+    def note(self: GpuTable, tokens: torch.Tensor, into: torch.Tensor) -> None:
+        looked_up.append(tokens.tolist())
+        look_up(self, tokens, into)
+
+    monkeypatch.setattr(GpuTable, "__call__", note)
+    gpu = engine.steps.made.gpu
+    assert gpu is not None
+    one = engine.request(1000)
+    tokens = engine.tokens[one]
+
+    def step(begin: int, expected: torch.Tensor | None, least: int = 1) -> list[list[int]]:
+        looked_up.clear()
+        if expected is not None:
+            engine.rows.expect(expected, gpu.computing)
+        engine.steps.check((one, begin, begin + LARGE))
+        assert engine.is_left
+        return looked_up
+
+    assert step(0, tokens[:LARGE]) == [tokens[:LARGE].tolist()]
+    second, third, fourth = (tokens[n * LARGE : (n + 1) * LARGE] for n in (1, 2, 3))
+    # Others than those, none, or more than there is room for.
+    assert step(LARGE, third) == [third.tolist(), second.tolist()]
+    assert step(2 * LARGE, torch.tensor([VOCABULARY])) == [third.tolist()]
+    many = torch.zeros(engine.rows._memory.numel() // engine.layer.weight.shape[1] + 1).long()
+    assert step(3 * LARGE, many) == [fourth.tolist()]
+    # What came before a step that did not look for it is not there any more.
+    engine.rows.expect(fourth, gpu.computing)
+    engine.steps.check((one, 4 * LARGE, 4 * LARGE + 1))
+    two = engine.request(LARGE)
+    engine.tokens[two] = fourth
+    two.inputs.copy_(engine.layer.weight[fourth])
+    looked_up.clear()
+    engine.steps.check((two, 0, LARGE))
+    assert looked_up == [fourth.tolist()]
 
 
 def test_rows_that_the_cores_decode_are_looked_up(engine: EmbeddedSteps) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ pytestmark = needs_native
 
 PROMPT = 150
 FROM_TOKENS = 64
+PROMPT_TOKENS = list(range(1000, 9000))
+CACHED = 100
+"""Tokens of a new request whose keys and values are cached."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +50,31 @@ def step(
     made.num_scheduled_tokens = counts
     made.total_num_scheduled_tokens = sum(counts.values())
     made.scheduled_new_reqs = [
-        NewRequestData(name, [1], [], SamplingParams(), None, ([],), 0, None) for name in new
+        NewRequestData(name, PROMPT_TOKENS, [], SamplingParams(), None, ([],), CACHED, None)
+        for name in new
     ]
     made.finished_req_ids = set(finished)
     return made
 
 
 class Gpu:
-    """Counts what it is asked for."""
+    """Notes what it is asked for."""
 
-    asked = 0
+    computing = "the stream of products"
+    is_settled = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.expected: list[list[int]] = []
+        self.memory = SimpleNamespace(embedded=SimpleNamespace(expect=self._expect))
 
     def read_ahead(self) -> None:
         self.asked += 1
+
+    def _expect(self, tokens: torch.Tensor, stream: str) -> None:
+        assert stream is self.computing
+        assert tokens.dtype == torch.int64
+        self.expected.append(tokens.tolist())
 
 
 class Holder:
@@ -90,6 +106,38 @@ def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> N
         before = gpu.asked
         ahead.begin_step(one)
         assert gpu.asked - before == expected, number
+
+
+def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> None:
+    gpu, ahead = Gpu(), PromptsAhead()
+    prompts_ahead.use([Holder(gpu), Holder(None)])
+
+    def own(tokens: int) -> list[int]:
+        return PROMPT_TOKENS[CACHED : CACHED + tokens]
+
+    steps: list[tuple[SchedulerOutput, list[list[int]]]] = [
+        (step({"a": FROM_TOKENS}, new="a"), [own(FROM_TOKENS)]),
+        (
+            step({"b": 300, "c": 4 * MOST_TOKENS // 3}, new="bc"),
+            [own(300) + own(4 * MOST_TOKENS // 3)],
+        ),
+        (step({"d": FROM_TOKENS - 1}, new="d"), []),
+        # The next chunk of a prompt, and a prompt beside what decodes.
+        (step({"c": FROM_TOKENS}), []),
+        (step({"a": 1, "e": FROM_TOKENS}, new="e"), []),
+        (step({}, finished="abcde"), []),
+    ]
+    for number, (one, expected) in enumerate(steps):
+        gpu.expected.clear()
+        ahead.begin_step(one)
+        assert gpu.expected == expected, number
+    # Tokens that are not known, and a thread that is still ordering work.
+    given = step({"f": FROM_TOKENS}, new="f")
+    given.scheduled_new_reqs[0].prompt_token_ids = None
+    ahead.begin_step(given)
+    gpu.is_settled = False
+    ahead.begin_step(step({"g": FROM_TOKENS}, new="g"))
+    assert gpu.expected == []
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ class EmbeddedRows:
         """Rows that the layers have not got yet."""
         self._left: _LookedUp | None = None
         """Rows that have not been looked up in host memory yet."""
+        self._expected: torch.Tensor | None = None
+        """Tokens whose rows the GPU looks up before the step asks for them."""
 
     def leave_to_readers(self, table: GpuTable | None) -> None:
         """Look rows up in host memory only for `fill`, once the layers are known to get all rows.
@@ -69,6 +71,30 @@ class EmbeddedRows:
         """
         self._table = table
         self._may_be_left = self._counts and (table is None) == (self._there is None)
+
+    def expect(self, tokens: torch.Tensor, stream: Any) -> None:
+        """Have the GPU look rows up that the next step is likely to ask for, if it does so at all.
+
+        Args:
+            tokens: int64.
+            stream: of the GPU.
+
+        Raises:
+            RuntimeError: what CUDA says.
+
+        """
+        self.forget()
+        if (
+            self._table is None
+            or self._there is None
+            or not self._are_left(tokens, self._table.rows)
+        ):
+            return
+        elements = tokens.numel() * self._table.columns
+        if elements <= len(self._there):
+            with current(stream):
+                self._table(tokens, self._there[:elements].view(len(tokens), -1))
+            self._expected = tokens
 
     def __call__(
         self, table: torch.Tensor, tokens: torch.Tensor, stream: Any = None
@@ -85,6 +111,7 @@ class EmbeddedRows:
             RuntimeError: what CUDA says.
 
         """
+        expected = self._expected
         self.skip()
         elements = tokens.numel() * table.shape[1]
         is_plain = tokens.ndim == 1 and table.dtype == torch.bfloat16
@@ -92,14 +119,15 @@ class EmbeddedRows:
             return None
         into = self._memory[:elements].view(len(tokens), -1)
         sends = self._there is not None and stream is not None
-        is_left = self._leaves(table, tokens, sends=sends)
+        is_left = (sends or self._there is None) and self._are_left(tokens, len(table))
         if sends:
             assert self._there is not None
             there = self._there[:elements].view(into.shape)
             with current(stream):
                 if is_left:
                     assert self._table is not None
-                    self._table(tokens, there)
+                    if expected is None or not torch.equal(expected, tokens):
+                        self._table(tokens, there)
                 else:
                     spans = zip(*(each.split(SPAN) for each in (tokens, into, there)), strict=True)
                     for some, rows, rows_there in spans:
@@ -113,18 +141,16 @@ class EmbeddedRows:
             self._left = self._step if is_left else None
         return into
 
-    def _leaves(self, table: torch.Tensor, tokens: torch.Tensor, *, sends: bool) -> bool:
-        """Whether rows are not looked up in host memory now."""
+    def _are_left(self, tokens: torch.Tensor, rows: int) -> bool:
+        """Whether rows of an embedding of so many are looked up in host memory only later."""
         if not (self._may_be_left and self._are_handed_on and len(tokens)):
             return False
-        if self._there is not None and not sends:
-            return False
         least, most = (int(one) for one in tokens.aminmax())
-        return least >= 0 and most < len(table)
+        return least >= 0 and most < rows
 
     def skip(self) -> None:
         """Forget what was looked up last: the next step has other rows."""
-        self._step = self._left = None
+        self._step = self._left = self._expected = None
 
     def meet(self, hidden: torch.Tensor) -> None:
         """Learn what the layers get in a step.
@@ -194,4 +220,4 @@ class EmbeddedRows:
 
     def forget(self) -> None:
         """Have nothing on the GPU, whose memory is overwritten."""
-        self._sent = None
+        self._sent = self._expected = None

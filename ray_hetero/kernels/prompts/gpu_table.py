@@ -56,6 +56,16 @@ class GpuTable:
         with current(stream):
             self._check()
 
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding."""
+        return len(self._table)
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row."""
+        return self._table.shape[1]
+
     def __call__(self, tokens: torch.Tensor, into: torch.Tensor) -> None:
         """Look rows up, ordered on the current stream.
 

@@ -1,14 +1,16 @@
-"""Prompts' weights on their way to a GPU before the step that computes them reaches its layers.
+"""What prompts need on its way to a GPU before the step that computes them reaches its layers.
 
-vLLM prepares a step, and looks its embeddings up, for some milliseconds in which the link to the
-GPU would have nothing to do.  And an engine without requests computes a prompt next, whatever it
-has decoded before: what that begins with can be on the GPU when it comes.
+vLLM prepares a step for some milliseconds in which the link to the GPU would have nothing to do:
+the rows of an embedding come meanwhile, and weights.  And an engine without requests computes a
+prompt next, whatever it has decoded before: what that begins with can be on the GPU when it comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
 
@@ -46,7 +48,9 @@ class PromptsAhead:
         self._requests: set[str] = set()
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Have weights come if the step has prompts that a GPU computes, or if no request is left.
+        """Have weights and rows of the embedding come if the step has prompts that a GPU computes.
+
+        Weights come too if no request is left.
 
         vLLM's engine runs a step without tokens once its last request has ended.
 
@@ -59,6 +63,24 @@ class PromptsAhead:
         counts = scheduler_output.num_scheduled_tokens.values()
         tokens = sum(count for count in counts if count > DECODING_TOKENS)
         for one in _offered:
-            comes = one.from_tokens <= tokens <= MOST_TOKENS
-            if one.gpu is not None and (comes or not self._requests):
+            if one.gpu is None:
+                continue
+            if tokens >= one.from_tokens and one.gpu.is_settled:
+                found = _only_new_tokens(scheduler_output)
+                if found is not None:
+                    one.gpu.memory.embedded.expect(found, one.gpu.computing)
+            if one.from_tokens <= tokens <= MOST_TOKENS or not self._requests:
                 one.gpu.read_ahead()
+
+
+def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:
+    """Tokens of a step as vLLM usually orders them, int64; None where it has others than prompts'.
+
+    Whoever uses them compares them with those of the step.
+    """
+    counts, found = scheduler_output.num_scheduled_tokens, []
+    for one in scheduler_output.scheduled_new_reqs:
+        begin = one.num_computed_tokens
+        found += (one.prompt_token_ids or ())[begin : begin + counts[one.req_id]]
+    total = scheduler_output.total_num_scheduled_tokens
+    return torch.tensor(found) if len(found) == total else None
