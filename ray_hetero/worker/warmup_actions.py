@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +162,11 @@ def _finish(worker: Any, context: RankContext, step: Step) -> None:
     keep_to(context.serving_cpus)
     _prove_placement(worker, context)
     set_random_seed(worker.model_config.seed, worker.parallel_config.data_parallel_index)
+    # A model, its compiled code and libraries of kernels stay: looking through their objects takes
+    # the collector tens of milliseconds of a step.  As at the end of vLLM's own warm-up, which not
+    # all ranks run (freeze_gc_heap).
+    gc.collect()
+    gc.freeze()
 
 
 def _prove_placement(worker: Any, context: RankContext) -> None:

@@ -26,6 +26,11 @@ def _runner(worker: Any) -> str:
     return type(worker.model_runner).__name__
 
 
+def _watched(worker: Any) -> int:
+    """Objects that the collector of a rank's process looks through."""
+    return len(gc.get_objects())
+
+
 def _chosen(config: Any) -> dict[str, Any]:
     """What vLLM's configuration decides for an engine."""
     module = sys.modules[type(config).__module__]
@@ -57,6 +62,7 @@ def _run(model: str, **more: Any) -> dict[str, Any]:
         "chosen": _chosen(config),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "runners": engine.collective_rpc(_runner),
+        "watched": engine.collective_rpc(_watched),
     }
 
 
