@@ -278,8 +278,45 @@ def test_weights_of_another_process_are_read_in_pieces(kind: Any) -> None:
             piece = placed.piece
             into = torch.empty((piece.end - piece.begin) * 64, dtype=torch.bfloat16)
             piece.expansion(piece.weight.view(torch.uint8).view(-1), into)
-            rebuilt[placed.outputs] = into.view(-1, 64)
+            rebuilt[placed.outputs] = into.view(-1, 64)[placed.rows]
         assert torch.equal(rebuilt, matrix)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "expected"),
+    [
+        # All runs fit; some do; each is larger than a piece; runs of one size.
+        ([128, 32, 32], 192, [[(0, 128), (128, 160), (160, 192)]]),
+        ([128, 32, 32], 160, [[(0, 128)], [(0, 32)], [(0, 32)]]),
+        ([96, 96], 64, [[(0, 64)], [(0, 32)], [(0, 64)], [(0, 32)]]),
+        ([192], 192, [[(0, 192)]]),
+    ],
+)  # fmt: skip
+def test_runs_of_a_rank_that_fit_come_in_one_piece(
+    sizes: list[int], room: int, expected: list[list[tuple[int, int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", room * 64 * 2)
+    matrices = [torch.randn(192, 64).bfloat16() for _ in range(2)]
+    ranks = [PackedWeight.made(pack(matrix), native) for matrix in matrices]
+    whole = WholeWeight.by_columns(ranks, sizes)
+    rebuilt = torch.zeros(384, 64).bfloat16()
+    found: dict[Any, list[tuple[int, int]]] = {}
+    for placed in cut(whole, CPU):
+        piece = placed.piece
+        into = torch.empty((piece.end - piece.begin) * 64, dtype=torch.bfloat16)
+        piece.expansion(piece.weight.view(torch.uint8).view(-1), into)
+        rebuilt[placed.outputs] = into.view(-1, 64)[placed.rows]
+        found.setdefault(piece, []).append((placed.rows.start, placed.rows.stop))
+    assert list(found.values()) == 2 * expected
+    kinds = [matrix.split(sizes) for matrix in matrices]
+    assert torch.equal(
+        rebuilt, torch.cat([one[kind] for kind in range(len(sizes)) for one in kinds])
+    )
+    # Where steps take columns of each run, they have pieces of their own.
+    alone = [placed.rows for placed in cut(whole, CPU, 192)]
+    assert [rows.stop for rows in alone] == 2 * sizes
+    assert not any(rows.start for rows in alone)
 
 
 def test_places_of_parts_in_the_whole() -> None:

@@ -41,11 +41,12 @@ def test_some_stay_until_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> Non
     kept.of_step(1)
     # Whatever has stayed is not copied again, and everything else once a step.
     again = [kept.of_step(1) for _ in range(3)]
-    stay = needed - set(again[0])
+    stay = needed.difference(*again)
     assert 0 < len(stay) < len(needed)
-    for copied in again[:2]:
-        assert len(copied) == len(set(copied))
-        assert set(copied) == needed - stay
+    # One may come at the end of the step before, or at the beginning of the one after.
+    times = Counter(piece for copied in again[:2] for piece in copied)
+    assert set(times) == needed - stay
+    assert sum(abs(count - 2) for count in times.values()) <= 2
     # From now on the steps are ordered in one call each, where every piece has its place.
     assert set(again[2]) == needed - stay
     # As many of each layer as of the others, or one more.

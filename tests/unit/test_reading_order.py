@@ -34,10 +34,6 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
 
 
-AHEAD = SLOTS + 1
-"""Pieces of a prompt that are there before it begins: in slots, and one that is expanded."""
-
-
 class Copies(CopiedPieces):
     """Steps of one request, and the numbers of the pieces that a step copies.
 
@@ -61,6 +57,15 @@ class Copies(CopiedPieces):
     def numbers_of_step(self, tokens: int) -> list[int]:
         """Pieces as of `of_step`, by number."""
         return [self._number[piece] for piece in self.of_step(tokens)]
+
+    @property
+    def ahead(self) -> int:
+        """Number of pieces that have come ahead of the next step, as they are stored."""
+        assert self.steps.made.gpu is not None
+        reader = self.steps.made.gpu.reader
+        # Some are smaller than the largest, and less may be left at the end of the memory.
+        assert SLOTS - 1 <= len(reader._ahead) < len(self.pieces)
+        return len(reader._ahead)
 
     def behind(self, place: int) -> list[int]:
         """What lies behind the attention of a layer."""
@@ -94,23 +99,30 @@ def test_a_step_copies_no_piece_that_it_does_not_use(
     for _ in range(2):
         copies.numbers_of_step(prompt)
     # The order is known, and what a prompt begins with has come at the end of the one before.
-    whole = copies.whole
-    assert copies.numbers_of_step(prompt) == [*whole[AHEAD:], *whole[:AHEAD]]
+    whole, there_before = copies.whole, 1 + copies.ahead
+    found = copies.numbers_of_step(prompt)
+    # One of them is expanded.
+    assert found == [*whole[there_before:], *whole[: 1 + copies.ahead]]
     for _ in range(3):
         copies.numbers_of_step(1)
-    # Decode steps have used the slots for what they need next; what is expanded has stayed.
-    assert copies.numbers_of_step(prompt) == [*whole[1:], *whole[:AHEAD]]
+    # Decode steps have used the memory for what they need next; what is expanded has stayed.
+    found = copies.numbers_of_step(prompt)
+    assert found == [*whole[1:], *whole[: 1 + copies.ahead]]
     behind = [copies.behind(place) for place in places]
     ring = cycle([piece for layer in behind for piece in layer])
     # A small prompt leaves the first layer where it is, a larger one may have had its first piece
     # come.
-    there = behind[0] if prompt <= SHARED_TOKENS else behind[0][:1] if behind[0][0] < AHEAD else []
+    has_first = behind[0][0] < 1 + copies.ahead
+    there = behind[0] if prompt <= SHARED_TOKENS else behind[0][:1] if has_first else []
     assert list(islice(ring, len(there))) == there
     step = sum(map(len, behind))
-    count = step + len(behind[0]) - len(there)
-    assert copies.numbers_of_step(1) == list(islice(ring, count + SLOTS))
+    found = copies.numbers_of_step(1)
+    count = step + len(behind[0]) - len(there) + copies.ahead
+    assert found == list(islice(ring, count))
     for _ in range(2):
-        assert copies.numbers_of_step(1) == list(islice(ring, step))
+        before = copies.ahead
+        found = copies.numbers_of_step(1)
+        assert found == list(islice(ring, step + copies.ahead - before))
 
 
 def test_slots_that_decode_steps_leave_free_are_filled_for_a_prompt(
@@ -120,14 +132,21 @@ def test_slots_that_decode_steps_leave_free_are_filled_for_a_prompt(
     for tokens in (150, 150, 1, 1, 150, 1, 150):
         copies.numbers_of_step(tokens)
     whole, behind = copies.whole, copies.behind(4)
-    assert copies.numbers_of_step(1) == [*behind, *whole[1:AHEAD]]
+    found = copies.numbers_of_step(1)
+    assert found == [*behind, *whole[1 : 1 + copies.ahead]]
     assert copies.numbers_of_step(1) == []
-    assert copies.numbers_of_step(150) == [*whole[AHEAD:], *whole[:AHEAD]]
+
+    def check_prompt(tokens: int) -> None:
+        before = 1 + copies.ahead
+        found = copies.numbers_of_step(tokens)
+        assert found == [*whole[before:], *whole[: 1 + copies.ahead]]
+
+    check_prompt(150)
     # Whole weights of a decode step stay while a small prompt is computed.
     copies.numbers_of_step(1)
-    assert copies.numbers_of_step(40) == [*whole[AHEAD:], *whole[:AHEAD]]
+    check_prompt(40)
     assert copies.numbers_of_step(1) == []
-    assert copies.numbers_of_step(40) == [*whole[AHEAD:], *whole[:AHEAD]]
+    check_prompt(40)
 
 
 def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
@@ -139,13 +158,21 @@ def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
     gpu, behind, whole = copies.steps.made.gpu, copies.behind(4), copies.whole
     assert gpu is not None
     linears = copies.steps.known[4].parts.linears
-    there = sum(gpu._ahead.of(one.weight.data.data_ptr()).pieces for one in linears)
+    there = sum(gpu._ahead.of(one.weight.data.data_ptr()).placed for one in linears)
     assert 0 < there < len(behind) - SLOTS
     rest = behind[there:]
-    assert copies.numbers_of_step(1) == [*rest[SLOTS:], *rest[:SLOTS]]
-    assert copies.numbers_of_step(150) == [*whole, *whole[:AHEAD]]
-    assert copies.numbers_of_step(1) == [*behind, *rest[:SLOTS]]
-    assert copies.numbers_of_step(1) == [*rest[SLOTS:], *rest[:SLOTS]]
+
+    def check_decode() -> None:
+        before = copies.ahead
+        found = copies.numbers_of_step(1)
+        assert found == [*rest[before:], *rest[: copies.ahead]]
+
+    check_decode()
+    found = copies.numbers_of_step(150)
+    assert found == [*whole, *whole[: 1 + copies.ahead]]
+    found = copies.numbers_of_step(1)
+    assert found == [*behind, *rest[: copies.ahead]]
+    check_decode()
 
 
 def test_whatever_is_expected_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

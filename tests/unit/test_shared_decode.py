@@ -227,7 +227,7 @@ def test_room_for_none_some_or_all_of_a_layer(most: int, monkeypatch: pytest.Mon
     assert gpu.has(first)
     addresses = [linear.weight.data.data_ptr() for linear in first]
     pieces = [len(gpu._pieces[at]) for at in addresses]
-    there = sum(gpu._ahead.of(at).pieces for at in addresses)
+    there = sum(gpu._ahead.of(at).placed for at in addresses)
     assert {128: there == 0, 300: 0 < there < sum(pieces), 512: 0 < there < sum(pieces),
             2048: there == sum(pieces)}[most]  # fmt: skip
     steps.check((one, 68, 70), (other, 32, 33))

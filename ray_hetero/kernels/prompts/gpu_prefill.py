@@ -117,8 +117,8 @@ class GpuPrefill:
         try:
             self._lock_pages()
             cut_up = {at: list(cut(weight, self._device)) for at, weight in self._weights.items()}
-            pieces = [placed.piece for found in cut_up.values() for placed in found]
-            self._allocate(outputs, inputs, hidden, pieces)
+            pieces = dict.fromkeys(placed.piece for found in cut_up.values() for placed in found)
+            self._allocate(outputs, inputs, hidden, list(pieces))
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise UnsupportedError(
@@ -350,15 +350,17 @@ class GpuPrefill:
         return y
 
     def _placed(self, at: int) -> Iterator[tuple[Placed | ExpandedPart, torch.Tensor]]:
-        """The pieces of a weight, each with its values [inputs, outputs], in their order."""
+        """A weight's parts of pieces, each with its values [inputs, outputs], in their order."""
         ahead = self._ahead.of(at) if self._is_shared else ExpandedWeight()
         order = self._of_shared if self._is_shared else self._of_prompts
         yield from ((part, part.weight) for part in ahead.parts)
-        for placed in self._pieces[at][ahead.pieces :]:
-            piece = placed.piece
-            # The first pieces of a shared step are expanded ahead, into memory of their own.
-            weight = self.reader.expanded(piece, order, is_next_too=not self._is_shared)
-            yield placed, weight.t()
+        last = None
+        for placed in self._pieces[at][ahead.placed :]:
+            if placed.piece is not last:
+                last = placed.piece
+                # The first pieces of a shared step are expanded ahead, into memory of their own.
+                weight = self.reader.expanded(last, order, is_next_too=not self._is_shared)
+            yield placed, weight[placed.rows].t()
 
     def pieces_of(self, part: WholeWeight) -> list[Placed]:
         """The pieces of a part of a weight that is here."""

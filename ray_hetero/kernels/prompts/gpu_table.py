@@ -64,7 +64,7 @@ class GpuTable:
     @property
     def columns(self) -> int:
         """Elements of a row."""
-        return self._table.shape[1]
+        return int(self._table.shape[1])
 
     def __call__(self, tokens: torch.Tensor, into: torch.Tensor) -> None:
         """Look rows up, ordered on the current stream.

@@ -78,7 +78,8 @@ def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:
 
     Whoever uses them compares them with those of the step.
     """
-    counts, found = scheduler_output.num_scheduled_tokens, []
+    counts = scheduler_output.num_scheduled_tokens
+    found: list[int] = []
     for one in scheduler_output.scheduled_new_reqs:
         begin = one.num_computed_tokens
         found += (one.prompt_token_ids or ())[begin : begin + counts[one.req_id]]

@@ -16,6 +16,10 @@ TILE_OUTPUTS = 256
 """Outputs of one tile of a GPU's product, or of two: parts of a tile cost as much."""
 
 
+Run = tuple[int, int, int]
+"""Outputs that are neighbours: first, last, and where the first is among those of the whole."""
+
+
 class Source(Protocol):
     """A weight that a GPU reads: of this process, or of one that shares it."""
 
@@ -40,12 +44,25 @@ class Part:
     """A part of a weight whose rest other ranks hold."""
 
     source: Source
-    outputs: tuple[tuple[int, int, int], ...]
-    """Outputs of the part in runs: first, last, and where the first is among those of the whole."""
+    outputs: tuple[Run, ...]
+    """Outputs of the part in runs, which ascend."""
     inputs: int = 0
     """Place of the part's first input among those of the whole."""
     is_added: bool = False
     """Whether its products are added to those of parts before."""
+
+    def cut_from(self, most: int | None) -> list[tuple[Run, ...]]:
+        """Runs whose pieces are cut together: all of them if they follow one another and are few.
+
+        Args:
+            most: outputs of a piece; None to cut each run by itself.
+
+        """
+        begin, end = self.outputs[0][0], self.outputs[-1][1]
+        are_neighbours = sum(last - first for first, last, _ in self.outputs) == end - begin
+        if most is not None and are_neighbours and end - begin <= most:
+            return [self.outputs]
+        return [(run,) for run in self.outputs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,11 +162,13 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A piece of a whole weight."""
+    """Outputs of a piece that are neighbours in a whole weight too."""
 
     piece: Piece
+    rows: slice
+    """Which outputs of the piece they are."""
     outputs: slice
-    """Outputs of the piece among those of the whole."""
+    """Outputs of the whole weight that they are."""
     inputs: slice
     is_added: bool
     """Whether its products are added to those of pieces before."""
@@ -160,24 +179,41 @@ def cut(
 ) -> Iterator[Placed]:
     """The pieces of a weight, part by part in the order of its outputs.
 
+    Runs of a part that fit into one piece come in one, as queries, keys and values of a rank do: it
+    takes as long to order the copy and the expansion of a small piece as of a large one.
+
     Args:
         whole: in host memory.
         device: what expands it.
-        most_outputs: of a piece, a multiple of 32; None for as many as a piece has room for.
+        most_outputs: of a piece, a multiple of 32, each of one run; None for as many as a piece has
+            room for.
 
     """
     for part in whole.parts:
-        weight, inputs = part.source, part.source.shape[1]
+        inputs = part.source.shape[1]
         most = most_outputs or piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
         columns = slice(part.inputs, part.inputs + inputs)
-        for first, last, place in part.outputs:
-            step = piece_outputs(last - first, most)
-            for begin in range(first, last, step):
-                end = min(begin + step, last)
-                expansion = weight.expansion(begin, end, device)
-                piece = Piece(weight.data[begin:end], begin, end, inputs, expansion)
-                rows = slice(place + begin - first, place + end - first)
-                yield Placed(piece, rows, columns, part.is_added)
+        for runs in part.cut_from(most if most_outputs is None else None):
+            begin, end = runs[0][0], runs[-1][1]
+            step = piece_outputs(end - begin, most)
+            for first in range(begin, end, step):
+                piece = _piece(part.source, first, min(first + step, end), device)
+                for rows, outputs in _within(piece, runs):
+                    yield Placed(piece, rows, outputs, columns, part.is_added)
+
+
+def _piece(source: Source, begin: int, end: int, device: torch.device) -> Piece:
+    expansion = source.expansion(begin, end, device)
+    return Piece(source.data[begin:end], begin, end, source.shape[1], expansion)
+
+
+def _within(piece: Piece, runs: Sequence[Run]) -> Iterator[tuple[slice, slice]]:
+    """Outputs of runs that a piece has: which of its own they are, and which of the whole."""
+    for first, last, place in runs:
+        begin, end = max(first, piece.begin), min(last, piece.end)
+        if begin < end:
+            at = place + begin - first
+            yield slice(begin - piece.begin, end - piece.begin), slice(at, at + end - begin)
 
 
 def piece_outputs(outputs: int, most: int) -> int:

@@ -49,16 +49,17 @@ class ExpandedPart:
 class ExpandedWeight:
     """The first pieces of a weight, or all, expanded ahead."""
 
-    pieces: int = 0
+    placed: int = 0
+    """Number of the parts of pieces that are there, of those in their order."""
     parts: list[ExpandedPart] = field(default_factory=list)
 
     def add(self, placed: Placed, values: torch.Tensor) -> None:
-        """Add the next piece, whose memory follows that of the last one."""
+        """Add what comes next of a piece, whose memory follows that of what came before."""
         part = ExpandedPart(placed.outputs, placed.inputs, placed.is_added, values)
         if self.parts and self.parts[-1].is_before(part):
             part = self.parts.pop().with_next(part)
         self.parts.append(part)
-        self.pieces += 1
+        self.placed += 1
 
 
 class WeightsAhead:
@@ -99,13 +100,17 @@ class WeightsAhead:
         self._addresses = addresses
         for at in addresses:
             expanded = self._weights[at] = ExpandedWeight()
+            last = None
             for placed in pieces[at]:
-                count = placed.piece.values
-                if count > len(memory):
-                    return
-                weight, memory = memory[:count], memory[count:]
-                reader.expand_into(order, placed.piece, weight)
-                expanded.add(placed, weight)
+                piece = placed.piece
+                if piece is not last:
+                    if piece.values > len(memory):
+                        return
+                    weight, memory = memory[: piece.values], memory[piece.values :]
+                    reader.expand_into(order, piece, weight)
+                    last = piece
+                rows = placed.rows
+                expanded.add(placed, weight[rows.start * piece.inputs : rows.stop * piece.inputs])
 
     def forget(self) -> None:
         """Have nothing ahead any more."""
