@@ -40,6 +40,9 @@ class Client:
 
     server: Server
     request: dict[str, Any]
+    again: bool = False
+    """Whether it is made again once it is answered, until it fails: a fast host may have answered
+    all requests before a fault comes."""
     text: str = ""
     error: openai.APIError | None = None
     thread: threading.Thread = field(init=False)
@@ -51,12 +54,16 @@ class Client:
     def _ask(self) -> None:
         try:
             with self.server.client().with_options(max_retries=0) as client:
-                answer = client.completions.create(model=NAME, temperature=0, **self.request)
-                chunks = answer if self.request.get("stream") else [answer]
-                for chunk in chunks:
-                    self.text += chunk.choices[0].text
+                self._answer(client)
+                while self.again:
+                    self._answer(client)
         except openai.APIError as error:
             self.error = error
+
+    def _answer(self, client: openai.OpenAI) -> None:
+        answer = client.completions.create(model=NAME, temperature=0, **self.request)
+        for chunk in answer if self.request.get("stream") else [answer]:
+            self.text += chunk.choices[0].text
 
 
 def ask(server: Server, **request: Any) -> str:
@@ -69,7 +76,9 @@ def ask(server: Server, **request: Any) -> str:
 
 
 def errors_of(clients: list[Client]) -> list[openai.APIError]:
-    """Wait for all clients: each has an answer or an error.  The errors."""
+    """Wait for all clients: each has an answer or an error, and asks no more.  The errors."""
+    for client in clients:
+        client.again = False
     for client in clients:
         client.thread.join(STOP_SECONDS)
         assert client.error or client.text
@@ -169,6 +178,7 @@ class FaultyServer:
                     self.server,
                     {"prompt": prompt, "max_tokens": 1500, "stream": bool(number % 2),
                      "extra_body": {"ignore_eos": True}},
+                    again=True,
                 )
                 for number, prompt in enumerate(prompts(8))
             ]  # fmt: skip

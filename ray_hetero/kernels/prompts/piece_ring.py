@@ -36,6 +36,7 @@ class PieceRing(Generic[Read]):
 
     def __init__(self, memory: torch.Tensor, module: Any) -> None:
         self._memory = memory
+        self._size = len(memory)
         self._module = module
         self._places: deque[_Place[Read]] = deque()
         """Places that were given away, the oldest first."""
@@ -61,7 +62,7 @@ class PieceRing(Generic[Read]):
 
         """
         begin, end = self._begin(nbytes)
-        assert end <= len(self._memory), (nbytes, len(self._memory))
+        assert end <= self._size, (nbytes, self._size)
         slot = None
         for place in self._in_the_way((begin, end)):
             self._places.popleft()
@@ -88,7 +89,7 @@ class PieceRing(Generic[Read]):
     def _begin(self, nbytes: int) -> tuple[int, int]:
         """Where the next piece would begin and end, in whole slots."""
         size = slot_bytes(nbytes)
-        begin = self._end if self._end + size <= len(self._memory) else 0
+        begin = self._end if self._end + size <= self._size else 0
         return begin, begin + size
 
     def _in_the_way(self, place: tuple[int, int]) -> list[_Place[Read]]:
