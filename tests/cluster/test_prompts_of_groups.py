@@ -23,8 +23,9 @@ STEP_TOKENS = {"first": 128, "last": 64}
 RAY: Json = {
     "num_cpus": 2, "num_gpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False
 }  # fmt: skip
-NEAR_TIE = 0.1
-"""Of logprobs in bfloat16: a rounding may exchange tokens that are nearer to each other."""
+NEAR_TIE = 0.13
+"""Of logprobs in bfloat16: a rounding may exchange tokens that are nearer to each other, by two of
+its steps between 8 and 16, where the largest logits of these models are."""
 
 
 def differs(left: list[Json], right: list[Json]) -> list[str]:
