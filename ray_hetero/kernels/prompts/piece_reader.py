@@ -171,7 +171,9 @@ class PieceReader(LinkReader[Piece]):
 
         """
         self.forget()
-        piece, slot, buffer = self.largest, self.slot_for(self.largest), self._next
+        self._take_back()
+        piece, buffer = self.largest, self._next
+        slot = self._ring.take(piece.weight.nbytes, self.copying)
         weight = buffer.memory[: piece.values]
         link = _fastest(lambda: self.bring(piece, slot), slot.ready)
         self._expand_slot(slot, piece, weight, self._computing)
