@@ -166,7 +166,7 @@ class Placed:
 
     piece: Piece
     rows: slice
-    """Which outputs of the piece they are."""
+    """Outputs of the piece that they are."""
     outputs: slice
     """Outputs of the whole weight that they are."""
     inputs: slice
