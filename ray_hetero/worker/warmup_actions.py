@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import set_random_seed
 
@@ -164,9 +164,8 @@ def _finish(worker: Any, context: RankContext, step: Step) -> None:
     set_random_seed(worker.model_config.seed, worker.parallel_config.data_parallel_index)
     # A model, its compiled code and libraries of kernels stay: looking through their objects takes
     # the collector tens of milliseconds of a step.  As at the end of vLLM's own warm-up, which not
-    # all ranks run (freeze_gc_heap).
-    gc.collect()
-    gc.freeze()
+    # all ranks run.
+    freeze_gc_heap()
 
 
 def _prove_placement(worker: Any, context: RankContext) -> None:

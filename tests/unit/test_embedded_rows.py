@@ -72,7 +72,7 @@ def test_rows_that_are_expected_are_looked_up_once(
     one = engine.request(1000)
     tokens = engine.tokens[one]
 
-    def step(begin: int, expected: torch.Tensor | None, least: int = 1) -> list[list[int]]:
+    def step(begin: int, expected: torch.Tensor | None) -> list[list[int]]:
         looked_up.clear()
         if expected is not None:
             engine.rows.expect(expected, gpu.computing)

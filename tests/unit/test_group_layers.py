@@ -6,7 +6,7 @@ The GPU is the CPU here, the ranks are threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
 from ray_hetero.kernels.prompts.behind_attention import InGroup  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.prompts.shared_weights import SharedWeights, linked  # noqa: E402
-from ray_hetero.kernels.prompts.weight_pieces import WholeWeight, cut  # noqa: E402
+from ray_hetero.kernels.prompts.weight_pieces import Placed, WholeWeight, cut  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -274,12 +274,18 @@ def test_weights_of_another_process_are_read_in_pieces(kind: Any) -> None:
         assert one.weight.gpu_bytes >= own.gpu_bytes
         whole = WholeWeight.by_columns([one.weight], [128, 32, 32])
         rebuilt = torch.zeros_like(matrix)
-        for placed in cut(whole, CPU):
-            piece = placed.piece
-            into = torch.empty((piece.end - piece.begin) * 64, dtype=torch.bfloat16)
-            piece.expansion(piece.weight.view(torch.uint8).view(-1), into)
-            rebuilt[placed.outputs] = into.view(-1, 64)[placed.rows]
+        for placed, values in _expanded(whole):
+            rebuilt[placed.outputs] = values
         assert torch.equal(rebuilt, matrix)
+
+
+def _expanded(whole: WholeWeight) -> Iterator[tuple[Placed, torch.Tensor]]:
+    """What pieces give of a weight with 64 inputs."""
+    for placed in cut(whole, CPU):
+        piece = placed.piece
+        into = torch.empty(piece.values, dtype=torch.bfloat16)
+        piece.expansion(piece.stored, into)
+        yield placed, into.view(-1, 64)[placed.rows]
 
 
 @pytest.mark.parametrize(
@@ -302,12 +308,9 @@ def test_runs_of_a_rank_that_fit_come_in_one_piece(
     whole = WholeWeight.by_columns(ranks, sizes)
     rebuilt = torch.zeros(384, 64).bfloat16()
     found: dict[Any, list[tuple[int, int]]] = {}
-    for placed in cut(whole, CPU):
-        piece = placed.piece
-        into = torch.empty((piece.end - piece.begin) * 64, dtype=torch.bfloat16)
-        piece.expansion(piece.weight.view(torch.uint8).view(-1), into)
-        rebuilt[placed.outputs] = into.view(-1, 64)[placed.rows]
-        found.setdefault(piece, []).append((placed.rows.start, placed.rows.stop))
+    for placed, values in _expanded(whole):
+        rebuilt[placed.outputs] = values
+        found.setdefault(placed.piece, []).append((placed.rows.start, placed.rows.stop))
     assert list(found.values()) == 2 * expected
     kinds = [matrix.split(sizes) for matrix in matrices]
     assert torch.equal(

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -354,13 +356,10 @@ class GpuPrefill:
         ahead = self._ahead.of(at) if self._is_shared else ExpandedWeight()
         order = self._of_shared if self._is_shared else self._of_prompts
         yield from ((part, part.weight) for part in ahead.parts)
-        last = None
-        for placed in self._pieces[at][ahead.placed :]:
-            if placed.piece is not last:
-                last = placed.piece
-                # The first pieces of a shared step are expanded ahead, into memory of their own.
-                weight = self.reader.expanded(last, order, is_next_too=not self._is_shared)
-            yield placed, weight[placed.rows].t()
+        for piece, parts in groupby(self._pieces[at][ahead.placed :], attrgetter("piece")):
+            # The first pieces of a shared step are expanded ahead, into memory of their own.
+            weight = self.reader.expanded(piece, order, is_next_too=not self._is_shared)
+            yield from ((placed, weight[placed.rows].t()) for placed in parts)
 
     def pieces_of(self, part: WholeWeight) -> list[Placed]:
         """The pieces of a part of a weight that is here."""

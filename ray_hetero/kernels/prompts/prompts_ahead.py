@@ -33,12 +33,14 @@ class ComputesPrompts(Protocol):
         """The GPU; None where another rank of the group has it."""
 
 
-_offered: list[ComputesPrompts] = []
+_offered: dict[GpuPrefill, ComputesPrompts] = {}
+"""Layers or products of prompts, once for each GPU: runs of layers may have one in common."""
 
 
 def use(prompts: Iterable[ComputesPrompts]) -> None:
     """Have what computes this process's prompts read their weights ahead."""
-    _offered[:] = prompts
+    _offered.clear()
+    _offered.update((one.gpu, one) for one in prompts if one.gpu is not None)
 
 
 class PromptsAhead:
@@ -62,15 +64,13 @@ class PromptsAhead:
         self._requests |= {one.req_id for one in scheduler_output.scheduled_new_reqs}
         counts = scheduler_output.num_scheduled_tokens.values()
         tokens = sum(count for count in counts if count > DECODING_TOKENS)
-        for one in _offered:
-            if one.gpu is None:
-                continue
-            if tokens >= one.from_tokens and one.gpu.is_settled:
+        for gpu, one in _offered.items():
+            if tokens >= one.from_tokens and gpu.is_settled:
                 found = _only_new_tokens(scheduler_output)
                 if found is not None:
-                    one.gpu.memory.embedded.expect(found, one.gpu.computing)
+                    gpu.memory.embedded.expect(found, gpu.computing)
             if one.from_tokens <= tokens <= MOST_TOKENS or not self._requests:
-                one.gpu.read_ahead()
+                gpu.read_ahead()
 
 
 def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
@@ -100,17 +102,13 @@ class WeightsAhead:
         self._addresses = addresses
         for at in addresses:
             expanded = self._weights[at] = ExpandedWeight()
-            last = None
-            for placed in pieces[at]:
-                piece = placed.piece
-                if piece is not last:
-                    if piece.values > len(memory):
-                        return
-                    weight, memory = memory[: piece.values], memory[piece.values :]
-                    reader.expand_into(order, piece, weight)
-                    last = piece
-                rows = placed.rows
-                expanded.add(placed, weight[rows.start * piece.inputs : rows.stop * piece.inputs])
+            for piece, parts in groupby(pieces[at], attrgetter("piece")):
+                if piece.values > len(memory):
+                    return
+                weight, memory = memory[: piece.values], memory[piece.values :]
+                reader.expand_into(order, piece, weight)
+                for placed in parts:
+                    expanded.add(placed, weight.view(-1, piece.inputs)[placed.rows].view(-1))
 
     def forget(self) -> None:
         """Have nothing ahead any more."""
