@@ -28,13 +28,9 @@ from ray_hetero.distributed.neighbour import Neighbours  # noqa: E402
 from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers import group_layers  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill, stage_output  # noqa: E402
-from ray_hetero.kernels.prompts.stage_output import (  # noqa: E402
-    WORD_BYTES,
-    GpuOffer,
-    StageOutput,
-    accept,
-)
+from ray_hetero.kernels.prompts import gpu_prefill, row_words, stage_output  # noqa: E402
+from ray_hetero.kernels.prompts.row_words import WORD_BYTES  # noqa: E402
+from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -256,14 +252,14 @@ def test_a_stage_that_gets_no_turn_says_so(monkeypatch: pytest.MonkeyPatch, memo
 def test_a_driver_that_refuses_words_has_both_ranks_wait(
     refuses: str, monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
-    words_of, calls = stage_output.words_of, iter(("receiver", "sender"))
+    words_of, calls = row_words.words_of, iter(("receiver", "sender"))
 
     def refuse(*given: Any) -> Any:
         if next(calls) == refuses:
             raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
         return words_of(*given)
 
-    monkeypatch.setattr(stage_output, "words_of", refuse)
+    monkeypatch.setattr(row_words, "words_of", refuse)
     output = StageOutput(SimpleNamespace(device=CPU, computing=None))  # type: ignore[arg-type]
     offer = output.offer(PACKING, CAPACITY)
     assert offer is not None
@@ -394,7 +390,7 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
 
     if not waits:
-        monkeypatch.setattr(stage_output, "words_of", refuse)
+        monkeypatch.setattr(row_words, "words_of", refuse)
     monkeypatch.setattr(linking.dist, "get_rank", lambda: 0)
     # The receiver's terms, but for locked pages, are those of a rank on a GPU.
     monkeypatch.setattr(linking.Terms, "is_on_gpu", True)

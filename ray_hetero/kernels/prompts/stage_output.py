@@ -27,10 +27,11 @@ import torch
 
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.kernels.prompts.row_words import WORD_BYTES, Words
 from ray_hetero.kernels.prompts.turns import turns_from
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
-from ray_hetero.runtime.stream_words import VALUES, words_of
+from ray_hetero.runtime.stream_words import VALUES
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -39,8 +40,6 @@ HIDDEN, RESIDUAL = "hidden_states", "residual"
 """Names of both results in vLLM's models, between stages."""
 NAP_S = 1e-4
 """Seconds between two looks whether the next stage has computed a step."""
-WORD_BYTES = 64
-"""Bytes for each of the two words behind the rows."""
 
 
 class RowPacking(Protocol):
@@ -76,57 +75,6 @@ class GpuOffer:
     """See `gpu_memory.identity`."""
     handle: bytes
     nbytes: int
-
-
-class Words:
-    """One end of the two words behind rows: it writes one of them and waits for the other.
-
-    Args:
-        memory: of the rows and the words, uint8.
-        is_sender: whether this end writes that rows are there, and waits for their being read; the
-            other end does the reverse.
-        device: the GPU.
-        stream: writes and waits.
-
-    Raises:
-        UnsupportedError: the GPU's driver refuses that.
-
-    """
-
-    def __init__(
-        self, memory: torch.Tensor, device: torch.device, stream: Any, *, is_sender: bool
-    ) -> None:
-        end = memory.data_ptr() + memory.nbytes
-        there, read = end - 2 * WORD_BYTES, end - WORD_BYTES
-        self._own, self._other = (there, read) if is_sender else (read, there)
-        self._stream = words_of(device, stream, self._own)
-
-    def say(self, number: int) -> None:
-        """Write the number of a step where the stream comes to it.
-
-        Raises:
-            RuntimeError: CUDA's driver refuses it.
-
-        """
-        self._stream.write(self._own, number % VALUES)
-
-    def tell(self, address: int, number: int) -> None:
-        """Write the number of a step to another word, of locked memory of the host, as `say` does.
-
-        Raises:
-            RuntimeError: as `say`.
-
-        """
-        self._stream.write(address, number % VALUES)
-
-    def wait(self, number: int) -> None:
-        """Have the stream wait until the other end has come to a step, by its number.
-
-        Raises:
-            RuntimeError: as `say`.
-
-        """
-        self._stream.wait(self._other, number % VALUES)
 
 
 class StageOutput:
