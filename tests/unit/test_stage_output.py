@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from decoder_parts import HIDDEN  # noqa: E402
+from decoder_parts import HIDDEN, attends  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import CLOSE, Conversation, Steps  # noqa: E402
@@ -28,7 +28,12 @@ from ray_hetero.distributed.neighbour import Neighbours  # noqa: E402
 from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers import group_layers  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill, row_words, stage_output  # noqa: E402
+from ray_hetero.kernels.prompts import (  # noqa: E402
+    gpu_prefill,
+    kv_transfer,
+    row_words,
+    stage_output,
+)
 from ray_hetero.kernels.prompts.row_words import WORD_BYTES  # noqa: E402
 from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -308,6 +313,107 @@ def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
     assert len(copies) == 2
 
 
+@pytest.mark.parametrize("turns_from", [60, CAPACITY + 1])
+def test_a_message_goes_ahead_of_keys_and_values_where_no_turns_are_taken(
+    turns_from: int, monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    monkeypatch.setattr(stage_output, "turns_from", lambda gpu: turns_from)
+    stage = Stage(monkeypatch, waits=True)
+    gpu, done = stage.output._gpu, list[str]()
+    note_writes(stage.steps.layers, done, gpu)
+    for name in ("sent", "settle"):
+        monkeypatch.setattr(stage.output, name, noted(getattr(stage.output, name), name, done))
+    monkeypatch.setattr(gpu, "wait", noted(gpu.wait, "wait", done))
+    request = stage.steps.request(70)
+    stage.sent((stage.steps.request(60), 0, 60))
+    done.clear()
+    sent, apart = stage.sent((request, 0, 60))
+    assert sent.awaited == 1
+    assert apart < CLOSE
+    if turns_from == 60:
+        assert done == ["write", "write", "sent", "settle", "wait"]
+    else:
+        assert done == ["write", "sent", "settle", "write", "wait"]
+    stage.compute(sent)
+    # They are all in the cache that the next step reads.
+    _, apart = stage.sent((request, 60, 61))
+    assert apart < CLOSE
+
+
+def noted(call: Any, name: str, done: list[str]) -> Any:
+    """A call that is noted in a list."""
+    return lambda *given: (done.append(name), call(*given))[1]
+
+
+def note_writes(layers: Any, done: list[str], gpu: Any) -> None:
+    """Note in a list when keys and values are written, which waits until a step is ordered."""
+
+    def write_once_ordered(write: Any) -> Any:
+        def call(*given: Any) -> None:
+            gpu.order(lambda: None).result(timeout=60)
+            done.append("write")
+            write(*given)
+
+        return call
+
+    for layer in layers:
+        impl = attends(layer).impl
+        impl.do_kv_cache_update = write_once_ordered(impl.do_kv_cache_update)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_others_of_a_group_go_on_once_keys_and_values_are_written(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
+    group = GroupSteps(monkeypatch)
+    group.join()
+    first, other = (rank.made for rank in group.ranks)
+    gpu, done = first._on_gpu.gpu, list[str]()
+    output = first.output = StageOutput(gpu)
+    offer = output.offer(PACKING, CAPACITY)
+    assert offer is not None
+    output.accepted(is_seen=True, waits=True)
+    request = group.request(120)
+    (x, total), _ = group.step((request, 0, 60))
+    assert not output.holds({"hidden_states": x, "residual": total})
+    note_writes(group.ranks[0].layers, done, gpu)
+
+    def send(*given: Any) -> Any:
+        x, total = first(*given)
+        assert output.holds({"hidden_states": x, "residual": total})
+        done.append("sent")
+        if fails:
+            monkeypatch.setattr(kv_transfer, "LIMIT_S", 0)
+            returns = first._on_gpu._layers.memory.returns
+            monkeypatch.setattr(returns, "_sent", queue.SimpleQueue())
+        output.settle()
+        return x, total
+
+    group.ranks[0].made = send
+    group.ranks[1].made = noted_behind(other, done)
+    found, of_other = group.step((request, 60, 119))
+    writes = [1] * group.count  # those of a layer, into the caches of both ranks
+    if fails:
+        assert isinstance(found, TimeoutError)
+        assert "has failed: waited 0 s for the GPU to compute keys" in str(of_other)
+        assert done == [*["write" for _ in writes], "sent"]
+        return
+    assert done == [*["write" for _ in writes], "sent", *["write" for _ in writes], "other"]
+    group.ranks[0].made, group.ranks[1].made = first, other
+    group.check((request, 119, 120))
+
+
+def noted_behind(call: Any, done: list[str]) -> Any:
+    """A call whose end is noted in a list."""
+
+    def made(*given: Any) -> Any:
+        found = call(*given)
+        done.append("other")
+        return found
+
+    return made
+
+
 def test_what_a_model_changes_goes_through_the_host(
     monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
@@ -385,6 +491,7 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
 ) -> None:
     monkeypatch.setattr(stage_output, "turns_from", lambda gpu: 0)
     waited: list[None] = []
+    behind: list[int] = []
 
     def refuse(*given: Any) -> Any:
         raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
@@ -419,18 +526,21 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         if stays:
             assert output.has_turn(tokens)
             output.put(tokens, slice(None), values["hidden_states"], values["residual"])
-            sent = dict(zip(TEMPLATE, output.finish(values["hidden_states"]), strict=True))
+            found = output.finish(values["hidden_states"], lambda: behind.append(tokens))
+            sent = dict(zip(TEMPLATE, found, strict=True))
         else:
             sent = values
             output.note(sent["hidden_states"], sent["residual"])
+        assert tokens not in behind
         sender.isend(sent)
-        found, (way,), (copy,) = receiver.irecv()
+        assert (tokens in behind) == stays
+        rows, (way,), (copy,) = receiver.irecv()
         way.wait()
         copy()
         assert output.has_turn(tokens) == (not stays or not waits)
         receiver.end_step()
         assert output.has_turn(tokens)
-        return values, {name: one[:tokens] for name, one in found.items()}
+        return values, {name: one[:tokens] for name, one in rows.items()}
 
     ways = []
     for tokens in (16, 200, 3, 64, 1, 5, 9):
@@ -438,6 +548,7 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         values, found = step(tokens)
         assert all(torch.equal(found[name], values[name]) for name in TEMPLATE), tokens
     assert ways == [False, *[True] * 6]
+    assert behind == [200, 3, 64, 1, 5, 9]
     assert len(waited) == 6
     assert output.number == (6 if waits else 0)
     sender.take()

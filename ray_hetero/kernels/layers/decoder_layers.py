@@ -208,7 +208,7 @@ class DecoderLayers:
             on_gpu(positions, hidden, residual, rows, caches, decode, output)
             for others in decoded:
                 output.put(tokens, rows.decoding_rows, *others)
-            results = output.finish(hidden)
+            results = output.finish(hidden, on_gpu.finish)
         else:
             prompts = on_gpu(positions, hidden, residual, rows, caches, decode)
             results = self._whole(hidden, rows, prompts, decoded)

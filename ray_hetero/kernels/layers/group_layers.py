@@ -10,6 +10,7 @@ of the step meanwhile, then wait, and take the same hidden states from memory th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -263,6 +264,8 @@ class GroupLayers:
         self._group = group
         self._layers = layers
         self._has_caches = False
+        self._telling = ExitStack()
+        """Telling the others how a step ends that `finish` ends."""
 
     @property
     def gpu(self) -> GpuPrefill | None:
@@ -314,13 +317,29 @@ class GroupLayers:
                 # Nobody reads them, and memory that nothing is written to costs nothing.
                 return hidden.new_empty(shape), hidden.new_empty(shape)
         else:
-            with self._group.telling(stays=output is not None):
+            with ExitStack() as telling:
+                telling.enter_context(self._group.telling(stays=output is not None))
                 found = self._layers(positions, hidden, residual, rows, caches, meanwhile, output)
+                if not self._layers.is_written:
+                    self._telling = telling.pop_all()
             if output is not None:
                 return found
         # The next step overwrites them once all ranks have come to it.
         x, total = _copies(self._group.results[:, : shape[0] * shape[1]])
         return x.view(shape), total.view(shape)
+
+    def finish(self) -> None:
+        """Write what is left of keys and values, in the first rank; then the others go on.
+
+        Raises:
+            RuntimeError: as `GpuLayers.finish`.
+            TimeoutError: the same.
+            torch.distributed.DistError: another rank has ended.
+
+        """
+        with self._telling:
+            if self._layers is not None:
+                self._layers.finish()
 
 
 def _copies(results: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ step, and writes keys and values into the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,10 @@ class GpuLayers:
         self._gpu = gpu
         self._memory = memory
         self._into = into
+        self._writing: Iterator[None] = iter(())
+        """Writes of the layers of a step into the cache, one after the other."""
+        self.is_written = True
+        """Whether all keys and values of the last step are in the cache."""
 
     def suits(self, tokens: int) -> bool:
         """Whether there is room for so many tokens."""
@@ -172,7 +176,8 @@ class GpuLayers:
             caches: None leaves no keys and values anywhere, for runs that are not requests'.
             meanwhile: called while the GPU computes.
             output: where results stay on the GPU, of a step of M tokens; what is returned is on
-                its way there then.
+                its way there then, and where its message goes ahead, keys and values may be too
+                until `finish`.
 
         Returns:
             [rows, N], which is still to be added to the residual, and it.
@@ -188,12 +193,30 @@ class GpuLayers:
         ordered = self._gpu.order(lambda: step.compute(*staged, len(positions), output))
         ordered.add_done_callback(lambda _: self._memory.returns.end())
         meanwhile()
-        self._write(caches)
+        self._writing, self.is_written = self._writes(caches), False
+        goes_ahead = output is not None and output.goes_ahead(rows.tokens)
+        for _ in self._writing:
+            if goes_ahead and ordered.done() and ordered.exception() is None:
+                break
+        else:
+            self.is_written = True
         x, total = ordered.result(timeout=LIMIT_S)
         return x, total
 
-    def _write(self, caches: Caches | None) -> None:
-        """Write keys and values of all layers into the cache, as they come down."""
+    def finish(self) -> None:
+        """Write what has not been written of keys and values of the last step.
+
+        Raises:
+            RuntimeError: what CUDA says.
+            TimeoutError: the GPU takes too long.
+
+        """
+        for _ in self._writing:
+            pass
+        self.is_written = True
+
+    def _writes(self, caches: Caches | None) -> Iterator[None]:
+        """Write keys and values of each layer into the cache, as they come down."""
         returns, written = self._memory.returns, 0
         while (returned := returns.take()) is not None:
             assert caches is not None
@@ -206,6 +229,7 @@ class GpuLayers:
                 first = heads.stop
             returns.give_back(returned)
             written += 1
+            yield
 
     @property
     def layers(self) -> Sequence[Layer]:

@@ -13,15 +13,18 @@ wait for these, so that the message is sent, and the next stage's work ordered, 
 computes the rows.  Where a driver refuses that, both ranks wait themselves.
 
 In larger steps the two stages take turns on their GPU (turns.py).  The sending rank waits in its
-own thread: with streams that waited, the GPU computed less than without turns.
+own thread: with streams that waited, the GPU computed less than without turns.  In smaller steps,
+in which the GPU waits for weights, the message goes as soon as all of the stage's work is ordered:
+the next stage orders its own meanwhile, and keys and values that are still to come are written into
+the cache behind the message.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -98,6 +101,8 @@ class StageOutput:
         self._timeout_s = self._waited_s = 0.0
         self._is_awaited = False
         """Whether what the last message has said would be there is still to be waited for."""
+        self._behind: Callable[[], None] | None = None
+        """Work of a step that is left to do behind its message."""
         self.number = 0
         """Number of the last step whose rows are, or will be, here; 0 where this rank has waited
         for them before its message."""
@@ -176,12 +181,16 @@ class StageOutput:
         self._carried = message
 
     def settle(self) -> None:
-        """Wait, behind the message, for what it has said would be there.
+        """Do what is left of the step, behind its message, and wait for what that says is there.
 
         Raises:
             RuntimeError: what CUDA says.
+            TimeoutError: keys and values of the step do not come.
 
         """
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind()
         if self._is_awaited:
             self._is_awaited = False
             self._gpu.wait()
@@ -201,6 +210,15 @@ class StageOutput:
             and tokens <= len(self._places[HIDDEN])
             and (self._words is not None or self._carried is None or self._carried.is_taken)
         )
+
+    def goes_ahead(self, tokens: int) -> bool:
+        """Whether a step's message goes once everything is ordered.
+
+        Args:
+            tokens: of the step that the GPU computes.
+
+        """
+        return self._words is not None and tokens < self._turns_from
 
     def has_turn(self, tokens: int) -> bool:
         """Whether a step need not wait until the next stage has computed the one before.
@@ -253,15 +271,19 @@ class StageOutput:
             for name, result in ((HIDDEN, x), (RESIDUAL, total)):
                 self._places[name][:tokens][rows] = result.to(self._gpu.device)
 
-    def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(
+        self, hidden: torch.Tensor, behind: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What stands for the rows in this process, whose values are not theirs.
 
         Waits for them, or has the word written when they are there.
 
         Args:
             hidden: the step's input, of the same shape.
+            behind: does what is left of the step behind its message.
 
         """
+        self._behind = behind
         if self._words is None:
             self._gpu.wait()
         else:
