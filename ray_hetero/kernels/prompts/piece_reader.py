@@ -68,8 +68,8 @@ class PieceReader(LinkReader[Piece]):
         """The memory of slots, for as many pieces as it holds."""
         self._returned = module.Event()
         self._computing = computing
-        # Ahead of products, whose end it does not put off: the next ones wait for it.
-        self._expanding = module.Stream(priority=-1)
+        # Not ahead of products: prompts of 128 to 32,768 tokens took up to 2 % longer on an H100.
+        self._expanding = module.Stream()
         self.kept = KeptPieces(module, computing)
         """Pieces that do not come again for each step."""
         self._lent_to: object | None = None
