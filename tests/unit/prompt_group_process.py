@@ -31,7 +31,7 @@ from ray_hetero.distributed import shared_prompts, shared_sums
 from ray_hetero.kernels.layers import layer_tokens, post_attention
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.linear.rank_sums import SumTerms
-from ray_hetero.kernels.prompts import gpu_layers
+from ray_hetero.kernels.prompts import gpu_step
 
 BREAK_S = 3.0
 """How long the GPU takes for an attention in the steps in which a rank is lost."""
@@ -102,14 +102,14 @@ class Rank:
 
 def take_time() -> None:
     """Let attentions say that they begin, and take long."""
-    attend = gpu_layers.attend
+    attend = gpu_step.attend
 
     def attend_slowly(*given: Any, **more: Any) -> Any:
         tell(attending=True)
         time.sleep(BREAK_S)
         return attend(*given, **more)
 
-    gpu_layers.attend = attend_slowly
+    gpu_step.attend = attend_slowly
 
 
 def main() -> None:

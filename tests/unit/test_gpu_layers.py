@@ -33,6 +33,7 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     gpu_layers,
     gpu_prefill,
     gpu_rows,
+    gpu_step,
     kv_transfer,
 )
 from ray_hetero.kernels.prompts.gpu_attention import Lengths, attend, put_together  # noqa: E402
@@ -177,7 +178,7 @@ def test_an_error_in_the_gpus_thread_is_raised_in_the_step(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_layers, "put_together", fail)
+    monkeypatch.setattr(gpu_step, "put_together", fail)
     request = steps.request(100)
     steps.check((request, 0, 50))
     with pytest.raises(RuntimeError, match="illegal memory access"):
@@ -192,7 +193,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_attention_to_the_cores(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(gpu_layers, "attend", fail)
+    monkeypatch.setattr(gpu_step, "attend", fail)
     monkeypatch.setattr(steps.made, "_layer_by_layer", lambda *given: given)
     positions, hidden = steps.begin([(steps.request(40), 0, 40)])
     layer_tokens.take()

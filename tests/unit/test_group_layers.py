@@ -44,6 +44,7 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     gpu_layers,
     gpu_post_attention,
     gpu_rows,
+    gpu_step,
 )
 from ray_hetero.kernels.prompts.behind_attention import InGroup  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
@@ -151,7 +152,7 @@ def test_a_gpu_that_runs_out_of_memory_ends_it_on_all_ranks(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(gpu_layers, "attend", fail)
+    monkeypatch.setattr(gpu_step, "attend", fail)
     monkeypatch.setattr(DecoderLayers, "_layer_by_layer", lambda self, *given: given[1:])
     request = steps.request(80)
     for _ in range(2):
@@ -170,7 +171,7 @@ def test_a_failure_of_the_first_rank_is_the_others_too(monkeypatch: pytest.Monke
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_layers, "attend", fail)
+    monkeypatch.setattr(gpu_step, "attend", fail)
     first, other = steps.step((steps.request(40), 0, 40))
     assert str(first).startswith("CUDA error: an illegal")
     assert str(other) == (

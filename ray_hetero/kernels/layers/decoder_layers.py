@@ -123,6 +123,34 @@ class DecoderLayers:
         """The GPU that computes prompts for this rank; None if there is none here."""
         return None if self._on_gpu is None else self._on_gpu.gpu
 
+    def begin_ahead(self, counts: Sequence[int]) -> bool:
+        """Have the GPU begin with a step of new prompts before the layers are called.
+
+        Args:
+            counts: tokens of each request, in their order, all of which are expected to be looked
+                up in the embedding.
+
+        Returns:
+            Whether it has begun.
+
+        Raises:
+            RuntimeError: what CUDA says.
+            TimeoutError: the GPU takes too long.
+
+        """
+        output, tokens = self.output, sum(counts)
+        if (
+            self._on_gpu is None
+            or self._many is None
+            or tokens < self._many.from_tokens
+            or not self._on_gpu.suits(tokens)
+            or self._adapters is not None
+            or output is None
+            or not output.may_take(tokens)
+        ):
+            return False
+        return self._on_gpu.begin_ahead(counts, output)
+
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ step, and writes keys and values into the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,24 +18,15 @@ import torch
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
-from ray_hetero.kernels.layers.step_rows import StepRows
-from ray_hetero.kernels.prompts import gpu_post_attention
-from ray_hetero.kernels.prompts.gpu_attention import (
-    MOST_HEAD_SIZE,
-    Attended,
-    Lengths,
-    attend,
-    put_together,
-)
+from ray_hetero.kernels.layers.step_rows import StepRows, new_prompts
+from ray_hetero.kernels.prompts.gpu_attention import MOST_HEAD_SIZE
 from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
-from ray_hetero.kernels.prompts.gpu_rotation import rotate
-from ray_hetero.kernels.prompts.gpu_rows import chunks
-from ray_hetero.kernels.prompts.kv_transfer import KvReturns, KvUploads, Span, spans_of
+from ray_hetero.kernels.prompts.gpu_step import GpuStep
+from ray_hetero.kernels.prompts.kv_transfer import KvReturns, KvUploads
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.planning.prefill_memory import attention_bytes
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.attention import Attention
     from ray_hetero.kernels.layers.decoder_layers import Layer
     from ray_hetero.kernels.prompts.stage_output import StageOutput
 
@@ -114,6 +106,25 @@ class AttentionMemory:
         gpu.idle += [*self.returns.idle, *self.uploads.idle]
 
 
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """A step that was begun before its layers are called."""
+
+    positions: torch.Tensor
+    rows: StepRows
+    output: StageOutput
+    ordered: Future[Any]
+
+    def is_for(self, positions: torch.Tensor, rows: StepRows, output: StageOutput | None) -> bool:
+        """Whether it is the step of a call."""
+        return (
+            output is self.output
+            and rows.requests == self.rows.requests
+            and not len(rows.decoding)
+            and torch.equal(positions, self.positions)
+        )
+
+
 class GpuLayers:
     """Computes layers that follow one another.
 
@@ -146,6 +157,7 @@ class GpuLayers:
         """Writes of the layers of a step into the cache, one after the other."""
         self.is_written = True
         """Whether all keys and values of the last step are in the cache."""
+        self._begun: _Begun | None = None
 
     def suits(self, tokens: int) -> bool:
         """Whether there is room for so many tokens."""
@@ -155,6 +167,65 @@ class GpuLayers:
         """Make ready to copy from layers' caches; whether they can be had."""
         self._memory.uploads.lock(caches)
         return True
+
+    def begin_ahead(self, counts: Sequence[int], output: StageOutput) -> bool:
+        """Begin with a step of new prompts before its layers are called.
+
+        The call for this step goes on with it.  Whatever else is to be computed here before has it
+        abandoned first.
+
+        Args:
+            counts: tokens of each request, in their order.
+            output: where results stay on the GPU.
+
+        Returns:
+            Whether it has begun: not without rows of the embedding that were expected.
+
+        Raises:
+            RuntimeError: what CUDA says.
+            TimeoutError: the GPU takes too long.
+
+        """
+        gpu, rows = self._gpu, new_prompts(counts)
+        gpu.begin(rows.tokens)
+        there = gpu.memory.embedded.begin(rows.tokens)
+        if there is None:
+            return False
+        positions = torch.cat([torch.arange(count) for count in counts])
+        step = GpuStep(self, rows, positions, None, sends=True)
+        ordered = self._order(lambda: step.compute(lambda: (None, there), rows.tokens, output))
+        self._begun, gpu.abandon = _Begun(positions, rows, output, ordered), self._abandon
+        return True
+
+    def _abandon(self) -> None:
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        returns = self._memory.returns
+        while (returned := returns.take()) is not None:
+            returns.give_back(returned)
+        self._gpu.memory.embedded.forget()
+        begun.ordered.result(timeout=LIMIT_S)
+
+    def _taken_up(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None,
+        rows: StepRows, output: StageOutput | None,
+    ) -> Future[Any] | None:  # fmt: skip
+        """What was begun ahead, if it is this step."""
+        begun = self._begun
+        if (
+            begun is None
+            or residual is not None
+            or not begun.is_for(positions, rows, output)
+            or not self._gpu.memory.embedded.has_begun(hidden)
+        ):
+            return None
+        self._begun = self._gpu.abandon = None
+        return begun.ordered
+
+    def _order(self, work: Callable[[], Any]) -> Future[Any]:
+        ordered = self._gpu.order(work)
+        ordered.add_done_callback(lambda _: self._memory.returns.end())
+        return ordered
 
     def __call__(
         self,
@@ -187,11 +258,15 @@ class GpuLayers:
             TimeoutError: the GPU, or the cache, takes too long.
 
         """
-        self._gpu.begin(len(positions))
-        staged = self._gpu.memory.stage(hidden, residual, rows.rows)
-        step = _Step(self, rows, positions[rows.rows], caches)
-        ordered = self._gpu.order(lambda: step.compute(*staged, len(positions), output))
-        ordered.add_done_callback(lambda _: self._memory.returns.end())
+        gpu = self._gpu
+        ordered = self._taken_up(positions, hidden, residual, rows, output)
+        if ordered is None:
+            gpu.begin(len(positions))
+            staged = gpu.memory.stage(hidden, residual, rows.rows)
+            step = GpuStep(self, rows, positions[rows.rows], caches)
+            ordered = self._order(
+                lambda: step.compute(lambda: gpu.memory.sent(*staged), len(positions), output)
+            )
         meanwhile()
         self._writing, self.is_written = self._writes(caches), False
         goes_ahead = output is not None and output.goes_ahead(rows.tokens)
@@ -250,125 +325,6 @@ class GpuLayers:
     def into(self) -> torch.Tensor | None:
         """Memory for results."""
         return self._into
-
-
-class _Step:
-    """One step's work on the GPU, ordered from a thread of its own."""
-
-    def __init__(
-        self, layers: GpuLayers, rows: StepRows, positions: torch.Tensor, caches: Caches | None
-    ) -> None:
-        self._layers = layers.layers
-        self._gpu = layers.gpu
-        self._memory = layers.memory
-        self._into = layers.into
-        self._rows = rows
-        self._positions = positions
-        self._caches = caches
-        self._turning: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def compute(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, tokens: int,
-        output: StageOutput | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Compute all layers from staged input.
-
-        Args:
-            hidden: as `StepMemory.stage` gives it.
-            residual: the same.
-            tokens: of the step, of which some rows are computed here.
-            output: where results stay on the GPU.
-
-        Returns:
-            Results in host memory, or on their way to `output`.
-
-        """
-        gpu = self._gpu
-        with torch.inference_mode(), current(gpu.computing):
-            # What this thread waits for comes first: the rest is ordered ahead of the GPU.
-            self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
-            self._angles(self._layers[0].attention.cos_sin)
-            self._spans = self._begin_uploads()
-            y, total = gpu.memory.sent(hidden, residual)
-            count = len(self._positions)
-            if output is not None and not output.has_turn(count):
-                gpu.read_first()
-        if output is not None:
-            output.wait_for_turn(count)
-        with torch.inference_mode(), current(gpu.computing):
-            for layer in self._layers:
-                x = gpu_post_attention.add_and_norm(gpu, y, total, layer.input.norm)
-                attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
-                y = gpu_post_attention.behind(gpu, layer.parts, attended, total)
-            assert y is not None
-            if output is None:
-                y, total = gpu.received(y, total, into=self._into)
-            else:
-                output.put(tokens, self._rows.rows, y, total)
-        return y, total
-
-    def _begin_uploads(self) -> list[Span]:
-        if self._caches is None:
-            return []
-        block, uploads = self._caches.caches[0].shape[2], self._memory.uploads
-        spans = spans_of(
-            self._rows.requests, self._caches.slots, block, uploads.most_blocks(block),
-            self._gpu.device,
-        )  # fmt: skip
-        uploads.begin(self._caches.by_layer, spans)
-        return spans
-
-    def _attend(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        """Attention of a layer: [tokens, queries] of [tokens, queries + keys + values]."""
-        shape, tokens = self._memory.shape, len(qkv)
-        heads = qkv.view(tokens, -1, shape.size)
-        self._turn(attention, heads[:, : shape.heads + shape.kv_heads])
-        queries = heads[:, : shape.heads]
-        new = heads[:, shape.heads :].view(tokens, 2, shape.kv_heads, shape.size)
-        if self._caches is not None:
-            self._memory.returns.send(qkv[:, shape.queries :])
-        assert attention.scores is not None
-        scale = attention.scores.scale
-        whole = attend(queries, new[:, 0], new[:, 1], self._own, self._own, scale, is_causal=True)
-        for span in self._spans:
-            put_together(
-                whole, self._to_cached(span, queries, new, scale), span.query_rows,
-                uses_triton=self._gpu.uses_triton,
-            )  # fmt: skip
-        return whole.values.reshape(tokens, shape.queries)
-
-    def _to_cached(
-        self, span: Span, queries: torch.Tensor, new: torch.Tensor, scale: float
-    ) -> Attended:
-        assert self._caches is not None
-        keys, values = self._memory.uploads.next(span, self._caches.isa, new)
-        return attend(
-            queries if span.query_rows is None else queries[span.query_rows],
-            keys, values, span.query_lengths, span.key_lengths, scale, is_causal=False,
-        )  # fmt: skip
-
-    def _turn(self, attention: Attention, heads: torch.Tensor) -> None:
-        """Normalise and rotate queries and keys [tokens, heads, size], in place."""
-        queries = self._memory.shape.heads
-        parts = (heads[:, :queries], heads[:, queries:])
-        for norm, part in zip(attention.norms, parts, strict=False):
-            for rows in chunks(len(heads)):
-                part[rows] = gpu_post_attention.norm(self._gpu, part[rows], norm)
-        cos, sin = self._angles(attention.cos_sin)
-        rotate(heads, cos, sin, uses_triton=self._gpu.uses_triton)
-
-    def _angles(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[tokens, 1, rotated / 2] of this step, float32; layers have them in common."""
-        at = cos_sin.data_ptr()
-        if at not in self._turning:
-            # A model has one table of up to a hundred thousand positions; a step needs its own.
-            shape = len(self._positions), cos_sin.shape[1]
-            here = self._gpu.memory.host_memory(*shape, dtype=cos_sin.dtype)
-            torch.index_select(cos_sin, 0, self._positions, out=here)
-            rows = here.to(self._gpu.device, non_blocking=True).float().unsqueeze(1)
-            cos, sin = (half.contiguous() for half in rows.chunk(2, dim=-1))
-            self._turning[at] = cos, sin
-        return self._turning[at]
 
 
 def shape_of(layers: Sequence[Layer]) -> AttentionShape | None:

@@ -88,6 +88,8 @@ class GpuPrefill:
         """Memory for what prompts need beside products, which decode steps leave idle."""
         self._ordered: Future[None] | None = None
         """Expansion of weights ahead that another thread orders; None while there is none."""
+        self.abandon: Callable[[], None] | None = None
+        """What ends a step that was begun before its layers are called; None without one."""
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
@@ -264,14 +266,13 @@ class GpuPrefill:
         """Have what a prompt needs first come now, in the place of what decode steps would need.
 
         Where the other thread has not ordered everything yet, or could not, nothing is asked for:
-        the next step learns of that.  This thread orders it, as what follows could not be ordered
-        while the other one does.
+        the next step learns of that.  This thread orders it, which the other one does not use then.
 
         Raises:
             RuntimeError: what CUDA says.
 
         """
-        if self._ordered is None or (self.is_settled and self._ordered.exception() is None):
+        if self.is_settled and (self._ordered is None or self._ordered.exception() is None):
             with torch.inference_mode(), current(self._computing):
                 self.read_first()
 
@@ -282,7 +283,7 @@ class GpuPrefill:
     @property
     def is_settled(self) -> bool:
         """Whether `settle` would not wait."""
-        return self._ordered is None or self._ordered.done()
+        return self.abandon is None and (self._ordered is None or self._ordered.done())
 
     def settle(self) -> None:
         """Wait until the other thread has ordered everything.
@@ -292,6 +293,9 @@ class GpuPrefill:
             TimeoutError: it takes too long.
 
         """
+        abandon, self.abandon = self.abandon, None
+        if abandon is not None:
+            abandon()
         ordered, self._ordered = self._ordered, None
         if ordered is not None:
             ordered.result(timeout=LIMIT_S)

@@ -1,13 +1,15 @@
 """What prompts need on its way to a GPU before the step that computes them reaches its layers.
 
 vLLM prepares a step for some milliseconds in which the link to the GPU would have nothing to do:
-the rows of an embedding come meanwhile, and weights.  And an engine without requests computes a
-prompt next, whatever it has decoded before: what that begins with can be on the GPU when it comes.
+the rows of an embedding come meanwhile, and weights.  Of a step with nothing but new prompts all is
+known that the GPU needs, and it begins with the layers (gpu_layers.py).  And an engine without
+requests computes a prompt next, whatever it has decoded before: what that begins with can be on the
+GPU when it comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -37,8 +39,22 @@ _offered: dict[GpuPrefill, ComputesPrompts] = {}
 """Layers or products of prompts, once for each GPU: runs of layers may have one in common."""
 
 
-def use(prompts: Iterable[ComputesPrompts]) -> None:
-    """Have what computes this process's prompts read their weights ahead."""
+_begins: list[Callable[[Sequence[int]], bool]] = []
+"""Beginning of the layers that get the rows of the embedding, if some layers do."""
+
+
+def use(
+    prompts: Iterable[ComputesPrompts], begin: Callable[[Sequence[int]], bool] | None = None
+) -> None:
+    """Have what computes this process's prompts read their weights ahead.
+
+    Args:
+        prompts: layers, or products.
+        begin: begins with the layers of a step of new prompts whose rows of the embedding are on
+            the GPU, given the tokens of each; says whether it has.
+
+    """
+    _begins[:] = [] if begin is None else [begin]
     _offered.clear()
     _offered.update((one.gpu, one) for one in prompts if one.gpu is not None)
 
@@ -69,8 +85,19 @@ class PromptsAhead:
                 found = _only_new_tokens(scheduler_output)
                 if found is not None:
                     gpu.memory.embedded.expect(found, gpu.computing)
+                    new = _new_prompts(scheduler_output)
+                    if new and any(begin(new) for begin in _begins):
+                        continue  # what the layers need is on its way
             if one.from_tokens <= tokens <= MOST_TOKENS or not self._requests:
                 gpu.read_ahead()
+
+
+def _new_prompts(scheduler_output: Any) -> list[int]:
+    """Tokens of each request of a step of new ones; none if some are cached, or may be decoded."""
+    new = scheduler_output.scheduled_new_reqs
+    counts = [scheduler_output.num_scheduled_tokens[one.req_id] for one in new]
+    is_cached = any(one.num_computed_tokens for one in new)
+    return [] if is_cached or min(counts) <= DECODING_TOKENS else counts
 
 
 def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:
