@@ -326,7 +326,9 @@ def test_a_gpu_is_not_taken_for_small_weights(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     offered: list[object] = []
-    monkeypatch.setattr(prompts_ahead, "use", offered.extend)
+    monkeypatch.setattr(
+        prompts_ahead, "use", lambda prompts, begin: offered.extend([*prompts, begin])
+    )
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", layer.weight.nbytes + 1)
     layers = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
@@ -338,7 +340,7 @@ def test_a_gpu_is_not_taken_for_small_weights(
     assert kernel.prompts is None
     assert "prompts stay on the cores: all weights of this rank are small" in caplog.text
     assert "computed by the GPU" not in caplog.text
-    assert offered == []
+    assert offered == [None]
 
 
 def test_weights_that_come_anew_are_refused(

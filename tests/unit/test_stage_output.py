@@ -20,6 +20,7 @@ from decoder_parts import HIDDEN, attends  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import CLOSE, Conversation, Steps  # noqa: E402
+from stage_outputs import CAPACITY, PACKING, TEMPLATE, Memory, pretended_memory  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.distributed import linking  # noqa: E402
@@ -29,62 +30,21 @@ from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers import group_layers  # noqa: E402
 from ray_hetero.kernels.prompts import (  # noqa: E402
-    gpu_prefill,
     kv_transfer,
     row_words,
     stage_output,
 )
 from ray_hetero.kernels.prompts.row_words import WORD_BYTES  # noqa: E402
 from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
-from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(120)]
 CPU = torch.device("cpu")
-CAPACITY = 256
-TEMPLATE = {
-    name: torch.empty(1, HIDDEN, dtype=torch.bfloat16) for name in ("hidden_states", "residual")
-}
-PACKING = Packing(TEMPLATE)
-
-
-class Memory:
-    """In place of the memory of GPUs."""
-
-    def __init__(self) -> None:
-        self.of_handle: dict[bytes, Any] = {}
-        self.seen_by = {"cpu": "GPU-1"}
-
-    def identity(self, device: Any) -> str:
-        return self.seen_by[str(device)]
-
-    def made(self, device: Any, nbytes: int) -> tuple[Any, bytes]:
-        handle = bytes([len(self.of_handle)])
-        self.of_handle[handle] = torch.zeros(nbytes, dtype=torch.uint8)
-        return self.of_handle[handle], handle
-
-    def opened(self, device: Any, handle: bytes, nbytes: int) -> Any:
-        if handle not in self.of_handle:
-            raise RuntimeError("cuIpcOpenMemHandle_v2 of CUDA's driver answers 201")
-        assert self.of_handle[handle].nbytes == nbytes
-        return self.of_handle[handle]
-
-    def give_back(self, memory: Any) -> None:
-        for handle, one in list(self.of_handle.items()):
-            if one is memory:
-                del self.of_handle[handle]
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    made = Memory()
-    monkeypatch.setattr(stage_output, "gpu_memory", made)
-    monkeypatch.setattr(stage_output, "_offered", [])
-    # Of no step until a test says otherwise.
-    monkeypatch.setattr(stage_output, "turns_from", lambda gpu: CAPACITY + 1)
-    monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
-    return made
+    return pretended_memory(monkeypatch)
 
 
 def message() -> Message:

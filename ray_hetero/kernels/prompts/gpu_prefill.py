@@ -89,7 +89,7 @@ class GpuPrefill:
         self._ordered: Future[None] | None = None
         """Expansion of weights ahead that another thread orders; None while there is none."""
         self.abandon: Callable[[], None] | None = None
-        """What ends a step that was begun before its layers are called; None without one."""
+        """End of a step that was begun before its layers are called; None without one."""
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
