@@ -41,10 +41,11 @@ END = "<!-- end of figures -->"
 NEWEST = "gpu-host/2026-11-23-half"
 NEWEST_PREFETCH = "gpu-host/2026-11-23-prefetch"
 DAY_BEFORE = "gpu-host/2026-11-22-two-h200-half"
-PROMPTS = "gpu-host/2026-11-26-h200-rows-half"
+PROMPTS = "gpu-host/2026-11-27-h100-formats-half"
 SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
 EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
-FORMATS = {"H200, 30 cores": "gpu-host/2026-11-26-h200-rows-formats",
+FORMATS = {"H100, 30 cores": "gpu-host/2026-11-27-h100-formats-half",
+           "H200, 30 cores": "gpu-host/2026-11-26-h200-rows-formats",
            "H100, 14 cores": "gpu-host/2026-11-26-h100-rows-formats"}  # fmt: skip
 FAMILIES = "cpu-host/2026-11-25-families-avx2"
 BUDGET = "gpu-host/2026-11-25-h200-night-budget"
@@ -116,7 +117,9 @@ def first_tokens() -> str:
     rows = []
     for batch, prompt in ((1, 128), (1, 512), (1, 1024), (8, 1024), (1, 8192), (1, 32768)):
         one, two, prefetch = (
-            first_token_ms(PROMPTS, way, batch, prompt, 1) for way in (OURS, TWO_RANKS, PREFETCH)
+            first_token_ms(PROMPTS, way, batch, prompt, 1)
+            or first_token_ms(PROMPTS, way, batch, prompt)
+            for way in (OURS, TWO_RANKS, PREFETCH)
         )
         rows.append(
             (load(batch, prompt), f"**{seconds(one)}**", seconds(two), seconds(prefetch),
@@ -178,10 +181,18 @@ def floors() -> str:
                 ms(floor_ms(name, 16)),
                 ms(floor_ms(name, 12)),
                 ", ".join(
-                    ratio(step_ms(name, OURS, batch), floor_ms(name, 12)) for batch in (1, 8, 32)
+                    ratio(
+                        step_ms(name, OURS, batch) or step_ms(name, OURS, batch, output=24),
+                        floor_ms(name, 12),
+                    )
+                    for batch in (1, 8, 32)
                 ),
             )
-            for machine, name in (("H200, 30 cores", NEWEST), ("H100, 14 cores", SMALL_HOST))
+            for machine, name in (
+                ("H100, 30 cores", PROMPTS),
+                ("H200, 30 cores", NEWEST),
+                ("H100, 14 cores", SMALL_HOST),
+            )
         ),
     )  # fmt: skip
 
@@ -251,7 +262,7 @@ def handovers() -> str:
 def two_ranks() -> str:
     """Steps with one CPU rank and with two over the same cores."""
     rows = []
-    for one in ((1, 128), (8, 128), (32, 128), (128, 96)):
+    for one in ((1, 128), (8, 128), (128, 96)):
         alone, both = (step_ms(PROMPTS, way, *one) for way in (OURS, TWO_RANKS))
         rows.append((load(*one), ms(alone), ms(both), ratio(both, alone)))
     return table(("requests × prompt", "one CPU rank: step, ms", "two", "two ÷ one"), rows)
@@ -263,7 +274,7 @@ def formats() -> str:
     rows = []
     for machine, name in FORMATS.items():
         for batch in (1, 8):
-            plain = step_ms(name, f"{OURS} bf16", batch)
+            plain = step_ms(name, OURS if name == PROMPTS else f"{OURS} bf16", batch)
             cells = []
             for kind in kinds.values():
                 step = step_ms(name, f"{OURS} {kind}", batch)
