@@ -44,7 +44,7 @@ from shapes import SHAPES, head_size
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.formats.base import pack
-from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, Shares, best_shares
+from ray_hetero.kernels.layers.decode_shares import Shares, best_shares, most_parts
 from ray_hetero.kernels.layers.decode_step import StepRequests, address_of
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
@@ -254,14 +254,14 @@ def main() -> None:
         measure_steady(Steady(layers, kernel, behind, columns, options.pause_ms / 1e3), options)
         return
     asked = [int(one) for one in options.tokens.split(",")]
+    parts = most_parts(columns.output_blocks) if columns else 0
     if not options.counts:
-        parts = COLUMN_PARTS if columns else 0
         print(best_shares(seconds, len(layers), asked, parts), flush=True)
     counts = [int(one) for one in options.counts.split(",") if one] or range(len(layers) + 1)
     ways = {
         "evenly": counts,
         "last": range(1, min(3, len(layers)) + 1),
-        "columns": range(1, COLUMN_PARTS + 1) if columns else (),
+        "columns": range(1, parts + 1),
     }
     for tokens in asked:
         found = {

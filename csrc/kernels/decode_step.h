@@ -39,7 +39,7 @@ class DecodeStep {
       if (is_last) break;
       std::uint16_t* y = layer.post_attention.next ? qkv_at : step.y;
       blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y, slots,
-                           step.share, step.kept);
+                           step.share, step.kept, step.kept_outputs);
     }
   }
 

@@ -23,7 +23,11 @@ struct Task {
   std::int64_t m, stride;
   bool x_is_tiles = false;  // for levels with tiles, and few tokens
   float* partial = nullptr;  // [m][n], in the place of y: what the ranks of a group add up
+  std::int64_t y_stride = 0;  // elements from a token of y to the next, where they are not n
 
+  std::uint16_t* y_of(std::int64_t token) const {
+    return y + token * (y_stride == 0 ? w.n() : y_stride);
+  }
   Places places() const { return {m, stride, x_is_tiles}; }
 };
 
@@ -95,6 +99,10 @@ struct PostAttention {
   // The first blocks of the gate and of up, or of up alone.
   Weight gate_up_of(std::int64_t kept) const {
     return {gate_up.w.data, gate_up.w.encoding, kept, inner() / kBlock};
+  }
+  // The first blocks of the MLP's outputs.
+  Weight down_of(std::int64_t kept) const {
+    return {down.w.data, down.w.encoding, kept, down.w.blocks()};
   }
   std::int64_t outputs() const { return next ? next->qkv.w.n() : output.w.n(); }
 };
@@ -243,9 +251,10 @@ struct Step {
   std::uint16_t* y = nullptr;
   std::uint16_t* sum = nullptr;
   AdapterSlots slots = nullptr;
-  // What a GPU computes of MLPs, and how many blocks of gates the cores do then; no adapters.
+  // What a GPU computes of MLPs, and how many blocks of gates, and of the MLPs' outputs (0: all), the
+  // cores do then; no adapters.
   ColumnShare* share = nullptr;
-  std::int64_t kept = 0;
+  std::int64_t kept = 0, kept_outputs = 0;
 };
 
 }  // namespace ray_hetero

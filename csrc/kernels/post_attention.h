@@ -12,7 +12,7 @@
 // tensor-parallel group O and D are the rank's parts, whose sums over all ranks are rounded once.
 //
 // Where a GPU computes the last columns of an MLP (column_share.h), those of G and U are left out, and
-// D multiplies what comes instead behind its own.
+// D multiplies what comes instead behind its own.  Last outputs of D may come too.
 //
 // Included once for each level, see levels.h.
 
@@ -30,9 +30,13 @@ class PostAttentionBlock {
   // that work at the same time.  The ranks of a group add up in the order in which they make these.
   PostAttentionBlock(const PostAttention& layer, const std::uint16_t* attended, const Places& places,
                     const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y,
-                    AdapterSlots slots, ColumnShare* share = nullptr, std::int64_t kept = 0)
+                    AdapterSlots slots, ColumnShare* share = nullptr, std::int64_t kept = 0,
+                     std::int64_t kept_outputs = 0)
       : layer_(layer), share_(layer.has_mlp() ? share : nullptr),
-        columns_(share_ == nullptr ? layer.inner() : kept * kBlock), residual_(residual),
+        columns_(share_ == nullptr ? layer.inner() : kept * kBlock),
+        own_outputs_(share_ == nullptr || kept_outputs == 0 ? layer.output.w.n()
+                                                            : kept_outputs * kBlock),
+        residual_(residual),
         normed_places_{places.m, layer.output.w.n(), kHasTiles},
         gated_places_{places.m, layer.inner(), kHasTiles}, sum_(sum), y_(y),
         projected_(scratch_bf16(elements(layer, places.m), kBetween)),
@@ -48,6 +52,10 @@ class PostAttentionBlock {
       if (share_ != nullptr) up_task_.w = layer.gate_up_of(kept);
       down_task_ = task_of(layer.down, gated_, gated_places_, layer.next ? projected_ : y,
                            partial(kDown));
+      if (are_outputs_shared()) {
+        down_task_.w = layer.down_of(kept_outputs);
+        down_task_.y_stride = layer.output.w.n();
+      }
       up_.emplace(layer.gate_up, up_task_, slots);
       down_.emplace(layer.down, down_task_, slots);
     }
@@ -116,6 +124,11 @@ class PostAttentionBlock {
     down_->work(thread, threads);
     ReadAhead next = next_ ? next_->ahead(thread) : ReadAhead(nullptr, 0);
     down_->finish(thread, threads, barrier, next);
+    if (are_outputs_shared()) {
+      barrier.wait(next, [&] { share_->await_outputs(next); });
+      if (share_->is_lost()) return false;
+      take_outputs(thread, threads);
+    }
     if (!next_) return end(thread, threads, barrier);
     if (!project(thread, threads, barrier, next, kDown, projected_)) return false;
     norm(thread, threads, sum_between_, layer_.down_norm, layer_.next->norm, sum_);
@@ -241,9 +254,20 @@ class PostAttentionBlock {
     }
   }
 
+  bool are_outputs_shared() const { return own_outputs_ < normed_places_.stride; }
+  // Outputs of the MLP that a GPU has computed, behind those of the cores.
+  void take_outputs(int thread, int threads) const {
+    const std::int64_t n = normed_places_.stride, wide = n - own_outputs_;
+    for (std::int64_t token = thread; token < normed_places_.m; token += threads) {
+      std::memcpy(down_task_.y + token * n + own_outputs_, share_->outputs() + token * wide,
+                  wide * sizeof(std::uint16_t));
+    }
+  }
+
   const PostAttention& layer_;
   ColumnShare* const share_;    // of the MLP's columns, if a GPU computes some
   const std::int64_t columns_;  // of the MLP that the cores compute
+  const std::int64_t own_outputs_;  // the same of its outputs
   const std::uint16_t* residual_;
   const Places normed_places_, gated_places_;
   std::uint16_t *sum_, *y_;

@@ -16,7 +16,7 @@ RAY_HETERO_INLINE void store_token(const Task& task, std::int64_t token, std::in
     if (task.partial != nullptr) {
       store_floats(task.partial + token * task.w.n() + at, sum);
     } else {
-      store_bf16(task.y + token * task.w.n() + at, sum);
+      store_bf16(task.y_of(token) + at, sum);
     }
   }
 }

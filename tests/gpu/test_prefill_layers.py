@@ -263,7 +263,7 @@ def check_decode_steps(steps: Steps) -> None:
 
 @needs_native
 @pytest.mark.parametrize("is_compact", [False, True])
-@pytest.mark.parametrize("columns", [2, 9, 16])
+@pytest.mark.parametrize("columns", [2, 9, 16, 21])
 @pytest.mark.parametrize("family", GPU_FAMILIES)
 def test_columns_of_decode_steps(
     family: str, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch

@@ -90,4 +90,4 @@ class KeptColumns(CopiedPieces):
     def of_layers(self) -> list[list[Piece]]:
         """Pieces of a step's columns, by layer."""
         (step,) = self.columns._pieces.values()
-        return [[placed.piece for placed in layer] for layer in step.layers]
+        return [[placed.piece for placed in layer.all] for layer in step.layers]

@@ -47,7 +47,6 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     gpu_step,
 )
 from ray_hetero.kernels.prompts.behind_attention import InGroup  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.prompts.shared_weights import SharedWeights, linked  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Placed, WholeWeight, cut  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -475,14 +474,14 @@ def test_columns_that_a_gpu_has_no_memory_for_are_computed_by_all_ranks(
     steps = GroupSteps(monkeypatch, layers=5, share=1.0)
     steps.join()
     columns = steps.give_columns(8)
-    expanded, times = GpuPrefill.expanded_whole, iter(range(8))
+    expanded, times = columns_on_gpu.expanded_whole, iter(range(8))
 
-    def until_none_is_left(self: GpuPrefill, *given: Any) -> Any:
+    def until_none_is_left(*given: Any) -> Any:
         if next(times, None) is None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return expanded(self, *given)
+        return expanded(*given)
 
-    monkeypatch.setattr(GpuPrefill, "expanded_whole", until_none_is_left)
+    monkeypatch.setattr(columns_on_gpu, "expanded_whole", until_none_is_left)
     request = steps.request(6)
     steps.check((request, 0, 3))
     assert asked(columns) == [5, 5]

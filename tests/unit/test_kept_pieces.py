@@ -19,6 +19,7 @@ from native_module import needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
+from ray_hetero.kernels.prompts.column_memory import KeptBlocks  # noqa: E402
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory, KeptPieces  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
@@ -76,7 +77,7 @@ def test_there_may_be_room_for_none_or_all(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_steps_of_other_sizes_take_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptColumns(monkeypatch, 512)
-    shares = Shares((Share(1, columns=4), Share(2, columns=16), Share(20, of_layers=0.4)))
+    shares = Shares((Share(1, columns=4), Share(2, columns=20), Share(20, of_layers=0.4)))
     kept.steps.shared.shares = shares
     drawn = random.Random(1)
     kept.of_step(40)
@@ -198,7 +199,7 @@ def test_what_was_measured_with_is_freed_at_once(monkeypatch: pytest.MonkeyPatch
 
 def test_rows_of_embeddings_go_to_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptColumns(monkeypatch, 512)
-    (step,) = [kept.columns._pieces_of(4)]
+    (step,) = [kept.columns._pieces_of(KeptBlocks(4))]
     assert kept.columns._is_whole(step)
     # These are sent in decode steps of many requests too.
     rows = kept.columns._gpu.memory.embedded._there

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,24 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from native_module import native, needs_native  # noqa: E402
+import paged_steps  # noqa: E402
+from native_module import level_of, native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers import decode_shares, decode_step, layer_tokens, shared_decode  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import Share, Shares, Way, best_shares  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import (  # noqa: E402
+    COLUMN_PARTS,
+    Share,
+    Shares,
+    Way,
+    best_shares,
+    kept_blocks,
+    most_parts,
+)
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.kernels.prompts import (  # noqa: E402
     behind_attention,
     column_memory,
@@ -36,7 +47,7 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     gpu_prefill,
     step_memory,
 )
-from ray_hetero.kernels.prompts.column_memory import PHASE  # noqa: E402
+from ray_hetero.kernels.prompts.column_memory import PHASE, KeptBlocks  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import stream_words  # noqa: E402
@@ -83,7 +94,9 @@ def test_steps_of_several_requests(
 
 
 @pytest.mark.parametrize("family", GPU_FAMILIES)
-@pytest.mark.parametrize(("columns", "is_compact"), [(1, False), (9, True), (16, False)])
+@pytest.mark.parametrize(
+    ("columns", "is_compact"), [(1, False), (9, True), (16, False), (18, False), (28, True)]
+)
 def test_columns_of_all_layers(
     columns: int, is_compact: bool, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +106,18 @@ def test_columns_of_all_layers(
     for at in range(3):
         steps.check(*((request, end + at, end + at + 1)
                       for request, end in ((one, 66), (other, 30), (third, 9))))  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [9, 21])
+def test_columns_beside_tiles(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    level = level_of("software_tiles")
+    monkeypatch.setattr(paged_steps, "StreamingLinear", partial(StreamingLinear, level=level))
+    steps = Steps(monkeypatch, layers=2, columns=parts)
+    assert steps.kernel.level.has_tiles
+    for count in (3, 17, 40):
+        requests = [steps.request(4) for _ in range(count)]
+        for at in (0, 2, 3):
+            steps.check(*((one, at, max(2, at + 1)) for one in requests))
 
 
 def test_memory_that_a_gpu_sees_by_its_address_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,15 +308,18 @@ def test_what_fails_while_columns_are_computed_is_raised(monkeypatch: pytest.Mon
         steps.made(positions, hidden, None)
 
 
-def test_what_the_cores_wait_for_columns_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
-    compute, late_s = columns_on_gpu.ColumnsOnGpu._compute, 0.05
+@pytest.mark.parametrize(("parts", "late"), [(8, "_compute_columns"), (20, "_compute_outputs")])
+def test_what_the_cores_wait_for_columns_is_counted(
+    parts: int, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=parts)
+    compute, late_s = getattr(columns_on_gpu.ColumnsOnGpu, late), 0.05
 
-    def compute_late(*given: Any) -> None:
+    def compute_late(*given: Any) -> Any:
         time.sleep(late_s)
-        compute(*given)
+        return compute(*given)
 
-    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "_compute", compute_late)
+    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, late, compute_late)
     request = steps.request(3)
     steps.check((request, 0, 2))
     layer_tokens.take()
@@ -303,10 +331,21 @@ def test_what_the_cores_wait_for_columns_is_counted(monkeypatch: pytest.MonkeyPa
     assert layer_tokens.take().columns_waited_s == 0
 
 
-def test_columns_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("parts", "missing"), [(8, "answered"), (20, "projected")])
+def test_columns_that_do_not_come_are_an_error(
+    parts: int, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(column_memory, "WAIT_S", 0.25)
-    monkeypatch.setattr(stream_words.OfHost, "write", lambda *given: None)
-    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+    write = stream_words.OfHost.write
+    steps = Steps(monkeypatch, layers=LAYERS, columns=parts)
+    given = steps.shared._columns  # type: ignore[union-attr]
+    never = getattr(given._own, missing)  # type: ignore[union-attr]
+
+    def write_others(self: Any, address: int, number: int) -> None:
+        if address != never:
+            write(self, address, number)
+
+    monkeypatch.setattr(stream_words.OfHost, "write", write_others)
     request = steps.request(2)
     positions, hidden = steps.begin([(request, 0, 2)])
     with pytest.raises(
@@ -328,9 +367,12 @@ def test_layers_whose_columns_cannot_be_split_are_the_cores(
     steps.check((steps.request(3), 0, 2))
 
 
-@pytest.mark.parametrize("most", [128, 160, 512])
-def test_room_for_none_some_or_all_columns(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, columns=12, most=most, is_compact=True)
+@pytest.mark.parametrize("parts", [12, 24])
+@pytest.mark.parametrize("most", [128, 160, 420, 512])
+def test_room_for_none_some_or_all_columns(
+    most: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=parts, most=most, is_compact=True)
     one, other = steps.request(70), steps.request(33)
     steps.check((one, 0, 66), (other, 0, 30))
     for at in range(2):
@@ -358,8 +400,9 @@ def test_a_driver_that_refuses_to_wait_leaves_whole_layers(
     assert "801" in line
 
 
-def test_words_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, columns=6)
+@pytest.mark.parametrize("parts", [6, 22])
+def test_words_go_round(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=parts)
     assert steps.shared is not None
     given = steps.shared._columns
     assert given is not None
@@ -369,6 +412,8 @@ def test_words_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(6):
         steps.check((request, at, at + 1))
         assert words[0] == words[16]
+        # Outputs are counted where there are some.
+        assert int(words[48]) == int(words[0]) - (0 if parts > COLUMN_PARTS else LAYERS)
         counted.append(int(words[0]))
     begins = [PHASE, 2 * PHASE, 0] * 2
     assert counted == [begin + LAYERS for begin in begins]
@@ -381,7 +426,7 @@ def test_words_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_some_columns_are_left_for_both(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=2, columns=8)
     assert steps.shared is not None
-    monkeypatch.setattr(shared_decode, "kept_blocks", lambda *given: kept)
+    monkeypatch.setattr(shared_decode, "kept_blocks", lambda *given: KeptBlocks(kept))
     monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "of_step", lambda *given: nullcontext())
     request = steps.request(2)
     positions, hidden = steps.begin([(request, 0, 2)])
@@ -390,8 +435,13 @@ def test_some_columns_are_left_for_both(kept: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_parts_are_whole_blocks() -> None:
-    assert [shared_decode.kept_blocks(448, parts) for parts in (1, 8, 15, 16)] == [420, 224, 28, 1]
-    assert [shared_decode.kept_blocks(2, parts) for parts in (1, 8, 16)] == [1, 1, 1]
+    def of(columns: int, outputs: int, *asked: int) -> list[tuple[int, int]]:
+        return [tuple(kept_blocks(columns, outputs, parts)) for parts in asked]
+
+    assert of(448, 128, 1, 8, 15, 16) == [(420, 0), (224, 0), (28, 0), (1, 0)]
+    assert of(448, 128, 17, 24, 28) == [(1, 120), (1, 64), (1, 32)]
+    assert of(2, 2, 1, 8, 16, 17, 28) == [(1, 0)] * 3 + [(1, 1)] * 2
+    assert (most_parts(0), most_parts(1), most_parts(2)) == (16, 16, 28)
 
 
 def test_what_fails_while_weights_are_ordered_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,12 +90,13 @@ def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.Mo
     assert kept.columns.graphs.replayed == 1 + PHASES
 
 
-def test_steps_of_several_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [12, 20])
+def test_steps_of_several_kinds_take_turns(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2 * PHASES)
     steps = Steps(monkeypatch, layers=5, columns=12, most=512)
     shared = steps.shared
     assert shared is not None
-    shared.shares = Shares((Share(1, columns=4), Share(2, columns=12)))
+    shared.shares = Shares((Share(1, columns=4), Share(2, columns=parts)))
     graphs = shared._columns.graphs  # type: ignore[union-attr]
     requests = [steps.request(tokens) for tokens in (150, 120, 130)]
     done = [100, 90, 100]

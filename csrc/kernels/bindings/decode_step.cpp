@@ -95,7 +95,8 @@ Requests as_requests(std::int64_t m, std::uintptr_t positions, std::uintptr_t sl
   return made;
 }
 
-// Of each layer the cores compute some columns and leave some, and none has adapters.
+// Of each layer the cores compute some columns and leave some, or some outputs too, and none has
+// adapters.
 void check_columns(const DecoderLayers& layers, const Step& step) {
   for (std::size_t i = 0; i < layers.post_attentions(); ++i) {
     const PostAttention& layer = layers.layers[i].post_attention;
@@ -103,6 +104,15 @@ void check_columns(const DecoderLayers& layers, const Step& step) {
     if (step.kept < 1 || step.kept >= blocks || !layer.gate_up.adapters.slices.empty()) {
       throw py::value_error("expected from 1 to " + std::to_string(blocks - 1) +
                             " blocks of an MLP without adapters, got " + std::to_string(step.kept));
+    }
+    if (step.kept_outputs == 0) continue;
+    const std::int64_t outputs = layer.down.w.blocks();
+    if (step.kept_outputs < 1 || step.kept_outputs >= outputs || layer.sums != nullptr ||
+        step.share->outputs() == nullptr || !layer.down.adapters.slices.empty()) {
+      throw py::value_error("expected from 1 to " + std::to_string(outputs - 1) +
+                            " blocks of outputs of an MLP without adapters, which no ranks add up "
+                            "and a GPU has memory for, got " +
+                            std::to_string(step.kept_outputs));
     }
   }
 }
@@ -112,7 +122,7 @@ using AsCache = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::size
 void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests,
               const std::vector<AsCache>& caches, std::uintptr_t hidden, std::uintptr_t residual,
               std::uintptr_t y, std::uintptr_t sum, const Level& level, std::uintptr_t slots,
-              ColumnShare* share, std::int64_t kept) {
+              ColumnShare* share, std::int64_t kept, std::int64_t kept_outputs) {
   if (caches.size() != layers.layers.size() || requests.empty()) {
     throw py::value_error("expected a cache for each layer, and requests");
   }
@@ -129,7 +139,7 @@ void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests
   }
   const Step step{pointer<const std::uint16_t>(hidden), pointer<const std::uint16_t>(residual),
                   pointer<std::uint16_t>(y), pointer<std::uint16_t>(sum),
-                  pointer<const std::int64_t>(slots), share, kept};
+                  pointer<const std::int64_t>(slots), share, kept, kept_outputs};
   if (share != nullptr) check_columns(layers, step);
   std::int64_t least = least_slots(layers.first.qkv);
   for (std::size_t i = 0; i < layers.post_attentions(); ++i) {
@@ -196,6 +206,7 @@ void bind_decode_step(py::module_& module) {
       .def("run", &run_step, py::kw_only(), py::arg("requests"), py::arg("caches"),
            py::arg("hidden"), py::arg("residual"), py::arg("y"), py::arg("sum"), py::arg("level"),
            py::arg("slots") = 0, py::arg("share") = nullptr, py::arg("kept") = 0,
+           py::arg("kept_outputs") = 0,
            "A decode step: hidden, residual (or 0) → y, which is still to be added to sum, all\n"
            "[m, N], bf16, by address.  With `ends_attended` y is the last layer's attention\n"
            "[m, queries] instead, row by row, whose output projection is still to be added to\n"
@@ -203,25 +214,29 @@ void bind_decode_step(py::module_& module) {
            "values in different blocks.  Each layer's cache is (address of [blocks, heads of\n"
            "keys, keys and values of a block], strides of blocks and of heads in elements, index\n"
            "of its requests).  `slots` are as in PostAttention.  With a ColumnShare only the first\n"
-           "`kept` blocks of 32 outputs of each MLP's gate and up are computed here.\n"
+           "`kept` blocks of 32 outputs of each MLP's gate and up are computed here, and the first\n"
+           "`kept_outputs` blocks of its own outputs, or all if that is 0.\n"
            "Raises ValueError: not as many caches as layers, a position that cos_sin does not have,\n"
-           "a slot that adapters do not have, `kept` that is none or all.  Raises MissingColumns:\n"
+           "a slot that adapters do not have, `kept` that is none or all, `kept_outputs` that are\n"
+           "all, or whose MLP has adapters or is added up by ranks.  Raises MissingColumns:\n"
            "columns were not computed, or not in time.");
 
   py::register_exception<MissingColumns>(module, "MissingColumns", PyExc_RuntimeError);
   py::class_<ColumnShare>(module, "ColumnShare", "Columns of MLPs that a GPU computes.")
       .def(py::init([](std::uintptr_t words, std::uintptr_t inputs, std::uintptr_t columns,
-                       double limit_s) {
+                       double limit_s, std::uintptr_t outputs) {
              return std::make_unique<ColumnShare>(pointer<ColumnShare::Words>(words),
                                                   pointer<std::uint16_t>(inputs),
-                                                  pointer<const std::uint16_t>(columns), limit_s);
+                                                  pointer<const std::uint16_t>(columns),
+                                                  pointer<const std::uint16_t>(outputs), limit_s);
            }),
            py::kw_only(), py::arg("words"), py::arg("inputs"), py::arg("columns"),
-           py::arg("limit_s"),
-           "By address: `words`, three lines of 64 bytes that begin with a word of 32 bits each:\n"
-           "layers that were asked for, layers that were answered, and whether no more will be;\n"
-           "`inputs`, which the gate multiplies, as the level has them in tiles; `columns`, what\n"
-           "comes back, [m, columns], both bf16.  All this must outlive this.")
+           py::arg("limit_s"), py::arg("outputs") = 0,
+           "By address: `words`, four lines of 64 bytes that begin with a word of 32 bits each:\n"
+           "layers that were asked for, layers whose columns are there, whether no more will be,\n"
+           "and layers whose outputs are there; `inputs`, which the gate multiplies, as the level\n"
+           "has them in tiles; `columns`, what comes back, [m, columns]; `outputs`, what comes back\n"
+           "of the MLP, [m, outputs], or 0; all bf16.  All this must outlive this.")
       .def_property_readonly("asked", &ColumnShare::asked,
                              "Layers that were asked for, modulo 2 to the power of 32.")
       .def_property_readonly("waited_s", &ColumnShare::waited_s,

@@ -11,17 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ray_hetero.kernels.prompts.column_memory import KeptBlocks
 from ray_hetero.log import logger
 
 LATE_LAYERS = 2
 """Most layers that are measured as the last ones: those that the GPU has room for."""
 COLUMN_PARTS = 16
 """Parts that the columns of an MLP are shared out in."""
+OUTPUT_PARTS = 12
+"""Sixteenths of the outputs of an MLP that can be given away behind all of its columns."""
+MOST_PARTS = COLUMN_PARTS + OUTPUT_PARTS
+"""Most parts of both."""
 COARSE = 4
 """Numbers of layers, or of parts of columns, of which one is measured before those beside it."""
 WORSE = 1.03
 """Factor on the best time up to then, beyond which no more layers are tried.  Of columns all coarse
-numbers are tried: there are four, and one that another program has slowed down ends nothing."""
+numbers are tried: there are few, and one that another program has slowed down ends nothing."""
 GAIN = 0.9
 """Share of the time of the cores alone above which nothing is given away.  A start beside other
 programs measured 0.93 at one token; in the engine, whose requests use memory and link too, such
@@ -66,13 +71,14 @@ class Share:
     """Parts, of `COLUMN_PARTS`, of the columns of every layer's gate and up instead.
 
     The GPU computes them while the cores compute the others, and no core waits for whole layers.
+    What is more are sixteenths of the MLP's outputs, besides all columns.
     """
 
     def __str__(self) -> str:
         """For people."""
         given = f"the last {self.last}" if self.last else f"{100 * self.of_layers:.0f} %"
         if self.columns:
-            given = f"{self.columns} of {COLUMN_PARTS} parts of every gate and up"
+            given = parts_text(self.columns, " of every gate and up")
         return f"{self.tokens}: {given}"
 
 
@@ -104,6 +110,42 @@ Way = Literal["evenly", "last", "columns"]
 Seconds = Callable[[int, int, Way], float]
 """Function that gives the seconds of a step by its tokens, and by how much of what it gives away;
 infinite where other programs had some of the cores."""
+
+
+def most_parts(output_blocks: int) -> int:
+    """Most parts that can be given away of MLPs with so many blocks of outputs to share out."""
+    return MOST_PARTS if output_blocks > 1 else COLUMN_PARTS
+
+
+def kept_blocks(columns: int, outputs: int, parts: int) -> KeptBlocks:
+    """Blocks that the cores compute of MLPs of which the GPU has so many parts.
+
+    Args:
+        columns: blocks of an MLP's columns.
+        outputs: blocks of its outputs that can be shared out.
+        parts: as of `Share.columns`.
+
+    """
+    own = _left(columns, min(parts, COLUMN_PARTS))
+    more = parts - COLUMN_PARTS
+    return KeptBlocks(own) if more <= 0 else KeptBlocks(own, _left(outputs, more))
+
+
+def _left(blocks: int, parts: int) -> int:
+    """Blocks that are left of all where so many parts are given away; at least one, and not all."""
+    return min(max(1, blocks - round(blocks * parts / COLUMN_PARTS)), blocks - 1)
+
+
+def parts_text(parts: int, of: str = "") -> str:
+    """Parts of columns, and of outputs, for people.
+
+    Args:
+        parts: as of `Share.columns`.
+        of: text behind those of columns.
+
+    """
+    more = f", {parts - COLUMN_PARTS} of {COLUMN_PARTS} of down" if parts > COLUMN_PARTS else ""
+    return f"{min(parts, COLUMN_PARTS)} of {COLUMN_PARTS} parts{of}{more}"
 
 
 def undisturbed(seconds: Seconds, pause: Callable[[float], None] = time.sleep) -> Seconds:
@@ -209,7 +251,7 @@ class _Choice:
         way = {
             "evenly": f"{self.count}",
             "last": f"{self.count} (the last)",
-            "columns": f"{self.count} of {COLUMN_PARTS} parts",
+            "columns": parts_text(self.count),
         }[self.way]
         return f"{way}, {1e3 * self.alone:.1f} to {1e3 * self.best:.1f} ms"
 

@@ -27,6 +27,7 @@ from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.linear.token_rows import is_few_rows, token_rows
+from ray_hetero.kernels.prompts.column_memory import KeptBlocks
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
@@ -80,6 +81,10 @@ def address_of(cache: torch.Tensor, number: int = 0) -> CacheAddress:
     return cache.data_ptr(), cache.stride(0), cache.stride(1), number
 
 
+NOTHING_SHARED = KeptBlocks(0)
+"""Blocks of a step whose cores compute everything."""
+
+
 class NativeLayers:
     """Decoder layers that follow one another in one native call.
 
@@ -109,7 +114,8 @@ class NativeLayers:
     def run(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
         residual: torch.Tensor | None, y: torch.Tensor, total: torch.Tensor,
-        slots: torch.Tensor | None = None, share: Any = None, kept: int = 0,
+        slots: torch.Tensor | None = None, share: Any = None,
+        kept: KeptBlocks = NOTHING_SHARED,
     ) -> None:  # fmt: skip
         """Compute a decode step.
 
@@ -123,7 +129,7 @@ class NativeLayers:
             total: for the residual [M, N], contiguous.
             slots: of adapters, [M], if some token has one.
             share: the native module's, of columns that a GPU computes; None where it computes none.
-            kept: blocks of columns that the cores compute then.
+            kept: blocks that the cores compute then.
 
         """
         self._layers.run(
@@ -136,7 +142,8 @@ class NativeLayers:
             level=self._kernel.level,
             slots=0 if slots is None else slots.data_ptr(),
             share=share,
-            kept=kept,
+            kept=kept.columns,
+            kept_outputs=kept.outputs,
         )
 
 

@@ -28,7 +28,7 @@ from placement.host.bandwidth_cache import (
     read_figures,
     write_figures,
 )
-from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, LATE_LAYERS, Share, Shares
+from ray_hetero.kernels.layers.decode_shares import LATE_LAYERS, MOST_PARTS, Share, Shares
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _is_share(row: Any) -> bool:
         and type(last) is int
         and 0 <= last <= LATE_LAYERS
         and type(columns) is int
-        and 0 <= columns <= COLUMN_PARTS
+        and 0 <= columns <= MOST_PARTS
         and sum(map(bool, (part, last, columns))) <= 1
     )
 

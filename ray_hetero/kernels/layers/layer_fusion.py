@@ -16,7 +16,7 @@ from ray_hetero.compat.compilation import leave_uncompiled
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import decoder_layers, latent_layers, shared_decode
 from ray_hetero.kernels.layers.adapters import Adapters
-from ray_hetero.kernels.layers.decode_shares import COLUMN_PARTS, Shares
+from ray_hetero.kernels.layers.decode_shares import Shares, parts_text
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, Layer, register
 from ray_hetero.kernels.layers.fused_modules import (
     MODULES,
@@ -212,12 +212,11 @@ def _share(
     made.shared = shared
     logger.info(
         "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, or up "
-        "to %d of %d parts of every gate and up, which it reads over its link while the cores "
-        "compute the others (cpu.decode_gpu_share)",
+        "to %s, which it reads over its link while the cores compute the others "
+        "(cpu.decode_gpu_share)",
         max(shared.count(one.tokens) for one in shares.measured),
         len(layers),
-        max(one.columns for one in shares.measured),
-        COLUMN_PARTS,
+        parts_text(max(one.columns for one in shares.measured), " of every gate and up"),
     )
 
 

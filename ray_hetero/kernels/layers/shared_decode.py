@@ -31,13 +31,14 @@ import torch
 
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.decode_shares import (
-    COLUMN_PARTS,
     DisturbedError,
     Seconds,
     Share,
     Shares,
     Way,
     best_shares,
+    kept_blocks,
+    most_parts,
     undisturbed,
 )
 from ray_hetero.kernels.layers.decode_step import (
@@ -52,6 +53,7 @@ from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention
+from ray_hetero.kernels.prompts.column_memory import KeptBlocks
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
@@ -99,10 +101,14 @@ class Columns(Protocol):
     def blocks(self) -> int:
         """Blocks of 32 columns of this rank's MLP, of which its cores compute some, and not all."""
 
-    def of_step(self, tokens: int, kept: int) -> AbstractContextManager[None]:
+    @property
+    def output_blocks(self) -> int:
+        """Blocks of 32 outputs of the MLP, of which its cores may compute some; 0 if only all."""
+
+    def of_step(self, tokens: int, kept: KeptBlocks) -> AbstractContextManager[None]:
         """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
 
-    def prepare(self, tokens: int, kept: int) -> None:
+    def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Have steps like the last one take a core as little as those that come after many."""
 
 
@@ -188,7 +194,7 @@ class SharedDecode:
         """Compute a step as a call does, with so many parts of all columns on the GPU."""
         assert self._columns is not None
         (whole,) = self.divided(0)
-        kept = kept_blocks(self._columns.blocks, parts)
+        kept = kept_blocks(self._columns.blocks, self._columns.output_blocks, parts)
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
         share = self._columns.native
         waited_s = share.waited_s
@@ -202,7 +208,9 @@ class SharedDecode:
     def prepare_columns(self, tokens: int, parts: int) -> None:
         """Have steps of `run_columns` take as long as those that come after many, behind one."""
         assert self._columns is not None
-        self._columns.prepare(tokens, kept_blocks(self._columns.blocks, parts))
+        self._columns.prepare(
+            tokens, kept_blocks(self._columns.blocks, self._columns.output_blocks, parts)
+        )
 
     def run(
         self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],
@@ -271,11 +279,6 @@ def suits(layers: Sequence[Layer]) -> bool:
     )
 
 
-def kept_blocks(blocks: int, parts: int) -> int:
-    """Blocks of columns that the cores compute where the GPU has so many parts of all of them."""
-    return min(max(1, blocks - round(blocks * parts / COLUMN_PARTS)), blocks - 1)
-
-
 def shares_of(
     wanted: float | Literal["auto"], layers: Sequence[Layer], kernel: StreamingLinear,
     behind: BehindAttention, agreed: Callable[[float], float] = float, *, place: str = "",
@@ -315,7 +318,7 @@ def shares_of(
     try:
         found = best_shares(
             undisturbed(lambda *step: agreed(measure(*step))), len(some), asked,
-            0 if columns is None else COLUMN_PARTS,
+            0 if columns is None else most_parts(columns.output_blocks),
         )  # fmt: skip
     except DisturbedError:
         logger.warning(

@@ -1,15 +1,17 @@
 """Memory by which the cores of a rank get the last columns of MLPs from a GPU.
 
 The cores ask by a word for the columns of a layer, and wait for another word behind which these are
-(csrc/kernels/column_share.h).  Words count layers, and each step begins with another number than
-the one before, so that nothing has to be taken back between two steps.  There are only a few such
-numbers: work that waits for these words can be captured once for each (step_graphs.py).
+(csrc/kernels/column_share.h).  Where the GPU has all columns, it may compute outputs of the MLP
+from them too, with a word of their own.  Words count layers, and each step begins with another
+number than the one before, so that nothing has to be taken back between two steps.  There are only
+a few such numbers: work that waits for these words can be captured once for each (step_graphs.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +24,7 @@ LINE_BYTES = 64
 """Bytes of a cache line, at whose beginnings the words are."""
 WAIT_S = 60.0
 """Longest wait of the cores for the columns of a layer, in seconds; they take milliseconds."""
-WORDS_BYTES = 3 * LINE_BYTES
+WORDS_BYTES = 4 * LINE_BYTES
 """Bytes of `ColumnShare.Words`."""
 FAILED, OUT_OF_MEMORY = 1, 2
 """Values of the word that says that no more columns will come, and why."""
@@ -33,12 +35,21 @@ PHASE = VALUES // PHASES
 """Difference between two of these numbers, many times the layers of a step."""
 
 
+class KeptBlocks(NamedTuple):
+    """Blocks of 32 that the cores compute of an MLP in a step."""
+
+    columns: int
+    """Blocks of columns, the first ones."""
+    outputs: int = 0
+    """Blocks of the MLP's outputs, the first ones; 0 for all."""
+
+
 @dataclass(frozen=True)
 class ColumnMemory:
     """Memory by which a rank gets columns from a GPU."""
 
     words: torch.Tensor
-    """[3 cache lines], uint8, 0: `ColumnShare.Words` of the native module."""
+    """[4 cache lines], uint8, 0: `ColumnShare.Words` of the native module."""
     columns: torch.Tensor
     """[most tokens · the rank's columns], bf16."""
 
@@ -68,6 +79,11 @@ class ColumnMemory:
         """Address of the word that says that no more will come."""
         return self.answered + LINE_BYTES
 
+    @property
+    def projected(self) -> int:
+        """Address of the word that counts layers whose outputs are there."""
+        return self.failed + LINE_BYTES
+
 
 class RankColumns:
     """What the native module's decode steps get a rank's last columns by.
@@ -78,19 +94,21 @@ class RankColumns:
         kernel: what computes the other ones.
         memory: of this rank.
         inputs: [most tokens · hidden], bf16, where the cores leave what the gate multiplies.
+        outputs: the same, where the GPU leaves outputs of the MLP; None where it computes none.
 
     """
 
     def __init__(
         self, layers: int, inner: int, kernel: StreamingLinear, memory: ColumnMemory,
-        inputs: torch.Tensor,
+        inputs: torch.Tensor, outputs: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._layers, self._inner = layers, inner
         # Kept: the cores, and a GPU, know them by their addresses.
-        self._own, self._inputs = memory, inputs
+        self._own, self._inputs, self._outputs = memory, inputs, outputs
         self.native = kernel.native.ColumnShare(
             words=memory.words.data_ptr(), inputs=inputs.data_ptr(),
             columns=memory.columns.data_ptr(), limit_s=WAIT_S,
+            outputs=0 if outputs is None else outputs.data_ptr(),
         )  # fmt: skip
         """Memory by which the cores hand tokens over, and get columns."""
         self.steps = 0
@@ -101,11 +119,18 @@ class RankColumns:
         """Blocks of 32 columns of a rank's MLP, of which its cores compute some, and not all."""
         return self._inner // BLOCK
 
+    @property
+    def output_blocks(self) -> int:
+        """Blocks of 32 outputs of an MLP, of which the cores may compute some; 0 if only all."""
+        return 0 if self._outputs is None else self._outputs.numel() // SHARED_TOKENS // BLOCK
+
     def begin(self) -> int:
         """Begin a step; layers that count as asked for before it, the same on all ranks."""
         word = ctypes.c_uint32.from_address(self._own.asked)
         first = (word.value // PHASE + 1) % PHASES * PHASE
         word.value = first
+        # Steps without outputs of a GPU leave it behind.
+        ctypes.c_uint32.from_address(self._own.projected).value = first
         return first
 
     def end(self, first: int) -> None:

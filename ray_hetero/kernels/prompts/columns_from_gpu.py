@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.column_memory import OUT_OF_MEMORY, ColumnMemory, RankColumns
+from ray_hetero.kernels.prompts.column_memory import (
+    OUT_OF_MEMORY,
+    ColumnMemory,
+    KeptBlocks,
+    RankColumns,
+)
 from ray_hetero.kernels.prompts.columns_on_gpu import inner_of
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
@@ -40,16 +45,16 @@ class ColumnsFromGpu(RankColumns):
         inputs = torch.empty(SHARED_TOKENS * parts.norm.weight.shape[0], dtype=torch.bfloat16)
         super().__init__(len(layers), inner_of(parts), kernel, memory, inputs)
 
-    def prepare(self, tokens: int, kept: int) -> None:
+    def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Do nothing: the first rank has the GPU's work ordered."""
 
     @contextmanager
-    def of_step(self, tokens: int, kept: int) -> Iterator[None]:
+    def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:
         """Take the GPU's columns of a step that the cores compute within this.
 
         Args:
             tokens: of the step.
-            kept: blocks of columns that the cores of each rank compute.
+            kept: blocks that the cores of each rank compute.
 
         Raises:
             torch.OutOfMemoryError: the GPU's memory has run out, on all ranks.

@@ -6,6 +6,9 @@ multiplies where the GPU reads it, the GPU writes activated columns where the co
 words in the host's memory say when (column_memory.py).  All work of a step is ordered at its
 beginning, on a stream that waits for these words, so that nothing is called between layers.
 
+Where the GPU has all columns and the link is still idle, as in steps of many tokens, it computes
+the last outputs of the MLPs from them too, of a rank that has no group.
+
 In a tensor-parallel group the first rank has the GPU, which computes the last columns of every rank
 from the first one's tokens; each rank has words and columns of its own, in memory that all map
 (columns_from_gpu.py has the other ranks).
@@ -18,7 +21,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,14 +36,23 @@ from ray_hetero.kernels.prompts.column_memory import (
     PHASES,
     WORDS_BYTES,
     ColumnMemory,
+    KeptBlocks,
     RankColumns,
+)
+from ray_hetero.kernels.prompts.column_pieces import (
+    LayerPieces,
+    StepPieces,
+    expanded_whole,
+    first_block,
+    last_columns,
+    last_outputs,
 )
 from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.step_graphs import Expand, StepGraphs, StepKind
-from ray_hetero.kernels.prompts.weight_pieces import Part, Placed, WholeWeight
+from ray_hetero.kernels.prompts.weight_pieces import Placed, WholeWeight
 from ray_hetero.log import logger
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 from ray_hetero.runtime import gpu_memory
@@ -57,22 +68,6 @@ TILE = 32
 """Inputs of a token that are neighbours where the cores multiply tiles."""
 LEAST_COLUMNS = 512
 """Least columns of a rank's MLP that are shared out: of fewer, parts would not be whole blocks."""
-
-
-class _StepPieces:
-    """The GPU's pieces of a step.
-
-    Args:
-        layers: pieces of each layer, in their order.
-
-    """
-
-    def __init__(self, layers: Sequence[Sequence[Placed]]) -> None:
-        self.layers = layers
-        self.pieces = [placed.piece for placed in chain(*layers)]
-        self.most_values = max(sum(one.piece.values for one in pieces) for pieces in layers)
-        """Most weights of a layer."""
-        self.order = ReadingOrder()
 
 
 class ColumnsOnGpu(RankColumns):
@@ -102,24 +97,28 @@ class ColumnsOnGpu(RankColumns):
             ColumnMemory(host(WORDS_BYTES, dtype=torch.uint8).zero_(), host(SHARED_TOKENS * inner))
         ]
         inputs = host(SHARED_TOKENS * self._hidden)
-        super().__init__(len(layers), inner, kernel, self._ranks[0], inputs)
+        has_outputs = not ranks and all(one.down is None or one.down.adapters is None
+                                        for one in self._parts)  # fmt: skip
+        outputs = host(SHARED_TOKENS * self._hidden) if has_outputs else None
+        super().__init__(len(layers), inner, kernel, self._ranks[0], inputs, outputs)
         self._gpu = gpu
         self._are_tiles = kernel.level.has_tiles
         self._seen_inputs = self._seen(inputs)
+        self._seen_outputs = None if outputs is None else self._seen(outputs)
         self._seen_columns = [self._seen(rank.columns) for rank in self._ranks]
         self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
-        self._pieces: dict[int, _StepPieces] = {}
-        """Pieces of a step, by the blocks of columns that the cores compute."""
+        self._pieces: dict[KeptBlocks, StepPieces] = {}
+        """Pieces of a step, by the blocks that the cores compute."""
         self.graphs = StepGraphs(gpu)
         """Graphs of the steps that came again."""
 
     @contextmanager
-    def of_step(self, tokens: int, kept: int) -> Iterator[None]:
-        """Have the GPU compute its columns of a step that the cores compute within this.
+    def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:
+        """Have the GPU compute its part of a step that the cores compute within this.
 
         Args:
             tokens: of the step.
-            kept: blocks of columns that the cores compute.
+            kept: blocks that the cores compute.
 
         Raises:
             torch.OutOfMemoryError: the GPU's memory has run out.
@@ -135,7 +134,7 @@ class ColumnsOnGpu(RankColumns):
         finally:
             self._end(ordered, kind.first)
 
-    def prepare(self, tokens: int, kept: int) -> None:
+    def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Have all steps like the last one be ordered in one call each; arguments as of `of_step`.
 
         Raises:
@@ -179,21 +178,31 @@ class ColumnsOnGpu(RankColumns):
                     ctypes.c_uint32.from_address(rank.failed).value = why
 
     def _order_layers(self, kind: StepKind, expand: Expand) -> None:
-        step = self._pieces_of(kind.kept)
+        gpu, step = self._gpu, self._pieces_of(kind.kept)
+        is_whole = self._is_whole(step)
         for number, (parts, pieces) in enumerate(
             zip(self._parts, step.layers, strict=True), kind.first + 1
         ):
-            whole = self._gpu.expanded_whole(pieces, expand)
+            columns = outputs = None
+            if is_whole:
+                columns = expanded_whole(gpu, pieces.columns, expand)
+                if pieces.outputs:
+                    outputs = expanded_whole(gpu, pieces.outputs, expand, pieces.column_values)
             self._signals.wait(self._own.asked, number)
-            self._compute(parts, pieces, whole, kind.tokens, kind.kept)
+            result = self._compute_columns(parts, pieces.columns, columns, kind)
             for rank in self._ranks:
                 self._signals.write(rank.answered, number)
+            if pieces.outputs:
+                self._compute_outputs(parts, pieces.outputs, outputs, result, kind.kept)
+                self._signals.write(self._own.projected, number)
 
-    def _compute(
+    def _compute_columns(
         self, parts: PostAttention, pieces: Sequence[Placed], whole: torch.Tensor | None,
-        tokens: int, kept: int,
-    ) -> None:  # fmt: skip
-        gpu, columns = self._gpu, self._inner - kept * BLOCK
+        kind: StepKind,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute and send columns; [tokens, all ranks' columns], those that are not sent too."""
+        gpu, tokens, kept = self._gpu, kind.tokens, kind.kept
+        columns = self._inner - first_block(kept) * BLOCK
         assert parts.gate_up is not None
         halves = 2 if parts.is_gated else 1
         x = gpu.memory.to_multiply(tokens, self._hidden)
@@ -203,7 +212,32 @@ class ColumnsOnGpu(RankColumns):
         else:
             torch.mul(given.view(tokens, -1), 1, out=x)
         y = gpu.memory.products(tokens, halves * len(self._ranks) * columns)
-        added = self._added(parts, kept)
+        self._multiply(x, pieces, whole, self._added(parts, first_block(kept)), y, kept)
+        result = gpu_post_attention.activated(gpu, parts, y)
+        sent = self._inner - kept.columns * BLOCK
+        # A kernel's own stores cross the link at once; a copy would wait for weights on their way.
+        for seen, own in zip(self._seen_columns, result.split(columns, dim=1), strict=True):
+            torch.mul(own[:, columns - sent :], 1, out=seen[: tokens * sent].view(tokens, sent))
+        return result
+
+    def _compute_outputs(
+        self, parts: PostAttention, pieces: Sequence[Placed], whole: torch.Tensor | None,
+        columns: torch.Tensor, kept: KeptBlocks,
+    ) -> None:  # fmt: skip
+        """Compute and send the last outputs of an MLP, of all of its columns [tokens, columns]."""
+        assert parts.down is not None
+        assert self._seen_outputs is not None
+        tokens, outputs = len(columns), self._hidden - kept.outputs * BLOCK
+        y = self._gpu.memory.products(tokens, outputs)
+        bias = parts.down.bias
+        added = None if bias is None else self._gpu.constant(bias)[kept.outputs * BLOCK :]
+        self._multiply(columns, pieces, whole, added, y, kept)
+        torch.mul(y, 1, out=self._seen_outputs[: tokens * outputs].view(tokens, outputs))
+
+    def _multiply(
+        self, x: torch.Tensor, pieces: Sequence[Placed], whole: torch.Tensor | None,
+        added: torch.Tensor | None, y: torch.Tensor, kept: KeptBlocks,
+    ) -> None:  # fmt: skip
         products = (
             self._expanded(pieces, self._pieces_of(kept).order)
             if whole is None
@@ -214,19 +248,15 @@ class ColumnsOnGpu(RankColumns):
                 torch.mm(x, weight, out=y[:, outputs])
             else:
                 torch.addmm(added[outputs], x, weight, out=y[:, outputs])
-        result = gpu_post_attention.activated(gpu, parts, y)
-        # A kernel's own stores cross the link at once; a copy would wait for weights on their way.
-        for seen, own in zip(self._seen_columns, result.split(columns, dim=1), strict=True):
-            torch.mul(own, 1, out=seen[: tokens * columns].view(tokens, columns))
 
-    def _idle(self, step: _StepPieces) -> list[IdleMemory]:
+    def _idle(self, step: StepPieces) -> list[IdleMemory]:
         """Memory of larger steps, where some pieces of a step can stay."""
         gpu = self._gpu
         expanded = gpu.reader.idle() if self._is_whole(step) else []
         return [*gpu.memory.idle(step.most_values), *gpu.idle, *expanded]
 
-    def _is_whole(self, step: _StepPieces) -> bool:
-        """Whether there is room for all of the GPU's columns of a layer at once."""
+    def _is_whole(self, step: StepPieces) -> bool:
+        """Whether there is room for all of the GPU's pieces of a layer at once."""
         return step.most_values <= len(self._gpu.memory.behind_products)
 
     def _expanded(
@@ -237,44 +267,30 @@ class ColumnsOnGpu(RankColumns):
             weight = self._gpu.reader.expanded(placed.piece, order, is_next_too=True)
             yield placed.outputs, weight.t()
 
-    def _added(self, parts: PostAttention, kept: int) -> torch.Tensor | None:
-        """Biases of the GPU's columns, of all ranks' gates and then of up."""
+    def _added(self, parts: PostAttention, first: int) -> torch.Tensor | None:
+        """Biases of columns from a block on, of all ranks' gates and then of up."""
         assert parts.gate_up is not None
         if parts.gate_up.bias is None:
             return None
         whole = self._gpu.constant(parts.gate_up.bias).view(-1, self._inner)
-        return whole[:, kept * BLOCK :].reshape(-1)
+        return whole[:, first * BLOCK :].reshape(-1)
 
-    def _pieces_of(self, kept: int) -> _StepPieces:
+    def _pieces_of(self, kept: KeptBlocks) -> StepPieces:
         """The GPU's pieces of a step."""
         if kept not in self._pieces:
+            ranks = len(self._ranks)
             layers = [
-                sorted(
-                    self._gpu.pieces_of(self._last_columns(parts, kept)),
-                    key=lambda placed: placed.outputs.start,
+                LayerPieces(
+                    self._in_order(last_columns(parts, first_block(kept), self._inner, ranks)),
+                    self._in_order(last_outputs(parts, kept.outputs)) if kept.outputs else (),
                 )
                 for parts in self._parts
             ]
-            self._pieces[kept] = _StepPieces(layers)
+            self._pieces[kept] = StepPieces(layers)
         return self._pieces[kept]
 
-    def _last_columns(self, parts: PostAttention, kept: int) -> WholeWeight:
-        """The last columns of all ranks' gates, one rank's behind the other's, and then of up."""
-        assert parts.gate_up is not None
-        weight, columns, count = parts.gate_up.weight, self._inner - kept * BLOCK, len(self._ranks)
-        sources = [part.source for part in WholeWeight.parts_of(weight)]
-        ends = range(self._inner, sources[0].shape[0] + 1, self._inner)
-        made = [
-            Part(
-                source,
-                tuple(
-                    (end - columns, end, (half * count + own) * columns)
-                    for half, end in enumerate(ends)
-                ),
-            )
-            for own, source in enumerate(sources)
-        ]
-        return WholeWeight(tuple(made), (len(ends) * count * columns, weight.shape[1]))
+    def _in_order(self, part: WholeWeight) -> list[Placed]:
+        return sorted(self._gpu.pieces_of(part), key=lambda placed: placed.outputs.start)
 
     def _seen(self, memory: torch.Tensor) -> torch.Tensor:
         """Page-locked memory as the GPU reads and writes it."""

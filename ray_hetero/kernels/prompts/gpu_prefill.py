@@ -371,24 +371,6 @@ class GpuPrefill:
         most = min(self.reader.values // part.shape[1], self.reader.stored // rows)
         return list(cut(part, self._device, most // BLOCK * BLOCK))
 
-    def expanded_whole(
-        self, pieces: Sequence[Placed], expand: Callable[[Piece, torch.Tensor], None]
-    ) -> torch.Tensor | None:
-        """All values of pieces, [inputs, outputs], until other ones; None without room for them.
-
-        Args:
-            pieces: of one weight that is here, in the order of its outputs.
-            expand: orders the expansion of a piece into memory [outputs, inputs].
-
-        """
-        memory, values = self.memory.behind_products, [placed.piece.values for placed in pieces]
-        if sum(values) > len(memory):
-            return None
-        self.forget()
-        for placed, into in zip(pieces, memory[: sum(values)].split(values), strict=True):
-            expand(placed.piece, into)
-        return memory[: sum(values)].view(-1, pieces[0].piece.inputs).t()
-
 
 def _addresses(linears: Sequence[Linear]) -> list[int]:
     return [linear.weight.data.data_ptr() for linear in linears]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.prompts.column_memory import KeptBlocks
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.kernels.prompts.weight_pieces import Piece
@@ -35,8 +36,8 @@ class StepKind:
     """What tells one step's work from that of another."""
 
     tokens: int
-    kept: int
-    """Blocks of columns that the cores compute."""
+    kept: KeptBlocks
+    """Blocks that the cores compute."""
     first: int
     """Layers that count as asked for before the step."""
 
@@ -142,8 +143,8 @@ class StepGraphs:
     def __init__(self, gpu: GpuPrefill) -> None:
         self._gpu = gpu
         self._graphs: OrderedDict[StepKind, Graph] = OrderedDict()
-        self._places: dict[int, PiecePlaces] = {}
-        """Places of the pieces of a step, by the blocks of columns that the cores compute."""
+        self._places: dict[KeptBlocks, PiecePlaces] = {}
+        """Places of the pieces of a step, by the blocks that the cores compute."""
         self._last: StepKind | None = None
         self._is_refused = False
         self.replayed = 0

@@ -1,0 +1,113 @@
+"""Pieces of MLPs' weights that a GPU has in decode steps whose other columns the cores compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.prompts.reading_order import ReadingOrder
+from ray_hetero.kernels.prompts.weight_pieces import Part, Piece, Placed, WholeWeight
+
+if TYPE_CHECKING:
+    import torch
+
+    from ray_hetero.kernels.layers.layer_parts import PostAttention
+    from ray_hetero.kernels.prompts.column_memory import KeptBlocks
+    from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+
+
+@dataclass(frozen=True)
+class LayerPieces:
+    """The GPU's pieces of a layer, in their order."""
+
+    columns: Sequence[Placed]
+    outputs: Sequence[Placed]
+
+    @property
+    def all(self) -> list[Placed]:
+        """Pieces of both."""
+        return [*self.columns, *self.outputs]
+
+    @property
+    def column_values(self) -> int:
+        """Weights of its columns."""
+        return sum(one.piece.values for one in self.columns)
+
+
+class StepPieces:
+    """The GPU's pieces of a step.
+
+    Args:
+        layers: pieces of each layer.
+
+    """
+
+    def __init__(self, layers: Sequence[LayerPieces]) -> None:
+        self.layers = layers
+        self.pieces = [placed.piece for layer in layers for placed in layer.all]
+        self.most_values = max(sum(one.piece.values for one in layer.all) for layer in layers)
+        """Most weights of a layer."""
+        self.order = ReadingOrder()
+
+
+def first_block(kept: KeptBlocks) -> int:
+    """The first block of columns that the GPU computes: for outputs it needs all of them."""
+    return 0 if kept.outputs else kept.columns
+
+
+def last_columns(parts: PostAttention, first: int, inner: int, ranks: int) -> WholeWeight:
+    """The columns of all ranks' gates from a block on, rank by rank, and then of up.
+
+    Args:
+        parts: of a layer, with the weights of all ranks.
+        first: block of 32 columns of each rank.
+        inner: columns of a rank.
+        ranks: of the group.
+
+    """
+    assert parts.gate_up is not None
+    weight, columns = parts.gate_up.weight, inner - first * BLOCK
+    sources = [part.source for part in WholeWeight.parts_of(weight)]
+    ends = range(inner, sources[0].shape[0] + 1, inner)
+    made = [
+        Part(
+            source,
+            tuple(
+                (end - columns, end, (half * ranks + own) * columns)
+                for half, end in enumerate(ends)
+            ),
+        )
+        for own, source in enumerate(sources)
+    ]
+    return WholeWeight(tuple(made), (len(ends) * ranks * columns, weight.shape[1]))
+
+
+def last_outputs(parts: PostAttention, first: int) -> WholeWeight:
+    """The outputs of an MLP from a block of 32 on, of a rank without others."""
+    assert parts.down is not None
+    (part,) = WholeWeight.parts_of(parts.down.weight)
+    outputs, inputs = part.source.shape
+    begin = first * BLOCK
+    return WholeWeight((Part(part.source, ((begin, outputs, 0),)),), (outputs - begin, inputs))
+
+
+def expanded_whole(
+    gpu: GpuPrefill, pieces: Sequence[Placed], expand: Callable[[Piece, torch.Tensor], None],
+    begin: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """All values of pieces, [inputs, outputs], until other ones.
+
+    Args:
+        gpu: that has them, and room for them behind the products of small steps.
+        pieces: of one weight, in the order of its outputs.
+        expand: orders the expansion of a piece into memory [outputs, inputs].
+        begin: values of others in front of them.
+
+    """
+    memory, values = gpu.memory.behind_products[begin:], [one.piece.values for one in pieces]
+    gpu.forget()
+    for placed, into in zip(pieces, memory[: sum(values)].split(values), strict=True):
+        expand(placed.piece, into)
+    return memory[: sum(values)].view(-1, pieces[0].piece.inputs).t()
