@@ -441,6 +441,8 @@ def test_parts_are_whole_blocks() -> None:
     assert of(448, 128, 1, 8, 15, 16) == [(420, 0), (224, 0), (28, 0), (1, 0)]
     assert of(448, 128, 17, 24, 28) == [(1, 120), (1, 64), (1, 32)]
     assert of(2, 2, 1, 8, 16, 17, 28) == [(1, 0)] * 3 + [(1, 1)] * 2
+    # Layers of which none can be shared out, beside others that were measured.
+    assert of(448, 0, 16, 20) == [(1, 0)] * 2
     assert (most_parts(0), most_parts(1), most_parts(2)) == (16, 16, 28)
 
 

@@ -127,7 +127,7 @@ def kept_blocks(columns: int, outputs: int, parts: int) -> KeptBlocks:
 
     """
     own = _left(columns, min(parts, COLUMN_PARTS))
-    more = parts - COLUMN_PARTS
+    more = min(parts, most_parts(outputs)) - COLUMN_PARTS
     return KeptBlocks(own) if more <= 0 else KeptBlocks(own, _left(outputs, more))
 
 
