@@ -61,6 +61,12 @@ def first_token_ms(
     return None if not one else 1e3 * one["prefill_s"]
 
 
+def prompt_ms(name: str, contender: str, batch: int, prompt: int) -> float | None:
+    """Milliseconds as of `first_token_ms`, of answers of one token or of 32."""
+    found = first_token_ms(name, contender, batch, prompt, 1)
+    return first_token_ms(name, contender, batch, prompt) if found is None else found
+
+
 def socket_gb_s(name: str, contender: str = OURS) -> float:
     """Gigabytes per second that the compute cores read, the mean of before and after."""
     probes = raw(name)["contenders"][contender]["bandwidths"]

@@ -26,6 +26,7 @@ from raw_figures import (
     kernel_ms,
     median,
     point,
+    prompt_ms,
     raw,
     socket_gb_s,
     step_ms,
@@ -117,9 +118,7 @@ def first_tokens() -> str:
     rows = []
     for batch, prompt in ((1, 128), (1, 512), (1, 1024), (8, 1024), (1, 8192), (1, 32768)):
         one, two, prefetch = (
-            first_token_ms(PROMPTS, way, batch, prompt, 1)
-            or first_token_ms(PROMPTS, way, batch, prompt)
-            for way in (OURS, TWO_RANKS, PREFETCH)
+            prompt_ms(PROMPTS, way, batch, prompt) for way in (OURS, TWO_RANKS, PREFETCH)
         )
         rows.append(
             (load(batch, prompt), f"**{seconds(one)}**", seconds(two), seconds(prefetch),

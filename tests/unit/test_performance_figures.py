@@ -70,8 +70,7 @@ def ratio(slow: float | None, fast: float | None) -> str:
 def first_tokens(name: str, *loads: tuple[int, int]) -> list[float]:
     """Times of first tokens in parts of those with prefetching, by requests and prompt tokens."""
     return [
-        figures.first_token_ms(name, OURS, *load, 1)  # type: ignore[operator]
-        / figures.first_token_ms(name, PREFETCH, *load, 1)
+        figures.prompt_ms(name, OURS, *load) / figures.prompt_ms(name, PREFETCH, *load)  # type: ignore[operator]
         for load in loads
     ]
 
