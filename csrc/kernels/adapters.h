@@ -111,7 +111,7 @@ class Addition {
       float* y = task_.partial + token * task_.w.n() + at;
       store_floats(y, plus(load_floats(y), load_floats(added)));
     } else {
-      std::uint16_t* y = task_.y + token * task_.w.n() + at;
+      std::uint16_t* y = task_.y_of(token) + at;
       store_bf16(y, plus(load_bf16(y), rounded(load_floats(added))));
     }
   }

@@ -4,7 +4,8 @@
 // these multiply they ask for the rest, by a word in memory that the GPU's stream waits for; when
 // they have computed their own columns they wait for another word, behind which the rest is there.
 // They may leave out the last outputs of the MLP's last matrix too, with a word of its own, where the
-// GPU computes all columns.  Words count: whoever waits, waits for a number, and nothing has to be taken back between two steps.
+// GPU computes all columns.  Words count: whoever waits, waits for a number, and nothing has to be
+// taken back between two steps.
 
 #pragma once
 
@@ -28,9 +29,9 @@ class ColumnShare {
  public:
   // What both sides tell each other, each in a line of its own.
   struct Words {
-    alignas(kLineBytes) std::atomic<std::uint32_t> asked;     // layers that were asked for
-    alignas(kLineBytes) std::atomic<std::uint32_t> answered;  // layers whose columns are there
-    alignas(kLineBytes) std::atomic<std::uint32_t> failed;    // not 0 if no more will come
+    alignas(kLineBytes) std::atomic<std::uint32_t> asked;      // layers that were asked for
+    alignas(kLineBytes) std::atomic<std::uint32_t> answered;   // layers whose columns are there
+    alignas(kLineBytes) std::atomic<std::uint32_t> failed;     // not 0 if no more will come
     alignas(kLineBytes) std::atomic<std::uint32_t> projected;  // layers whose outputs are there
   };
   static_assert(std::atomic<std::uint32_t>::is_always_lock_free);

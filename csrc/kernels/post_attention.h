@@ -31,7 +31,7 @@ class PostAttentionBlock {
   PostAttentionBlock(const PostAttention& layer, const std::uint16_t* attended, const Places& places,
                     const std::uint16_t* residual, std::uint16_t* sum, std::uint16_t* y,
                     AdapterSlots slots, ColumnShare* share = nullptr, std::int64_t kept = 0,
-                     std::int64_t kept_outputs = 0)
+                    std::int64_t kept_outputs = 0)
       : layer_(layer), share_(layer.has_mlp() ? share : nullptr),
         columns_(share_ == nullptr ? layer.inner() : kept * kBlock),
         own_outputs_(share_ == nullptr || kept_outputs == 0 ? layer.output.w.n()
@@ -257,16 +257,16 @@ class PostAttentionBlock {
   bool are_outputs_shared() const { return own_outputs_ < normed_places_.stride; }
   // Outputs of the MLP that a GPU has computed, behind those of the cores.
   void take_outputs(int thread, int threads) const {
-    const std::int64_t n = normed_places_.stride, wide = n - own_outputs_;
+    const std::int64_t wide = normed_places_.stride - own_outputs_;
     for (std::int64_t token = thread; token < normed_places_.m; token += threads) {
-      std::memcpy(down_task_.y + token * n + own_outputs_, share_->outputs() + token * wide,
+      std::memcpy(down_task_.y_of(token) + own_outputs_, share_->outputs() + token * wide,
                   wide * sizeof(std::uint16_t));
     }
   }
 
   const PostAttention& layer_;
-  ColumnShare* const share_;    // of the MLP's columns, if a GPU computes some
-  const std::int64_t columns_;  // of the MLP that the cores compute
+  ColumnShare* const share_;        // of the MLP's columns, if a GPU computes some
+  const std::int64_t columns_;      // of the MLP that the cores compute
   const std::int64_t own_outputs_;  // the same of its outputs
   const std::uint16_t* residual_;
   const Places normed_places_, gated_places_;

@@ -233,7 +233,18 @@ class Steps:
     def check(self, *parts: tuple[Conversation, int, int]) -> None:
         """Compute a step, and compare it with the whole sequences."""
         positions, hidden = self.begin(parts)
-        y, total = self.made(positions, hidden, None)
-        expected = torch.cat([self.expected(request)[begin:end] for request, begin, end in parts])
-        apart = (y.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
+        self.compare(*self.made(positions, hidden, None), parts)
+
+    def compare(
+        self, y: torch.Tensor, total: torch.Tensor, parts: Sequence[tuple[Conversation, int, int]]
+    ) -> None:
+        """Compare a step's results with the whole sequences."""
+        apart = self.apart(y, total, parts)
         assert float(apart.max()) < CLOSE, f"row {int(apart.argmax())}: {apart.max():.4f}"
+
+    def apart(
+        self, y: torch.Tensor, total: torch.Tensor, parts: Sequence[tuple[Conversation, int, int]]
+    ) -> torch.Tensor:
+        """How far each row of a step's results is from the whole sequences, in parts of it."""
+        expected = torch.cat([self.expected(request)[begin:end] for request, begin, end in parts])
+        return (y.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)

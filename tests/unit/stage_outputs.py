@@ -10,6 +10,7 @@ from decoder_parts import HIDDEN
 
 from ray_hetero.distributed.messages import Packing
 from ray_hetero.kernels.prompts import gpu_prefill, stage_output
+from ray_hetero.kernels.prompts.stage_output import SeenOutput, StageOutput, accept
 from ray_hetero.planning import prefill_memory
 
 CAPACITY = 256
@@ -44,6 +45,33 @@ class Memory:
         for handle, one in list(self.of_handle.items()):
             if one is memory:
                 del self.of_handle[handle]
+
+
+def offered(
+    layers: Any, *, waits: bool = False, timeout_s: float = 60
+) -> tuple[StageOutput, SeenOutput]:
+    """Have layers leave their results in such memory; both ends of it.
+
+    Args:
+        layers: the last ones of a stage.
+        waits: whether streams wait for words.
+        timeout_s: longest wait for a step of the next stage.
+
+    """
+    output = layers.output = StageOutput(layers.gpu)
+    offer = output.offer(PACKING, CAPACITY)
+    assert offer is not None
+    seen = accept(offer, torch.device("cpu"))
+    assert seen is not None
+    assert seen.words is not None
+    output.accepted(is_seen=True, waits=waits, timeout_s=timeout_s)
+    return output, seen
+
+
+def results(seen: SeenOutput, tokens: int) -> tuple[Any, Any]:
+    """Both results of a step as the next stage's rank sees them; views of the memory."""
+    there = PACKING.views(seen.rows.view(CAPACITY, PACKING.row_bytes)[:tokens])
+    return there["hidden_states"], there["residual"]
 
 
 def pretended_memory(monkeypatch: pytest.MonkeyPatch) -> Memory:

@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 from embeddings import EmbeddedSteps, embedding, model_of  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
-from paged_steps import CLOSE, Conversation  # noqa: E402
-from stage_outputs import CAPACITY, PACKING, Memory, pretended_memory  # noqa: E402
+from paged_steps import Conversation  # noqa: E402
+from stage_outputs import offered, pretended_memory, results  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput  # noqa: E402
@@ -23,7 +23,6 @@ from ray_hetero.kernels.prompts import gpu_step, kv_transfer, prompts_ahead  # n
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_step import GpuStep  # noqa: E402
 from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead  # noqa: E402
-from ray_hetero.kernels.prompts.stage_output import StageOutput, accept  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(120)]
@@ -37,21 +36,12 @@ class SentSteps:
 
     Args:
         monkeypatch: notes each step that the GPU begins with.
-        memory: of the GPU.
         layers: of the first rank, whose results are sent.
 
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: Memory, layers: Any) -> None:
-        self.output = layers.output = StageOutput(layers.gpu)
-        offer = self.output.offer(PACKING, CAPACITY)
-        assert offer is not None
-        seen = accept(offer, torch.device("cpu"))
-        assert seen is not None
-        assert seen.words is not None
-        self._words = seen.words
-        self._rows = memory.of_handle[offer.handle][: CAPACITY * PACKING.row_bytes]
-        self.output.accepted(is_seen=True, waits=True)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
+        self.output, self._seen = offered(layers, waits=True)
         self.done: list[str] = []
         compute = GpuStep.compute
 
@@ -61,8 +51,8 @@ class SentSteps:
 
         monkeypatch.setattr(GpuStep, "compute", compute_and_note)
 
-    def results(self, x: Any, total: Any) -> Any:
-        """Results of a step, wherever they are, once all is done that is left behind its message.
+    def results(self, x: Any, total: Any) -> tuple[Any, Any]:
+        """Both results of a step, wherever they are, once nothing of it is left to do.
 
         Args:
             x: what the layers return, [tokens, N].
@@ -71,12 +61,13 @@ class SentSteps:
         """
         self.done.append("called")
         if self.output.holds({"hidden_states": x, "residual": total}):
+            words, number = self._seen.words, self.output.number
+            assert words is not None
             self.output.settle()
-            self._words.wait(self.output.number)
-            there = PACKING.views(self._rows.view(CAPACITY, PACKING.row_bytes)[: len(x)])
-            x, total = (there[name].clone() for name in ("hidden_states", "residual"))
-            self._words.say(self.output.number)
-        return x.float() + total.float()
+            words.wait(number)
+            x, total = (one.clone() for one in results(self._seen, len(x)))
+            words.say(number)
+        return x, total
 
 
 def scheduled(tokens: dict[Conversation, torch.Tensor], *parts: Part) -> SchedulerOutput:
@@ -100,13 +91,13 @@ class Engine:
     """Steps of one rank that vLLM schedules, looks up and has computed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        memory = pretended_memory(monkeypatch)
+        pretended_memory(monkeypatch)
         # The next layer's keys and values wait until those of the one before are written.
         monkeypatch.setattr(kv_transfer, "HOST_BUFFERS", 1)
         self.embedded = EmbeddedSteps.made(monkeypatch)
         self.steps, self.layers = self.embedded.steps, self.embedded.steps.made
         self.gpu = self.layers.gpu
-        self.sent = SentSteps(monkeypatch, memory, self.layers)
+        self.sent = SentSteps(monkeypatch, self.layers)
         prompts_ahead.use([self.steps.kernel.prompts], self.layers.begin_ahead)
         self._ahead = PromptsAhead()
         # What the model does with rows, and what is sent, is known after two steps.
@@ -123,10 +114,7 @@ class Engine:
     def compute(self, *parts: Part) -> list[str]:
         """Compute a step, and compare it; what was done since the last one, in its order."""
         positions, hidden = self.steps.begin(parts)
-        found = self.sent.results(*self.layers(positions, hidden, None))
-        expected = torch.cat([self.steps.expected(one)[begin:end] for one, begin, end in parts])
-        apart = (found - expected).norm(dim=1) / expected.norm(dim=1)
-        assert float(apart.max()) < CLOSE, f"row {int(apart.argmax())}: {apart.max():.4f}"
+        self.steps.compare(*self.sent.results(*self.layers(positions, hidden, None)), parts)
         done = list(self.sent.done)
         self.sent.done.clear()
         return done
@@ -136,11 +124,16 @@ class Engine:
         return self.compute(*parts)
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
     torch.manual_seed(0)
-    yield Engine(monkeypatch)
+    yield
     prompts_ahead.use([])
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch)
 
 
 def is_begun(engine: Engine) -> bool:
@@ -256,8 +249,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_the_step_to_the_cores(
 
 
 def test_the_first_rank_of_a_group_begins_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    memory = pretended_memory(monkeypatch)
+    pretended_memory(monkeypatch)
     group, layer = GroupSteps(monkeypatch, count=2, most=512), embedding()
     tokens: dict[Conversation, torch.Tensor] = {}
     tables = []
@@ -267,7 +259,7 @@ def test_the_first_rank_of_a_group_begins_for_all(monkeypatch: pytest.MonkeyPatc
         rank.made.embedded = look_up_for(prompts, model_of(own), takes_tokens_only=True)
         tables.append(own)
     first = group.ranks[0].made
-    sent = SentSteps(monkeypatch, memory, first)
+    sent = SentSteps(monkeypatch, first)
     prompts_ahead.use([first._many], first.begin_ahead)
     ahead = PromptsAhead()
 
@@ -281,7 +273,7 @@ def test_the_first_rank_of_a_group_begins_for_all(monkeypatch: pytest.MonkeyPatc
         sent.done.clear()
         ahead.begin_step(scheduled(tokens, *parts))
         asked = torch.cat([tokens[one][begin:end] for one, begin, end in parts])
-        found: list[Any] = []
+        found: list[tuple[Any, Any]] = []
         with monkeypatch.context() as patched:
             for place, (rank, table) in enumerate(zip(group.ranks, tables, strict=True)):
 
@@ -298,9 +290,7 @@ def test_the_first_rank_of_a_group_begins_for_all(monkeypatch: pytest.MonkeyPatc
             for one in group.step(*parts):
                 if isinstance(one, Exception):
                     raise one
-        expected = torch.cat([group.expected(one)[begin:end] for one, begin, end in parts])
-        apart = (found[0] - expected).norm(dim=1) / expected.norm(dim=1)
-        assert float(apart.max()) < CLOSE
+        group.compare(*found[0], parts)
         return sent.done
 
     for _ in range(2):
@@ -314,4 +304,3 @@ def test_the_first_rank_of_a_group_begins_for_all(monkeypatch: pytest.MonkeyPatc
     step((other, 0, 99))
     assert step((long, LARGE, LARGE + 1), (other, 99, 100)) == ["called"]
     assert not group.ranks[1].made.begin_ahead([LARGE])
-    prompts_ahead.use([])

@@ -20,7 +20,15 @@ from decoder_parts import HIDDEN, attends  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import CLOSE, Conversation, Steps  # noqa: E402
-from stage_outputs import CAPACITY, PACKING, TEMPLATE, Memory, pretended_memory  # noqa: E402
+from stage_outputs import (  # noqa: E402
+    CAPACITY,
+    PACKING,
+    TEMPLATE,
+    Memory,
+    offered,
+    pretended_memory,
+    results,
+)
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.distributed import linking  # noqa: E402
@@ -34,7 +42,6 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     row_words,
     stage_output,
 )
-from ray_hetero.kernels.prompts.row_words import WORD_BYTES  # noqa: E402
 from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
 
 current_platform.import_kernels()
@@ -58,16 +65,9 @@ class Stage:
         self, monkeypatch: pytest.MonkeyPatch, *, waits: bool = False, timeout_s: float = 60
     ) -> None:
         self.steps = Steps(monkeypatch)
-        layers: Any = self.steps.made
-        self.output = layers.output = StageOutput(layers._on_gpu.gpu)
-        offer = self.output.offer(PACKING, CAPACITY)
-        assert offer is not None
-        found = accept(offer, CPU)
-        assert found is not None
-        assert found.words is not None
-        self.words = found.words
-        self.rows = found.rows.view(CAPACITY, PACKING.row_bytes)
-        self.output.accepted(is_seen=True, waits=waits, timeout_s=timeout_s)
+        self.output, self.seen = offered(self.steps.made, waits=waits, timeout_s=timeout_s)
+        assert self.seen.words is not None
+        self.words, self.rows = self.seen.words, self.seen.rows
 
     def sent(self, *parts: tuple[Conversation, int, int]) -> tuple[Message, float]:
         """Compute a step and send it; its message, and how far its rows are from what they are."""
@@ -81,13 +81,8 @@ class Stage:
             self.output.settle()
             if sent.awaited:
                 self.words.wait(sent.awaited)
-            there = PACKING.views(self.rows[: len(positions)])
-            x, total = there["hidden_states"], there["residual"]
-        expected = torch.cat([
-            self.steps.expected(request)[begin:end] for request, begin, end in parts
-        ])  # fmt: skip
-        apart = (x.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
-        return sent, float(apart.max())
+            x, total = results(self.seen, len(positions))
+        return sent, float(self.steps.apart(x, total, parts).max())
 
     def compute(self, sent: Message) -> None:
         """Be the next stage: read the rows, and compute with them."""
@@ -242,12 +237,7 @@ def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
 ) -> None:
     group = GroupSteps(monkeypatch)
     group.join()
-    first: Any = group.ranks[0].made
-    output = first.output = StageOutput(first._on_gpu.gpu)
-    offer = output.offer(PACKING, CAPACITY)
-    assert offer is not None
-    rows = memory.of_handle[offer.handle][: -2 * WORD_BYTES].view(CAPACITY, PACKING.row_bytes)
-    output.accepted(is_seen=True)
+    output, seen = offered(group.ranks[0].made)
     copies: list[torch.Tensor] = []
     copied = group_layers._copies
 
@@ -263,11 +253,8 @@ def test_the_first_rank_of_a_group_leaves_what_it_has_computed_for_all(
         assert x_of_other.shape == total_of_other.shape == x.shape
         stays.append(output.holds({"hidden_states": x, "residual": total}))
         if stays[-1]:
-            there = PACKING.views(rows[: len(x)])
-            x, total = there["hidden_states"], there["residual"]
-        expected = torch.cat([group.expected(one)[begin:end] for one, begin, end in parts])
-        apart = (x.float() + total.float() - expected).norm(dim=1) / expected.norm(dim=1)
-        assert float(apart.max()) < CLOSE
+            x, total = results(seen, len(x))
+        group.compare(x, total, parts)
     assert stays == [False, True]
     # Of the first step, by both ranks; nobody needs copies of what stays.
     assert len(copies) == 2
@@ -328,15 +315,12 @@ def test_the_others_of_a_group_go_on_once_keys_and_values_are_written(
     group = GroupSteps(monkeypatch)
     group.join()
     first, other = (rank.made for rank in group.ranks)
-    gpu, done = first._on_gpu.gpu, list[str]()
-    output = first.output = StageOutput(gpu)
-    offer = output.offer(PACKING, CAPACITY)
-    assert offer is not None
-    output.accepted(is_seen=True, waits=True)
+    done = list[str]()
+    output, _ = offered(first, waits=True)
     request = group.request(120)
     (x, total), _ = group.step((request, 0, 60))
     assert not output.holds({"hidden_states": x, "residual": total})
-    note_writes(group.ranks[0].layers, done, gpu)
+    note_writes(group.ranks[0].layers, done, first.gpu)
 
     def send(*given: Any) -> Any:
         x, total = first(*given)
@@ -352,13 +336,13 @@ def test_the_others_of_a_group_go_on_once_keys_and_values_are_written(
     group.ranks[0].made = send
     group.ranks[1].made = noted_behind(other, done)
     found, of_other = group.step((request, 60, 119))
-    writes = [1] * group.count  # those of a layer, into the caches of both ranks
+    writes = ["write"] * group.count  # those of a layer, into the caches of both ranks
     if fails:
         assert isinstance(found, TimeoutError)
         assert "has failed: waited 0 s for the GPU to compute keys" in str(of_other)
-        assert done == [*["write" for _ in writes], "sent"]
+        assert done == [*writes, "sent"]
         return
-    assert done == [*["write" for _ in writes], "sent", *["write" for _ in writes], "other"]
+    assert done == [*writes, "sent", *writes, "other"]
     group.ranks[0].made, group.ranks[1].made = first, other
     group.check((request, 119, 120))
 

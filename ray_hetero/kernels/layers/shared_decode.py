@@ -194,7 +194,7 @@ class SharedDecode:
         """Compute a step as a call does, with so many parts of all columns on the GPU."""
         assert self._columns is not None
         (whole,) = self.divided(0)
-        kept = kept_blocks(self._columns.blocks, self._columns.output_blocks, parts)
+        kept = self._kept(self._columns, parts)
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
         share = self._columns.native
         waited_s = share.waited_s
@@ -208,9 +208,11 @@ class SharedDecode:
     def prepare_columns(self, tokens: int, parts: int) -> None:
         """Have steps of `run_columns` take as long as those that come after many, behind one."""
         assert self._columns is not None
-        self._columns.prepare(
-            tokens, kept_blocks(self._columns.blocks, self._columns.output_blocks, parts)
-        )
+        self._columns.prepare(tokens, self._kept(self._columns, parts))
+
+    @staticmethod
+    def _kept(columns: Columns, parts: int) -> KeptBlocks:
+        return kept_blocks(columns.blocks, columns.output_blocks, parts)
 
     def run(
         self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],

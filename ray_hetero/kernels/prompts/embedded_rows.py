@@ -125,13 +125,7 @@ class EmbeddedRows:
             hidden: [tokens, N], what the layers get.
 
         """
-        step = self._begun_with
-        return (
-            step is not None
-            and self.holds(hidden)
-            and hidden.numel() == step.elements
-            and self._memory._version == step.version
-        )
+        return self._begun_with is not None and self._are_those(hidden, self._begun_with)
 
     def __call__(
         self, table: torch.Tensor, tokens: torch.Tensor, stream: Any = None
@@ -205,12 +199,7 @@ class EmbeddedRows:
         step, self._step = self._step, None
         if step is None:
             return
-        are_same = (
-            self.holds(hidden)
-            and (hidden.storage_offset(), hidden.numel()) == (0, step.elements)
-            and hidden.is_contiguous()
-            and self._memory._version == step.version
-        )
+        are_same = self._are_those(hidden, step)
         if step is not self._left:
             self._are_handed_on = are_same and self._are_handed_on is not False
         elif not are_same:
@@ -219,6 +208,15 @@ class EmbeddedRows:
                 "steps in which they were not; please report the model, and set "
                 "cpu.prefill_on_gpu to false meanwhile"
             )
+
+    def _are_those(self, hidden: torch.Tensor, step: _LookedUp) -> bool:
+        """Whether these are the rows that were looked up, as they were."""
+        return (
+            self.holds(hidden)
+            and (hidden.storage_offset(), hidden.numel()) == (0, step.elements)
+            and hidden.is_contiguous()
+            and self._memory._version == step.version
+        )
 
     def fill(self) -> None:
         """Look rows up in host memory that were left until somebody reads them.
