@@ -104,7 +104,6 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
 def behind_ms(behind: OnGpu, tokens: int) -> float:
     """Milliseconds of what lies behind an attention, its weights on the GPU: median of 20."""
     behind.order(0)
-    behind.wait_for_link()
     taken = []
     for _ in range(20):
         began = time.perf_counter()

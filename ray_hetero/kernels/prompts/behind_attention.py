@@ -66,9 +66,6 @@ class BehindAttention(Protocol):
 
         """
 
-    def wait_for_link(self) -> None:
-        """Wait until all that was ordered ahead has come."""
-
 
 class OnGpu:
     """Layers of which this rank has all.
@@ -126,11 +123,6 @@ class OnGpu:
         self.order(following)
         gpu.wait_for_mark()
         return results[0], results[1]
-
-    def wait_for_link(self) -> None:
-        """Wait until all that was ordered ahead has come."""
-        self.gpu.settle()
-        self.gpu.wait_for_link()
 
 
 class InGroup:
@@ -196,11 +188,6 @@ class InGroup:
         tokens = len(attended)
         found = self._group.results[:, : tokens * self._hidden].view(RESULTS, tokens, -1)
         return found[0], found[1]
-
-    def wait_for_link(self) -> None:
-        """Wait for the link in the first rank; other ranks have none."""
-        if self._first is not None:
-            self._first.wait_for_link()
 
     def _of_all_heads(self, attended: torch.Tensor) -> torch.Tensor:
         """[tokens, queries] of all ranks' heads, in what the first rank's GPU reads."""

@@ -325,11 +325,6 @@ class GpuPrefill:
         # One layer that was there for many steps does not come again after itself.
         self._of_shared.interrupt()
 
-    def wait_for_link(self) -> None:
-        """Wait until all that was ordered ahead has come."""
-        self.reader.wait()
-        self.wait()
-
     def product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """x · Wᵀ + bias, [M, N], in memory that the next product overwrites."""
         return self._multiply(x, linear.weight.data, linear.bias)

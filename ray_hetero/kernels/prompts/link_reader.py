@@ -103,11 +103,6 @@ class LinkReader(ABC, Generic[Read]):
         for rows, at in self.copies(piece):
             memory[at : at + rows.numel()].copy_(rows, non_blocking=True)
 
-    def wait(self) -> None:
-        """Wait until all pieces that were ordered have come."""
-        for slot in self._ahead:
-            slot.ready.synchronize()
-
     def read_ahead(self, last: Read, after: Callable[[Read], Read | None]) -> None:
         """Order what comes after the last piece that was ordered, as far as there is room.
 

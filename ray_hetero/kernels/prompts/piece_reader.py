@@ -89,11 +89,6 @@ class PieceReader(LinkReader[Piece]):
         self.kept.forget()
         self._used.piece = self._next.piece = None
 
-    def wait(self) -> None:
-        """Wait until all pieces that were ordered have come, and the next one is expanded."""
-        super().wait()
-        self._next.ready.synchronize()
-
     def expanded(self, piece: Piece, order: ReadingOrder, *, is_next_too: bool) -> torch.Tensor:
         """The piece on the GPU, [outputs, inputs], bf16; the next ones are on their way then.
 
