@@ -34,8 +34,9 @@ from ray_hetero.kernels.linear import step_limit
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, InGroup
 from ray_hetero.kernels.prompts.column_memory import ColumnMemory
+from ray_hetero.kernels.prompts.column_pieces import are_alike
 from ray_hetero.kernels.prompts.columns_from_gpu import ColumnsFromGpu
-from ray_hetero.kernels.prompts.columns_on_gpu import are_alike, maker_of
+from ray_hetero.kernels.prompts.columns_on_gpu import maker_of
 from ray_hetero.kernels.prompts.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.kernels.prompts.shared_weights import LinkedLinear, linked, read_whole
 from ray_hetero.log import logger

@@ -33,7 +33,7 @@ from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
-from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill, stage_output  # noqa: E402
+from ray_hetero.kernels.prompts import column_pieces, gpu_prefill, stage_output  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     Lengths,
     _attend_with_torch,
@@ -268,7 +268,7 @@ def check_decode_steps(steps: Steps) -> None:
 def test_columns_of_decode_steps(
     family: str, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
     steps = Steps(
         monkeypatch, device=GPU, family=family, columns=columns, is_compact=is_compact,
         isa=layout(), layers=3,
@@ -300,7 +300,7 @@ def test_layers_of_which_ranks_of_a_group_have_parts(
 def test_columns_of_the_ranks_of_a_group(
     count: int, columns: int, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 160)
     steps = GroupSteps(
         monkeypatch, count, device=GPU, is_compact=is_compact, isa=layout(), layers=3,
         has_bias=True, share=1.0, wide=160,

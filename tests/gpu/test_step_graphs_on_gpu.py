@@ -20,7 +20,7 @@ from native_module import needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels.prompts import columns_on_gpu  # noqa: E402
+from ray_hetero.kernels.prompts import column_pieces  # noqa: E402
 from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
 from ray_hetero.runtime.stream_graph import captured  # noqa: E402
 
@@ -61,7 +61,7 @@ def test_steps_in_one_call_give_the_same(
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_of_a_group_get_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 160)
     steps = GroupSteps(
         monkeypatch, count, device=GPU, is_compact=True, isa=layout(), layers=3, has_bias=True,
         share=1.0, wide=160,

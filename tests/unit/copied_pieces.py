@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged_steps import Conversation, Steps
 
-from ray_hetero.kernels.prompts import columns_on_gpu, gpu_prefill
+from ray_hetero.kernels.prompts import column_pieces, gpu_prefill
 from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.piece_reader import PieceReader
@@ -25,7 +25,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 64 << 10)
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 64 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
 
 
 class CopiedPieces:

@@ -40,6 +40,7 @@ from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.linear import step_limit  # noqa: E402
 from ray_hetero.kernels.prompts import (  # noqa: E402
+    column_pieces,
     columns_on_gpu,
     gpu_layers,
     gpu_post_attention,
@@ -452,7 +453,7 @@ def asked(columns: Sequence[Any]) -> list[int]:
 def test_columns_of_all_ranks_are_computed_by_the_gpu(
     count: int, parts: int, isa: str, given: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 160)
     steps = GroupSteps(monkeypatch, count, isa=isa, layers=5, share=0.6, wide=160, **given)
     steps.join()
     columns = steps.give_columns(parts)
@@ -470,7 +471,7 @@ def test_columns_of_all_ranks_are_computed_by_the_gpu(
 def test_columns_that_a_gpu_has_no_memory_for_are_computed_by_all_ranks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
     steps = GroupSteps(monkeypatch, layers=5, share=1.0)
     steps.join()
     columns = steps.give_columns(8)
@@ -497,7 +498,7 @@ def test_columns_that_a_gpu_has_no_memory_for_are_computed_by_all_ranks(
 def test_columns_stay_on_the_cores_of_all_ranks_where_the_driver_refuses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
     columns_on_gpu._say_once.cache_clear()
 
     def refuse(*given: Any) -> Any:
@@ -514,7 +515,7 @@ def test_columns_stay_on_the_cores_of_all_ranks_where_the_driver_refuses(
 
 
 def test_ranks_measure_columns_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 160)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 160)
     monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 6))
     measured = shared_decode.best_shares
 

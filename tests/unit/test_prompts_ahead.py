@@ -64,12 +64,15 @@ class Gpu:
     is_settled = True
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = self.given_up = 0
         self.expected: list[list[int]] = []
         self.memory = SimpleNamespace(embedded=SimpleNamespace(expect=self._expect))
 
     def read_ahead(self) -> None:
         self.asked += 1
+
+    def give_up(self) -> None:
+        self.given_up += 1
 
     def _expect(self, tokens: torch.Tensor, stream: str) -> None:
         assert stream is self.computing
@@ -106,6 +109,28 @@ def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> N
         before = gpu.asked
         ahead.begin_step(one)
         assert gpu.asked - before == expected, number
+
+
+def test_a_step_that_only_decodes_is_begun_with() -> None:
+    gpu, ahead = Gpu(), PromptsAhead()
+    begun: list[int] = []
+    prompts_ahead.use([Holder(gpu)], decode=begun.append)
+    steps: list[tuple[SchedulerOutput, list[int]]] = [
+        (step({"a": FROM_TOKENS, "b": 5}, new="ab"), []),
+        (step({"a": 1, "b": 1}), [2]),
+        # Drafts are verified.
+        (step({"a": 4, "b": 1}), [5]),
+        (step({"a": 1, "b": 1, "c": FROM_TOKENS}, new="c"), []),
+        # Few enough tokens to be decoded, but of a prompt that has to come.
+        (step({"a": 1, "d": 3}, new="d"), []),
+        (step({}, finished="abcd"), []),
+    ]
+    for number, (one, expected) in enumerate(steps, 1):
+        begun.clear()
+        ahead.begin_step(one)
+        assert begun == expected, number
+        ahead.end_step()
+        assert gpu.given_up == number
 
 
 def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> None:

@@ -33,6 +33,7 @@ from ray_hetero.kernels.layers.decode_shares import (  # noqa: E402
     Shares,
     Way,
     best_shares,
+    had_cores,
     kept_blocks,
     most_parts,
 )
@@ -42,6 +43,7 @@ from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: 
 from ray_hetero.kernels.prompts import (  # noqa: E402
     behind_attention,
     column_memory,
+    column_pieces,
     columns_on_gpu,
     gpu_post_attention,
     gpu_prefill,
@@ -73,7 +75,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
-    monkeypatch.setattr(columns_on_gpu, "LEAST_COLUMNS", 64)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
     layer_tokens.take()
 
 
@@ -540,9 +542,9 @@ def test_steps_that_other_programs_disturb_are_measured_again() -> None:
 
 
 def test_a_step_is_believed_if_its_threads_had_their_cores() -> None:
-    assert shared_decode.had_cores(0.020, 24 * 0.019, 24)
-    assert not shared_decode.had_cores(0.130, 24 * 0.065, 24)
-    assert shared_decode.had_cores(0.001, 0.0, 24)
+    assert had_cores(0.020, 24 * 0.019, 24)
+    assert not had_cores(0.130, 24 * 0.065, 24)
+    assert had_cores(0.001, 0.0, 24)
 
 
 def test_nothing_is_given_away_or_kept_where_cores_are_not_free(

@@ -43,6 +43,11 @@ SLOWER = 1.15
 believed: a virtual machine's host had taken cores away for seconds, which no process here shows.  A
 start that took 150 ms for a step of one token, and 31 for one of eight, gave away eight layers."""
 
+OWN_CORES = 0.8
+"""Least share of its threads' cores that a step of the cores alone must have had to be believed."""
+JUDGED_S = 0.005
+"""Least seconds of a step of which that is known: the kernel accounts for a core at its ticks."""
+
 TRIES = 20
 """Steps that are measured again all together because other programs had some of the cores."""
 PAUSE_S = 0.25
@@ -146,6 +151,18 @@ def parts_text(parts: int, of: str = "") -> str:
     """
     more = f", {parts - COLUMN_PARTS} of {COLUMN_PARTS} of down" if parts > COLUMN_PARTS else ""
     return f"{min(parts, COLUMN_PARTS)} of {COLUMN_PARTS} parts{of}{more}"
+
+
+def had_cores(passed_s: float, used_s: float, threads: int) -> bool:
+    """Whether threads had their cores for themselves in a step.
+
+    Args:
+        passed_s: seconds of the step; short ones are not judged.
+        used_s: processor seconds that this process has used meanwhile.
+        threads: that compute, and look for work all the time.
+
+    """
+    return passed_s < JUDGED_S or used_s >= OWN_CORES * threads * passed_s
 
 
 def undisturbed(seconds: Seconds, pause: Callable[[float], None] = time.sleep) -> Seconds:

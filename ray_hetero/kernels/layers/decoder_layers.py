@@ -151,6 +151,20 @@ class DecoderLayers:
             return False
         return self._on_gpu.begin_ahead(counts, output)
 
+    def begin_decode(self, tokens: int) -> None:
+        """Have the GPU begin with its part of a decode step before the layers are called.
+
+        Args:
+            tokens: of the step, in which no request has more than it may decode.
+
+        Raises:
+            RuntimeError: what CUDA says.
+            TimeoutError: ordering the GPU's work takes too long.
+
+        """
+        if self.shared is not None and self._adapters is None:
+            self.shared.begin_ahead(tokens)
+
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:

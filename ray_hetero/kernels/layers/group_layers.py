@@ -24,7 +24,7 @@ from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
 from ray_hetero.kernels.prompts.column_memory import ColumnMemory
-from ray_hetero.kernels.prompts.columns_on_gpu import inner_of
+from ray_hetero.kernels.prompts.column_pieces import inner_of
 from ray_hetero.kernels.prompts.gpu_layers import (
     AttentionMemory,
     AttentionShape,

@@ -50,6 +50,8 @@ class Fused:
     """Whether a GPU computes some layers of decode steps."""
     embedded: DecoderLayers | None = None
     """Layers that get the rows of the model's embedding, and nothing else."""
+    first: DecoderLayers | None = None
+    """Layers that are called first."""
 
 
 def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
@@ -87,11 +89,13 @@ def install(
     memories: Memories = {}
     adapters: Adapters | None = None
     shares: Shares | None = None
+    first: DecoderLayers | None = None
     on_gpu: list[tuple[Prompts | GroupLayers, nn.Module, DecoderLayers]] = []
     for place, run in enumerate(found.runs):
         of_group = None if group is None else group[place]
         memory = _memory(run.layers, kernel, memories) if of_group is None else None
         made = DecoderLayers(run.layers, kernel, memory, of_group)
+        first = first or made
         if of_group is not None:
             shares = of_group.shares
             _share(made, run.layers, kernel, of_group.behind, shares, of_group.columns_of)
@@ -137,7 +141,7 @@ def install(
             layers_left, why,
         )  # fmt: skip
     layers_fused = sum(len(run.layers) for run in found.runs) + len(found.latents)
-    return Fused(layers_fused, shares is not None and not shares.is_empty, embedded)
+    return Fused(layers_fused, shares is not None and not shares.is_empty, embedded, first)
 
 
 def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:

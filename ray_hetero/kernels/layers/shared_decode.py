@@ -37,6 +37,7 @@ from ray_hetero.kernels.layers.decode_shares import (
     Shares,
     Way,
     best_shares,
+    had_cores,
     kept_blocks,
     most_parts,
     undisturbed,
@@ -80,10 +81,6 @@ time as the link needs to fill its memory, a start measured 14.6 ms for 16 layer
 the link read 15 sixteenths of gate and up; in the engine these took 18."""
 BLOCK = 32
 """Tokens of a KV block of measured steps."""
-OWN_CORES = 0.8
-"""Least share of its threads' cores that a step of the cores alone must have had to be believed."""
-JUDGED_S = 0.005
-"""Least seconds of a step of which that is known: the kernel accounts for a core at its ticks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +110,9 @@ class Columns(Protocol):
 
     def of_step(self, tokens: int, kept: KeptBlocks) -> AbstractContextManager[None]:
         """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
+
+    def begin_ahead(self, tokens: int, kept: KeptBlocks) -> None:
+        """Begin with those of a step before it is computed; arguments as of `of_step`."""
 
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Have steps like the last one take a core as little as those that come after many."""
@@ -210,6 +210,12 @@ class SharedDecode:
             )  # fmt: skip
         layer_tokens.count_columns_wait(share.waited_s - waited_s)
         return y, total
+
+    def begin_ahead(self, tokens: int) -> None:
+        """Have the GPU begin with its columns of a step before that is called, if it has any."""
+        share = self.shares.of(tokens)
+        if self._columns is not None and share.columns and tokens <= self._behind.tokens:
+            self._columns.begin_ahead(tokens, self._kept(self._columns, share.columns))
 
     def prepare_columns(self, tokens: int, parts: int) -> None:
         """Have steps of `run_columns` take as long as those that come after many, behind one."""
@@ -342,18 +348,6 @@ def shares_of(
 def given_away(share: Share, layers: int) -> int:
     """So many of these layers are given away."""
     return min(share.last, layers) or round(share.of_layers * layers)
-
-
-def had_cores(passed_s: float, used_s: float, threads: int) -> bool:
-    """Whether threads had their cores for themselves in a step.
-
-    Args:
-        passed_s: seconds of the step; short ones are not judged.
-        used_s: processor seconds that this process has used meanwhile.
-        threads: that compute, and look for work all the time.
-
-    """
-    return passed_s < JUDGED_S or used_s >= OWN_CORES * threads * passed_s
 
 
 def step_seconds(

@@ -124,11 +124,15 @@ class RankColumns:
         """Blocks of 32 outputs of an MLP, of which the cores may compute some; 0 if only all."""
         return 0 if self._outputs is None else self._outputs.numel() // SHARED_TOKENS // BLOCK
 
+    @property
+    def first(self) -> int:
+        """Layers that will count as asked for before the next step, the same on all ranks."""
+        return (ctypes.c_uint32.from_address(self._own.asked).value // PHASE + 1) % PHASES * PHASE
+
     def begin(self) -> int:
-        """Begin a step; layers that count as asked for before it, the same on all ranks."""
-        word = ctypes.c_uint32.from_address(self._own.asked)
-        first = (word.value // PHASE + 1) % PHASES * PHASE
-        word.value = first
+        """Begin a step; the `first` of it."""
+        first = self.first
+        ctypes.c_uint32.from_address(self._own.asked).value = first
         # Steps without outputs of a GPU leave it behind.
         ctypes.c_uint32.from_address(self._own.projected).value = first
         return first

@@ -1,4 +1,4 @@
-"""Pieces of MLPs' weights that a GPU has in decode steps whose other columns the cores compute."""
+"""Columns of MLPs that a GPU has in decode steps, and the pieces of their weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from ray_hetero.kernels.prompts.weight_pieces import Part, Piece, Placed, WholeW
 if TYPE_CHECKING:
     import torch
 
+    from ray_hetero.kernels.layers.decoder_layers import Layer
     from ray_hetero.kernels.layers.layer_parts import PostAttention
     from ray_hetero.kernels.prompts.column_memory import KeptBlocks
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+
+LEAST_COLUMNS = 512
+"""Least columns of a rank's MLP that are shared out: of fewer, parts would not be whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +115,25 @@ def expanded_whole(
     for placed, into in zip(pieces, memory[: sum(values)].split(values), strict=True):
         expand(placed.piece, into)
     return memory[: sum(values)].view(-1, pieces[0].piece.inputs).t()
+
+
+def inner_of(parts: PostAttention) -> int:
+    """Columns of an MLP: inputs of its last matrix."""
+    assert parts.down is not None
+    return parts.down.weight.shape[1]
+
+
+def are_alike(layers: Sequence[Layer], ranks: int = 1) -> bool:
+    """Whether the columns of layers' MLPs can be shared out.
+
+    Args:
+        layers: those that `suits`, with the weights of all of these ranks.
+        ranks: of the group.
+
+    """
+    parts = [layer.parts for layer in layers]
+    inner = inner_of(parts[0])
+    return inner >= LEAST_COLUMNS * ranks and all(
+        one.gate_up is not None and one.gate_up.adapters is None and inner_of(one) == inner
+        for one in parts
+    )

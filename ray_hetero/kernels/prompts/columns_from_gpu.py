@@ -21,7 +21,7 @@ from ray_hetero.kernels.prompts.column_memory import (
     KeptBlocks,
     RankColumns,
 )
-from ray_hetero.kernels.prompts.columns_on_gpu import inner_of
+from ray_hetero.kernels.prompts.column_pieces import inner_of
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class ColumnsFromGpu(RankColumns):
 
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Do nothing: the first rank has the GPU's work ordered."""
+
+    def begin_ahead(self, tokens: int, kept: KeptBlocks) -> None:
+        """Do nothing: the first rank's GPU begins, and waits for that rank's cores."""
 
     @contextmanager
     def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:

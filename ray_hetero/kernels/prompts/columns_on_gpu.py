@@ -20,6 +20,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,10 @@ from ray_hetero.kernels.prompts.column_memory import (
 from ray_hetero.kernels.prompts.column_pieces import (
     LayerPieces,
     StepPieces,
+    are_alike,
     expanded_whole,
     first_block,
+    inner_of,
     last_columns,
     last_outputs,
 )
@@ -66,8 +69,16 @@ if TYPE_CHECKING:
 
 TILE = 32
 """Inputs of a token that are neighbours where the cores multiply tiles."""
-LEAST_COLUMNS = 512
-"""Least columns of a rank's MLP that are shared out: of fewer, parts would not be whole blocks."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A step whose work has been ordered, or is being so."""
+
+    kind: StepKind
+    ordered: Future[None]
+    before: int
+    """Layers that counted as asked for behind the step before."""
 
 
 class ColumnsOnGpu(RankColumns):
@@ -111,6 +122,8 @@ class ColumnsOnGpu(RankColumns):
         """Pieces of a step, by the blocks that the cores compute."""
         self.graphs = StepGraphs(gpu)
         """Graphs of the steps that came again."""
+        self._ahead: _Begun | None = None
+        """Step that was begun before the cores compute it."""
 
     @contextmanager
     def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:
@@ -126,13 +139,60 @@ class ColumnsOnGpu(RankColumns):
             TimeoutError: ordering the GPU's work takes too long.
 
         """
-        kind = StepKind(tokens, kept, self.begin())
-        self._gpu.begin(tokens, is_shared=True)
-        ordered = self._gpu.order(lambda: self._order(kind))
+        step = self._taken_up(tokens, kept) or self._begin(tokens, kept)
         try:
             yield
         finally:
-            self._end(ordered, kind.first)
+            self._end(step)
+
+    def begin_ahead(self, tokens: int, kept: KeptBlocks) -> None:
+        """Have the GPU begin with its part of a step before the cores do.
+
+        The next `of_step` goes on with it if it is of this step.  Whatever else is to be computed
+        here before has it abandoned first.  Steps whose work is not ordered in one call begin when
+        they are computed: ordering it would keep this thread from preparing the step.
+
+        Args:
+            tokens: of the step.
+            kept: blocks that the cores compute.
+
+        Raises:
+            RuntimeError: what CUDA says.
+            TimeoutError: ordering the GPU's work takes too long.
+
+        """
+        if self._gpu.is_settled and self.graphs.has(StepKind(tokens, kept, self.first)):
+            self._ahead = self._begin(tokens, kept)
+            self._gpu.abandon = self._abandon
+
+    def _begin(self, tokens: int, kept: KeptBlocks) -> _Begun:
+        self._gpu.begin(tokens, is_shared=True)
+        before = ctypes.c_uint32.from_address(self._own.asked).value
+        kind = StepKind(tokens, kept, self.begin())
+        return _Begun(kind, self._gpu.order(lambda: self._order(kind)), before)
+
+    def _taken_up(self, tokens: int, kept: KeptBlocks) -> _Begun | None:
+        """What was begun ahead, if it is this step."""
+        begun = self._ahead
+        if begun is None or (begun.kind.tokens, begun.kind.kept) != (tokens, kept):
+            return None
+        self._ahead = self._gpu.abandon = None
+        return begun
+
+    def _abandon(self) -> None:
+        begun, self._ahead = self._ahead, None
+        assert begun is not None
+        own = ctypes.c_uint32.from_address(self._own.asked)
+        # The stream waits for all layers, and computes them from whatever is there.
+        own.value = begun.kind.first + self._layers
+        try:
+            begun.ordered.result(timeout=LIMIT_S)
+            self._gpu.wait()
+        finally:
+            # Other ranks know of no such step: the next one has the same numbers.
+            own.value = begun.before
+            for rank in self._ranks:
+                ctypes.c_uint32.from_address(rank.answered).value = begun.before
 
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Have all steps like the last one be ordered in one call each; arguments as of `of_step`.
@@ -150,10 +210,10 @@ class ColumnsOnGpu(RankColumns):
             for kind in kinds:
                 self.graphs.capture(kind, self._pieces_of(kind.kept).pieces, self._order_layers)
 
-    def _end(self, ordered: Future[None], first: int) -> None:
+    def _end(self, step: _Begun) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.
-        self.end(first)
-        ordered.result(timeout=LIMIT_S)
+        self.end(step.kind.first)
+        step.ordered.result(timeout=LIMIT_S)
 
     def _order(self, kind: StepKind) -> None:
         why = FAILED
@@ -298,28 +358,6 @@ class ColumnsOnGpu(RankColumns):
             return memory
         raw = gpu_memory.seen(memory.data_ptr(), memory.nbytes, self._gpu.device)
         return raw.view(torch.bfloat16)
-
-
-def inner_of(parts: PostAttention) -> int:
-    """Columns of an MLP: inputs of its last matrix."""
-    assert parts.down is not None
-    return parts.down.weight.shape[1]
-
-
-def are_alike(layers: Sequence[Layer], ranks: int = 1) -> bool:
-    """Whether the columns of layers' MLPs can be shared out.
-
-    Args:
-        layers: those that `suits`, with the weights of all of these ranks.
-        ranks: of the group.
-
-    """
-    parts = [layer.parts for layer in layers]
-    inner = inner_of(parts[0])
-    return inner >= LEAST_COLUMNS * ranks and all(
-        one.gate_up is not None and one.gate_up.adapters is None and inner_of(one) == inner
-        for one in parts
-    )
 
 
 def columns_of(

@@ -2,7 +2,8 @@
 
 vLLM prepares a step for some milliseconds in which the link to the GPU would have nothing to do:
 the rows of an embedding come meanwhile, and weights.  Of a step with nothing but new prompts all is
-known that the GPU needs, and it begins with the layers (gpu_layers.py).  And an engine without
+known that the GPU needs, and it begins with the layers (gpu_layers.py); so it does with its part of
+a step that only decodes, and waits for the cores (columns_on_gpu.py).  And an engine without
 requests computes a prompt next, whatever it has decoded before: what that begins with can be on the
 GPU when it comes.
 """
@@ -41,20 +42,26 @@ _offered: dict[GpuPrefill, ComputesPrompts] = {}
 
 _begins: list[Callable[[Sequence[int]], bool]] = []
 """Beginning of the layers that get the rows of the embedding, if some layers do."""
+_decodes: list[Callable[[int], None]] = []
+"""Beginning of the decode steps of the layers that are called first, if there are such layers."""
 
 
 def use(
-    prompts: Iterable[ComputesPrompts], begin: Callable[[Sequence[int]], bool] | None = None
-) -> None:
+    prompts: Iterable[ComputesPrompts], begin: Callable[[Sequence[int]], bool] | None = None,
+    decode: Callable[[int], None] | None = None,
+) -> None:  # fmt: skip
     """Have what computes this process's prompts read their weights ahead.
 
     Args:
         prompts: layers, or products.
         begin: begins with the layers of a step of new prompts whose rows of the embedding are on
             the GPU, given the tokens of each; says whether it has.
+        decode: begins with the GPU's part of a decode step of the layers that are called first,
+            given its tokens.
 
     """
     _begins[:] = [] if begin is None else [begin]
+    _decodes[:] = [] if decode is None else [decode]
     _offered.clear()
     _offered.update((one.gpu, one) for one in prompts if one.gpu is not None)
 
@@ -90,6 +97,15 @@ class PromptsAhead:
                         continue  # what the layers need is on its way
             if one.from_tokens <= tokens <= MOST_TOKENS or not self._requests:
                 gpu.read_ahead()
+        if counts and not tokens and not scheduler_output.scheduled_new_reqs:
+            for decode in _decodes:
+                decode(scheduler_output.total_num_scheduled_tokens)
+
+    @staticmethod
+    def end_step() -> None:
+        """Give up what was begun of a step that has been computed in another way, or has failed."""
+        for gpu in _offered:
+            gpu.give_up()
 
 
 def _new_prompts(scheduler_output: Any) -> list[int]:

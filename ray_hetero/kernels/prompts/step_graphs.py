@@ -150,6 +150,10 @@ class StepGraphs:
         self.replayed = 0
         """Steps up to now that were ordered in one call."""
 
+    def has(self, kind: StepKind) -> bool:
+        """Whether there is a graph of a step of this kind."""
+        return kind in self._graphs
+
     def replay(self, kind: StepKind) -> bool:
         """Order a step's work in one call, within inference mode and on the stream of products.
 
