@@ -75,11 +75,8 @@ class RankWorker:
         layer_tokens.take()
         start = self.clock.begin()
         with self._step():
-            try:
-                self._prompts_ahead.begin_step(scheduler_output)
-                output = self._worker.execute_model(scheduler_output)
-            finally:
-                self._prompts_ahead.end_step()
+            self._prompts_ahead.begin_step(scheduler_output)
+            output = self._worker.execute_model(scheduler_output)
             if self._boundary is not None:
                 self._boundary.end_step()
         self.clock.totals.count(layer_tokens.take())

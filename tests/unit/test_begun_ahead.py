@@ -125,8 +125,9 @@ class Engine:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
+    monkeypatch.setattr(prompts_ahead, "READING_TOKENS", 30)
     yield
     prompts_ahead.use([])
 

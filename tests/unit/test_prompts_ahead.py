@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput  # noqa: E
 
 from ray_hetero.kernels.linear.streaming_linear import Prompts  # noqa: E402
 from ray_hetero.kernels.prompts import piece_reader, prompts_ahead  # noqa: E402
-from ray_hetero.kernels.prompts.prompts_ahead import MOST_TOKENS, PromptsAhead  # noqa: E402
+from ray_hetero.kernels.prompts.prompts_ahead import READING_TOKENS, PromptsAhead  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 from ray_hetero.planning.prefill_memory import SLOTS  # noqa: E402
 
@@ -64,15 +64,12 @@ class Gpu:
     is_settled = True
 
     def __init__(self) -> None:
-        self.asked = self.given_up = 0
+        self.asked = 0
         self.expected: list[list[int]] = []
         self.memory = SimpleNamespace(embedded=SimpleNamespace(expect=self._expect))
 
     def read_ahead(self) -> None:
         self.asked += 1
-
-    def give_up(self) -> None:
-        self.given_up += 1
 
     def _expect(self, tokens: torch.Tensor, stream: str) -> None:
         assert stream is self.computing
@@ -97,8 +94,8 @@ def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> N
         (step({"a": 1}), 0),
         # What decodes does not count, nor do drafts that are verified.
         (step({"a": 5, "b": FROM_TOKENS - 1}, new="b"), 0),
-        (step({"a": 1, "b": 8, "c": MOST_TOKENS}, new="c"), 1),
-        (step({"c": MOST_TOKENS + 1}, finished="a"), 0),
+        (step({"a": 1, "b": 8, "c": READING_TOKENS}, new="c"), 1),
+        (step({"c": READING_TOKENS + 1}, finished="a"), 0),
         (step({}, finished="b"), 0),
         # Nothing is left to decode: a prompt comes next.
         (step({}, finished="c"), 1),
@@ -111,10 +108,10 @@ def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> N
         assert gpu.asked - before == expected, number
 
 
-def test_a_step_that_only_decodes_is_begun_with() -> None:
+def test_weights_come_for_a_step_that_only_decodes() -> None:
     gpu, ahead = Gpu(), PromptsAhead()
-    begun: list[int] = []
-    prompts_ahead.use([Holder(gpu)], decode=begun.append)
+    fetched: list[int] = []
+    prompts_ahead.use([Holder(gpu)], fetch=fetched.append)
     steps: list[tuple[SchedulerOutput, list[int]]] = [
         (step({"a": FROM_TOKENS, "b": 5}, new="ab"), []),
         (step({"a": 1, "b": 1}), [2]),
@@ -126,11 +123,9 @@ def test_a_step_that_only_decodes_is_begun_with() -> None:
         (step({}, finished="abcd"), []),
     ]
     for number, (one, expected) in enumerate(steps, 1):
-        begun.clear()
+        fetched.clear()
         ahead.begin_step(one)
-        assert begun == expected, number
-        ahead.end_step()
-        assert gpu.given_up == number
+        assert fetched == expected, number
 
 
 def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> None:
@@ -143,8 +138,8 @@ def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> No
     steps: list[tuple[SchedulerOutput, list[list[int]]]] = [
         (step({"a": FROM_TOKENS}, new="a"), [own(FROM_TOKENS)]),
         (
-            step({"b": 300, "c": 4 * MOST_TOKENS // 3}, new="bc"),
-            [own(300) + own(4 * MOST_TOKENS // 3)],
+            step({"b": 300, "c": 4 * READING_TOKENS // 3}, new="bc"),
+            [own(300) + own(4 * READING_TOKENS // 3)],
         ),
         (step({"d": FROM_TOKENS - 1}, new="d"), []),
         # The next chunk of a prompt, and a prompt beside what decodes.

@@ -20,6 +20,7 @@ from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.prompts import step_graphs  # noqa: E402
 from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory  # noqa: E402
+from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 
 current_platform.import_kernels()
@@ -51,18 +52,87 @@ def test_each_copies_what_does_not_stay_once(monkeypatch: pytest.MonkeyPatch) ->
         assert graphs.replayed == number
         assert len(copied) == len(set(copied))
         assert set(copied) == needed(kept)
-    # Behind a long prompt, all pieces come once, in the order of their use; then the first ones go
-    # to where graphs have them.
+    # Behind a long prompt, pieces come to where graphs have them: those that stay, and the first
+    # ones of the others.
     kept.of_step(500)
     before = graphs.replayed
-    stay = {piece for layer in kept.of_layers for piece in layer}
-    assert stay <= set(kept.of_step(1))
-    assert graphs.replayed == before
+    every = {piece for layer in kept.of_layers for piece in layer}
     again = kept.of_step(1)
     assert graphs.replayed == before + 1
-    assert set(again) == needed(kept)
-    assert len(again) - len(set(again)) == len(kept.columns._gpu.reader.all_slots)
+    assert set(again) == every
+    assert len(again) - len(every) == len(kept.columns._gpu.reader.all_slots)
     assert set(kept.of_step(1)) == needed(kept)
+
+
+def decoding(monkeypatch: pytest.MonkeyPatch, **given: Any) -> KeptColumns:
+    """Decode steps of one request that are ordered in one call."""
+    kept = KeptColumns(monkeypatch, 512, **given)
+    kept.of_step(150)
+    for _ in range(2 + PHASES):
+        kept.of_step(1)
+    assert kept.columns.graphs.replayed == 1
+    return kept
+
+
+def test_the_cores_compute_a_step_whose_pieces_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = decoding(monkeypatch)
+    graphs, columns = kept.columns.graphs, kept.columns
+    for tokens in (300, 150):
+        kept.of_step(tokens)
+        every = {piece for layer in kept.of_layers for piece in layer}
+        reader = columns._gpu.reader
+        gone = {piece for piece in every if reader.kept.slot(piece) and not reader.kept.has(piece)}
+        assert gone
+        replayed, steps = graphs.replayed, columns.steps
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.cpu.Event, "query", lambda event: False)
+            copied = kept.of_step(1)
+            assert len(copied) == len(set(copied)) == len(gone) + len(reader.all_slots)
+            assert gone < set(copied) < every
+            # They come once.
+            assert not kept.of_step(1)
+            assert (graphs.replayed, columns.steps) == (replayed, steps)
+        for number in range(1, 1 + PHASES):
+            assert set(kept.of_step(1)) == needed(kept)
+            assert (graphs.replayed, columns.steps) == (replayed + number, steps + number)
+
+
+def test_pieces_come_before_the_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = decoding(monkeypatch)
+    shared, graphs = kept.steps.shared, kept.columns.graphs
+    assert shared is not None
+    kept.of_step(300)
+    kept.copied.clear()
+    assert shared.fetch(1)
+    copied = list(kept.copied)
+    assert copied
+    assert shared.fetch(1)
+    assert kept.copied == copied
+    replayed = graphs.replayed
+    assert set(kept.of_step(1)) == needed(kept)
+    assert graphs.replayed == replayed + 1
+    # Steps of more tokens have another graph, or none yet, and none is shared of so many.
+    assert shared.fetch(2)
+    assert not shared.fetch(500)
+    kept.copied.clear()
+    # A prompt takes their place again.
+    shared.fetch(1)
+    kept.of_step(300)
+    assert set(copied) <= set(kept.of_step(1))
+
+
+def test_what_cuda_says_while_pieces_come_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = decoding(monkeypatch)
+    kept.of_step(300)
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(PieceReader, "bring", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        kept.of_step(1)
 
 
 def test_nothing_is_copied_where_all_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,8 +151,8 @@ class DecoderLayers:
             return False
         return self._on_gpu.begin_ahead(counts, output)
 
-    def begin_decode(self, tokens: int) -> None:
-        """Have the GPU begin with its part of a decode step before the layers are called.
+    def fetch_ahead(self, tokens: int) -> None:
+        """Have weights come that the GPU's part of a decode step needs, before that is called.
 
         Args:
             tokens: of the step, in which no request has more than it may decode.
@@ -163,7 +163,7 @@ class DecoderLayers:
 
         """
         if self.shared is not None and self._adapters is None:
-            self.shared.begin_ahead(tokens)
+            self.shared.fetch(tokens)
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None

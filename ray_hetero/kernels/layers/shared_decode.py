@@ -76,9 +76,8 @@ SHORT_ROUNDS = 5
 """The same of steps of up to `SHORT_TOKENS`, of which a few milliseconds decide."""
 SHORT_TOKENS = 32
 BETWEEN_STEPS_S = 0.005
-"""Pause between measured steps, in seconds, as another stage takes for its layers.  With as much
-time as the link needs to fill its memory, a start measured 14.6 ms for 16 layers in 8 bits of which
-the link read 15 sixteenths of gate and up; in the engine these took 18."""
+"""Pause between measured steps, in seconds, as another stage takes for its layers.  With time for
+the link to fill its memory, 16 layers in 8 bits took 14.6 ms in a start, and 18 in its engine."""
 BLOCK = 32
 """Tokens of a KV block of measured steps."""
 
@@ -111,8 +110,8 @@ class Columns(Protocol):
     def of_step(self, tokens: int, kept: KeptBlocks) -> AbstractContextManager[None]:
         """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
 
-    def begin_ahead(self, tokens: int, kept: KeptBlocks) -> None:
-        """Begin with those of a step before it is computed; arguments as of `of_step`."""
+    def fetch(self, tokens: int, kept: KeptBlocks) -> bool:
+        """Have their weights come; whether a step waits for none, arguments as of `of_step`."""
 
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Have steps like the last one take a core as little as those that come after many."""
@@ -188,8 +187,9 @@ class SharedDecode:
         """
         tokens = len(hidden)
         share = self.shares.of(tokens)
-        if share.columns:
+        if self.fetch(tokens):
             return self.run_columns(share.columns, requests, caches, hidden, residual)
+        # Alone, the cores take less time than weights that begin to come now.
         segments = self.divided(self.count(tokens), is_late=share.last > 0)
         return self.run(segments, requests, caches, hidden, residual)
 
@@ -211,11 +211,17 @@ class SharedDecode:
         layer_tokens.count_columns_wait(share.waited_s - waited_s)
         return y, total
 
-    def begin_ahead(self, tokens: int) -> None:
-        """Have the GPU begin with its columns of a step before that is called, if it has any."""
-        share = self.shares.of(tokens)
-        if self._columns is not None and share.columns and tokens <= self._behind.tokens:
-            self._columns.begin_ahead(tokens, self._kept(self._columns, share.columns))
+    def fetch(self, tokens: int) -> bool:
+        """Have weights of the GPU's columns of a step come, behind a prompt that had their place.
+
+        Returns:
+            Whether the GPU has columns of such steps, and all of these weights.
+
+        """
+        parts = self.shares.of(tokens).columns
+        if self._columns is None or not parts or tokens > self._behind.tokens:
+            return False
+        return self._columns.fetch(tokens, self._kept(self._columns, parts))
 
     def prepare_columns(self, tokens: int, parts: int) -> None:
         """Have steps of `run_columns` take as long as those that come after many, behind one."""

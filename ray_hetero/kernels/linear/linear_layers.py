@@ -269,8 +269,8 @@ class LinearLayers:
             self._settle(self._kernel, found, is_shared=fused.is_shared)
         own = () if self._kernel.prompts is None else (self._kernel.prompts,)
         begin = None if fused.embedded is None else fused.embedded.begin_ahead
-        decode = None if fused.first is None else fused.first.begin_decode
-        prompts_ahead.use([*own, *(group or ())], begin, decode)
+        fetch = None if fused.first is None else fused.first.fetch_ahead
+        prompts_ahead.use([*own, *(group or ())], begin, fetch)
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)

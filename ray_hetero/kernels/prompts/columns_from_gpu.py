@@ -48,8 +48,9 @@ class ColumnsFromGpu(RankColumns):
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Do nothing: the first rank has the GPU's work ordered."""
 
-    def begin_ahead(self, tokens: int, kept: KeptBlocks) -> None:
-        """Do nothing: the first rank's GPU begins, and waits for that rank's cores."""
+    def fetch(self, tokens: int, kept: KeptBlocks) -> bool:
+        """Compute every step with the GPU, as the first rank does in a group."""
+        return True
 
     @contextmanager
     def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:

@@ -20,7 +20,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -71,16 +70,6 @@ TILE = 32
 """Inputs of a token that are neighbours where the cores multiply tiles."""
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A step whose work has been ordered, or is being so."""
-
-    kind: StepKind
-    ordered: Future[None]
-    before: int
-    """Layers that counted as asked for behind the step before."""
-
-
 class ColumnsOnGpu(RankColumns):
     """The last columns of the MLPs of layers that follow one another.
 
@@ -122,8 +111,6 @@ class ColumnsOnGpu(RankColumns):
         """Pieces of a step, by the blocks that the cores compute."""
         self.graphs = StepGraphs(gpu)
         """Graphs of the steps that came again."""
-        self._ahead: _Begun | None = None
-        """Step that was begun before the cores compute it."""
 
     @contextmanager
     def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:
@@ -139,60 +126,42 @@ class ColumnsOnGpu(RankColumns):
             TimeoutError: ordering the GPU's work takes too long.
 
         """
-        step = self._taken_up(tokens, kept) or self._begin(tokens, kept)
+        kind = StepKind(tokens, kept, self.begin())
+        self._gpu.begin(tokens, is_shared=True)
+        ordered = self._gpu.order(lambda: self._order(kind))
         try:
             yield
         finally:
-            self._end(step)
+            self._end(ordered, kind.first)
 
-    def begin_ahead(self, tokens: int, kept: KeptBlocks) -> None:
-        """Have the GPU begin with its part of a step before the cores do.
+    def fetch(self, tokens: int, kept: KeptBlocks) -> bool:
+        """Have a step's pieces come to where they stay, if a larger step has taken their place.
 
-        The next `of_step` goes on with it if it is of this step.  Whatever else is to be computed
-        here before has it abandoned first.  Steps whose work is not ordered in one call begin when
-        they are computed: ordering it would keep this thread from preparing the step.
+        Not in a group, of which the other ranks do not know when they are there; and not before
+        there is a graph of such steps, which says where they stay.
 
         Args:
             tokens: of the step.
             kept: blocks that the cores compute.
+
+        Returns:
+            Whether `of_step` waits for none of them.
 
         Raises:
             RuntimeError: what CUDA says.
             TimeoutError: ordering the GPU's work takes too long.
 
         """
-        if self._gpu.is_settled and self.graphs.has(StepKind(tokens, kept, self.first)):
-            self._ahead = self._begin(tokens, kept)
-            self._gpu.abandon = self._abandon
-
-    def _begin(self, tokens: int, kept: KeptBlocks) -> _Begun:
+        kind = StepKind(tokens, kept, self.first)
+        if len(self._ranks) > 1 or not self.graphs.has(kind):
+            return True
         self._gpu.begin(tokens, is_shared=True)
-        before = ctypes.c_uint32.from_address(self._own.asked).value
-        kind = StepKind(tokens, kept, self.begin())
-        return _Begun(kind, self._gpu.order(lambda: self._order(kind)), before)
+        with torch.inference_mode(), current(self._gpu.computing):
+            self._keep(self._pieces_of(kept))
+            return self.graphs.fetch(kind)
 
-    def _taken_up(self, tokens: int, kept: KeptBlocks) -> _Begun | None:
-        """What was begun ahead, if it is this step."""
-        begun = self._ahead
-        if begun is None or (begun.kind.tokens, begun.kind.kept) != (tokens, kept):
-            return None
-        self._ahead = self._gpu.abandon = None
-        return begun
-
-    def _abandon(self) -> None:
-        begun, self._ahead = self._ahead, None
-        assert begun is not None
-        own = ctypes.c_uint32.from_address(self._own.asked)
-        # The stream waits for all layers, and computes them from whatever is there.
-        own.value = begun.kind.first + self._layers
-        try:
-            begun.ordered.result(timeout=LIMIT_S)
-            self._gpu.wait()
-        finally:
-            # Other ranks know of no such step: the next one has the same numbers.
-            own.value = begun.before
-            for rank in self._ranks:
-                ctypes.c_uint32.from_address(rank.answered).value = begun.before
+    def _keep(self, step: StepPieces) -> None:
+        self._gpu.reader.keep(step.order, step.pieces, partial(self._idle, step))
 
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Have all steps like the last one be ordered in one call each; arguments as of `of_step`.
@@ -210,17 +179,17 @@ class ColumnsOnGpu(RankColumns):
             for kind in kinds:
                 self.graphs.capture(kind, self._pieces_of(kind.kept).pieces, self._order_layers)
 
-    def _end(self, step: _Begun) -> None:
+    def _end(self, ordered: Future[None], first: int) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.
-        self.end(step.kind.first)
-        step.ordered.result(timeout=LIMIT_S)
+        self.end(first)
+        ordered.result(timeout=LIMIT_S)
 
     def _order(self, kind: StepKind) -> None:
         why = FAILED
         try:
             with torch.inference_mode(), current(self._gpu.computing):
                 step = self._pieces_of(kind.kept)
-                self._gpu.reader.keep(step.order, step.pieces, partial(self._idle, step))
+                self._keep(step)
                 is_ordered = self.graphs.replay(kind)
                 if not is_ordered:
                     self._order_layers(kind, partial(self._gpu.reader.expand_into, step.order))

@@ -293,22 +293,12 @@ class GpuPrefill:
             TimeoutError: it takes too long.
 
         """
-        self.give_up()
-        ordered, self._ordered = self._ordered, None
-        if ordered is not None:
-            ordered.result(timeout=LIMIT_S)
-
-    def give_up(self) -> None:
-        """Abandon what was begun before its layers are called, and was not asked for.
-
-        Raises:
-            RuntimeError: what CUDA has said there.
-            TimeoutError: it takes too long.
-
-        """
         abandon, self.abandon = self.abandon, None
         if abandon is not None:
             abandon()
+        ordered, self._ordered = self._ordered, None
+        if ordered is not None:
+            ordered.result(timeout=LIMIT_S)
 
     def has(self, linears: Sequence[Linear]) -> bool:
         """Whether weights were expanded ahead, and nothing has taken their place."""

@@ -19,7 +19,7 @@ import torch
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts.column_memory import KeptBlocks
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.kernels.prompts.link_reader import Slot, current
 from ray_hetero.kernels.prompts.weight_pieces import Piece
 from ray_hetero.log import logger
 from ray_hetero.runtime.stream_graph import Graph, captured
@@ -57,11 +57,13 @@ class PiecePlaces:
 
     def __init__(self, gpu: GpuPrefill, pieces: Sequence[Piece]) -> None:
         self._gpu = gpu
-        self._stay = [slot for piece in pieces if (slot := gpu.reader.kept.slot(piece)) is not None]
+        self._stay = {piece: slot for piece in pieces
+                      if (slot := gpu.reader.kept.slot(piece)) is not None}  # fmt: skip
         self.moving = [piece for piece in pieces if gpu.reader.kept.slot(piece) is None]
         """Pieces that take turns."""
         self.slots = gpu.reader.all_slots[: len(self.moving)]
         """Memory that they take turns in."""
+        self._have_come = False
 
     def begin(self) -> bool:
         """Have all pieces where a graph expects them at its beginning.
@@ -74,11 +76,26 @@ class PiecePlaces:
         if not reader.kept.is_complete:
             return False
         if reader.lend(self):
+            self._have_come = False
             for slot, piece in zip(self.slots, self.moving, strict=False):
                 reader.bring(piece, slot)
-            for slot in (*self.slots, *self._stay):
+            for slot in self._all:
                 self._gpu.computing.wait_event(slot.ready)
         return True
+
+    def fetch(self) -> bool:
+        """Have all pieces come that are not where a graph expects them; whether all are there."""
+        for piece, slot in self._stay.items():
+            if slot.piece is None:
+                self._gpu.reader.bring(piece, slot)
+                self._have_come = False
+        self.begin()
+        self._have_come = self._have_come or all(slot.ready.query() for slot in self._all)
+        return self._have_come
+
+    @property
+    def _all(self) -> list[Slot[Piece]]:
+        return [*self.slots, *self._stay.values()]
 
 
 class PiecesInTurns:
@@ -153,6 +170,13 @@ class StepGraphs:
     def has(self, kind: StepKind) -> bool:
         """Whether there is a graph of a step of this kind."""
         return kind in self._graphs
+
+    def fetch(self, kind: StepKind) -> bool:
+        """Have the pieces of a step that there is a graph of come; whether all are there.
+
+        Within inference mode and on the stream of products, once the pieces have places to stay.
+        """
+        return self._places[kind.kept].fetch()
 
     def replay(self, kind: StepKind) -> bool:
         """Order a step's work in one call, within inference mode and on the stream of products.
