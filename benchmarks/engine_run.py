@@ -40,6 +40,10 @@ from shapes import QUANTISED, SHAPES, write_shape
 BLOCKS = {"uni": 16}
 """Tokens of a KV block by backend: vLLM's own choice on a GPU, and on CPU ranks for the others."""
 CPU_BLOCK = 128
+REST_S = 0.2
+"""Pause before each round of a point, in seconds.  An H100 lowers its clock once it has multiplied
+for some 60 ms: a prompt right behind another would be charged for it, the more the less the one
+before has waited for its link."""
 
 
 @dataclass(frozen=True)
@@ -348,12 +352,14 @@ def measure(
     is_ours = options.backend == "ray_hetero"
     before = llm.collective_rpc("step_totals") if is_ours else []
     before_drafts = drafts_of(llm)
-    begin, rounds = time.monotonic(), []
+    seconds, rounds = 0.0, []
     for repeat in range(1, options.repeats + 1):
+        time.sleep(REST_S)
+        begin = time.monotonic()
         rounds.append(run_requests(llm, point, 1000 * repeat, drafts))
-        if time.monotonic() - begin > options.point_seconds:
+        seconds += time.monotonic() - begin
+        if seconds > options.point_seconds:
             break
-    seconds = time.monotonic() - begin
     after = llm.collective_rpc("step_totals") if is_ours else []
     ranks = [rank_shares(*both, seconds) for both in zip(before, after, strict=True)]
     found = figures(point, rounds) | ({"ranks": ranks} if ranks else {})
