@@ -41,9 +41,9 @@ BLOCKS = {"uni": 16}
 """Tokens of a KV block by backend: vLLM's own choice on a GPU, and on CPU ranks for the others."""
 CPU_BLOCK = 128
 REST_S = 0.2
-"""Pause before each round of a point, in seconds.  All kernels of an H100 become a tenth slower once
-it has multiplied for some 60 ms: a prompt right behind another would be charged for that, the more
-the less the one before has waited for its link."""
+"""Pause before each round of a point, in seconds.  All kernels of an H100 become a tenth slower
+once it has multiplied for some 60 ms: a prompt right behind another would be charged for that, the
+more the less the one before has waited for its link."""
 
 
 @dataclass(frozen=True)
