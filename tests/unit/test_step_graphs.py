@@ -105,9 +105,16 @@ def test_pieces_come_before_the_step_is_computed(monkeypatch: pytest.MonkeyPatch
     assert shared is not None
     kept.of_step(300)
     kept.copied.clear()
-    assert shared.fetch(1)
+    computing, awaited = kept.columns._gpu.computing, []
+    with monkeypatch.context() as patched:
+        patched.setattr(computing, "wait_event", awaited.append)
+        assert shared.fetch(1)
     copied = list(kept.copied)
     assert copied
+    # Products with them are computed behind their copies.
+    reader = kept.columns._gpu.reader
+    slots = [*reader.all_slots, *filter(None, map(reader.kept.slot, copied))]
+    assert {id(slot.ready) for slot in slots} <= set(map(id, awaited))
     assert shared.fetch(1)
     assert kept.copied == copied
     replayed = graphs.replayed

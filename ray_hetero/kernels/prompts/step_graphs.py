@@ -64,6 +64,7 @@ class PiecePlaces:
         self.slots = gpu.reader.all_slots[: len(self.moving)]
         """Memory that they take turns in."""
         self._have_come = False
+        """Whether all pieces have been where a graph expects them since they were brought there."""
 
     def begin(self) -> bool:
         """Have all pieces where a graph expects them at its beginning.
@@ -88,6 +89,7 @@ class PiecePlaces:
         for piece, slot in self._stay.items():
             if slot.piece is None:
                 self._gpu.reader.bring(piece, slot)
+                self._gpu.computing.wait_event(slot.ready)
                 self._have_come = False
         self.begin()
         self._have_come = self._have_come or all(slot.ready.query() for slot in self._all)
