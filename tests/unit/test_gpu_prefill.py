@@ -327,7 +327,7 @@ def test_a_gpu_is_not_taken_for_small_weights(
 ) -> None:
     offered: list[object] = []
     monkeypatch.setattr(
-        prompts_ahead, "use", lambda prompts, begin: offered.extend([*prompts, begin])
+        prompts_ahead, "use", lambda prompts, *given: offered.extend([*prompts, *given])
     )
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", layer.weight.nbytes + 1)
     layers = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
@@ -340,7 +340,7 @@ def test_a_gpu_is_not_taken_for_small_weights(
     assert kernel.prompts is None
     assert "prompts stay on the cores: all weights of this rank are small" in caplog.text
     assert "computed by the GPU" not in caplog.text
-    assert offered == [None]
+    assert offered == [None, None]
 
 
 def test_weights_that_come_anew_are_refused(
