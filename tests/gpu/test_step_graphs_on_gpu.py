@@ -21,8 +21,9 @@ from paged_steps import GPU_FAMILIES  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.prompts import column_pieces  # noqa: E402
-from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
+from ray_hetero.kernels.prompts.column_memory import LINE_BYTES, PHASES  # noqa: E402
 from ray_hetero.runtime.stream_graph import captured  # noqa: E402
+from ray_hetero.runtime.stream_words import words_of  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), needs_native]
 GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")
@@ -57,6 +58,30 @@ def test_steps_in_one_call_give_the_same(
     for tokens in (1, 1, 3, 1, 1):
         kept.of_step(tokens)
     assert graphs.replayed - MORE in (3, 4)
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="the CPU's stream is the thread that would wait")
+def test_the_cores_compute_a_step_whose_pieces_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = KeptColumns(monkeypatch, 512, device=GPU, is_compact=True, isa=layout())
+    kept.of_step(150)
+    for _ in range(BEFORE + 1):
+        kept.of_step(1)
+    kept.of_step(300)
+    columns, gpu = kept.columns, kept.columns._gpu
+    replayed, steps = columns.graphs.replayed, columns.steps
+    word = gpu.memory.host_memory(LINE_BYTES, dtype=torch.uint8).zero_()
+    at = word.data_ptr()
+    words_of(GPU, gpu.reader.copying, at).wait(at, 1)
+    for _ in range(2):
+        kept.of_step(1)
+        assert (columns.graphs.replayed, columns.steps) == (replayed, steps)
+    word[0] = 1
+    gpu.reader.copying.synchronize()
+    for number in range(1, MORE):
+        kept.of_step(1)
+        assert (columns.graphs.replayed, columns.steps) == (replayed + number, steps + number)
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -221,6 +221,24 @@ def test_a_step_that_does_not_come_leaves_nothing(engine: Engine) -> None:
     assert engine.step((second, 0, LARGE)) == ["begun", "called"]
 
 
+def test_a_prompt_that_is_read_for_longer_begins_when_it_is_called(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts_ahead, "READING_TOKENS", 100)
+    asked: list[int] = []
+    monkeypatch.setattr(engine.gpu, "read_ahead", lambda: asked.append(1))
+    request, other = engine.request(100), engine.request(101)
+    engine.schedule((request, 0, 100))
+    assert asked
+    assert not is_begun(engine)
+    engine.compute((request, 0, 100))
+    asked.clear()
+    engine.schedule((other, 0, 101))
+    assert not asked
+    assert is_begun(engine)
+    engine.compute((other, 0, 101))
+
+
 @pytest.mark.parametrize("parts", [[(0, 8)], [(0, 100), (0, 8)], [(64, 150)]])
 def test_what_is_cached_or_may_be_decoded_is_not_begun_with(
     parts: Sequence[tuple[int, int]], engine: Engine
