@@ -99,6 +99,23 @@ def test_the_cores_compute_a_step_whose_pieces_are_on_their_way(
             assert (graphs.replayed, columns.steps) == (replayed + number, steps + number)
 
 
+def test_the_gpu_has_its_part_where_steps_of_several_kinds_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = decoding(monkeypatch)
+    shared, columns = kept.steps.shared, kept.columns
+    assert shared is not None
+    for parts in (4, 4, 4, 4, 4, 12):
+        shared.shares = Shares((Share(1, columns=parts),))
+        kept.of_step(1)
+    monkeypatch.setattr(torch.cpu.Event, "query", lambda event: False)
+    steps = columns.steps
+    for number, parts in enumerate((4, 12, 4, 12), 1):
+        shared.shares = Shares((Share(1, columns=parts),))
+        kept.of_step(1)
+        assert columns.steps == steps + number
+
+
 def test_pieces_come_before_the_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = decoding(monkeypatch)
     shared, graphs = kept.steps.shared, kept.columns.graphs

@@ -137,8 +137,9 @@ class ColumnsOnGpu(RankColumns):
     def fetch(self, tokens: int, kept: KeptBlocks) -> bool:
         """Have a step's pieces come to where they stay, if a larger step has taken their place.
 
-        Not in a group, of which the other ranks do not know when they are there; and not before
-        there is a graph of such steps, which says where they stay.
+        Not in a group, of which the other ranks do not know when they are there; not before there
+        is a graph of such steps, which says where they stay; and not where decode steps of another
+        kind have had their place, as those of other layers have in every step.
 
         Args:
             tokens: of the step.
@@ -155,9 +156,12 @@ class ColumnsOnGpu(RankColumns):
         kind = StepKind(tokens, kept, self.first)
         if len(self._ranks) > 1 or not self.graphs.has(kind):
             return True
+        step = self._pieces_of(kept)
+        if not self._gpu.reader.kept.is_of(step.order):
+            return True
         self._gpu.begin(tokens, is_shared=True)
         with torch.inference_mode(), current(self._gpu.computing):
-            self._keep(self._pieces_of(kept))
+            self._keep(step)
             return self.graphs.fetch(kind)
 
     def _keep(self, step: StepPieces) -> None:

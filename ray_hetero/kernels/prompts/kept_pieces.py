@@ -101,6 +101,10 @@ class KeptPieces:
                 # What comes here waits for the products that have used this memory up to now.
                 slot.free.record(self._computing)
 
+    def is_of(self, order: ReadingOrder) -> bool:
+        """Whether steps of this order were the last whose pieces may stay."""
+        return self._order is order
+
     @property
     def is_complete(self) -> bool:
         """Whether all pieces that are to stay are there, or on their way."""
