@@ -20,7 +20,7 @@ from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.kept_shares import PREFIX, KeptShares, key_of  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_identity  # noqa: E402
 
-SHARES = Shares((Share(1, last=2), Share(8), Share(32, 0.625)))
+SHARES = Shares((Share(1, last=2, gain_s=0.002), Share(8), Share(32, 0.625, gain_s=0.01)))
 ASKED = [1, 8, 32]
 
 
@@ -36,7 +36,9 @@ def file_of(directory: Path) -> Path:
 def test_what_is_kept_is_known_to_the_next_start(tmp_path: Path) -> None:
     assert kept(tmp_path).known(ASKED) is None
     kept(tmp_path).keep(SHARES)
-    assert kept(tmp_path).known(ASKED) == SHARES
+    known = kept(tmp_path).known(ASKED)
+    assert known == SHARES
+    assert [one.gain_s for one in known.measured] == [0.002, 0.0, 0.01]
     assert kept(tmp_path, PREFIX + "b").known(ASKED) is None
     # Other sizes of steps are measured now.
     assert kept(tmp_path).known([1, 8]) is None
@@ -60,18 +62,22 @@ def test_no_key_keeps_nothing(tmp_path: Path) -> None:
     "shares",
     [
         None, 5, [], "x", {"1": 2},
-        [[1, 0.0, 2], [8, 0.0, 0]],
-        [[1, 0.0, 2], [8, 0.0, 0], [32, 0.5]],
-        [[1, 0.0, 2], [8, 0.0, 0], [32, 1.5, 0]],
-        [[1, 0.0, 2], [8, 0.0, 0], [32, -0.5, 0]],
-        [[1, 0.0, 2], [8, 0.0, 0], [32, math.nan, 0]],
-        [[1, 0.0, 2], [8, 0.0, 0], [32, math.inf, 0]],
-        [[1, 0.0, 2], [8, 0.0, 0], [32, "0.5", 0]],
-        [[1, 0.0, 2], [8, 0.0, 0], [32, True, 0]],
-        [[1, 0.0, 99], [8, 0.0, 0], [32, 0.5, 0]],
-        [[1, 0.0, -1], [8, 0.0, 0], [32, 0.5, 0]],
-        [[1, 0.5, 1], [8, 0.0, 0], [32, 0.5, 0]],
-        [["1", 0.0, 1], [8, 0.0, 0], [32, 0.5, 0]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 1.5, 0, 0, 0.01]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, -0.5, 0, 0, 0.01]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, math.nan, 0, 0, 0.01]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, math.inf, 0, 0, 0.01]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, "0.5", 0, 0, 0.01]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, True, 0, 0, 0.01]],
+        [[1, 0.0, 99, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, 0.01]],
+        [[1, 0.0, -1, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, 0.01]],
+        [[1, 0.5, 1, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, 0.01]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, -0.01]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, math.nan]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, None]],
+        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0]],
+        [["1", 0.0, 1, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, 0.01]],
     ],
 )  # fmt: skip
 def test_a_damaged_entry_is_none(tmp_path: Path, shares: Any) -> None:

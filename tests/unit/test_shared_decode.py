@@ -504,6 +504,8 @@ def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
         )
     )
     assert "8: 2 (the last), 64000.0 to 49000.0 ms" in said[0]
+    gains = [one.gain_s for one in found.measured]
+    assert gains == pytest.approx([1 / 8, 15 / 8, 153.5 / 8, 381 / 8])
     assert [found.of(tokens).of_layers for tokens in (0, 7, 40, 128)] == [0, 0, 0.625, 0.75]
     assert [found.of(tokens).last for tokens in (0, 7, 40, 128)] == [0, 2, 0, 0]
     # Every fourth number until more takes longer, those two and one beside the best one, none below

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from copied_pieces import KeptColumns, small_pieces  # noqa: E402
+from copied_pieces import LAYERS, KeptColumns, small_pieces  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -97,6 +97,29 @@ def test_the_cores_compute_a_step_whose_pieces_are_on_their_way(
         for number in range(1, 1 + PHASES):
             assert set(kept.of_step(1)) == needed(kept)
             assert (graphs.replayed, columns.steps) == (replayed + number, steps + number)
+
+
+def test_the_gpu_has_its_part_where_pieces_come_sooner_than_the_cores_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = decoding(monkeypatch)
+    shared, columns = kept.steps.shared, kept.columns
+    assert shared is not None
+    kept.of_step(300)
+    every = {piece for layer in kept.of_layers for piece in layer}
+    reader = columns._gpu.reader
+    coming = [piece for piece in every if reader.kept.slot(piece) and not reader.kept.has(piece)]
+    moving = sum(slot.memory.nbytes for slot in reader.all_slots)
+    nbytes = moving + sum(piece.weight.nbytes for piece in coming)
+    monkeypatch.setattr(columns, "_link_rate", nbytes / 0.1)
+    steps = columns.steps
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cpu.Event, "query", lambda event: False)
+        # Slots are of the largest piece.
+        for left_s, is_shared in ((0.05, False), (0.2, True)):
+            shared.shares = Shares((Share(1, columns=12, gain_s=left_s / LAYERS),))
+            kept.of_step(1)
+            assert columns.steps == steps + is_shared, left_s
 
 
 def test_the_gpu_has_its_part_where_steps_of_several_kinds_take_turns(

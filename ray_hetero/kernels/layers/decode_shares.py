@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_hetero.kernels.prompts.column_memory import KeptBlocks
@@ -78,6 +78,8 @@ class Share:
     The GPU computes them while the cores compute the others, and no core waits for whole layers.
     What is more are sixteenths of the MLP's outputs, besides all columns.
     """
+    gain_s: float = field(default=0.0, compare=False)
+    """Seconds of each layer of a step that it takes less than with the cores alone, measured."""
 
     def __str__(self) -> str:
         """For people."""
@@ -260,9 +262,10 @@ class _Choice:
 
     def share(self, tokens: int, layers: int) -> Share:
         """The share of steps of so many tokens and more."""
+        gain_s = (self.alone - self.best) / layers
         if self.way == "evenly":
-            return Share(tokens, self.count / layers)
-        return Share(tokens, **{self.way: self.count})
+            return Share(tokens, self.count / layers, gain_s=gain_s)
+        return Share(tokens, **{self.way: self.count}, gain_s=gain_s)
 
     def __str__(self) -> str:
         way = {

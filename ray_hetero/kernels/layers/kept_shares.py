@@ -95,7 +95,10 @@ class KeptShares:
             if not key.startswith(PREFIX)
             or (isinstance(entry, dict) and is_young(entry.get("measured_at")))
         }
-        found = [[one.tokens, one.of_layers, one.last, one.columns] for one in shares.measured]
+        found = [
+            [one.tokens, one.of_layers, one.last, one.columns, one.gain_s]
+            for one in shares.measured
+        ]
         entry = {"shares": found, "measured_at": time.time()}
         write_figures(path, kept | {self.key: entry})
 
@@ -109,14 +112,20 @@ def _shares(entry: Any, asked: Sequence[int]) -> Shares | None:
         return None
     if [tokens for tokens, *_ in rows] != list(asked):
         return None
-    return Shares(tuple(Share(tokens, float(part), *counts) for tokens, part, *counts in rows))
+    return Shares(
+        tuple(
+            Share(tokens, float(part), last, columns, float(gain_s))
+            for tokens, part, last, columns, gain_s in rows
+        )
+    )
 
 
 def _is_share(row: Any) -> bool:
-    """Whether these are tokens, share of layers, number of the last ones, and parts of columns."""
-    if not isinstance(row, list) or len(row) != 4:
+    """Whether these are tokens, share of layers, number of the last ones, parts of columns, and
+    seconds that they gain."""
+    if not isinstance(row, list) or len(row) != 5:
         return False
-    tokens, part, last, columns = row
+    tokens, part, last, columns, gain_s = row
     return (
         type(tokens) is int
         and type(part) in (int, float)
@@ -127,6 +136,9 @@ def _is_share(row: Any) -> bool:
         and type(columns) is int
         and 0 <= columns <= MOST_PARTS
         and sum(map(bool, (part, last, columns))) <= 1
+        and type(gain_s) in (int, float)
+        and math.isfinite(gain_s)
+        and gain_s >= 0
     )
 
 

@@ -110,8 +110,8 @@ class Columns(Protocol):
     def of_step(self, tokens: int, kept: KeptBlocks) -> AbstractContextManager[None]:
         """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
 
-    def fetch(self, tokens: int, kept: KeptBlocks) -> bool:
-        """Have their weights come; whether a step waits for none, arguments as of `of_step`."""
+    def fetch(self, tokens: int, kept: KeptBlocks) -> float:
+        """Have their weights come; seconds until a step waits for none, arguments as `of_step`."""
 
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Have steps like the last one take a core as little as those that come after many."""
@@ -189,7 +189,6 @@ class SharedDecode:
         share = self.shares.of(tokens)
         if self.fetch(tokens):
             return self.run_columns(share.columns, requests, caches, hidden, residual)
-        # Alone, the cores take less time than weights that begin to come now.
         segments = self.divided(self.count(tokens), is_late=share.last > 0)
         return self.run(segments, requests, caches, hidden, residual)
 
@@ -215,13 +214,14 @@ class SharedDecode:
         """Have weights of the GPU's columns of a step come, behind a prompt that had their place.
 
         Returns:
-            Whether the GPU has columns of such steps, and all of these weights.
+            Whether the GPU has columns of such steps, and the cores alone would take longer.
 
         """
-        parts = self.shares.of(tokens).columns
-        if self._columns is None or not parts or tokens > self._behind.tokens:
+        share = self.shares.of(tokens)
+        if self._columns is None or not share.columns or tokens > self._behind.tokens:
             return False
-        return self._columns.fetch(tokens, self._kept(self._columns, parts))
+        left_s = self._columns.fetch(tokens, self._kept(self._columns, share.columns))
+        return left_s <= share.gain_s * len(self._layers)
 
     def prepare_columns(self, tokens: int, parts: int) -> None:
         """Have steps of `run_columns` take as long as those that come after many, behind one."""

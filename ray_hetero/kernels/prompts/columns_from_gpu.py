@@ -48,9 +48,9 @@ class ColumnsFromGpu(RankColumns):
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Do nothing: the first rank has the GPU's work ordered."""
 
-    def fetch(self, tokens: int, kept: KeptBlocks) -> bool:
+    def fetch(self, tokens: int, kept: KeptBlocks) -> float:
         """Compute every step with the GPU, as the first rank does in a group."""
-        return True
+        return 0.0
 
     @contextmanager
     def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:

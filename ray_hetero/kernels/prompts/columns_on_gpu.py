@@ -106,6 +106,7 @@ class ColumnsOnGpu(RankColumns):
         self._seen_inputs = self._seen(inputs)
         self._seen_outputs = None if outputs is None else self._seen(outputs)
         self._seen_columns = [self._seen(rank.columns) for rank in self._ranks]
+        self._link_rate = gpu.link_rate()
         self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
         self._pieces: dict[KeptBlocks, StepPieces] = {}
         """Pieces of a step, by the blocks that the cores compute."""
@@ -134,7 +135,7 @@ class ColumnsOnGpu(RankColumns):
         finally:
             self._end(ordered, kind.first)
 
-    def fetch(self, tokens: int, kept: KeptBlocks) -> bool:
+    def fetch(self, tokens: int, kept: KeptBlocks) -> float:
         """Have a step's pieces come to where they stay, if a larger step has taken their place.
 
         Not in a group, of which the other ranks do not know when they are there; not before there
@@ -146,7 +147,7 @@ class ColumnsOnGpu(RankColumns):
             kept: blocks that the cores compute.
 
         Returns:
-            Whether `of_step` waits for none of them.
+            Seconds until they are there; 0 also where `of_step` has them come itself.
 
         Raises:
             RuntimeError: what CUDA says.
@@ -155,14 +156,14 @@ class ColumnsOnGpu(RankColumns):
         """
         kind = StepKind(tokens, kept, self.first)
         if len(self._ranks) > 1 or not self.graphs.has(kind):
-            return True
+            return 0.0
         step = self._pieces_of(kept)
         if not self._gpu.reader.kept.is_of(step.order):
-            return True
+            return 0.0
         self._gpu.begin(tokens, is_shared=True)
         with torch.inference_mode(), current(self._gpu.computing):
             self._keep(step)
-            return self.graphs.fetch(kind)
+            return self.graphs.fetch(kind) / self._link_rate
 
     def _keep(self, step: StepPieces) -> None:
         self._gpu.reader.keep(step.order, step.pieces, partial(self._idle, step))

@@ -300,6 +300,18 @@ class GpuPrefill:
         if ordered is not None:
             ordered.result(timeout=LIMIT_S)
 
+    def link_rate(self) -> float:
+        """Bytes a second that come over the link; measured, while the GPU computes nothing.
+
+        Raises:
+            RuntimeError: what CUDA says.
+
+        """
+        self.settle()
+        self.forget()
+        with torch.inference_mode(), current(self._computing):
+            return self.reader.link_rate()
+
     def has(self, linears: Sequence[Linear]) -> bool:
         """Whether weights were expanded ahead, and nothing has taken their place."""
         return self._ahead.has(_addresses(linears))

@@ -165,12 +165,9 @@ class PieceReader(LinkReader[Piece]):
             multiply: orders products with a piece, [outputs, inputs], on the stream of products.
 
         """
-        self.forget()
-        self._take_back()
+        slot, link = self._link_seconds()
         piece, buffer = self.largest, self._next
-        slot = self._ring.take(piece.weight.nbytes, self.copying)
         weight = buffer.memory[: piece.values]
-        link = _fastest(lambda: self.bring(piece, slot), slot.ready)
         self._expand_slot(slot, piece, weight, self._computing)
         buffer.ready.record(self._computing)
         buffer.ready.synchronize()
@@ -180,6 +177,17 @@ class PieceReader(LinkReader[Piece]):
             buffer.ready.record(self._computing)
 
         return link, _fastest(products, buffer.ready)
+
+    def link_rate(self) -> float:
+        """Bytes a second over the link; what was ordered ahead does not come then."""
+        _, taken = self._link_seconds()
+        return self.stored / taken
+
+    def _link_seconds(self) -> tuple[Slot[Piece], float]:
+        self.forget()
+        self._take_back()
+        slot = self._ring.take(self.stored, self.copying)
+        return slot, _fastest(lambda: self.bring(self.largest, slot), slot.ready)
 
     def slot_for(self, piece: Piece) -> Slot[Piece]:
         """Memory for a piece: where it stays, or that of the oldest one."""

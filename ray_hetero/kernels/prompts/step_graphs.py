@@ -84,16 +84,19 @@ class PiecePlaces:
                 self._gpu.computing.wait_event(slot.ready)
         return True
 
-    def fetch(self) -> bool:
-        """Have all pieces come that are not where a graph expects them; whether all are there."""
+    def fetch(self) -> int:
+        """Have all pieces come that are not where a graph expects them; bytes on their way."""
         for piece, slot in self._stay.items():
             if slot.piece is None:
                 self._gpu.reader.bring(piece, slot)
                 self._gpu.computing.wait_event(slot.ready)
                 self._have_come = False
         self.begin()
-        self._have_come = self._have_come or all(slot.ready.query() for slot in self._all)
-        return self._have_come
+        if self._have_come:
+            return 0
+        coming = sum(slot.memory.nbytes for slot in self._all if not slot.ready.query())
+        self._have_come = not coming
+        return coming
 
     @property
     def _all(self) -> list[Slot[Piece]]:
@@ -173,8 +176,8 @@ class StepGraphs:
         """Whether there is a graph of a step of this kind."""
         return kind in self._graphs
 
-    def fetch(self, kind: StepKind) -> bool:
-        """Have the pieces of a step that there is a graph of come; whether all are there.
+    def fetch(self, kind: StepKind) -> int:
+        """Have the pieces of a step that there is a graph of come; bytes that are on their way.
 
         Within inference mode and on the stream of products, once the pieces have places to stay.
         """
