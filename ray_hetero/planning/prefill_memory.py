@@ -14,8 +14,8 @@ SLOTS = 5
 """Pieces in 16 bits that there is room for on the GPU at least, which are on their way.  In decode
 steps they hold the weights of an 8B model's layer behind its attention, in 12 bits, before they are
 needed."""
-EXPANDED = 2
-"""Pieces that are expanded at a time: one that is computed with, and the next one."""
+EXPANDED = 3
+"""Pieces that are expanded at a time: one that is computed with, and the next two."""
 CUDA_BYTES = 620 << 20
 """Bytes that CUDA takes of a GPU for a process, with the libraries of matrix products; measured on
 an H100."""

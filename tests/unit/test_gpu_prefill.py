@@ -33,6 +33,7 @@ from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import (  # noqa: E402
     CUDA_BYTES,
+    EXPANDED,
     SLOTS,
     WORKING_BYTES,
     gpu_bytes,
@@ -133,10 +134,40 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
         assert abs(counts[0] - first) <= 1
         order = [places[one] for one in fetched]
         assert order == [(order[0] + number) % pieces for number in range(len(order))]
-        # One is expanded already, the others wait as they are stored.
-        ahead = [gpu.reader._next.piece, *(slot.piece for slot in gpu.reader._ahead)]
+        # Some are expanded already, the others wait as they are stored.
+        _, *expanded = (buffer.piece for buffer in gpu.reader._buffers)
+        ahead = [*expanded, *(slot.piece for slot in gpu.reader._ahead)]
         assert slots <= len(ahead) <= pieces
         assert ahead == own[: len(ahead)]
+
+
+def test_a_piece_is_expanded_before_the_products_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = weights()
+    gpu, packed = prompt_gpu(plain)
+    expanded: list[Piece] = []
+    expand = PieceReader._expand
+
+    def expand_and_note(self: PieceReader, buffer: Any, piece: Piece) -> None:
+        expanded.append(piece)
+        expand(self, buffer, piece)
+
+    def step() -> None:
+        for one in packed:
+            gpu.linear(torch.zeros(4, one.shape[1]).bfloat16(), one, None)
+
+    step()
+    monkeypatch.setattr(PieceReader, "_expand", expand_and_note)
+    own = [placed.piece for one in packed for placed in gpu._pieces[one.data_ptr()]]
+    step()
+    # Nobody has known what comes behind the last piece.
+    assert expanded[:3] == own[:3]
+    for _ in range(2):
+        expanded.clear()
+        step()
+        ahead = EXPANDED - 1
+        assert expanded == [*own[ahead:], *own[:ahead]]
 
 
 def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
@@ -157,11 +188,11 @@ def test_a_rank_without_such_weights_takes_nothing() -> None:
 
 def test_memory_by_hand() -> None:
     cuda = (620 + 192) << 20
-    # Five pieces and two unpacked of 256 KiB; 64 tokens of 1536 outputs, 512 inputs and a residual
-    # of as many, two bytes.
-    assert gpu_bytes(1536, 512, 64) == cuda + 7 * (256 << 10) + 64 * 2560 * 2
+    # Five pieces and three unpacked of 256 KiB; 64 tokens of 1536 outputs, 512 inputs and a
+    # residual of as many, two bytes.
+    assert gpu_bytes(1536, 512, 64) == cuda + 8 * (256 << 10) + 64 * 2560 * 2
     # One block of 32 outputs and 8192 inputs is larger than a piece should be.
-    assert gpu_bytes(32, 8192, 1) == cuda + 7 * 32 * 8192 * 2 + 16416 * 2
+    assert gpu_bytes(32, 8192, 1) == cuda + 8 * 32 * 8192 * 2 + 16416 * 2
 
 
 @pytest.mark.parametrize("is_compact", [False, True])

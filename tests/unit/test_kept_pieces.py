@@ -23,6 +23,7 @@ from ray_hetero.kernels.prompts.column_memory import KeptBlocks  # noqa: E402
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory, KeptPieces  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
+from ray_hetero.planning.prefill_memory import EXPANDED  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -206,7 +207,7 @@ def test_rows_of_embeddings_go_to_none_of_it(monkeypatch: pytest.MonkeyPatch) ->
     assert rows is not None
     begin, end = rows.data_ptr(), rows.data_ptr() + rows.nbytes
     idle = kept.columns._idle(step)
-    assert len(idle) == 2 + 2 + 3 + 2
+    assert len(idle) == 2 + 2 + 3 + EXPANDED
     for one in idle:
         first = one.memory.data_ptr()
         assert first + one.memory.nbytes <= begin or end <= first

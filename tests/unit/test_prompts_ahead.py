@@ -22,7 +22,7 @@ from ray_hetero.kernels.linear.streaming_linear import Prompts  # noqa: E402
 from ray_hetero.kernels.prompts import piece_reader, prompts_ahead  # noqa: E402
 from ray_hetero.kernels.prompts.prompts_ahead import READING_TOKENS, PromptsAhead  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
-from ray_hetero.planning.prefill_memory import SLOTS  # noqa: E402
+from ray_hetero.planning.prefill_memory import EXPANDED, SLOTS  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -183,9 +183,10 @@ def test_the_next_prompt_finds_its_first_pieces(
     assert came
     assert asked_for() == []
     found = copies.of_step(PROMPT)
-    # At its end comes what the prompt behind it begins with, of which one is expanded.
-    rest, begin = found[: -SLOTS - 1], found[-SLOTS - 1 :]
-    assert came in (begin, begin[1:])
+    # At its end comes what the prompt behind it begins with, of which some is expanded.
+    expanded = EXPANDED - 1
+    rest, begin = found[: -SLOTS - expanded], found[-SLOTS - expanded :]
+    assert came in (begin, begin[expanded:])
     assert not set(rest) & set(begin)
     # Right, whatever has come in between, and where nothing uses what has come.
     for tokens in (1, 1):

@@ -23,10 +23,12 @@ from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.prompts import piece_reader  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
-from ray_hetero.planning.prefill_memory import SHARED_TOKENS, SLOTS  # noqa: E402
+from ray_hetero.planning.prefill_memory import EXPANDED, SHARED_TOKENS, SLOTS  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
+EXPANDED_AHEAD = EXPANDED - 1
+"""Pieces that a prompt leaves expanded for the next one."""
 
 
 @pytest.fixture(autouse=True)
@@ -99,21 +101,21 @@ def test_a_step_copies_no_piece_that_it_does_not_use(
     for _ in range(2):
         copies.numbers_of_step(prompt)
     # The order is known, and what a prompt begins with has come at the end of the one before.
-    whole, there_before = copies.whole, 1 + copies.ahead
+    whole, there_before = copies.whole, EXPANDED_AHEAD + copies.ahead
     found = copies.numbers_of_step(prompt)
-    # One of them is expanded.
-    assert found == [*whole[there_before:], *whole[: 1 + copies.ahead]]
+    # Some of them are expanded.
+    assert found == [*whole[there_before:], *whole[: EXPANDED_AHEAD + copies.ahead]]
     for _ in range(3):
         copies.numbers_of_step(1)
     # Decode steps have used the memory for what they need next; what is expanded has stayed.
     found = copies.numbers_of_step(prompt)
-    assert found == [*whole[1:], *whole[: 1 + copies.ahead]]
+    assert found == [*whole[EXPANDED_AHEAD:], *whole[: EXPANDED_AHEAD + copies.ahead]]
     behind = [copies.behind(place) for place in places]
     ring = cycle([piece for layer in behind for piece in layer])
-    # A small prompt leaves the first layer where it is, a larger one may have had its first piece
+    # A small prompt leaves the first layer where it is, a larger one may have had its first pieces
     # come.
-    has_first = behind[0][0] < 1 + copies.ahead
-    there = behind[0] if prompt <= SHARED_TOKENS else behind[0][:1] if has_first else []
+    come = [piece for piece in behind[0] if piece < EXPANDED_AHEAD + copies.ahead]
+    there = behind[0] if prompt <= SHARED_TOKENS else come
     assert list(islice(ring, len(there))) == there
     step = sum(map(len, behind))
     found = copies.numbers_of_step(1)
@@ -133,13 +135,13 @@ def test_slots_that_decode_steps_leave_free_are_filled_for_a_prompt(
         copies.numbers_of_step(tokens)
     whole, behind = copies.whole, copies.behind(4)
     found = copies.numbers_of_step(1)
-    assert found == [*behind, *whole[1 : 1 + copies.ahead]]
+    assert found == [*behind, *whole[EXPANDED_AHEAD : EXPANDED_AHEAD + copies.ahead]]
     assert copies.numbers_of_step(1) == []
 
     def check_prompt(tokens: int) -> None:
-        before = 1 + copies.ahead
+        before = EXPANDED_AHEAD + copies.ahead
         found = copies.numbers_of_step(tokens)
-        assert found == [*whole[before:], *whole[: 1 + copies.ahead]]
+        assert found == [*whole[before:], *whole[: EXPANDED_AHEAD + copies.ahead]]
 
     check_prompt(150)
     # Whole weights of a decode step stay while a small prompt is computed.
@@ -169,7 +171,7 @@ def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
 
     check_decode()
     found = copies.numbers_of_step(150)
-    assert found == [*whole, *whole[: 1 + copies.ahead]]
+    assert found == [*whole, *whole[: EXPANDED_AHEAD + copies.ahead]]
     found = copies.numbers_of_step(1)
     assert found == [*behind, *rest[: copies.ahead]]
     check_decode()

@@ -531,6 +531,18 @@ def test_a_step_that_something_slowed_down_does_not_end_the_search_for_columns()
     assert found == Shares((Share(8, columns=14),))
 
 
+def test_fewer_tokens_give_away_what_more_of_them_do_where_that_takes_less() -> None:
+    def seconds(tokens: int, count: int, way: Way) -> float:
+        if way != "columns":
+            return 1.0 + tokens / 100
+        # Something else used the link while one token was measured.
+        return 1.0 + 0.1 * count if tokens == 1 and count > 1 else 0.8 - 0.02 * min(count, 12)
+
+    found = best_shares(seconds, 8, (1, 32), parts=16)
+    assert found == Shares((Share(1, columns=12), Share(32, columns=12)))
+    assert found.measured[0].gain_s == found.measured[1].gain_s
+
+
 def test_steps_that_other_programs_disturb_are_measured_again() -> None:
     pauses: list[float] = []
     answers = [math.inf, math.inf, 0.5, 0.25]

@@ -226,7 +226,11 @@ def best_shares(
     for place in reversed(range(len(asked) - 1)):
         if found[place].alone > SLOWER * found[place + 1].alone:
             found[place] = choice(place)
-        if found[place].alone > SLOWER * found[place + 1].alone:
+        if (
+            found[place].alone > SLOWER * found[place + 1].alone
+            # Fewer tokens never take longer with what more of them give away.
+            or found[place].best > found[place + 1].best
+        ):
             found[place] = found[place + 1]
     chosen = [found[place] for place in range(len(asked))]
     logger.info(

@@ -19,6 +19,7 @@ from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.step_rows import StepRows, new_prompts
+from ray_hetero.kernels.prompts.gpu_angles import GpuAngles
 from ray_hetero.kernels.prompts.gpu_attention import MOST_HEAD_SIZE
 from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
 from ray_hetero.kernels.prompts.gpu_step import GpuStep
@@ -103,6 +104,7 @@ class AttentionMemory:
                 "of thousands of tokens take several times as long. Lower gpu.memory_utilization "
                 "or --max-num-batched-tokens."
             ) from None
+        self.angles = GpuAngles(gpu.memory, gpu.tokens)
         gpu.idle += [*self.returns.idle, *self.uploads.idle]
 
 

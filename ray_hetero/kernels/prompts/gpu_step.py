@@ -141,11 +141,5 @@ class GpuStep:
         """[tokens, 1, rotated / 2] of this step, float32; layers have them in common."""
         at = cos_sin.data_ptr()
         if at not in self._turning:
-            # A model has one table of up to a hundred thousand positions; a step needs its own.
-            shape = len(self._positions), cos_sin.shape[1]
-            here = self._gpu.memory.host_memory(*shape, dtype=cos_sin.dtype)
-            torch.index_select(cos_sin, 0, self._positions, out=here)
-            rows = here.to(self._gpu.device, non_blocking=True).float().unsqueeze(1)
-            cos, sin = (half.contiguous() for half in rows.chunk(2, dim=-1))
-            self._turning[at] = cos, sin
+            self._turning[at] = self._memory.angles(cos_sin, self._positions)
         return self._turning[at]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
@@ -117,9 +118,13 @@ def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:
     Whoever uses them compares them with those of the step.
     """
     counts = scheduler_output.num_scheduled_tokens
-    found: list[int] = []
-    for one in scheduler_output.scheduled_new_reqs:
-        begin = one.num_computed_tokens
-        found += (one.prompt_token_ids or ())[begin : begin + counts[one.req_id]]
+    # By way of NumPy, which reads a list in a fraction of torch's time.
+    found = [
+        np.array(one.prompt_token_ids or (), dtype=np.int64)[begin : begin + counts[one.req_id]]
+        for one in scheduler_output.scheduled_new_reqs
+        for begin in (one.num_computed_tokens,)
+    ]
     total = scheduler_output.total_num_scheduled_tokens
-    return torch.tensor(found) if len(found) == total else None
+    if sum(map(len, found)) != total:
+        return None
+    return torch.from_numpy(np.concatenate(found))

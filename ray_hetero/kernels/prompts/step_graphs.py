@@ -94,7 +94,7 @@ class PiecePlaces:
         self.begin()
         if self._have_come:
             return 0
-        coming = sum(slot.memory.nbytes for slot in self._all if not slot.ready.query())
+        coming = sum(int(slot.memory.nbytes) for slot in self._all if not slot.ready.query())
         self._have_come = not coming
         return coming
 
