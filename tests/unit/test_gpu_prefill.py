@@ -7,6 +7,7 @@ is tests/gpu/test_prompt_gpu.py.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,6 +169,20 @@ def test_a_piece_is_expanded_before_the_products_of_the_one_before(
         step()
         ahead = EXPANDED - 1
         assert expanded == [*own[ahead:], *own[:ahead]]
+
+
+def test_the_thread_that_orders_work_need_not_wait_for_the_main_one() -> None:
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.005)
+        GpuPrefill(CPU, 64).order(lambda: None).result(timeout=60)
+        assert sys.getswitchinterval() == pytest.approx(gpu_prefill.SWITCH_S)
+        # One that was asked for stays.
+        sys.setswitchinterval(1e-5)
+        GpuPrefill(CPU, 64).order(lambda: None).result(timeout=60)
+        assert sys.getswitchinterval() == pytest.approx(1e-5)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_small_weights_and_long_steps_are_left_to_the_socket() -> None:
