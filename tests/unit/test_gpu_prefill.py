@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from ray_hetero.kernels.formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.linear import streaming_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill, prompts_ahead  # noqa: E402
+from ray_hetero.kernels.prompts import gpu_prefill, piece_reader, prompts_ahead  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
@@ -169,6 +169,23 @@ def test_a_piece_is_expanded_before_the_products_of_the_one_before(
         step()
         ahead = EXPANDED - 1
         assert expanded == [*own[ahead:], *own[:ahead]]
+
+
+def test_the_rate_of_the_link_is_that_of_the_largest_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = weights()
+    gpu, packed = prompt_gpu(plain)
+    copied: list[Piece] = []
+
+    def taking_half_a_second(order: Callable[[], None], done: Any) -> float:
+        order()
+        return 0.5
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PieceReader, "copy", lambda reader, piece, memory: copied.append(piece))
+        patched.setattr(piece_reader, "_fastest", taking_half_a_second)
+        assert gpu.link_rate() == 2 * gpu.reader.largest.weight.nbytes
+    assert copied == [gpu.reader.largest]
+    check(gpu, plain[0], packed[0], 5)
 
 
 def test_the_thread_that_orders_work_need_not_wait_for_the_main_one() -> None:

@@ -202,13 +202,14 @@ class PieceReader(LinkReader[Piece]):
     def link_rate(self) -> float:
         """Bytes a second over the link; what was ordered ahead does not come then."""
         _, taken = self._link_seconds()
-        return float(self.stored / taken)
+        return float(self.largest.weight.nbytes / taken)
 
     def _link_seconds(self) -> tuple[Slot[Piece], float]:
         self.forget()
         self._take_back()
-        slot = self._ring.take(self.stored, self.copying)
-        return slot, _fastest(lambda: self.bring(self.largest, slot), slot.ready)
+        piece = self.largest
+        slot = self._ring.take(piece.weight.nbytes, self.copying)
+        return slot, _fastest(lambda: self.bring(piece, slot), slot.ready)
 
     def slot_for(self, piece: Piece) -> Slot[Piece]:
         """Memory for a piece: where it stays, or that of the oldest one."""

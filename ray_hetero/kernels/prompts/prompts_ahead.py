@@ -120,7 +120,7 @@ def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:
     counts = scheduler_output.num_scheduled_tokens
     # By way of NumPy, which reads a list in a fraction of torch's time.
     found = [
-        np.array(one.prompt_token_ids or (), dtype=np.int64)[begin : begin + counts[one.req_id]]
+        np.array((one.prompt_token_ids or ())[begin : begin + counts[one.req_id]], dtype=np.int64)
         for one in scheduler_output.scheduled_new_reqs
         for begin in (one.num_computed_tokens,)
     ]
