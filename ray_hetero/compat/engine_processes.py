@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from ray_hetero.compat.patching import original
@@ -19,7 +20,8 @@ def wait_for_engines_to_end(limit_s: float = END_SECONDS) -> None:
     Replaces: `CoreEngineProcManager.shutdown`, `utils.wait_for_engine_startup` of vllm.v1.engine.
     Why: CoreEngineProcManager.shutdown kills an engine process and everything below it at once
     (`vllm serve`, whose --shutdown-timeout is 0) or after five seconds, and warns of that each
-    time.  vLLM waits longer for ROCm only (get_engine_process_shutdown_timeout).
+    time; so does its finalizer, which comes first where manager and client are collected together.
+    vLLM waits longer for ROCm only (get_engine_process_shutdown_timeout).
     Can go when: an executor class can say how long its end takes.
 
     An engine that is still on its way up is killed as before: it would not hear of its end.  So is
@@ -48,6 +50,7 @@ def wait_for_engines_to_end(limit_s: float = END_SECONDS) -> None:
         backend = parallel_config.distributed_executor_backend
         if getattr(backend, "is_ray_hetero", False) and launch.engine_manager is not None:
             setattr(launch.engine_manager, ENDS_IN_ORDER, True)
+            _finalize_within(launch.engine_manager, limit_s)
         return answer
 
     @functools.wraps(shut_down)
@@ -59,3 +62,11 @@ def wait_for_engines_to_end(limit_s: float = END_SECONDS) -> None:
     shutdown.__ray_hetero__ = True  # type: ignore[attr-defined]
     utils.wait_for_engine_startup = wait_for_engine_startup
     manager.shutdown = shutdown
+
+
+def _finalize_within(manager: Any, limit_s: float) -> None:
+    """Give the processes of a manager as long where it is collected, at once with its client."""
+    ends = original(manager, "_finalizer").detach()
+    if ends is not None:
+        _, shut_down, arguments, _ = ends
+        manager._finalizer = weakref.finalize(manager, shut_down, *arguments, timeout=limit_s)

@@ -6,6 +6,7 @@ import inspect
 import os
 import pickle
 import signal
+import weakref
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,7 +93,17 @@ def test_an_engine_of_ours_that_is_up_gets_time_to_end(monkeypatch: pytest.Monke
     wait_for_startup = engine_utils.wait_for_engine_startup
     assert list(inspect.signature(inspect.unwrap(wait_for_startup)).parameters) == asked
 
+    finalised: list[dict[str, float]] = []
+    upstream = inspect.getsource(engine_utils.CoreEngineProcManager.__init__)
+    assert "self._finalizer = weakref.finalize(self, shutdown, self.processes)" in upstream
+    assert list(inspect.signature(engine_utils.shutdown).parameters) == ["procs", "timeout"]
+
     class Manager:
+        def __init__(self) -> None:
+            self._finalizer = weakref.finalize(
+                self, lambda processes, **given: finalised.append(given), ["process"]
+            )
+
         def shutdown(self, timeout: float | None = None) -> None:
             limits.append(timeout)
 
@@ -110,6 +121,8 @@ def test_an_engine_of_ours_that_is_up_gets_time_to_end(monkeypatch: pytest.Monke
         for given in (None, 0, 5):
             manager.shutdown(timeout=given)
     assert limits == [None, 30, 30, 5, None, None, 0, 5]
+    del manager, launch
+    assert finalised == [{"timeout": 30}, {}]
 
 
 @pytest.fixture
