@@ -135,7 +135,10 @@ def test_prompts_below_the_crossing_stay_on_the_cores(
     assert figures is not None
     cores, link = map(float, figures.groups())
     assert cores >= 1e3 * CORES_S
-    assert link >= 1e3 * CORES_S * SLOW
+    # Of what a round uses, one piece more may have come at the end of the round before.
+    assert steps.kernel.prompts is not None
+    pieces = sum(map(len, steps.kernel.prompts.gpu._pieces.values()))
+    assert link >= 1e3 * CORES_S * SLOW * (1 - 1 / pieces)
     assert least - step_limit.MULTIPLE - 1 < 128 * link / cores < least + 1  # they are rounded
     assert "nvidia-smi -q, lspci -vv" in warning
     one, other, third = (steps.request(tokens) for tokens in (least + 4, least, 30))
