@@ -9,6 +9,7 @@ import pytest
 import torch
 from paged_steps import Conversation, Steps
 
+from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.prompts import column_pieces, gpu_prefill
 from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
@@ -76,9 +77,15 @@ class KeptColumns(CopiedPieces):
         super().__init__(monkeypatch, 900, columns=12, most=most, **given)
 
     @property
+    def shared(self) -> SharedDecode:
+        """Decode steps with the GPU's help."""
+        assert self.steps.shared is not None
+        return self.steps.shared
+
+    @property
     def columns(self) -> ColumnsOnGpu:
         """What computes columns."""
-        columns = self.steps.shared._columns
+        columns = self.shared._columns
         assert isinstance(columns, ColumnsOnGpu)
         return columns
 

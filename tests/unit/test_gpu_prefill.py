@@ -183,7 +183,7 @@ def test_the_rate_of_the_link_is_that_of_the_largest_piece(monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         patched.setattr(PieceReader, "copy", lambda reader, piece, memory: copied.append(piece))
         patched.setattr(piece_reader, "_fastest", taking_half_a_second)
-        assert gpu.link_rate() == 2 * gpu.reader.largest.weight.nbytes
+        assert gpu.link_rate == 2 * gpu.reader.largest.weight.nbytes
     assert copied == [gpu.reader.largest]
     check(gpu, plain[0], packed[0], 5)
 

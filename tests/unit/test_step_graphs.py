@@ -64,6 +64,13 @@ def test_each_copies_what_does_not_stay_once(monkeypatch: pytest.MonkeyPatch) ->
     assert set(kept.of_step(1)) == needed(kept)
 
 
+def gone(kept: KeptColumns) -> set[Piece]:
+    """Pieces whose place a prompt has taken."""
+    reader = kept.columns._gpu.reader
+    every = {piece for layer in kept.of_layers for piece in layer}
+    return {piece for piece in every if reader.kept.slot(piece) and not reader.kept.has(piece)}
+
+
 def decoding(monkeypatch: pytest.MonkeyPatch, **given: Any) -> KeptColumns:
     """Decode steps of one request that are ordered in one call."""
     kept = KeptColumns(monkeypatch, 512, **given)
@@ -82,15 +89,14 @@ def test_the_cores_compute_a_step_whose_pieces_are_on_their_way(
     for tokens in (300, 150):
         kept.of_step(tokens)
         every = {piece for layer in kept.of_layers for piece in layer}
-        reader = columns._gpu.reader
-        gone = {piece for piece in every if reader.kept.slot(piece) and not reader.kept.has(piece)}
-        assert gone
+        reader, taken = columns._gpu.reader, gone(kept)
+        assert taken
         replayed, steps = graphs.replayed, columns.steps
         with monkeypatch.context() as patched:
             patched.setattr(torch.cpu.Event, "query", lambda event: False)
             copied = kept.of_step(1)
-            assert len(copied) == len(set(copied)) == len(gone) + len(reader.all_slots)
-            assert gone < set(copied) < every
+            assert len(copied) == len(set(copied)) == len(taken) + len(reader.all_slots)
+            assert taken < set(copied) < every
             # They come once.
             assert not kept.of_step(1)
             assert (graphs.replayed, columns.steps) == (replayed, steps)
@@ -103,14 +109,10 @@ def test_the_gpu_has_its_part_where_pieces_come_sooner_than_the_cores_are_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = decoding(monkeypatch)
-    shared, columns = kept.steps.shared, kept.columns
-    assert shared is not None
+    shared, columns = kept.shared, kept.columns
     kept.of_step(300)
-    every = {piece for layer in kept.of_layers for piece in layer}
-    reader = columns._gpu.reader
-    coming = [piece for piece in every if reader.kept.slot(piece) and not reader.kept.has(piece)]
-    moving = sum(slot.memory.nbytes for slot in reader.all_slots)
-    nbytes = moving + sum(piece.weight.nbytes for piece in coming)
+    moving = sum(slot.memory.nbytes for slot in columns._gpu.reader.all_slots)
+    nbytes = moving + sum(piece.weight.nbytes for piece in gone(kept))
     monkeypatch.setattr(columns, "_link_rate", nbytes / 0.1)
     steps = columns.steps
     with monkeypatch.context() as patched:
@@ -126,8 +128,7 @@ def test_the_gpu_has_its_part_where_steps_of_several_kinds_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = decoding(monkeypatch)
-    shared, columns = kept.steps.shared, kept.columns
-    assert shared is not None
+    shared, columns = kept.shared, kept.columns
     for parts in (4, 4, 4, 4, 4, 12):
         shared.shares = Shares((Share(1, columns=parts),))
         kept.of_step(1)
@@ -141,8 +142,7 @@ def test_the_gpu_has_its_part_where_steps_of_several_kinds_take_turns(
 
 def test_pieces_come_before_the_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = decoding(monkeypatch)
-    shared, graphs = kept.steps.shared, kept.columns.graphs
-    assert shared is not None
+    shared, graphs = kept.shared, kept.columns.graphs
     kept.of_step(300)
     kept.copied.clear()
     computing, awaited = kept.columns._gpu.computing, []
@@ -193,7 +193,7 @@ def test_nothing_is_copied_where_all_stay(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptColumns(monkeypatch, 512)
-    kept.steps.shared.shares = Shares((Share(1, columns=2),))  # type: ignore[union-attr]
+    kept.shared.shares = Shares((Share(1, columns=2),))
     # Room for four of five pieces, wherever it begins.
     memory = torch.empty((5 * 64 << 10) - 1, dtype=torch.uint8)
     kept.have_idle(monkeypatch, [IdleMemory(memory)])
@@ -265,12 +265,12 @@ def test_a_step_that_fails_leaves_the_next_ones_right(monkeypatch: pytest.Monkey
         kept.of_step(1)
     replayed = kept.columns.graphs.replayed
     assert replayed > 0
-    native_run = kept.steps.shared.divided(0)[0].layers.run  # type: ignore[union-attr]
+    native_run = kept.shared.divided(0)[0].layers.run
 
     def fail(*given: Any, **others: Any) -> None:
         raise RuntimeError("a rank of the group has ended")
 
-    (whole,) = kept.steps.shared.divided(0)  # type: ignore[union-attr]
+    (whole,) = kept.shared.divided(0)
     monkeypatch.setattr(whole.layers, "run", fail)
     positions, hidden = kept.steps.begin([(kept.request, kept.done, kept.done + 1)])
     with pytest.raises(RuntimeError, match="has ended"):
@@ -283,8 +283,7 @@ def test_a_step_that_fails_leaves_the_next_ones_right(monkeypatch: pytest.Monkey
 
 def test_measured_steps_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptColumns(monkeypatch, 512)
-    shared, columns = kept.steps.shared, kept.columns
-    assert shared is not None
+    shared, columns = kept.shared, kept.columns
     kept.of_step(150)
     kept.of_step(1)
     orders: list[Sequence[Any]] = []

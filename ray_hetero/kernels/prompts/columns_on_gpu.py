@@ -106,7 +106,7 @@ class ColumnsOnGpu(RankColumns):
         self._seen_inputs = self._seen(inputs)
         self._seen_outputs = None if outputs is None else self._seen(outputs)
         self._seen_columns = [self._seen(rank.columns) for rank in self._ranks]
-        self._link_rate = gpu.link_rate()
+        self._link_rate = gpu.link_rate
         self._signals = words_of(gpu.device, gpu.computing, self._own.answered)
         self._pieces: dict[KeptBlocks, StepPieces] = {}
         """Pieces of a step, by the blocks that the cores compute."""

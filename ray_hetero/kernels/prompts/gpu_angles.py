@@ -57,7 +57,8 @@ class GpuAngles:
         if tokens <= kept and torch.equal(positions, self._positions[:tokens]):
             return first.cos[:tokens], first.sin[:tokens]
         if int(positions.max()) >= kept:
-            return self._sent(torch.index_select(table, 0, positions))
+            here = self._memory.host_memory(tokens, table.shape[1], dtype=table.dtype)
+            return self._sent(torch.index_select(table, 0, positions, out=here))
         here = self._memory.host_memory(tokens, dtype=torch.int64).copy_(positions)
         there = here.to(self._memory.device, non_blocking=True)
         return first.cos[there], first.sin[there]
@@ -65,11 +66,13 @@ class GpuAngles:
     def _first(self, table: torch.Tensor) -> _FirstRows:
         at = table.data_ptr()
         if at not in self._kept:
-            self._kept[at] = _FirstRows(table, *self._sent(table[: len(self._positions)]))
+            rows = table[: len(self._positions)]
+            here = self._memory.host_memory(*rows.shape, dtype=rows.dtype).copy_(rows)
+            self._kept[at] = _FirstRows(table, *self._sent(here))
         return self._kept[at]
 
     def _sent(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        here = self._memory.host_memory(*rows.shape, dtype=rows.dtype).copy_(rows)
-        there = here.to(self._memory.device, non_blocking=True).float().unsqueeze(1)
+        """Rows of a table in page-locked memory on the GPU."""
+        there = rows.to(self._memory.device, non_blocking=True).float().unsqueeze(1)
         cos, sin = (half.contiguous() for half in there.chunk(2, dim=-1))
         return cos, sin

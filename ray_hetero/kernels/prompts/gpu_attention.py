@@ -39,10 +39,9 @@ class Lengths:
     def of(cls, lengths: Sequence[int], device: torch.device) -> Lengths:
         """Make them from the length of each."""
         ends = tuple(itertools.accumulate(lengths))
-        starts = torch.tensor([0, *ends], dtype=torch.int32)
-        if device.type == "cuda":
-            # From other memory, a copy has this thread wait for what was ordered before it.
-            starts = starts.pin_memory()
+        # From other memory, a copy has this thread wait for what was ordered before it.
+        is_gpu = device.type == "cuda"
+        starts = torch.tensor([0, *ends], dtype=torch.int32, pin_memory=is_gpu)
         return cls(ends, starts.to(device, non_blocking=True), max(lengths))
 
 

@@ -11,6 +11,7 @@ holds a few pieces of them and the tokens of one step.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -305,8 +306,9 @@ class GpuPrefill:
         if ordered is not None:
             ordered.result(timeout=LIMIT_S)
 
+    @functools.cached_property
     def link_rate(self) -> float:
-        """Bytes a second that come over the link; measured, while the GPU computes nothing.
+        """Bytes a second that come over the link; measured once, while the GPU computes nothing.
 
         Raises:
             RuntimeError: what CUDA says.

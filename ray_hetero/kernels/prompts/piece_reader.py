@@ -112,15 +112,12 @@ class PieceReader(LinkReader[Piece]):
         # Products with the last piece are all ordered by now.
         self._buffers[0].free.record(self._computing)
         self._buffers.rotate(-1)
-        used, *others = self._buffers
+        used = self._buffers[0]
         if used.piece is not piece:
             self._expand(used, piece)
         self._computing.wait_event(used.ready)
         last = piece
-        for buffer in others if is_next_too else ():
-            following = order.after(last)
-            if following is None or following is piece:
-                break
+        for buffer, following in self._places_behind(piece, order) if is_next_too else ():
             if buffer.piece is not following:
                 self._expand(buffer, following)
             last = following
@@ -144,9 +141,8 @@ class PieceReader(LinkReader[Piece]):
         """Order what the next step of a kind uses first, where all slots are left free."""
         if not self._ahead and order.last is not None:
             last = order.last
-            for buffer in itertools.islice(self._buffers, 1, None):
-                following = order.after(last)
-                if following is None or following is not buffer.piece:
+            for buffer, following in self._places_behind(last, order):
+                if buffer.piece is not following:
                     break
                 last = following  # it is expanded already
             self._read_ahead(last, order)
@@ -162,13 +158,9 @@ class PieceReader(LinkReader[Piece]):
 
         """
         last = order.last
-        first = None if last is None else order.after(last)
-        if last is None or first is None:
+        if last is None or order.after(last) is None:
             return
-        for buffer in itertools.islice(self._buffers, 1, None):
-            following = order.after(last)
-            if following is None or (following is first and last is not order.last):
-                break
+        for buffer, following in self._places_behind(last, order):
             if buffer.piece is not following:
                 self.kept.forget(1)
                 self._expand(buffer, following)
@@ -176,6 +168,15 @@ class PieceReader(LinkReader[Piece]):
         if self._ahead and self._ahead[0].piece is not order.after(last):
             self._ahead.clear()
         self._read_ahead(last, order)
+
+    def _places_behind(self, piece: Piece, order: ReadingOrder) -> Iterator[tuple[_Buffer, Piece]]:
+        """Memory for what is expanded behind a piece, and what that is, as far as it is known."""
+        following: Piece | None = piece
+        for buffer in itertools.islice(self._buffers, 1, None):
+            following = None if following is None else order.after(following)
+            if following is None or following is piece:
+                return
+            yield buffer, following
 
     def seconds(self, multiply: Callable[[torch.Tensor], None]) -> tuple[float, float]:
         """Seconds that the largest piece takes over the link, and that products with it take.

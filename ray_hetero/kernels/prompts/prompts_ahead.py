@@ -119,11 +119,11 @@ def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:
     """
     counts = scheduler_output.num_scheduled_tokens
     # By way of NumPy, which reads a list in a fraction of torch's time.
-    found = [
-        np.array((one.prompt_token_ids or ())[begin : begin + counts[one.req_id]], dtype=np.int64)
-        for one in scheduler_output.scheduled_new_reqs
-        for begin in (one.num_computed_tokens,)
-    ]
+    found = []
+    for one in scheduler_output.scheduled_new_reqs:
+        begin = one.num_computed_tokens
+        own = (one.prompt_token_ids or ())[begin : begin + counts[one.req_id]]
+        found.append(np.array(own, dtype=np.int64))
     total = scheduler_output.total_num_scheduled_tokens
     if sum(map(len, found)) != total:
         return None
