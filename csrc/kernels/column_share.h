@@ -37,9 +37,9 @@ class ColumnShare {
   static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
   static_assert(sizeof(Words) == 4 * kLineBytes);
 
-  // `inputs` has room for what the gate multiplies, `columns` for the activated columns that the GPU
-  // computes, [m][inner - kept], `outputs` for those of the MLP, [m][hidden - outputs], or nullptr; all
-  // bf16 and for as many tokens as a step has.
+  // `inputs` has room for what the gate multiplies, where Places has it, `columns` for the activated
+  // columns that the GPU computes, [m][inner - kept], `outputs` for those of the MLP,
+  // [m][hidden - outputs], or nullptr; all bf16 and for as many tokens as a step has.
   ColumnShare(Words* words, std::uint16_t* inputs, const std::uint16_t* columns,
               const std::uint16_t* outputs, double limit_s)
       : words_(*words), inputs_(inputs), columns_(columns), outputs_(outputs), limit_s_(limit_s) {}
@@ -52,6 +52,12 @@ class ColumnShare {
 
   // Before a step.
   void begin() { why_ = Why::kNone; }
+  // Tokens that a step's inputs have room for; 0 for those of the step.  A GPU whose work is ordered
+  // for a few numbers of tokens computes those of the next larger one.
+  std::int64_t room() const { return room_; }
+  void set_room(std::int64_t room) { room_ = room; }
+  // Of it, what a step of m tokens leaves.
+  std::int64_t more(std::int64_t m) const { return room_ == 0 ? 0 : room_ - m; }
   // One thread, when all have written their part of the inputs.
   void ask() { words_.asked.store(asked() + 1, std::memory_order_release); }
   // One thread: until the columns of the layer that was asked for last are there.
@@ -101,6 +107,7 @@ class ColumnShare {
   const std::uint16_t *const columns_, *const outputs_;
   const double limit_s_;
   Why why_ = Why::kNone;
+  std::int64_t room_ = 0;
   double waited_s_ = 0;
 };
 

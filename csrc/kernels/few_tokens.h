@@ -84,12 +84,10 @@ class FewTokens {
 
   // One thread's share of the work; all of the team's threads have to come.
   void work(int thread) {
-    const std::uint16_t* data = task_.x;
+    TokenTiles tokens = task_.places().tiles(task_.x, 0);
     if constexpr (kHasTiles) {
-      if (!task_.x_is_tiles) data = own_tiles();
+      if (!task_.x_is_tiles) tokens = Places{task_.m, task_.w.k(), true}.tiles(own_tiles(), 0);
     }
-    const Places places{task_.m, kHasTiles ? task_.w.k() : task_.stride, kHasTiles};
-    TokenTiles tokens = places.tiles(data, 0);
     if (zeros_ != nullptr) {
       float* sums = scratch(task_.m * zeros_->groups(), kInputSums);
       sum_groups(*zeros_, tokens, task_.m, sums);

@@ -24,11 +24,12 @@ struct Task {
   bool x_is_tiles = false;  // for levels with tiles, and few tokens
   float* partial = nullptr;  // [m][n], in the place of y: what the ranks of a group add up
   std::int64_t y_stride = 0;  // elements from a token of y to the next, where they are not n
+  std::int64_t more = 0;      // tokens that tiles of x have room for besides these
 
   std::uint16_t* y_of(std::int64_t token) const {
     return y + token * (y_stride == 0 ? w.n() : y_stride);
   }
-  Places places() const { return {m, stride, x_is_tiles}; }
+  Places places() const { return {m, stride, x_is_tiles, more}; }
 };
 
 // Low-rank adapters of neighbouring outputs of a linear layer, one in each slot: y += B · (A · x).

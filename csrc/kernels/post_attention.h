@@ -20,7 +20,8 @@ namespace ray_hetero::RAY_HETERO_LEVEL {
 
 inline Task task_of(const Linear& linear, const std::uint16_t* from, const Places& places,
                     std::uint16_t* to, float* partial = nullptr) {
-  return {from, linear.w, linear.bias, to, places.m, linear.w.k(), places.are_tiles, partial};
+  return {from, linear.w, linear.bias, to, places.m, linear.w.k(), places.are_tiles, partial, 0,
+          places.more};
 }
 
 class PostAttentionBlock {
@@ -37,7 +38,8 @@ class PostAttentionBlock {
         own_outputs_(share_ == nullptr || kept_outputs == 0 ? layer.output.w.n()
                                                             : kept_outputs * kBlock),
         residual_(residual),
-        normed_places_{places.m, layer.output.w.n(), kHasTiles},
+        normed_places_{places.m, layer.output.w.n(), kHasTiles,
+                       share_ == nullptr ? 0 : share_->more(places.m)},
         gated_places_{places.m, layer.inner(), kHasTiles}, sum_(sum), y_(y),
         projected_(scratch_bf16(elements(layer, places.m), kBetween)),
         normed_(share_ == nullptr ? projected_ + normed_places_.elements() : share_->inputs()),

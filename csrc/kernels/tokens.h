@@ -36,22 +36,24 @@ struct TokenTiles {
   }
 };
 
-// Where bf16 of tokens are: row by row [m][stride], or as tiles [stride / 32][m][32], which AMX
+// Where bf16 of tokens are: row by row [m][stride], or as tiles [stride / 32][room][32], which AMX
 // loads as they lie.
 struct Places {
   std::int64_t m, stride;
   bool are_tiles;
+  std::int64_t more = 0;  // tokens that tiles have room for besides these
 
+  std::int64_t room() const { return m + more; }
   std::int64_t elements() const { return m * stride; }
   // Of a token's element i; the others of the same 32 are beside it.
   std::int64_t at(std::int64_t token, std::int64_t i) const {
     if (!are_tiles) return token * stride + i;
-    return (i / (2 * kTile) * m + token) * 2 * kTile + i % (2 * kTile);
+    return (i / (2 * kTile) * room() + token) * 2 * kTile + i % (2 * kTile);
   }
   // From a row on, of bf16 that begin at x.
   TokenTiles tiles(const std::uint16_t* x, std::int64_t row) const {
     const std::uint16_t* data = x + at(0, 2 * row);
-    if (are_tiles) return {data, 2 * kTile, m * 2 * kTile};
+    if (are_tiles) return {data, 2 * kTile, room() * 2 * kTile};
     return {data, stride, 2 * kTile};
   }
 };

@@ -436,6 +436,18 @@ def test_some_columns_are_left_for_both(kept: int, monkeypatch: pytest.MonkeyPat
         steps.made(positions, hidden, None)
 
 
+def test_a_step_of_more_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, layers=2, columns=8)
+    assert steps.shared is not None
+    assert steps.shared._columns is not None
+    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "of_step", lambda *given: nullcontext())
+    steps.shared._columns.native.room = 1
+    requests = [steps.request(1) for _ in range(2)]
+    positions, hidden = steps.begin([(one, 0, 1) for one in requests])
+    with pytest.raises(ValueError, match="at most 1 tokens, for which there is room, got 2"):
+        steps.made(positions, hidden, None)
+
+
 def test_parts_are_whole_blocks() -> None:
     def of(columns: int, outputs: int, *asked: int) -> list[tuple[int, int]]:
         return [tuple(kept_blocks(columns, outputs, parts)) for parts in asked]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,18 +11,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import paged_steps  # noqa: E402
 from copied_pieces import LAYERS, KeptColumns, small_pieces  # noqa: E402
-from native_module import needs_native  # noqa: E402
+from native_module import level_of, needs_native  # noqa: E402
 from paged_steps import Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.layers import steady_share  # noqa: E402
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
-from ray_hetero.kernels.prompts import step_graphs  # noqa: E402
-from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.prompts import columns_on_gpu, step_graphs  # noqa: E402
+from ray_hetero.kernels.prompts.column_memory import PHASES, KeptBlocks  # noqa: E402
+from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu  # noqa: E402
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory  # noqa: E402
 from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
+from ray_hetero.planning.prefill_memory import SHARED_TOKENS  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -127,6 +133,7 @@ def test_the_gpu_has_its_part_where_pieces_come_sooner_than_the_cores_are_done(
 def test_the_gpu_has_its_part_where_steps_of_several_kinds_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(steady_share, "STEPS", 1)
     kept = decoding(monkeypatch)
     shared, columns = kept.shared, kept.columns
     for parts in (4, 4, 4, 4, 4, 12):
@@ -207,36 +214,109 @@ def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.Mo
     assert kept.columns.graphs.replayed == 1 + PHASES
 
 
+class Decoding:
+    """Requests of which more or fewer decode in a step.
+
+    Args:
+        steps: that computes them.
+        prompts: tokens of each prompt, all but a few of which are computed at once.
+
+    """
+
+    def __init__(self, steps: Steps, *prompts: int) -> None:
+        self._steps = steps
+        self._requests = [steps.request(tokens) for tokens in prompts]
+        self._done = [tokens - 50 for tokens in prompts]
+        steps.check(*((one, 0, end) for one, end in zip(self._requests, self._done, strict=True)))
+
+    def step(self, count: int) -> None:
+        """Decode one token of each of the first requests, and compare."""
+        some = list(zip(self._requests, self._done, strict=True))[:count]
+        self._steps.check(*((one, end, end + 1) for one, end in some))
+        for at in range(count):
+            self._done[at] += 1
+
+
+@pytest.mark.parametrize("parts", [12, 20])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_one_graph_is_of_several_numbers_of_tokens(
+    tiles: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tiles:
+        level = level_of("software_tiles")
+        monkeypatch.setattr(paged_steps, "StreamingLinear", partial(StreamingLinear, level=level))
+    steps = Steps(monkeypatch, layers=LAYERS, columns=parts, most=512)
+    assert steps.shared is not None
+    assert steps.kernel.level.has_tiles or not tiles
+    graphs = steps.shared._columns.graphs  # type: ignore[union-attr]
+    decoding = Decoding(steps, *[60] * 8)
+    for count in [5, 8, *[7] * PHASES]:
+        decoding.step(count)
+    assert (graphs.replayed, len(graphs._graphs)) == (1, PHASES)
+    for number, count in enumerate((8, 5, 6, 7, 6, 5), 2):
+        decoding.step(count)
+        assert graphs.replayed == number
+    decoding.step(4)
+    assert graphs.replayed == 7
+    assert {kind.tokens for kind in graphs._graphs} == {8}
+
+
+@pytest.mark.parametrize("most", [100, 512])
+def test_there_is_a_size_for_every_number_of_tokens(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = KeptColumns(monkeypatch, most).columns._size
+    largest = min(most, SHARED_TOKENS)
+    for tokens in range(1, largest + 1):
+        assert tokens <= size(tokens) <= min(largest, 2 * tokens)
+    assert [size(tokens) for tokens in (1, 3, 8, 9, 33, 97)] == [1, 4, 8, 16, 48, largest]
+    # All of them have graphs at the same time.
+    assert len(columns_on_gpu.SIZES) * PHASES <= step_graphs.MOST_GRAPHS
+
+
 @pytest.mark.parametrize("parts", [12, 20])
 def test_steps_of_several_kinds_take_turns(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steady_share, "STEPS", 1)
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2 * PHASES)
     steps = Steps(monkeypatch, layers=5, columns=12, most=512)
     shared = steps.shared
     assert shared is not None
     shared.shares = Shares((Share(1, columns=4), Share(2, columns=parts)))
     graphs = shared._columns.graphs  # type: ignore[union-attr]
-    requests = [steps.request(tokens) for tokens in (150, 120, 130)]
-    done = [100, 90, 100]
-    steps.check(*((one, 0, end) for one, end in zip(requests, done, strict=True)))
-
-    def decode(count: int) -> None:
-        steps.check(*(
-            (one, end, end + 1) for one, end in zip(requests[:count], done, strict=False)
-        ))  # fmt: skip
-        for at in range(count):
-            done[at] += 1
-
+    decoding = Decoding(steps, 150, 120, 130)
     for _ in range(2):
         for count in (1, 2, 3):
             for _ in range(3 + PHASES):
-                decode(count)
+                decoding.step(count)
     assert len(graphs._graphs) == 2 * PHASES
     # The kept pieces are those of two parts of all columns in turn.
     replayed = graphs.replayed
     assert replayed >= 2 * 3 * 2
     for count in (3, 2, 3, 2, 3):
-        decode(count)
+        decoding.step(count)
     assert graphs.replayed == replayed + 5
+
+
+def test_another_share_is_taken_once_it_is_asked_for_some_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(monkeypatch, layers=LAYERS, columns=12, most=512)
+    shared = steps.shared
+    assert shared is not None
+    shared.shares = Shares((Share(1, columns=4), Share(3, columns=12)))
+    decoding = Decoding(steps, 120, 120, 120)
+    kept: list[int] = []
+    of_step = ColumnsOnGpu.of_step
+
+    def noted(columns: ColumnsOnGpu, tokens: int, blocks: KeptBlocks) -> Any:
+        kept.append(blocks.columns)
+        return of_step(columns, tokens, blocks)
+
+    monkeypatch.setattr(ColumnsOnGpu, "of_step", noted)
+    for count in (1, 3, 3, 1, *[3] * steady_share.STEPS):
+        decoding.step(count)
+    few, many = (shared._kept(shared._columns, parts).columns for parts in (4, 12))
+    assert kept == [few] * (3 + steady_share.STEPS) + [many]
 
 
 def test_what_cannot_be_captured_is_ordered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

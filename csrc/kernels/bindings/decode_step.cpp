@@ -97,7 +97,11 @@ Requests as_requests(std::int64_t m, std::uintptr_t positions, std::uintptr_t sl
 
 // Of each layer the cores compute some columns and leave some, or some outputs too, and none has
 // adapters.
-void check_columns(const DecoderLayers& layers, const Step& step) {
+void check_columns(const DecoderLayers& layers, const Step& step, std::int64_t m) {
+  if (step.share->more(m) < 0) {
+    throw py::value_error("expected at most " + std::to_string(step.share->room()) +
+                          " tokens, for which there is room, got " + std::to_string(m));
+  }
   for (std::size_t i = 0; i < layers.post_attentions(); ++i) {
     const PostAttention& layer = layers.layers[i].post_attention;
     const std::int64_t blocks = layer.inner() / kBlock;
@@ -140,7 +144,7 @@ void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests
   const Step step{pointer<const std::uint16_t>(hidden), pointer<const std::uint16_t>(residual),
                   pointer<std::uint16_t>(y), pointer<std::uint16_t>(sum),
                   pointer<const std::int64_t>(slots), share, kept, kept_outputs};
-  if (share != nullptr) check_columns(layers, step);
+  if (share != nullptr) check_columns(layers, step, requests.front().m);
   std::int64_t least = least_slots(layers.first.qkv);
   for (std::size_t i = 0; i < layers.post_attentions(); ++i) {
     least = std::min(least, least_slots(layers.layers[i].post_attention));
@@ -218,8 +222,8 @@ void bind_decode_step(py::module_& module) {
            "`kept_outputs` blocks of its own outputs, or all if that is 0.\n"
            "Raises ValueError: not as many caches as layers, a position that cos_sin does not have,\n"
            "a slot that adapters do not have, `kept` that is none or all, `kept_outputs` that are\n"
-           "all, or whose MLP has adapters or is added up by ranks.  Raises MissingColumns:\n"
-           "columns were not computed, or not in time.");
+           "all, or whose MLP has adapters or is added up by ranks, more tokens than a ColumnShare has\n"
+           "room for.  Raises MissingColumns: columns were not computed, or not in time.");
 
   py::register_exception<MissingColumns>(module, "MissingColumns", PyExc_RuntimeError);
   py::class_<ColumnShare>(module, "ColumnShare", "Columns of MLPs that a GPU computes.")
@@ -234,9 +238,12 @@ void bind_decode_step(py::module_& module) {
            py::arg("limit_s"), py::arg("outputs") = 0,
            "By address: `words`, four lines of 64 bytes that begin with a word of 32 bits each:\n"
            "layers that were asked for, layers whose columns are there, whether no more will be,\n"
-           "and layers whose outputs are there; `inputs`, which the gate multiplies, as the level\n"
-           "has them in tiles; `columns`, what comes back, [m, columns]; `outputs`, what comes back\n"
-           "of the MLP, [m, outputs], or 0; all bf16.  All this must outlive this.")
+           "and layers whose outputs are there; `inputs`, which the gate multiplies, [m, inputs], or\n"
+           "[inputs / 32, room, 32] where the level has tiles; `columns`, what comes back,\n"
+           "[m, columns]; `outputs`, what comes back of the MLP, [m, outputs], or 0; all bf16.  All\n"
+           "this must outlive this.")
+      .def_property("room", &ColumnShare::room, &ColumnShare::set_room,
+                    "Tokens that inputs in tiles have room for in a step; 0 for those of the step.")
       .def_property_readonly("asked", &ColumnShare::asked,
                              "Layers that were asked for, modulo 2 to the power of 32.")
       .def_property_readonly("waited_s", &ColumnShare::waited_s,

@@ -63,7 +63,7 @@ class Share:
     """What is given away in steps of some number of tokens."""
 
     tokens: int
-    """Least tokens of a step that takes this share."""
+    """Tokens of the step that was measured."""
     of_layers: float = 0.0
     """Share of all layers, which are evenly among them."""
     last: int = 0
@@ -97,9 +97,13 @@ class Shares:
     """Shares that were measured, by tokens, ascending."""
 
     def of(self, tokens: int) -> Share:
-        """The share for a step of so many tokens."""
-        known = [one for one in self.measured if one.tokens <= tokens]
-        return known[-1] if known else Share(0)
+        """The share for a step of so many tokens: that of the nearest size, by their ratio.
+
+        None is given away of a step with fewer tokens than were measured.
+        """
+        if not self.measured or tokens < self.measured[0].tokens:
+            return Share(0)
+        return min(self.measured, key=lambda one: max(one.tokens, tokens) / min(one.tokens, tokens))
 
     @property
     def is_empty(self) -> bool:
@@ -265,7 +269,7 @@ class _Choice:
         return (self.count, self.way) == (other.count, other.way)
 
     def share(self, tokens: int, layers: int) -> Share:
-        """The share of steps of so many tokens and more."""
+        """The share of steps of about so many tokens."""
         gain_s = (self.alone - self.best) / layers
         if self.way == "evenly":
             return Share(tokens, self.count / layers, gain_s=gain_s)

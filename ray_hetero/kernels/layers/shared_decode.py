@@ -51,6 +51,7 @@ from ray_hetero.kernels.layers.decode_step import (
 from ray_hetero.kernels.layers.kept_shares import Agree, KeptShares, key_of
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
+from ray_hetero.kernels.layers.steady_share import SteadyShare
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention
@@ -61,11 +62,10 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
 
 MEASURED_LAYERS = 16
-"""Number of the first layers of a run that are measured.  What comes over the link before a step
-is less of it the more layers it has: of 8, steps take a fifth less time a layer than of 16."""
+"""Number of the first layers of a run that are measured.  Of 8, steps take a fifth less time a
+layer than of 16, as more of it comes over the link before a step."""
 MEASURED_TOKENS = (1, 8, 32, 64, 128)
-"""Tokens of steps that are measured; a step of another number takes the share of the next smaller
-one."""
+"""Tokens of steps that are measured; those of another number take the share of the nearest one."""
 UNCOUNTED = 2
 """Number of the first rounds of a measured step that do not count: the GPU may build its kernels,
 other ranks of a group may wait for the first, which prepares, and more weights have come ahead
@@ -147,6 +147,7 @@ class SharedDecode:
         self._behind = behind
         self._columns = columns
         self.shares = shares
+        self._steady = SteadyShare()
         self._divisions: dict[tuple[int, bool], list[Segment]] = {}
 
     def count(self, tokens: int) -> int:
@@ -186,8 +187,8 @@ class SharedDecode:
 
         """
         tokens = len(hidden)
-        share = self.shares.of(tokens)
-        if self.fetch(tokens):
+        share = self._steady.take(self.shares.of(tokens))
+        if self._fetch(tokens, share):
             return self.run_columns(share.columns, requests, caches, hidden, residual)
         segments = self.divided(self.count(tokens), is_late=share.last > 0)
         return self.run(segments, requests, caches, hidden, residual)
@@ -211,13 +212,10 @@ class SharedDecode:
         return y, total
 
     def fetch(self, tokens: int) -> bool:
-        """Have weights of the GPU's columns of a step come, behind a prompt that had their place.
+        """Have what the GPU needs of the next step come; whether the cores alone take longer."""
+        return self._fetch(tokens, self._steady.following(self.shares.of(tokens)))
 
-        Returns:
-            Whether the GPU has columns of such steps, and the cores alone would take longer.
-
-        """
-        share = self.shares.of(tokens)
+    def _fetch(self, tokens: int, share: Share) -> bool:
         if self._columns is None or not share.columns or tokens > self._behind.tokens:
             return False
         left_s = self._columns.fetch(tokens, self._kept(self._columns, share.columns))

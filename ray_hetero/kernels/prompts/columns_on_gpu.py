@@ -68,6 +68,10 @@ if TYPE_CHECKING:
 
 TILE = 32
 """Inputs of a token that are neighbours where the cores multiply tiles."""
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, SHARED_TOKENS)
+"""Numbers of tokens that the GPU's work is ordered for: a step has that of the least that suffices.
+Requests come and end all the time, and the work of each number would have to be captured anew; what
+the GPU computes more is much less than the weights that it reads for it."""
 
 
 class ColumnsOnGpu(RankColumns):
@@ -127,8 +131,9 @@ class ColumnsOnGpu(RankColumns):
             TimeoutError: ordering the GPU's work takes too long.
 
         """
-        kind = StepKind(tokens, kept, self.begin())
-        self._gpu.begin(tokens, is_shared=True)
+        kind = StepKind(self._size(tokens), kept, self.begin())
+        self.native.room = kind.tokens
+        self._gpu.begin(kind.tokens, is_shared=True)
         ordered = self._gpu.order(lambda: self._order(kind))
         try:
             yield
@@ -154,16 +159,21 @@ class ColumnsOnGpu(RankColumns):
             TimeoutError: ordering the GPU's work takes too long.
 
         """
-        kind = StepKind(tokens, kept, self.first)
+        kind = StepKind(self._size(tokens), kept, self.first)
         if len(self._ranks) > 1 or not self.graphs.has(kind):
             return 0.0
         step = self._pieces_of(kept)
         if not self._gpu.reader.kept.is_of(step.order):
             return 0.0
-        self._gpu.begin(tokens, is_shared=True)
+        self._gpu.begin(kind.tokens, is_shared=True)
         with torch.inference_mode(), current(self._gpu.computing):
             self._keep(step)
             return self.graphs.fetch(kind) / self._link_rate
+
+    def _size(self, tokens: int) -> int:
+        """Tokens that the GPU computes of a step."""
+        most = min(SHARED_TOKENS, self._gpu.tokens)
+        return min(most, next(size for size in SIZES if size >= tokens))
 
     def _keep(self, step: StepPieces) -> None:
         self._gpu.reader.keep(step.order, step.pieces, partial(self._idle, step))
@@ -176,7 +186,8 @@ class ColumnsOnGpu(RankColumns):
             TimeoutError: ordering the GPU's work takes too long.
 
         """
-        kinds = [StepKind(tokens, kept, phase * PHASE) for phase in range(PHASES)]
+        size = self._size(tokens)
+        kinds = [StepKind(size, kept, phase * PHASE) for phase in range(PHASES)]
         self._gpu.order(lambda: self._capture(kinds)).result(timeout=LIMIT_S)
 
     def _capture(self, kinds: Sequence[StepKind]) -> None:

@@ -2,9 +2,10 @@
 
 Copies, expansions and products of a step's pieces are some hundred operations, and ordering each
 anew takes a core 10 to 30 ms a step, on hosts whose cores compute as well.  As a step of as many
-tokens repeats the last one but for the contents of memory, it is captured into a CUDA graph.  In a
-graph every piece has its place: some stay on the GPU (kept_pieces.py), and the others take turns in
-the memory of pieces that come ahead, where a step leaves the first ones of the next.
+tokens repeats the last one but for the contents of memory, it is captured into a CUDA graph; a few
+numbers of tokens serve for all (columns_on_gpu.py).  In a graph every piece has its place: some
+stay on the GPU (kept_pieces.py), and the others take turns in the memory of pieces that come ahead,
+where a step leaves the first ones of the next.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class StepKind:
     """What tells one step's work from that of another."""
 
     tokens: int
+    """Tokens that the GPU computes, at least those of the step."""
     kept: KeptBlocks
     """Blocks that the cores compute."""
     first: int
