@@ -13,6 +13,9 @@ with the chance of `--accepted` if those before it are: what a step of 1 + 3 tok
 drafts them.  Drafters of vLLM's own are asked for by `--engine '{"speculative_config": {…}}'`, in
 which `model` may be one of the shapes; greedy text repeats itself with `--heavy-tailed`.
 
+With a point such as `32x128x24-96`, answers have 24 to 96 tokens, so that ever fewer requests
+decode; `steps_ms_all` has the milliseconds of each step from the last first token to the end.
+
 Prints a line `RESULT {…}` for each point (batch × prompt), and `MEMORY {…}` at the end.  With
 `--turns` it measures once for each line that it reads, and prints `DONE {}` after each.
 
@@ -54,15 +57,25 @@ class Point:
     prompt: int
     output: int
     """Tokens that each request is answered with."""
+    least: int = 0
+    """Where it is not 0, tokens of the shortest answer; those of the others lie evenly between."""
 
     @classmethod
     def parse(cls, text: str, output: int) -> Point:
-        """Read `8x128`, or `8x128x256` with an output of its own."""
+        """Read `8x128`, `8x128x256` with an output of its own, or `8x128x64-256` with several."""
         batch, prompt, *own = text.split("x")
-        return cls(int(batch), int(prompt), int(own[0]) if own else output)
+        *least, most = map(int, own[0].split("-")) if own else [output]
+        return cls(int(batch), int(prompt), most, *least)
 
     def __str__(self) -> str:
-        return f"{self.batch}x{self.prompt}x{self.output}"
+        least = f"{self.least}-" if self.least else ""
+        return f"{self.batch}x{self.prompt}x{least}{self.output}"
+
+    @property
+    def outputs(self) -> list[int]:
+        """Tokens that each request is answered with."""
+        more = self.output - (self.least or self.output)
+        return [self.output - more * row // max(1, self.batch - 1) for row in range(self.batch)]
 
     @property
     def tokens(self) -> int:
@@ -84,6 +97,8 @@ class Timeline:
     """Of the engine between these two."""
     between_steps: tuple[float, ...] = ()
     """Seconds of each of them, from the one before."""
+    later_steps: tuple[float, ...] = ()
+    """The same of those of fewer and fewer requests, until the last one ends."""
 
     def step_ms(self) -> float | None:
         """Milliseconds of a step of a full batch, however many tokens it brings."""
@@ -108,7 +123,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--config", default="{}", help="more of the ray_hetero configuration")
     parser.add_argument("--engine", default="{}", help="more arguments of LLM(), as JSON")
     parser.add_argument("--points", default="1x128,8x128",
-                        help="batch x prompt, or batch x prompt x output, with commas")  # fmt: skip
+                        help="batch x prompt, or x output, or x least-most output")  # fmt: skip
     parser.add_argument("--output-tokens", type=int, default=32, help="where a point has none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--point-seconds", type=float, default=60, help="then no more repeats")
@@ -236,28 +251,25 @@ def run_requests(llm: Any, point: Point, salt: int, drafts: int = 0) -> Timeline
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=point.output,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
     start = time.perf_counter()
-    for row in range(point.batch):
+    for row, output in enumerate(point.outputs):
+        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True,
+                                detokenize=False, output_kind=RequestOutputKind.DELTA)  # fmt: skip
         tokens = [(salt + 31 * row + 7 * i) % 500 + 3 for i in range(point.prompt)]
         if drafts:
             tokens[0] = drafts
         llm.llm_engine.add_request(f"{salt}-{row}", {"prompt_token_ids": tokens}, params)
     started: set[str] = set()
     all_started = first_ended = passed = 0.0
-    full_tokens, between, last = 0, [], 0.0
+    full_tokens, last = 0, 0.0
+    between: list[float] = []
+    later: list[float] = []
     while llm.llm_engine.has_unfinished_requests():
         outputs = llm.llm_engine.step()
         passed = time.perf_counter() - start
+        if all_started and outputs:
+            (later if first_ended else between).append(passed - last)
         if all_started and not first_ended:
-            if outputs:
-                between.append(passed - last)
             full_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         started |= {output.request_id for output in outputs}
         if not all_started and len(started) == point.batch:
@@ -266,7 +278,9 @@ def run_requests(llm: Any, point: Point, salt: int, drafts: int = 0) -> Timeline
             first_ended = passed
         if outputs:
             last = passed
-    return Timeline(all_started, first_ended, full_tokens, passed, len(between), tuple(between))
+    return Timeline(
+        all_started, first_ended, full_tokens, passed, len(between), tuple(between), tuple(later)
+    )
 
 
 def run_arrival(llm: Any, point: Point, prompt: int, salt: int) -> dict[str, Any]:
@@ -348,7 +362,7 @@ def measure(
     """
     if is_first:
         # A short round: what a size needs once is not part of a step.
-        run_requests(llm, replace(point, output=2 + drafts), 0, drafts)
+        run_requests(llm, replace(point, output=2 + drafts, least=0), 0, drafts)
     is_ours = options.backend == "ray_hetero"
     before = llm.collective_rpc("step_totals") if is_ours else []
     before_drafts = drafts_of(llm)
@@ -405,7 +419,7 @@ def figures(point: Point, rounds: list[Timeline]) -> dict[str, Any]:
     whole = [ms for r in rounds if (ms := r.step_ms()) is not None]
     brought = [r.full_tokens / r.full_steps / point.batch for r in rounds if r.full_steps]
     between = [step for r in rounds for step in r.between_steps]
-    rates = [point.batch * point.output / r.ended for r in rounds]
+    rates = [sum(point.outputs) / r.ended for r in rounds]
     return {
         "batch": point.batch,
         "prompt": point.prompt,
@@ -419,7 +433,10 @@ def figures(point: Point, rounds: list[Timeline]) -> dict[str, Any]:
         "prefill_s_all": [round(r.all_started, 4) for r in rounds],
         "decode_ms_all": [round(ms, 3) for ms in steps],
         "tokens_per_s_all": [round(rate, 2) for rate in rates],
-    }
+        "steps_ms_all": [
+            [round(1000 * step, 1) for step in (*r.between_steps, *r.later_steps)] for r in rounds
+        ],
+    } | ({"least": point.least} if point.least else {})
 
 
 def call_us(llm: Any, calls: int) -> float:

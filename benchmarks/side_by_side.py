@@ -388,7 +388,8 @@ def merged(earlier: dict[str, Any], outcome: dict[str, Any]) -> dict[str, Any]:
     """A contender's newest outcome, with the points that only an earlier one has."""
 
     def key(point: dict[str, Any]) -> tuple[int, ...]:
-        return point["batch"], point["prompt"], point["output"], point.get("drafts", 0)
+        names = ("batch", "prompt", "output", "drafts", "least")
+        return tuple(point.get(name, 0) for name in names)
 
     measured = {key(point) for point in outcome["points"]}
     kept = [point for point in earlier["points"] if key(point) not in measured]

@@ -134,6 +134,20 @@ def test_drafts_are_compared_over_one_split() -> None:
 def test_a_point_may_have_an_output_of_its_own() -> None:
     assert Point.parse("8x128", 32) == Point(batch=8, prompt=128, output=32)
     assert Point.parse("8x128x256", 32) == Point(batch=8, prompt=128, output=256)
+    some = Point.parse("5x128x16-24", 32)
+    assert (some, str(some)) == (Point(5, 128, 24, least=16), "5x128x16-24")
+    assert some.outputs == [24, 22, 20, 18, 16]
+    assert Point(2, 128, 7).outputs == [7, 7]
+    assert Point(1, 128, 7, least=3).outputs == [7]
+
+
+def test_answers_of_several_lengths_are_all_counted() -> None:
+    line = Timeline(1.0, 1.3, 2 * 3, 2.0, full_steps=3, between_steps=(0.1,) * 3,
+                    later_steps=(0.05, 0.04))  # fmt: skip
+    found = figures(Point(2, 128, 6, least=4), [line, line])
+    assert (found["median_step_ms"], found["tokens_per_s"]) == (100, 5)
+    assert found["steps_ms_all"] == [[100, 100, 100, 50, 40]] * 2
+    assert found["least"] == 4
     assert Point.parse("8x128x256", 32).tokens == 384
 
 
