@@ -42,11 +42,12 @@ END = "<!-- end of figures -->"
 NEWEST = "gpu-host/2026-11-23-half"
 NEWEST_PREFETCH = "gpu-host/2026-11-23-prefetch"
 DAY_BEFORE = "gpu-host/2026-11-22-two-h200-half"
-PROMPTS = "gpu-host/2026-11-27-h100-formats-half"
+PROMPTS = "gpu-host/2026-11-28-h200-formats-half"
 SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
 EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
-FORMATS = {"H100, 30 cores": "gpu-host/2026-11-27-h100-formats-half",
-           "H200, 30 cores": "gpu-host/2026-11-26-h200-rows-formats",
+FORMATS = {"H200, 30 cores": PROMPTS,
+           "H100, 30 cores": "gpu-host/2026-11-27-h100-formats-half",
+           "another H200, 30 cores": "gpu-host/2026-11-26-h200-rows-formats",
            "H100, 14 cores": "gpu-host/2026-11-26-h100-rows-formats"}  # fmt: skip
 FAMILIES = "cpu-host/2026-11-25-families-avx2"
 BUDGET = "gpu-host/2026-11-25-h200-night-budget"
@@ -188,8 +189,8 @@ def floors() -> str:
                 ),
             )
             for machine, name in (
-                ("H100, 30 cores", PROMPTS),
-                ("H200, 30 cores", NEWEST),
+                ("H200, 30 cores", PROMPTS),
+                ("another H200, 30 cores", NEWEST),
                 ("H100, 14 cores", SMALL_HOST),
             )
         ),
@@ -273,7 +274,7 @@ def formats() -> str:
     rows = []
     for machine, name in FORMATS.items():
         for batch in (1, 8):
-            plain = step_ms(name, OURS if name == PROMPTS else f"{OURS} bf16", batch)
+            plain = step_ms(name, OURS if name.endswith("-half") else f"{OURS} bf16", batch)
             cells = []
             for kind in kinds.values():
                 step = step_ms(name, f"{OURS} {kind}", batch)
