@@ -16,7 +16,7 @@ from worlds import layout, node
 
 from placement.cluster.assignment import assign
 from ray_hetero.compat import engine_core
-from ray_hetero.compat.engine_core import MOST_S, QUIET_S
+from ray_hetero.compat.engine_core import MOST_S, QUIET_S, SEVERAL_QUIET_S
 from ray_hetero.config import HeteroConfig
 from ray_hetero.executor import hetero_executor
 from ray_hetero.executor.hetero_executor import HeteroExecutor
@@ -126,19 +126,33 @@ def test_requests_that_come_one_after_another_begin_together(config: Any) -> Non
     assert median(handed_over) == 8
 
 
+def test_several_requests_wait_for_a_client_that_pauses(config: Any) -> None:
+    def handed_over() -> int:
+        engine = engine_of(config)
+        for message in added(1, 2):
+            engine.input_queue.put(message)
+        timer = threading.Timer(2 * QUIET_S, engine.input_queue.put, added(3))
+        timer.start()
+        engine._process_input_queue()
+        timer.join()
+        return len(engine.scheduler.requests)
+
+    assert median(handed_over) == 3
+
+
 def test_an_engine_of_others_takes_what_is_there(config: Any) -> None:
     for engine in (engine_of(SimpleNamespace()), engine_of(config)):
         for message in added(1, 2):
             engine.input_queue.put(message)
         engine._process_input_queue()
         assert engine.scheduler.requests == [1, 2]
-        assert engine.input_queue.limits == [QUIET_S] * (engine.vllm_config is config)
+        assert engine.input_queue.limits == [SEVERAL_QUIET_S] * (engine.vllm_config is config)
 
 
-def test_one_request_waits_a_millisecond_and_no_stream_of_them_longer_than_eight(
+def test_one_request_waits_a_millisecond_and_no_stream_of_them_longer_than_twenty(
     config: Any,
 ) -> None:
-    assert (QUIET_S, MOST_S) == (0.001, 0.008)
+    assert (QUIET_S, SEVERAL_QUIET_S, MOST_S) == (0.001, 0.003, 0.02)
 
     def seconds(requests: int) -> float:
         engine = engine_of(config)
