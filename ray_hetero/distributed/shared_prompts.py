@@ -21,6 +21,7 @@ import torch.distributed as dist
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import shared_decode
+from ray_hetero.kernels.layers.columns import Columns, MakeColumns, no_columns
 from ray_hetero.kernels.layers.decode_shares import Shares
 from ray_hetero.kernels.layers.group_layers import (
     GroupLayers,
@@ -29,7 +30,6 @@ from ray_hetero.kernels.layers.group_layers import (
     WholeLayers,
     linears_of,
 )
-from ray_hetero.kernels.layers.shared_decode import Columns, MakeColumns, no_columns
 from ray_hetero.kernels.linear import step_limit
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, InGroup

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.layers.columns import MakeColumns
 from ray_hetero.kernels.layers.decode_shares import Shares
 from ray_hetero.kernels.layers.layer_parts import Linear, QkvInput
-from ray_hetero.kernels.layers.shared_decode import MakeColumns
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu

@@ -16,6 +16,7 @@ from ray_hetero.compat.compilation import leave_uncompiled
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import decoder_layers, latent_layers, shared_decode
 from ray_hetero.kernels.layers.adapters import Adapters
+from ray_hetero.kernels.layers.columns import MakeColumns
 from ray_hetero.kernels.layers.decode_shares import Shares, parts_text
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, Layer, register
 from ray_hetero.kernels.layers.fused_modules import (
@@ -26,7 +27,7 @@ from ray_hetero.kernels.layers.fused_modules import (
 )
 from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
 from ray_hetero.kernels.layers.group_layers import GroupLayers
-from ray_hetero.kernels.layers.shared_decode import MakeColumns, SharedDecode
+from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu

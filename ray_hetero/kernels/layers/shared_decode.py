@@ -22,14 +22,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.layers.columns import Columns, MakeColumns, no_columns
 from ray_hetero.kernels.layers.decode_shares import (
     DisturbedError,
     Seconds,
@@ -91,39 +91,6 @@ class Segment:
     end: int
     is_given: bool
     """Whether the GPU computes what lies behind the last one's attention."""
-
-
-class Columns(Protocol):
-    """The last columns of MLPs on a GPU, of this rank or of the first of its group."""
-
-    native: Any
-    """`ColumnShare` of the native module."""
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 32 columns of this rank's MLP, of which its cores compute some, and not all."""
-
-    @property
-    def output_blocks(self) -> int:
-        """Blocks of 32 outputs of the MLP, of which its cores may compute some; 0 if only all."""
-
-    def of_step(self, tokens: int, kept: KeptBlocks) -> AbstractContextManager[None]:
-        """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
-
-    def fetch(self, tokens: int, kept: KeptBlocks) -> float:
-        """Have their weights come; seconds until a step waits for none, arguments as `of_step`."""
-
-    def prepare(self, tokens: int, kept: KeptBlocks) -> None:
-        """Have steps like the last one take a core as little as those that come after many."""
-
-
-MakeColumns = Callable[[int], Columns | None]
-"""Makes what computes columns of the first layers of a run, by their number; None where nothing
-can.  The same on all ranks of a group."""
-
-
-def no_columns(count: int) -> None:
-    """Make nothing, as `MakeColumns`."""
 
 
 class SharedDecode:
@@ -188,7 +155,10 @@ class SharedDecode:
         """
         tokens = len(hidden)
         share = self._steady.take(self.shares.of(tokens))
-        if self._fetch(tokens, share):
+        takes_part = self._fetch(tokens, share)
+        if self._columns is not None and share.columns:
+            takes_part = self._columns.agreed(takes_part=takes_part)
+        if takes_part:
             return self.run_columns(share.columns, requests, caches, hidden, residual)
         segments = self.divided(self.count(tokens), is_late=share.last > 0)
         return self.run(segments, requests, caches, hidden, residual)

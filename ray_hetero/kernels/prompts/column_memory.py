@@ -24,8 +24,9 @@ LINE_BYTES = 64
 """Bytes of a cache line, at whose beginnings the words are."""
 WAIT_S = 60.0
 """Longest wait of the cores for the columns of a layer, in seconds; they take milliseconds."""
-WORDS_BYTES = 4 * LINE_BYTES
-"""Bytes of `ColumnShare.Words`."""
+WORDS_BYTES = 5 * LINE_BYTES
+"""Bytes of `ColumnShare.Words`, and of one more line by which the first rank of a group says
+whether the GPU has a part of a step."""
 FAILED, OUT_OF_MEMORY = 1, 2
 """Values of the word that says that no more columns will come, and why."""
 PHASES = 3
@@ -49,7 +50,7 @@ class ColumnMemory:
     """Memory by which a rank gets columns from a GPU."""
 
     words: torch.Tensor
-    """[4 cache lines], uint8, 0: `ColumnShare.Words` of the native module."""
+    """[5 cache lines], uint8, 0: `ColumnShare.Words` of the native module, and a line more."""
     columns: torch.Tensor
     """[most tokens · the rank's columns], bf16."""
 
@@ -83,6 +84,33 @@ class ColumnMemory:
     def projected(self) -> int:
         """Address of the word that counts layers whose outputs are there."""
         return self.failed + LINE_BYTES
+
+    @property
+    def said(self) -> int:
+        """Address of twice the number of steps that were decided on, and 1 if the GPU has a part
+        of the last one.
+
+        The number that this rank has heard of is behind it.
+        """
+        return self.projected + LINE_BYTES
+
+    def say(self, *, takes_part: bool) -> None:
+        """Tell this rank, in the first one, whether the GPU has a part of the next step."""
+        said = ctypes.c_uint32.from_address(self.said)
+        said.value = (said.value // 2 + 1) * 2 + takes_part
+
+    def hear(self) -> bool | None:
+        """Hear, in this rank, whether the GPU has a part of the next step; None if nobody has said.
+
+        The numbers go round.
+        """
+        said = ctypes.c_uint32.from_address(self.said)
+        heard = ctypes.c_uint32.from_address(self.said + ctypes.sizeof(said))
+        now = said.value
+        if now // 2 == heard.value:
+            return None
+        heard.value = now // 2
+        return bool(now % 2)
 
 
 class RankColumns:
@@ -136,6 +164,15 @@ class RankColumns:
         # Steps without outputs of a GPU leave it behind.
         ctypes.c_uint32.from_address(self._own.projected).value = first
         return first
+
+    def agreed(self, *, takes_part: bool) -> bool:
+        """Decide whether the GPU has a part of the next step, as the first rank of a group says.
+
+        Args:
+            takes_part: whether it is to have one.
+
+        """
+        return takes_part
 
     def end(self, first: int) -> None:
         """Count all layers of a step as asked for, where it has failed too.

@@ -8,13 +8,16 @@ have; the GPU takes the first one's.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.prompts import column_memory
 from ray_hetero.kernels.prompts.column_memory import (
     OUT_OF_MEMORY,
     ColumnMemory,
@@ -26,6 +29,9 @@ from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.decoder_layers import Layer
+
+FIRST_RANK = "on the first rank of this group"
+"""Place of what fails in the GPU's work, for messages."""
 
 
 class ColumnsFromGpu(RankColumns):
@@ -49,8 +55,32 @@ class ColumnsFromGpu(RankColumns):
         """Do nothing: the first rank has the GPU's work ordered."""
 
     def fetch(self, tokens: int, kept: KeptBlocks) -> float:
-        """Compute every step with the GPU, as the first rank does in a group."""
+        """Fetch nothing: the first rank does, and knows how long that takes."""
         return 0.0
+
+    def agreed(self, *, takes_part: bool) -> bool:
+        """Wait until the first rank says whether the GPU has a part of the next step.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU's memory has run out, on all ranks.
+            RuntimeError: something else has failed in the first rank.
+            torch.distributed.DistError: the first rank is late.
+
+        """
+        end = time.monotonic() + column_memory.WAIT_S
+        while (said := self._own.hear()) is None:
+            why = ctypes.c_uint32.from_address(self._own.failed).value
+            if why == OUT_OF_MEMORY:
+                raise torch.OutOfMemoryError(FIRST_RANK)
+            if why:
+                raise RuntimeError(f"the GPU's part of a decode step has failed {FIRST_RANK}")
+            if time.monotonic() > end:
+                raise dist.DistError(
+                    "the first rank of this group has not said in "
+                    f"{column_memory.WAIT_S:g} s how a decode step is computed"
+                )
+            time.sleep(0)
+        return said
 
     @contextmanager
     def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:
@@ -70,7 +100,7 @@ class ColumnsFromGpu(RankColumns):
             yield
         except RuntimeError:
             if ctypes.c_uint32.from_address(self._own.failed).value == OUT_OF_MEMORY:
-                raise torch.OutOfMemoryError("on the first rank of this group") from None
+                raise torch.OutOfMemoryError(FIRST_RANK) from None
             raise
         finally:
             self.end(first)

@@ -143,9 +143,8 @@ class ColumnsOnGpu(RankColumns):
     def fetch(self, tokens: int, kept: KeptBlocks) -> float:
         """Have a step's pieces come to where they stay, if a larger step has taken their place.
 
-        Not in a group, of which the other ranks do not know when they are there; not before there
-        is a graph of such steps, which says where they stay; and not where decode steps of another
-        kind have had their place, as those of other layers have in every step.
+        Not before there is a graph of such steps, which says where they stay; and not where decode
+        steps of another kind have had their place, as those of other layers have in every step.
 
         Args:
             tokens: of the step.
@@ -160,15 +159,21 @@ class ColumnsOnGpu(RankColumns):
 
         """
         kind = StepKind(self._size(tokens), kept, self.first)
-        if len(self._ranks) > 1 or not self.graphs.has(kind):
+        if not self.graphs.has(kind):
             return 0.0
         step = self._pieces_of(kept)
         if not self._gpu.reader.kept.is_of(step.order):
             return 0.0
-        self._gpu.begin(kind.tokens, is_shared=True)
-        with torch.inference_mode(), current(self._gpu.computing):
+        with self._telling(), torch.inference_mode(), current(self._gpu.computing):
+            self._gpu.begin(kind.tokens, is_shared=True)
             self._keep(step)
             return self.graphs.fetch(kind) / self._link_rate
+
+    def agreed(self, *, takes_part: bool) -> bool:
+        """Decide, and tell the other ranks."""
+        for rank in self._ranks[1:]:
+            rank.say(takes_part=takes_part)
+        return takes_part
 
     def _size(self, tokens: int) -> int:
         """Tokens that the GPU computes of a step."""
@@ -201,17 +206,23 @@ class ColumnsOnGpu(RankColumns):
         ordered.result(timeout=LIMIT_S)
 
     def _order(self, kind: StepKind) -> None:
-        why = FAILED
-        try:
-            with torch.inference_mode(), current(self._gpu.computing):
+        with torch.inference_mode(), current(self._gpu.computing):
+            with self._telling():
                 step = self._pieces_of(kind.kept)
                 self._keep(step)
                 is_ordered = self.graphs.replay(kind)
                 if not is_ordered:
                     self._order_layers(kind, partial(self._gpu.reader.expand_into, step.order))
-                why = 0
-                if not is_ordered and self._is_whole(step):
-                    self.graphs.note(kind, step.pieces, self._order_layers)
+            if not is_ordered and self._is_whole(step):
+                self.graphs.note(kind, step.pieces, self._order_layers)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell all ranks if this fails."""
+        why = FAILED
+        try:
+            yield
+            why = 0
         except torch.OutOfMemoryError:
             why = OUT_OF_MEMORY
             # The ranks of a group are to come to the same layer, and compute the step again.
