@@ -14,10 +14,10 @@ from gpu_host import IS_PRETENDED, needs_gpus
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 pytest.register_assert_rewrite("copied_pieces", "group_steps", "paged_steps")
 
-from copied_pieces import KeptColumns, small_pieces  # noqa: E402
+from copied_pieces import LAYERS, Decoding, KeptColumns, small_pieces  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
-from paged_steps import GPU_FAMILIES  # noqa: E402
+from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.prompts import column_pieces  # noqa: E402
@@ -58,6 +58,27 @@ def test_steps_in_one_call_give_the_same(
     for tokens in (1, 1, 3, 1, 1):
         kept.of_step(tokens)
     assert graphs.replayed - MORE in (3, 4)
+
+
+@pytest.mark.parametrize("parts", [12, 20])
+def test_one_graph_is_of_several_numbers_of_tokens(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(
+        monkeypatch, layers=LAYERS, columns=parts, most=512, device=GPU, is_compact=True,
+        isa=layout(),
+    )  # fmt: skip
+    assert steps.shared is not None
+    graphs = steps.shared._columns.graphs  # type: ignore[union-attr]
+    decoding = Decoding(steps, *[60] * 20)
+    for count in (5, 8, 20, 17):
+        for at in range(BEFORE):
+            decoding.step(count - at % 2)
+    replayed = graphs.replayed
+    for number, count in enumerate((5, 6, 7, 8, 17, 20, 18, 7), 1):
+        decoding.step(count)
+        assert graphs.replayed == replayed + number
+    assert {kind.tokens for kind in graphs._graphs} == {8, 24}
 
 
 @pytest.mark.skipif(IS_PRETENDED, reason="the CPU's stream is the thread that would wait")
@@ -102,6 +123,38 @@ def test_ranks_of_a_group_get_the_same(count: int, monkeypatch: pytest.MonkeyPat
     for at in range(BEFORE + MORE, BEFORE + MORE + 4):
         steps.check((one, 52 + at, 53 + at), (other, 54 + at, 55 + at))
     assert first.graphs.replayed >= MORE + 3
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="the CPU's stream is the thread that would wait")
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_cores_of_a_group_compute_a_step_whose_pieces_are_on_their_way(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = GroupSteps(
+        monkeypatch, count, device=GPU, is_compact=True, isa=layout(), layers=LAYERS, share=0.6,
+        wide=160,
+    )  # fmt: skip
+    steps.join()
+    columns = steps.give_columns(12)
+    one = steps.request(500)
+    steps.check((one, 0, 150))
+    for at in range(150, 150 + BEFORE + 1):
+        steps.check((one, at, at + 1))
+    done = 150 + BEFORE + 1
+    steps.check((one, done, done + 300))
+    done += 300
+    gpu, own = columns[0]._gpu, columns[0].steps
+    word = gpu.memory.host_memory(LINE_BYTES, dtype=torch.uint8).zero_()
+    at = word.data_ptr()
+    words_of(GPU, gpu.reader.copying, at).wait(at, 1)
+    for number in range(2):
+        steps.check((one, done + number, done + number + 1))
+        assert [rank.steps for rank in columns] == [own] * count
+    word[0] = 1
+    gpu.reader.copying.synchronize()
+    for number in range(1, MORE):
+        steps.check((one, done + 1 + number, done + 2 + number))
+        assert [rank.steps for rank in columns] == [own + number] * count
 
 
 @pytest.mark.skipif(IS_PRETENDED, reason="the CPU captures nothing")

@@ -98,3 +98,26 @@ class KeptColumns(CopiedPieces):
         """Pieces of a step's columns, by layer."""
         (step,) = self.columns._pieces.values()
         return [[placed.piece for placed in layer.all] for layer in step.layers]
+
+
+class Decoding:
+    """Requests of which more or fewer decode in a step.
+
+    Args:
+        steps: that computes them.
+        prompts: tokens of each prompt, all but a few of which are computed at once.
+
+    """
+
+    def __init__(self, steps: Steps, *prompts: int) -> None:
+        self._steps = steps
+        self._requests = [steps.request(tokens) for tokens in prompts]
+        self._done = [tokens - 50 for tokens in prompts]
+        steps.check(*((one, 0, end) for one, end in zip(self._requests, self._done, strict=True)))
+
+    def step(self, count: int) -> None:
+        """Decode one token of each of the first requests, and compare."""
+        some = list(zip(self._requests, self._done, strict=True))[:count]
+        self._steps.check(*((one, end, end + 1) for one, end in some))
+        for at in range(count):
+            self._done[at] += 1

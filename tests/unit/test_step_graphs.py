@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import paged_steps  # noqa: E402
-from copied_pieces import LAYERS, KeptColumns, small_pieces  # noqa: E402
+from copied_pieces import LAYERS, Decoding, KeptColumns, small_pieces  # noqa: E402
 from native_module import level_of, needs_native  # noqa: E402
 from paged_steps import Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -212,29 +212,6 @@ def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.Mo
     for _ in range(PHASES):
         assert not kept.of_step(1)
     assert kept.columns.graphs.replayed == 1 + PHASES
-
-
-class Decoding:
-    """Requests of which more or fewer decode in a step.
-
-    Args:
-        steps: that computes them.
-        prompts: tokens of each prompt, all but a few of which are computed at once.
-
-    """
-
-    def __init__(self, steps: Steps, *prompts: int) -> None:
-        self._steps = steps
-        self._requests = [steps.request(tokens) for tokens in prompts]
-        self._done = [tokens - 50 for tokens in prompts]
-        steps.check(*((one, 0, end) for one, end in zip(self._requests, self._done, strict=True)))
-
-    def step(self, count: int) -> None:
-        """Decode one token of each of the first requests, and compare."""
-        some = list(zip(self._requests, self._done, strict=True))[:count]
-        self._steps.check(*((one, end, end + 1) for one, end in some))
-        for at in range(count):
-            self._done[at] += 1
 
 
 @pytest.mark.parametrize("parts", [12, 20])
