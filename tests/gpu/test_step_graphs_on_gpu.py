@@ -70,7 +70,7 @@ def test_one_graph_is_of_several_numbers_of_tokens(
     )  # fmt: skip
     assert steps.shared is not None
     graphs = steps.shared._columns.graphs  # type: ignore[union-attr]
-    decoding = Decoding(steps, *[60] * 20)
+    decoding = Decoding(steps, *[75] * 20)
     for count in (5, 8, 20, 17):
         for at in range(BEFORE):
             decoding.step(count - at % 2)
