@@ -33,6 +33,15 @@ def test_a_share_that_is_wanted_for_some_steps_is_taken() -> None:
     assert taken(FEW, *[MANY] * 6, FEW) == [FEW] * STEPS + [MANY] * (7 - STEPS) + [MANY]
 
 
+def test_behind_a_prompt_the_share_of_the_step_is_taken() -> None:
+    steady = SteadyShare()
+    for one in (FEW, MANY, MANY):
+        assert steady.take(one) == FEW
+    steady.interrupt()
+    assert steady.following(MANY) == MANY
+    assert [steady.take(one) for one in (MANY, FEW, FEW)] == [MANY] * 3
+
+
 def test_nothing_comes_anew_with_the_same_columns() -> None:
     same = Share(32, columns=12, gain_s=1.0)
     assert [one.tokens for one in taken(FEW, same, FEW)] == [8, 32, 8]

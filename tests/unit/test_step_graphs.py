@@ -294,6 +294,13 @@ def test_another_share_is_taken_once_it_is_asked_for_some_times(
         decoding.step(count)
     few, many = (shared._kept(shared._columns, parts).columns for parts in (4, 12))
     assert kept == [few] * (3 + steady_share.STEPS) + [many]
+    decoding.step(1)
+    assert kept.pop() == many
+    # A prompt takes the place of what stays.
+    prompt = steps.request(200)
+    steps.check((prompt, 0, 190))
+    decoding.step(1)
+    assert kept.pop() == few
 
 
 def test_what_cannot_be_captured_is_ordered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,8 @@ class DecoderLayers:
                     self._on_gpu.instead,
                 )
                 self._on_gpu = None
+            if step is not None and self.shared is not None:
+                self.shared.interrupt()
         if step is None:
             layer_tokens.count(len(self._layers), by_operators=len(positions))
             self._fill()

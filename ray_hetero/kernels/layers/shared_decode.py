@@ -185,6 +185,10 @@ class SharedDecode:
         """Have what the GPU needs of the next step come; whether the cores alone take longer."""
         return self._fetch(tokens, self._steady.following(self.shares.of(tokens)))
 
+    def interrupt(self) -> None:
+        """Learn that a prompt has taken the place of weights: the next step may use others."""
+        self._steady.interrupt()
+
     def _fetch(self, tokens: int, share: Share) -> bool:
         if self._columns is None or not share.columns or tokens > self._behind.tokens:
             return False

@@ -33,6 +33,10 @@ class SteadyShare:
         is_other = wanted.columns != last.columns
         return last if is_other and self._others + 1 < STEPS else wanted
 
+    def interrupt(self) -> None:
+        """Have the next step take the share that it wants: its weights have to come anew anyway."""
+        self._last, self._others = None, 0
+
     def take(self, wanted: Share) -> Share:
         """Begin a step; the share that it takes, argument as of `following`."""
         taken = self.following(wanted)
