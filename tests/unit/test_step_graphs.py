@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 import paged_steps  # noqa: E402
 from copied_pieces import LAYERS, Decoding, KeptColumns, small_pieces  # noqa: E402
-from native_module import level_of, needs_native  # noqa: E402
+from native_module import TESTED, level_of, needs_native  # noqa: E402
 from paged_steps import Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -214,13 +214,17 @@ def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.Mo
     assert kept.columns.graphs.replayed == 1 + PHASES
 
 
+TILED = [name for name in TESTED if "tiles" in name or "amx" in name]
+"""Levels with tiles."""
+
+
 @pytest.mark.parametrize("parts", [12, 20])
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("tiles", [None, *TILED])
 def test_one_graph_is_of_several_numbers_of_tokens(
-    tiles: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+    tiles: str | None, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tiles:
-        level = level_of("software_tiles")
+        level = level_of(tiles)
         monkeypatch.setattr(paged_steps, "StreamingLinear", partial(StreamingLinear, level=level))
     steps = Steps(monkeypatch, layers=LAYERS, columns=parts, most=512)
     assert steps.shared is not None
