@@ -131,6 +131,9 @@ class GlooReceiver:
 
     """
 
+    first = None
+    """No message that both ends see."""
+
     def __init__(
         self,
         messages: Sequence[Message],

@@ -71,6 +71,10 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The end of a link that receives."""
 
+    @property
+    def first(self) -> Message | None:
+        """First message, if both ends see the same ones."""
+
     def receive(self, tokens: int) -> tuple[Message, OnItsWay]:
         """Start receiving a message with so many rows; it is there once it was waited for.
 

@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ray_hetero.runtime.stream_words import VALUES
+
 Tensors = dict[str, torch.Tensor]
 
 HEADER_BYTES = 64
@@ -99,6 +101,8 @@ class Message:
         self._stamp = memory[:8].numpy().view(np.float64)
         self._marks = memory[8:32].numpy().view(np.int64)
         self._done = memory[32:36].numpy().view(np.uint32)
+        self._complete = memory[36:40].numpy().view(np.uint32)
+        self._begun = 0
         self.rows = memory[HEADER_BYTES:].view(-1, packing.row_bytes)
         self.tensors = packing.views(self.rows)
         self.sent: OnItsWay | None = None
@@ -150,6 +154,20 @@ class Message:
     def done_address(self) -> int:
         """Address of `done`, 32 bits, which a stream of that GPU writes."""
         return int(self._done.ctypes.data)
+
+    @property
+    def complete_address(self) -> int:
+        """Address of the times that it was complete, 32 bits, which a stream can wait for."""
+        return int(self._complete.ctypes.data)
+
+    def begin(self) -> int:
+        """Begin to fill it, or to receive it; the times that it is complete once it is there."""
+        self._begun = (self._begun + 1) % VALUES
+        return self._begun
+
+    def complete(self) -> None:
+        """Say that all is there that was begun last."""
+        self._complete[0] = self._begun
 
     def of(self, tokens: int) -> torch.Tensor:
         """The part of it that a step of so many tokens needs."""

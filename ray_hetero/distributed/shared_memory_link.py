@@ -266,10 +266,12 @@ class SharedMemorySender:
         if self._begun >= len(self._messages):
             self._connection.hear()
         self._begun += 1
+        message.begin()
         return message
 
     def send(self, message: Message, tokens: int) -> OnItsWay:
         """Say that a message is complete; they are in the order of `next_message`."""
+        message.complete()
         self._connection.tell()
         return There()
 
@@ -288,6 +290,8 @@ class SharedMemoryReceiver:
         self, messages: Sequence[Message], connection: Connection, wait_until_read: WaitUntilRead
     ) -> None:
         self._messages = messages
+        self.first = messages[0]
+        """First message, which nobody has filled yet."""
         self._connection = connection
         self._wait_until_read = wait_until_read
         self._begun = 0

@@ -23,8 +23,11 @@ from ray_hetero.distributed.links import LINKS
 from ray_hetero.distributed.messages import Message, OnItsWay, Packing, Tensors
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.sending_thread import SendingThread
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts import stage_output
-from ray_hetero.kernels.prompts.stage_output import SeenOutput, StageOutput
+from ray_hetero.kernels.prompts.stage_output import CurrentStream, SeenOutput, StageOutput
+from ray_hetero.log import logger
+from ray_hetero.runtime.stream_words import StreamWords, words_of
 
 
 class Staging:
@@ -41,13 +44,14 @@ class Receiving:
     def __init__(self, boundary: StageBoundary, way: OnItsWay, message: Message) -> None:
         self._boundary = boundary
         self._way = way
-        self._message = message
+        self.message = message
+        """Message on its way."""
 
     def wait(self) -> None:
         """Wait for the message; the boundary adds the time up."""
         start = time.perf_counter()
         self._way.wait()
-        self._boundary.arrived(self._message, start, time.perf_counter())
+        self._boundary.arrived(self.message, start, time.perf_counter())
 
 
 class StageBoundary:
@@ -80,6 +84,11 @@ class StageBoundary:
         self._seen: SeenOutput | None = None
         self._begun: Message | None = None
         """Message of the running step, whose sender waits until this rank leaves its GPU."""
+        self._words: StreamWords | None = None
+        """Words by which the current stream waits for messages; None where it cannot."""
+        self._is_decoding = False
+        self._coming: Receiving | None = None
+        """Message of the running step for which the stream waits, and this thread not yet."""
 
     def agree(
         self,
@@ -119,7 +128,9 @@ class StageBoundary:
             incoming = linking.to_previous(self._neighbours.previous, self._wait_until_read)
             self._receiver, self._is_clock_shared = incoming.receiver, incoming.is_clock_shared
             self._seen = incoming.gpu
-            self._staging_in = Staging(packing, capacity, self._device) if self._is_gpu else None
+            if self._is_gpu:
+                self._staging_in = Staging(packing, capacity, self._device)
+                self._words = self._words_of(incoming.receiver.first)
 
     @property
     def _is_gpu(self) -> bool:
@@ -130,9 +141,27 @@ class StageBoundary:
         if self._is_gpu:
             self._copied[id(message)].synchronize()
 
-    def begin_step(self, tokens: int) -> None:
-        """Tell how many tokens the next step has: the rows that cross this boundary."""
-        self._rows = tokens
+    def _words_of(self, first: Message | None) -> StreamWords | None:
+        """Words about messages, of which this is the first; None where a stream waits for none."""
+        if first is None:
+            return None
+        stream = CurrentStream(self._device)
+        try:
+            return words_of(self._device, stream, first.complete_address)
+        except UnsupportedError as error:
+            logger.info("this rank waits itself for the stage before: %s", error)
+            return None
+
+    def begin_step(self, tokens: int, *, is_decoding: bool = False) -> None:
+        """Tell how many tokens the next step has: the rows that cross this boundary.
+
+        Args:
+            tokens: of the step.
+            is_decoding: whether no request has so many that a GPU may compute them for the stage
+                before: its rows come through the host's memory then.
+
+        """
+        self._rows, self._is_decoding = tokens, is_decoding
 
     def isend(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start sending this step's rows to the next stage; tensors are [at least rows, …].
@@ -202,17 +231,26 @@ class StageBoundary:
         assert self._receiver is not None
         message, way = self._receiver.receive(self._rows)
         self._exchanged.received_bytes += message.of(self._rows).nbytes
-        receiving = [Receiving(self, way, message)]
+        receiving, number = Receiving(self, way, message), message.begin()
         if self._staging_in is None:
-            return message.tensors, receiving, []
+            return message.tensors, [receiving], []
         rows = self._rows
-        return self._staging_in.tensors, receiving, [lambda: self._to_device(message, rows)]
+        if self._words is None or not self._is_decoding:
+            return self._staging_in.tensors, [receiving], [lambda: self._to_device(message, rows)]
+        return self._staging_in.tensors, [], [lambda: self._behind(receiving, number, rows)]
 
-    def _to_device(self, message: Message, rows: int) -> None:
+    def _behind(self, receiving: Receiving, number: int, rows: int) -> None:
+        """Have the stream wait for a message: the step can be ordered before it is there."""
+        assert self._words is not None
+        self._words.wait(receiving.message.complete_address, number)
+        self._to_device(receiving.message, rows, is_there=False)
+        self._coming = receiving
+
+    def _to_device(self, message: Message, rows: int, *, is_there: bool = True) -> None:
         assert self._staging_in is not None
         start = time.perf_counter()
         into = self._staging_in.rows[:rows]
-        if message.is_on_gpu:
+        if is_there and message.is_on_gpu:
             self._from_gpu(message, into)
         else:
             into.copy_(message.rows[:rows], non_blocking=True)
@@ -238,7 +276,27 @@ class StageBoundary:
             message.take()
 
     def end_step(self) -> None:
-        """Leave the GPU to the stage before this one, behind what has been ordered of the step."""
+        """Leave the GPU to the stage before this one, behind what has been ordered of the step.
+
+        Where its stream waits for the step's message, wait for it too: for as long as any other.
+
+        Raises:
+            RuntimeError: the other stage is late, or has ended, or has left the rows on the GPU.
+
+        """
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            try:
+                coming.wait()
+            except RuntimeError:
+                # Nothing of this step counts; a stream that waits for ever would outlive it.
+                coming.message.complete()
+                raise
+            if coming.message.is_on_gpu:
+                raise RuntimeError(
+                    "the stage before has left the rows of a decode step on the GPU, and this one "
+                    "has read them in the host's memory"
+                )
         message, self._begun = self._begun, None
         if message is not None:
             assert self._seen is not None

@@ -14,6 +14,7 @@ from ray_hetero.compat import late_tokens
 from ray_hetero.distributed.groups import HostCommunicator
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
 from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead
 from ray_hetero.log import logger
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
@@ -65,7 +66,10 @@ class RankWorker:
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step; what exchanges tensors learns its tokens first."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        for exchange in (self._boundary, self._over_host, self._experts):
+        if self._boundary is not None and tokens:
+            counts = scheduler_output.num_scheduled_tokens.values()
+            self._boundary.begin_step(tokens, is_decoding=max(counts) <= DECODING_TOKENS)
+        for exchange in (self._over_host, self._experts):
             if exchange is not None and tokens:
                 exchange.begin_step(tokens)
         last_layer.begin_step(scheduler_output)

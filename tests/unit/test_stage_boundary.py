@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,6 +117,77 @@ def refuses_other_tensors(rank: int, ranks: int, store: Path, answers: Any) -> N
         dist.barrier()
 
 
+class Ordered:
+    """Words of a stream that is only given its work."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[int, int]] = []
+
+    def wait(self, address: int, value: int) -> None:
+        self.waits.append((address, value))
+
+    def are_there(self) -> list[bool]:
+        """Whether a stream that waits for each word would go on."""
+        return [ctypes.c_uint32.from_address(at).value >= value for at, value in self.waits]
+
+
+@contextmanager
+def second_stage_on_a_gpu(rank: int, store: Path) -> Iterator[StageBoundary]:
+    """A boundary of two stages, whose second one takes this CPU for its GPU."""
+    with boundary_of(rank, 2, store) as boundary:
+        if rank == 1:
+            StageBoundary._is_gpu = property(lambda self: True)  # type: ignore[assignment,method-assign]
+            boundary._copied = defaultdict(torch.cpu.Event)  # type: ignore[assignment]
+        boundary.agree(TEMPLATE, CAPACITY, timeout_s=20)
+        yield boundary
+
+
+def decodes_behind_words(rank: int, ranks: int, store: Path, answers: Any) -> None:
+    """The second stage's stream waits for rows of decode steps, its thread for those of others."""
+    is_right, handles = True, []
+    with second_stage_on_a_gpu(rank, store) as boundary:
+        for step, tokens in enumerate(STEPS * 2):
+            boundary.begin_step(tokens, is_decoding=tokens == 1)
+            expected = tensors_of(step, tokens)
+            if rank == 0:
+                boundary.isend(expected)
+                continue
+            received, waited_for, callbacks = boundary.irecv()
+            for one in (*(handle.wait for handle in waited_for), *callbacks):
+                one()
+            handles.append(len(waited_for))
+            for name, tensor in expected.items():
+                is_right &= torch.equal(received[name][:tokens], tensor)
+            boundary.end_step()
+        dist.barrier()
+        answers.put((rank, is_right, handles, boundary.take().waiting_s >= 0))
+
+
+def is_ordered_ahead(rank: int, ranks: int, store: Path, answers: Any) -> None:
+    """The second stage orders its step before the first one has sent anything, which then ends."""
+    words, found = Ordered(), []
+    with second_stage_on_a_gpu(rank, store) as boundary:
+        for step in range(6):
+            boundary.begin_step(1, is_decoding=True)
+            if rank == 1:
+                boundary._words = words
+                _, _, (behind,) = boundary.irecv()
+                behind()
+                assert words.are_there() == [True] * step + [False]
+            dist.barrier()
+            if rank == 0 and step < 5:
+                boundary.isend(tensors_of(step, 1))
+            elif rank == 0:
+                boundary._senders[0]._connection.socket.close()
+            else:
+                try:
+                    boundary.end_step()
+                except RuntimeError as error:
+                    found.append(str(error))
+                assert all(words.are_there())
+        answers.put((rank, found, len({at for at, _ in words.waits})))
+
+
 def memory_of(packing: Packing, capacity: int) -> torch.Tensor:
     return torch.empty(packing.message_bytes(capacity), dtype=torch.uint8)
 
@@ -159,6 +232,23 @@ def test_every_stage_gets_the_rows_of_each_step(
         (rank, True, nbytes if rank > 0 else 0, nbytes if rank + 1 < ranks else 0, links[rank])
         for rank in range(ranks)
     ]
+
+
+def test_a_stream_waits_for_rows_of_decode_steps(tmp_path: Path) -> None:
+    waited_for = [int(tokens > 1) for tokens in STEPS * 2]
+    assert run(decodes_behind_words, 2, tmp_path) == [
+        (0, True, [], True),
+        (1, True, waited_for, True),
+    ]
+
+
+def test_a_decode_step_is_ordered_before_its_rows_are_there(tmp_path: Path) -> None:
+    (_, none, _), (_, found, messages) = run(is_ordered_ahead, 2, tmp_path)
+    assert not none
+    (error,) = found
+    assert "rank 0, at the other end of the stage boundary, has closed the connection" in error
+    # Each message is waited for again once it is filled again.
+    assert 1 < messages < 6
 
 
 @pytest.mark.skipif(not NUMA_MAPS.exists(), reason="this kernel has no NUMA support")

@@ -315,7 +315,7 @@ def offered() -> StageOutput | None:
     return _offered[0] if _offered else None
 
 
-class _CurrentStream:
+class CurrentStream:
     """The stream of a GPU that is current when something is ordered."""
 
     def __init__(self, device: torch.device) -> None:
@@ -342,7 +342,7 @@ class SeenOutput:
         self.words: Words | None = None
         """Words about the rows, for the current stream; None where that cannot wait for any."""
         try:
-            self.words = Words(memory, device, _CurrentStream(device), is_sender=False)
+            self.words = Words(memory, device, CurrentStream(device), is_sender=False)
         except UnsupportedError as error:
             logger.info("this rank waits itself for prompts of the stage before: %s", error)
 
