@@ -68,6 +68,7 @@ PARTS = (
     Part("experts", "test_gpu_experts.py", 900),
     Part("whole_layers", "test_prefill_layers.py", 150),
     Part("step_graphs", "test_step_graphs_on_gpu.py", 100),
+    Part("boundary", "test_stage_boundary_on_gpu.py", 100),
     Part("last_layer", "test_last_layer_rows.py", 100),
     Part("server", "test_gpu_server.py", 400),
     Part("prompt-gpu", "test_prompt_gpu.py", 500),
