@@ -274,7 +274,8 @@ def formats() -> str:
     rows = []
     for machine, name in FORMATS.items():
         for batch in (1, 8):
-            plain = step_ms(name, OURS if name.endswith("-half") else f"{OURS} bf16", batch)
+            is_named = f"{OURS} bf16" in raw(name)["contenders"]
+            plain = step_ms(name, f"{OURS} bf16" if is_named else OURS, batch)
             cells = []
             for kind in kinds.values():
                 step = step_ms(name, f"{OURS} {kind}", batch)

@@ -102,7 +102,8 @@ class Message:
         self._marks = memory[8:32].numpy().view(np.int64)
         self._done = memory[32:36].numpy().view(np.uint32)
         self._complete = memory[36:40].numpy().view(np.uint32)
-        self._begun = 0
+        self.number = 0
+        """Times that it will have been complete once all is there that was begun last."""
         self.rows = memory[HEADER_BYTES:].view(-1, packing.row_bytes)
         self.tensors = packing.views(self.rows)
         self.sent: OnItsWay | None = None
@@ -160,14 +161,13 @@ class Message:
         """Address of the times that it was complete, 32 bits, which a stream can wait for."""
         return int(self._complete.ctypes.data)
 
-    def begin(self) -> int:
-        """Begin to fill it, or to receive it; the times that it is complete once it is there."""
-        self._begun = (self._begun + 1) % VALUES
-        return self._begun
+    def begin(self) -> None:
+        """Begin to fill it, or to receive it."""
+        self.number = (self.number + 1) % VALUES
 
     def complete(self) -> None:
         """Say that all is there that was begun last."""
-        self._complete[0] = self._begun
+        self._complete[0] = self.number
 
     def of(self, tokens: int) -> torch.Tensor:
         """The part of it that a step of so many tokens needs."""

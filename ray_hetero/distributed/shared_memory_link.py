@@ -301,6 +301,7 @@ class SharedMemoryReceiver:
         number = len(self._messages)
         message = self._messages[self._begun % number]
         self._begun += 1
+        message.begin()
         if self._begun >= number:
             oldest = self._messages[self._begun % number]
             self._wait_until_read(oldest)

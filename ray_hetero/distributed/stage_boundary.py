@@ -25,9 +25,9 @@ from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.sending_thread import SendingThread
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.prompts import stage_output
-from ray_hetero.kernels.prompts.stage_output import CurrentStream, SeenOutput, StageOutput
+from ray_hetero.kernels.prompts.stage_output import SeenOutput, StageOutput
 from ray_hetero.log import logger
-from ray_hetero.runtime.stream_words import StreamWords, words_of
+from ray_hetero.runtime.stream_words import CurrentStream, StreamWords, words_of
 
 
 class Staging:
@@ -231,19 +231,20 @@ class StageBoundary:
         assert self._receiver is not None
         message, way = self._receiver.receive(self._rows)
         self._exchanged.received_bytes += message.of(self._rows).nbytes
-        receiving, number = Receiving(self, way, message), message.begin()
+        receiving = Receiving(self, way, message)
         if self._staging_in is None:
             return message.tensors, [receiving], []
         rows = self._rows
         if self._words is None or not self._is_decoding:
             return self._staging_in.tensors, [receiving], [lambda: self._to_device(message, rows)]
-        return self._staging_in.tensors, [], [lambda: self._behind(receiving, number, rows)]
+        return self._staging_in.tensors, [], [lambda: self._behind(receiving, rows)]
 
-    def _behind(self, receiving: Receiving, number: int, rows: int) -> None:
+    def _behind(self, receiving: Receiving, rows: int) -> None:
         """Have the stream wait for a message: the step can be ordered before it is there."""
         assert self._words is not None
-        self._words.wait(receiving.message.complete_address, number)
-        self._to_device(receiving.message, rows, is_there=False)
+        message = receiving.message
+        self._words.wait(message.complete_address, message.number)
+        self._to_device(message, rows, is_there=False)
         self._coming = receiving
 
     def _to_device(self, message: Message, rows: int, *, is_there: bool = True) -> None:

@@ -107,6 +107,18 @@ class OfGpu:
             )
 
 
+class CurrentStream:
+    """The stream of a GPU that is current when something is ordered."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def cuda_stream(self) -> int:
+        """Its handle."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
 class OfHost:
     """The same where the CPU takes the place of a GPU: the thread that orders work does it."""
 

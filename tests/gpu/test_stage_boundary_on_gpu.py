@@ -14,10 +14,7 @@ from gpu_host import IS_PRETENDED, needs_gpus
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from test_stage_boundary import CAPACITY, STEPS, TEMPLATE, run, tensors_of
-
-from ray_hetero.distributed.neighbour import Neighbours
-from ray_hetero.distributed.stage_boundary import StageBoundary
+from test_stage_boundary import CAPACITY, STEPS, TEMPLATE, boundary_of, run, tensors_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,35 +27,32 @@ LATE_S = 0.2
 
 def decodes(rank: int, ranks: int, store: Path, answers: Any) -> None:
     """The second stage has submitted a step before the first one has sent its rows."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    neighbours = Neighbours.in_line(dist.group.WORLD, list(range(ranks)), rank)
     device = torch.device("cuda:0" if rank == 1 else "cpu")
-    boundary = StageBoundary(neighbours, device)
-    boundary.agree(TEMPLATE, CAPACITY, timeout_s=60)
-    for like in TEMPLATE.values():
-        like.to(device).float().sum()  # loads the kernels
     is_right, were_ahead = True, []
-    for step, tokens in enumerate(STEPS * 2):
-        boundary.begin_step(tokens, is_decoding=tokens == 1)
+    with boundary_of(rank, ranks, store, device=device) as boundary:
+        boundary.agree(TEMPLATE, CAPACITY, timeout_s=60)
+        for like in TEMPLATE.values():
+            like.to(device).float().sum()  # loads the kernels
+        for step, tokens in enumerate(STEPS * 2):
+            boundary.begin_step(tokens, is_decoding=tokens == 1)
+            dist.barrier()
+            expected = tensors_of(step, tokens)
+            if rank == 0:
+                time.sleep(LATE_S)
+                boundary.isend(expected)
+                continue
+            began = time.monotonic()
+            received, handles, callbacks = boundary.irecv()
+            for one in (*(handle.wait for handle in handles), *callbacks):
+                one()
+            # A step's work: it is ordered on the stream that waits.
+            sums = {name: tensor[:tokens].float().sum() for name, tensor in received.items()}
+            were_ahead.append(time.monotonic() - began < LATE_S / 2)
+            boundary.end_step()
+            for name, tensor in expected.items():
+                is_right &= torch.equal(received[name][:tokens].cpu(), tensor)
+                is_right &= torch.allclose(sums[name].cpu(), tensor.float().sum(), rtol=1e-3)
         dist.barrier()
-        expected = tensors_of(step, tokens)
-        if rank == 0:
-            time.sleep(LATE_S)
-            boundary.isend(expected)
-            continue
-        began = time.monotonic()
-        received, handles, callbacks = boundary.irecv()
-        for one in (*(handle.wait for handle in handles), *callbacks):
-            one()
-        # A step's work: it is ordered on the stream that waits.
-        sums = {name: tensor[:tokens].float().sum() for name, tensor in received.items()}
-        were_ahead.append(time.monotonic() - began < LATE_S / 2)
-        boundary.end_step()
-        for name, tensor in expected.items():
-            is_right &= torch.equal(received[name][:tokens].cpu(), tensor)
-            is_right &= torch.allclose(sums[name].cpu(), tensor.float().sum(), rtol=1e-3)
-    dist.barrier()
-    dist.destroy_process_group()
     answers.put((rank, is_right, were_ahead))
 
 

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 pytest.register_assert_rewrite("copied_pieces", "group_steps", "paged_steps")
 
 from copied_pieces import LAYERS, Decoding, KeptColumns, small_pieces  # noqa: E402
-from group_steps import GroupSteps  # noqa: E402
+from group_steps import GroupDecoding, GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
@@ -130,31 +130,20 @@ def test_ranks_of_a_group_get_the_same(count: int, monkeypatch: pytest.MonkeyPat
 def test_the_cores_of_a_group_compute_a_step_whose_pieces_are_on_their_way(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = GroupSteps(
-        monkeypatch, count, device=GPU, is_compact=True, isa=layout(), layers=LAYERS, share=0.6,
-        wide=160,
-    )  # fmt: skip
-    steps.join()
-    columns = steps.give_columns(12)
-    one = steps.request(500)
-    steps.check((one, 0, 150))
-    for at in range(150, 150 + BEFORE + 1):
-        steps.check((one, at, at + 1))
-    done = 150 + BEFORE + 1
-    steps.check((one, done, done + 300))
-    done += 300
-    gpu, own = columns[0]._gpu, columns[0].steps
+    decoding = GroupDecoding(monkeypatch, count, device=GPU, is_compact=True, isa=layout())
+    decoding.step(150)
+    for _ in range(BEFORE + 1):
+        decoding.step()
+    (own, *_), gpu = decoding.step(300), decoding.columns[0]._gpu
     word = gpu.memory.host_memory(LINE_BYTES, dtype=torch.uint8).zero_()
     at = word.data_ptr()
     words_of(GPU, gpu.reader.copying, at).wait(at, 1)
-    for number in range(2):
-        steps.check((one, done + number, done + number + 1))
-        assert [rank.steps for rank in columns] == [own] * count
+    for _ in range(2):
+        assert decoding.step() == [own] * count
     word[0] = 1
     gpu.reader.copying.synchronize()
     for number in range(1, MORE):
-        steps.check((one, done + 1 + number, done + 2 + number))
-        assert [rank.steps for rank in columns] == [own + number] * count
+        assert decoding.step() == [own + number] * count
 
 
 @pytest.mark.skipif(IS_PRETENDED, reason="the CPU captures nothing")

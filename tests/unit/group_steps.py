@@ -291,3 +291,32 @@ class GroupSteps(Steps):
             if connection is not None:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+class GroupDecoding:
+    """A request that a group decodes, whose steps the GPU has columns of.
+
+    Args:
+        monkeypatch: as for `Steps`.
+        count: ranks.
+        given: of `GroupSteps`.
+
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, **given: Any) -> None:
+        self.steps = GroupSteps(
+            monkeypatch, count, layers=5, share=0.6, wide=160, most=512, **given
+        )
+        self.steps.join()
+        self.columns = self.steps.give_columns(12)
+        self.request, self.done = self.steps.request(900), 0
+
+    def step(self, tokens: int = 1) -> list[int]:
+        """Compute the request's next tokens; in how many steps the GPU had a part, by rank."""
+        self.steps.check((self.request, self.done, self.done + tokens))
+        self.done += tokens
+        return [one.steps for one in self.columns]
+
+    def fails(self) -> list[Any]:
+        """What each rank gives for a step, or raises."""
+        return self.steps.step((self.request, self.done, self.done + 1))

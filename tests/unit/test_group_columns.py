@@ -6,8 +6,6 @@ The GPU is the CPU here, the ranks are threads.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from copied_pieces import small_pieces  # noqa: E402
-from group_steps import GroupSteps  # noqa: E402
+from group_steps import GroupDecoding  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -34,35 +32,18 @@ from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(300)]
-LAYERS = 5
 
 
-class Decoding:
-    """A request that a group decodes, whose steps the GPU has a part of."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-        small_pieces(monkeypatch)
-        self.steps = GroupSteps(monkeypatch, count, layers=LAYERS, share=0.6, wide=160, most=512)
-        self.steps.join()
-        self.columns: Sequence[Any] = self.steps.give_columns(12)
-        self.request, self.done = self.steps.request(900), 0
-
-    def step(self, tokens: int = 1) -> list[int]:
-        """Compute the request's next tokens; in how many steps the GPU had a part, by rank."""
-        self.steps.check((self.request, self.done, self.done + tokens))
-        self.done += tokens
-        return [one.steps for one in self.columns]
-
-    def fails(self) -> list[Any]:
-        """What each rank gives for a step, or raises."""
-        return self.steps.step((self.request, self.done, self.done + 1))
+def decoding_of(monkeypatch: pytest.MonkeyPatch, count: int) -> GroupDecoding:
+    small_pieces(monkeypatch)
+    return GroupDecoding(monkeypatch, count)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_all_ranks_compute_a_step_alone_whose_weights_are_on_their_way(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoding = Decoding(monkeypatch, count)
+    decoding = decoding_of(monkeypatch, count)
     decoding.step(150)
     for number in range(1, 3 + PHASES):
         assert decoding.step() == [number] * count
@@ -87,7 +68,7 @@ def test_all_ranks_compute_a_step_alone_whose_weights_are_on_their_way(
 def test_what_fails_while_weights_are_asked_for_is_told_to_all_ranks(
     error: Exception, all_ranks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoding = Decoding(monkeypatch, 2)
+    decoding = decoding_of(monkeypatch, 2)
     decoding.step(150)
     for _ in range(2 + PHASES):
         decoding.step()

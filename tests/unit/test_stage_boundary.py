@@ -46,11 +46,11 @@ def tensors_of(step: int, tokens: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def boundary_of(
-    rank: int, ranks: int, store: Path, *, may_share: bool = True
+    rank: int, ranks: int, store: Path, *, may_share: bool = True, device: torch.device = CPU
 ) -> Iterator[StageBoundary]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     neighbours = Neighbours.in_line(dist.group.WORLD, list(range(ranks)), rank)
-    yield StageBoundary(neighbours, CPU, links=LINKS if may_share else [GlooLink()])
+    yield StageBoundary(neighbours, device, links=LINKS if may_share else [GlooLink()])
     dist.destroy_process_group()
 
 

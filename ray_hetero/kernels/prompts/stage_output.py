@@ -34,7 +34,7 @@ from ray_hetero.kernels.prompts.row_words import WORD_BYTES, Words
 from ray_hetero.kernels.prompts.turns import turns_from
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
-from ray_hetero.runtime.stream_words import VALUES
+from ray_hetero.runtime.stream_words import VALUES, CurrentStream
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -313,18 +313,6 @@ def use(output: StageOutput) -> None:
 def offered() -> StageOutput | None:
     """What `use` was called with; None if it was not."""
     return _offered[0] if _offered else None
-
-
-class CurrentStream:
-    """The stream of a GPU that is current when something is ordered."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @property
-    def cuda_stream(self) -> int:
-        """Its handle."""
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
 
 class SeenOutput:
