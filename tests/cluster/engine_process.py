@@ -57,7 +57,7 @@ def _has_prompts_ahead(worker: Any) -> bool:
     from ray_hetero.kernels.layers import decoder_layers
 
     gpus = [run.gpu for run in decoder_layers.registered() if run.gpu is not None]
-    return any(gpu.reader._buffers[1].piece in gpu._of_prompts._after for gpu in gpus)
+    return any(gpu.reader._buffers[1].piece in gpu.order_of_prompts._after for gpu in gpus)
 
 
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +21,13 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput  # noqa: E402
 
-from ray_hetero.kernels.prompts import gpu_step, kv_transfer, prompts_ahead  # noqa: E402
+from ray_hetero.kernels.prompts import (  # noqa: E402
+    gpu_layers,
+    gpu_post_attention,
+    gpu_step,
+    kv_transfer,
+    prompts_ahead,
+)
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_step import GpuStep  # noqa: E402
 from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead  # noqa: E402
@@ -156,6 +164,44 @@ def test_a_new_prompt_is_begun_with_when_it_is_scheduled(tokens: int, engine: En
     engine.compute((other, 0, 59))
     # All keys and values are where decoding needs them.
     engine.compute((request, tokens + 29, tokens + 30), (other, 59, 60))
+
+
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each layer behind its attention, in the order in which the GPU gets them."""
+    found: list[int] = []
+    behind = gpu_post_attention.behind
+
+    def slow(gpu: Any, parts: Any, attended: Any, total: Any) -> Any:
+        time.sleep(0.2)
+        found.append(len(attended))
+        return behind(gpu, parts, attended, total)
+
+    monkeypatch.setattr(gpu_post_attention, "behind", slow)
+    monkeypatch.setattr(gpu_layers, "FIRST_LAYER_S", 60)
+    return found
+
+
+def test_the_step_is_prepared_once_the_gpu_has_a_layer_to_compute(
+    engine: Engine, ordered: list[int]
+) -> None:
+    request = engine.request(LARGE)
+    engine.schedule((request, 0, LARGE))
+    assert ordered == [LARGE]
+    engine.compute((request, 0, LARGE))
+
+
+def test_the_step_is_prepared_while_the_gpu_waits_for_its_turn(
+    engine: Engine, ordered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_turn = threading.Event()
+    monkeypatch.setattr(engine.sent.output, "has_turn", lambda tokens: has_turn.is_set())
+    request = engine.request(LARGE)
+    engine.schedule((request, 0, LARGE))
+    assert is_begun(engine)
+    assert not ordered
+    has_turn.set()
+    engine.compute((request, 0, LARGE))
 
 
 def test_prompts_of_one_step_and_a_first_chunk(engine: Engine) -> None:

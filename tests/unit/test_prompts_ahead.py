@@ -65,6 +65,10 @@ class Gpu:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.goes_round: list[bool] = []
+        self.order_of_prompts = SimpleNamespace(
+            begin=lambda *, goes_round: self.goes_round.append(goes_round)
+        )
         self.expected: list[list[int]] = []
         self.memory = SimpleNamespace(embedded=SimpleNamespace(expect=self._expect))
 
@@ -126,6 +130,44 @@ def test_weights_come_for_a_step_that_only_decodes() -> None:
         fetched.clear()
         ahead.begin_step(one)
         assert fetched == expected, number
+
+
+CHUNK = len(PROMPT_TOKENS) - CACHED
+"""Tokens that are to come of a new request's prompt."""
+
+
+def test_the_link_is_left_to_decode_steps_that_are_expected_behind_a_prompt() -> None:
+    gpu, ahead = Gpu(), PromptsAhead()
+    prompts_ahead.use([Holder(gpu)], shares=lambda tokens: tokens < 4)
+    steps = [
+        (step({"a": CHUNK}, new="a"), False),
+        (step({"a": 1}), True),
+        # The rest of a prompt comes behind its first part.
+        (step({"a": 1, "b": CHUNK - 30}, new="b"), True),
+        (step({"a": 1, "b": 30}), True),  # as the last step with prompts
+        (step({"a": 1, "b": 1}), True),
+        (step({"a": 1, "b": 1, "c": CHUNK}, new="c"), False),
+        # Prompts come one behind the other; this is learnt once it was so.
+        (step({"a": 1, "b": 1, "d": CHUNK}, new="d", finished="c"), True),
+        (step({"a": 1, "e": CHUNK}, new="e", finished="bd"), True),
+        (step({}, finished="ae"), True),
+        (step({"f": CHUNK}, new="f"), False),
+        (step({}, finished="f"), True),
+        # The cores compute steps of four requests alone.
+        (step(dict.fromkeys("ghij", CHUNK), new="ghij"), True),
+        (step(dict.fromkeys("ghij", 1)), True),
+        # A prompt whose request ends in the middle of it.
+        (step({"k": 40}, new="k", finished="ghi"), True),
+        (step({"j": 1}, finished="k"), True),
+        (step({"j": 1, "l": CHUNK}, new="l"), False),
+    ]
+    for number, (one, expected) in enumerate(steps):
+        ahead.begin_step(one)
+        assert gpu.goes_round.pop() == expected, number
+        assert not gpu.goes_round
+    prompts_ahead.use([Holder(gpu)])
+    ahead.begin_step(step({"j": 1, "m": CHUNK}, new="m"))
+    assert gpu.goes_round == [True]
 
 
 def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> None:

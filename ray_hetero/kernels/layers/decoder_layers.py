@@ -151,6 +151,10 @@ class DecoderLayers:
             return False
         return self._on_gpu.begin_ahead(counts, output)
 
+    def shares(self, tokens: int) -> bool:
+        """Whether a GPU computes a part of a decode step of so many tokens."""
+        return self.shared is not None and self._adapters is None and self.shared.has(tokens)
+
     def fetch_ahead(self, tokens: int) -> None:
         """Have weights come that the GPU's part of a decode step needs, before that is called.
 

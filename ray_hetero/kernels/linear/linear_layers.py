@@ -270,7 +270,8 @@ class LinearLayers:
         own = () if self._kernel.prompts is None else (self._kernel.prompts,)
         begin = None if fused.embedded is None else fused.embedded.begin_ahead
         fetch = None if fused.first is None else fused.first.fetch_ahead
-        prompts_ahead.use([*own, *(group or ())], begin, fetch)
+        shares = None if fused.first is None else fused.first.shares
+        prompts_ahead.use([*own, *(group or ())], begin, fetch, shares)
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)

@@ -86,7 +86,8 @@ class GpuPrefill:
         self._pieces: dict[int, list[Placed]] = {}
         self.constant = GpuConstants(device)
         """Biases and norms' weights on the GPU."""
-        self._of_prompts, self._of_shared = ReadingOrder(), ReadingOrder()
+        self.order_of_prompts, self._of_shared = ReadingOrder(), ReadingOrder()
+        """Orders of the pieces of larger steps, and of what decode steps share."""
         self._is_shared = False
         """Whether what is computed is a decode step that the cores share with the GPU."""
         self._ahead = WeightsAhead()
@@ -284,7 +285,7 @@ class GpuPrefill:
 
     def read_first(self) -> None:
         """Have what a prompt needs first come; by the thread that orders the prompt's work."""
-        self.reader.prepare_next(self._of_prompts)
+        self.reader.prepare_next(self.order_of_prompts)
 
     @property
     def is_settled(self) -> bool:
@@ -336,7 +337,7 @@ class GpuPrefill:
                 _addresses(linears), self._pieces, self.reader, self._of_shared,
                 self.memory.behind_products,
             )  # fmt: skip
-            self.reader.prepare(self._of_prompts)
+            self.reader.prepare(self.order_of_prompts)
 
     def forget(self) -> None:
         """Have nothing ahead any more."""
@@ -372,7 +373,7 @@ class GpuPrefill:
     def _placed(self, at: int) -> Iterator[tuple[Placed | ExpandedPart, torch.Tensor]]:
         """A weight's parts of pieces, each with its values [inputs, outputs], in their order."""
         ahead = self._ahead.of(at) if self._is_shared else ExpandedWeight()
-        order = self._of_shared if self._is_shared else self._of_prompts
+        order = self._of_shared if self._is_shared else self.order_of_prompts
         yield from ((part, part.weight) for part in ahead.parts)
         for piece, parts in groupby(self._pieces[at][ahead.placed :], attrgetter("piece")):
             # The first pieces of a shared step are expanded ahead, into memory of their own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ class GpuStep:
         self._caches = caches
         self._sends = sends or caches is not None
         self._turning: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.has_work = threading.Event()
+        """Set once the GPU has a layer to compute, has to wait for its turn, or gets none."""
 
     def compute(
         self, send: Callable[[], tuple[torch.Tensor | None, torch.Tensor]], tokens: int,
@@ -63,6 +66,15 @@ class GpuStep:
             Results in host memory, or on their way to `output`.
 
         """
+        try:
+            return self._compute(send, tokens, output)
+        finally:
+            self.has_work.set()
+
+    def _compute(
+        self, send: Callable[[], tuple[torch.Tensor | None, torch.Tensor]], tokens: int,
+        output: StageOutput | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         gpu = self._gpu
         with torch.inference_mode(), current(gpu.computing):
             # What this thread waits for comes first: the rest is ordered ahead of the GPU.
@@ -73,6 +85,7 @@ class GpuStep:
             count = len(self._positions)
             if output is not None and not output.has_turn(count):
                 gpu.read_first()
+                self.has_work.set()
         if output is not None:
             output.wait_for_turn(count)
         with torch.inference_mode(), current(gpu.computing):
@@ -80,6 +93,7 @@ class GpuStep:
                 x = gpu_post_attention.add_and_norm(gpu, y, total, layer.input.norm)
                 attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
                 y = gpu_post_attention.behind(gpu, layer.parts, attended, total)
+                self.has_work.set()
             assert y is not None
             if output is None:
                 y, total = gpu.received(y, total, into=self._into)

@@ -3,9 +3,9 @@
 vLLM prepares a step for some milliseconds in which the link to the GPU would have nothing to do:
 the rows of an embedding come meanwhile, and weights.  Of a step with nothing but long new prompts
 all is known that the GPU needs, and it begins with the layers (gpu_layers.py).  Before a step that
-only decodes, weights come back whose place a prompt has taken (columns_on_gpu.py).  And an engine
-without requests computes a prompt next, whatever it has decoded before: what that begins with can
-be on the GPU when it comes.
+only decodes, weights come back whose place a prompt has taken (columns_on_gpu.py); the link is left
+to these where such a step is expected behind a prompt.  And an engine without requests computes a
+prompt next, whatever it has decoded before: what that begins with can be on the GPU when it comes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _begins: list[Callable[[Sequence[int]], bool]] = []
 """Beginning of the layers that get the rows of the embedding, if some layers do."""
 _fetches: list[Callable[[int], None]] = []
 """Reading ahead for decode steps of the layers that are called first, if there are such layers."""
+_shares: list[Callable[[int], bool]] = []
+"""Whether a GPU computes a part of such steps."""
 
 
 def use(
     prompts: Iterable[ComputesPrompts], begin: Callable[[Sequence[int]], bool] | None = None,
-    fetch: Callable[[int], None] | None = None,
+    fetch: Callable[[int], None] | None = None, shares: Callable[[int], bool] | None = None,
 ) -> None:  # fmt: skip
     """Have what computes this process's prompts read their weights ahead.
 
@@ -60,10 +62,12 @@ def use(
             the GPU, given the tokens of each; says whether it has.
         fetch: has weights of the GPU's part of a decode step come, of the layers that are called
             first, given its tokens.
+        shares: says whether the GPU has a part of such a step, given its tokens.
 
     """
     _begins[:] = [] if begin is None else [begin]
     _fetches[:] = [] if fetch is None else [fetch]
+    _shares[:] = [] if shares is None else [shares]
     _offered.clear()
     _offered.update((one.gpu, one) for one in prompts if one.gpu is not None)
 
@@ -73,6 +77,10 @@ class PromptsAhead:
 
     def __init__(self) -> None:
         self._requests: set[str] = set()
+        self._unfinished: dict[str, int] = {}
+        """Tokens that are still to come of the prompts of some of these."""
+        self._had_prompts = self._came_again = False
+        """Whether the last step had prompts, and the one behind the last such step before."""
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Have weights and rows of the embedding come if the step has prompts that a GPU computes.
@@ -85,11 +93,13 @@ class PromptsAhead:
             scheduler_output: the step's.
 
         """
-        self._requests -= set(scheduler_output.finished_req_ids)
-        self._requests |= {one.req_id for one in scheduler_output.scheduled_new_reqs}
+        self._note(scheduler_output)
         counts = scheduler_output.num_scheduled_tokens.values()
         tokens = sum(count for count in counts if count > DECODING_TOKENS)
+        prompts_follow = self._prompts_follow(has_prompts=tokens > 0)
         for gpu, one in _offered.items():
+            if gpu.is_settled:
+                gpu.order_of_prompts.begin(goes_round=prompts_follow)
             if tokens >= one.from_tokens and gpu.is_settled:
                 found = _only_new_tokens(scheduler_output)
                 if found is not None:
@@ -102,6 +112,32 @@ class PromptsAhead:
         if counts and not tokens and not scheduler_output.scheduled_new_reqs:
             for fetch in _fetches:
                 fetch(scheduler_output.total_num_scheduled_tokens)
+
+    def _note(self, scheduler_output: Any) -> None:
+        """Note which requests there are, and how much of their prompts is still to come."""
+        self._requests -= set(scheduler_output.finished_req_ids)
+        for name in scheduler_output.finished_req_ids:
+            self._unfinished.pop(name, None)
+        for one in scheduler_output.scheduled_new_reqs:
+            self._requests.add(one.req_id)
+            self._unfinished[one.req_id] = len(one.prompt_token_ids or ()) - one.num_computed_tokens
+        for name in list(self._unfinished):
+            self._unfinished[name] -= scheduler_output.num_scheduled_tokens.get(name, 0)
+            if self._unfinished[name] <= 0:
+                del self._unfinished[name]
+
+    def _prompts_follow(self, *, has_prompts: bool) -> bool:
+        """Whether prompts are expected behind a step, or decode steps that need no weights.
+
+        Behind prompts that are longer than the step the rest of them comes, behind others what came
+        there the last time.
+        """
+        if self._had_prompts:
+            self._came_again = has_prompts
+        self._had_prompts = has_prompts
+        if not has_prompts or self._unfinished or self._came_again:
+            return True
+        return not any(shares(len(self._requests)) for shares in _shares)
 
 
 def _new_prompts(scheduler_output: Any) -> list[int]:
