@@ -3,6 +3,7 @@
     python benchmarks/shared_decode.py                      # 16 layers of the 8B shape
     python benchmarks/shared_decode.py --tokens 32,128 --counts 0,4,8,12
     python benchmarks/shared_decode.py --steady 0,8,12      # columns, in one step after the other
+    python benchmarks/shared_decode.py --device cpu --format fp8 --bytes 13,14   # what steps read
     python benchmarks/shared_decode.py --device cpu --shape 1b --layers 2   # to try it
 
 Whole steps of decoder layers with heavy-tailed weights in 12 bits (or `--format`), requests of one
@@ -17,6 +18,10 @@ With `--steady` only steps that follow one another are measured, with these sixt
 columns on the GPU and a pause as other stages take between two of them: medians of their
 milliseconds, of which the cores waited `waited_ms` for columns, and the processor time in which a
 thread ordered the GPU's part, operation by operation or as a graph.
+
+With `--bytes` nothing is measured: of a step with these sixteenths of the columns on the GPU, the
+gigabytes of all weights, of the GPU's, and of what cores and link read from the host's memory.  The
+rest stays on the GPU from step to step.
 
 Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_CPU_AFFINITY).
 """
@@ -44,7 +49,12 @@ from shapes import SHAPES, head_size
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.formats.base import pack
-from ray_hetero.kernels.layers.decode_shares import Shares, best_shares, most_parts
+from ray_hetero.kernels.layers.decode_shares import (
+    Shares,
+    best_shares,
+    kept_blocks,
+    most_parts,
+)
 from ray_hetero.kernels.layers.decode_step import StepRequests, address_of
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
@@ -214,6 +224,24 @@ def measure_steady(steady: Steady, options: argparse.Namespace) -> None:
                 print("STEADY " + json.dumps(found), flush=True)
 
 
+def tell_bytes(layers: list[Any], columns: ColumnsOnGpu, options: argparse.Namespace) -> None:
+    """Print what steps read, a line for each share of the columns."""
+    weights = [
+        linear.weight.data.nbytes
+        for layer in layers
+        for linear in (layer.input.qkv, *layer.parts.linears)
+    ]
+    for parts in map(int, options.bytes.split(",")):
+        step = columns._pieces_of(kept_blocks(columns.blocks, columns.output_blocks, parts))
+        kept = columns._gpu.reader.kept
+        columns._keep(step)
+        of_gpu = sum(piece.weight.nbytes for piece in step.pieces)
+        of_host = sum(weights) - kept.nbytes
+        found = {"weights_gb": sum(weights), "gpu_gb": of_gpu, "host_gb": of_host}
+        told = {name: round(nbytes / 1e9, 3) for name, nbytes in found.items()}
+        print("BYTES " + json.dumps({"format": options.format, "parts": parts} | told), flush=True)
+
+
 def main() -> None:
     """Measure, and print a line for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -223,6 +251,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,32,64,128")
     parser.add_argument("--counts", default="", help="layers given away; all that help, if empty")
     parser.add_argument("--steady", help="parts of all columns; then nothing else is measured")
+    parser.add_argument("--bytes", help="parts of all columns; then nothing is measured")
     parser.add_argument("--pause-ms", type=float, default=7, help="between steps of --steady")
     parser.add_argument("--step-tokens", type=int, default=8192, help="--max-num-batched-tokens")
     parser.add_argument("--device", default="cuda:0")
@@ -238,6 +267,10 @@ def main() -> None:
     AttentionMemory(gpu, layers[0].attention.shape)
     behind = OnGpu(layers, gpu)
     columns = columns_of(layers, gpu, kernel)
+    if options.bytes:
+        assert columns is not None
+        tell_bytes(layers, columns, options)
+        return
     seconds = step_seconds(layers, kernel, behind, columns)
     about = {
         "format": options.format, "level": kernel.level.name,

@@ -181,15 +181,17 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
         write_checkpoint(run.split.shape, heavy_tailed_folder(run.split.shape))
     with ExitStack() as stack:
         turns: dict[str, contender_process.Turns] = {}
-        gpus = itertools.cycle(visible_gpus() or [""])
-        placed = list(zip(wanted, gpus, strict=False))
+        gpus = visible_gpus() or [""]
+        budget = run.options.gpu_budget_gib and int(run.options.gpu_budget_gib * GIB)
+        places = gpus_of(len(wanted), gpus, run.found["gpu"], budget)
+        placed = list(zip(wanted, places, strict=True))
         on_gpus = [one for one in placed if one[0].reads in ON_GPUS]
         others = [one for one in placed if one not in on_gpus]
         for some, at_once in ((on_gpus, len(placed)), (others, run.options.starting or STARTING)):
             with ThreadPoolExecutor(at_once) as pool:
-                starts = [(one, pool.submit(started, one, run, stack, gpu)) for one, gpu in some]
-            for contender, start in starts:
-                outcomes[contender.name] = outcome_of(contender, run)
+                starts = [(*one, pool.submit(started, one[0], run, stack, one[1])) for one in some]
+            for contender, gpu, start in starts:
+                outcomes[contender.name] = outcome_of(contender, run) | {"on_gpu": gpu}
                 try:
                     turns[contender.name] = start.result()
                 except contender_process.NoTurnError as error:
@@ -220,11 +222,36 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
                       flush=True)  # fmt: skip
 
 
+BESIDE_BUDGET = 1.3
+"""Memory of a GPU that a contender takes, as a multiple of its budget: what CUDA takes for each
+process is not in that."""
+
+
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in named.split(",") if name]
     return [str(number) for number in range(len(read_gpus()))]
+
+
+def gpus_of(
+    count: int, gpus: list[str], about: dict[str, Any] | None, budget: int | None
+) -> list[str]:  # fmt: skip
+    """The GPU of each of so many contenders: the first one as far as it has room for them.
+
+    GPUs of one host differ by some percent, as one of them is warmer than another.
+
+    Args:
+        count: of contenders.
+        gpus: that there are.
+        about: memory of a GPU, as `memory_bytes`.
+        budget: bytes of it that each contender may use; None where that is not known.
+
+    """
+    if about is None or not budget:
+        return list(itertools.islice(itertools.cycle(gpus), count))
+    room = max(1, int(about["memory_bytes"] / (BESIDE_BUDGET * budget)))
+    return [gpus[number // room % len(gpus)] for number in range(count)]
 
 
 def started(contender: Contender, run: Run, stack: ExitStack, gpu: str) -> contender_process.Turns:

@@ -110,6 +110,11 @@ class KeptPieces:
         """Whether all pieces that are to stay are there, or on their way."""
         return all(slot.piece is not None for slot in self._at.slots.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pieces that are to stay, as they are stored."""
+        return sum(piece.weight.nbytes for piece in self._at.slots)
+
     def _places(self, pieces: Sequence[Piece], idle: Sequence[IdleMemory]) -> _Places:
         largest = max(piece.weight.nbytes for piece in pieces)
         rooms = [(room, one.spared(room)) for one in idle for room in _rooms(one.memory, largest)]
