@@ -43,15 +43,15 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def step(
-    counts: dict[str, int], new: Sequence[str] = (), finished: Sequence[str] = ()
-) -> SchedulerOutput:
+    counts: dict[str, int], new: Sequence[str] = (), finished: Sequence[str] = (),
+    asked: SamplingParams | None = SamplingParams(),  # noqa: B008
+) -> SchedulerOutput:  # fmt: skip
     """A step of so many tokens of each request."""
     made = SchedulerOutput.make_empty()
     made.num_scheduled_tokens = counts
     made.total_num_scheduled_tokens = sum(counts.values())
     made.scheduled_new_reqs = [
-        NewRequestData(name, PROMPT_TOKENS, [], SamplingParams(), None, ([],), CACHED, None)
-        for name in new
+        NewRequestData(name, PROMPT_TOKENS, [], asked, None, ([],), CACHED, None) for name in new
     ]
     made.finished_req_ids = set(finished)
     return made
@@ -168,6 +168,25 @@ def test_the_link_is_left_to_decode_steps_that_are_expected_behind_a_prompt() ->
     prompts_ahead.use([Holder(gpu)])
     ahead.begin_step(step({"j": 1, "m": CHUNK}, new="m"))
     assert gpu.goes_round == [True]
+
+
+@pytest.mark.parametrize("asked", [SamplingParams(max_tokens=1), None])
+def test_prompts_that_nothing_is_decoded_behind_leave_the_link_to_the_next(
+    asked: SamplingParams | None,
+) -> None:
+    gpu, ahead = Gpu(), PromptsAhead()
+    prompts_ahead.use([Holder(gpu)], shares=lambda tokens: True)
+    steps = [
+        (step({"a": CHUNK}, new="a", asked=asked), True),
+        (step({}, finished="a"), True),
+        (step({"b": CHUNK}, new="b", asked=asked), True),
+        (step({"c": CHUNK}, new="c", finished="b"), True),  # prompts came one behind the other
+        (step({"c": 1}), True),
+        (step({"c": 1, "d": CHUNK}, new="d", asked=asked), False),
+    ]
+    for number, (one, expected) in enumerate(steps):
+        ahead.begin_step(one)
+        assert gpu.goes_round.pop() == expected, number
 
 
 def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> None:

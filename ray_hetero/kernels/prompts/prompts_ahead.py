@@ -76,7 +76,8 @@ class PromptsAhead:
     """Learns of each step, in their order, before it is prepared."""
 
     def __init__(self) -> None:
-        self._requests: set[str] = set()
+        self._requests: dict[str, bool] = {}
+        """Whether each request decodes behind its prompt."""
         self._unfinished: dict[str, int] = {}
         """Tokens that are still to come of the prompts of some of these."""
         self._had_prompts = self._came_again = False
@@ -115,11 +116,12 @@ class PromptsAhead:
 
     def _note(self, scheduler_output: Any) -> None:
         """Note which requests there are, and how much of their prompts is still to come."""
-        self._requests -= set(scheduler_output.finished_req_ids)
         for name in scheduler_output.finished_req_ids:
+            self._requests.pop(name, None)
             self._unfinished.pop(name, None)
         for one in scheduler_output.scheduled_new_reqs:
-            self._requests.add(one.req_id)
+            asked = one.sampling_params
+            self._requests[one.req_id] = asked is not None and asked.max_tokens != 1
             self._unfinished[one.req_id] = len(one.prompt_token_ids or ()) - one.num_computed_tokens
         for name in list(self._unfinished):
             self._unfinished[name] -= scheduler_output.num_scheduled_tokens.get(name, 0)
@@ -135,9 +137,10 @@ class PromptsAhead:
         if self._had_prompts:
             self._came_again = has_prompts
         self._had_prompts = has_prompts
-        if not has_prompts or self._unfinished or self._came_again:
+        decoding = sum(self._requests.values())
+        if not (has_prompts and decoding) or self._unfinished or self._came_again:
             return True
-        return not any(shares(len(self._requests)) for shares in _shares)
+        return not any(shares(decoding) for shares in _shares)
 
 
 def _new_prompts(scheduler_output: Any) -> list[int]:
