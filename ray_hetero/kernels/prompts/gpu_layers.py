@@ -203,6 +203,7 @@ class GpuLayers:
         step = GpuStep(self, rows, positions, None, sends=True)
         ordered = self._order(lambda: step.compute(lambda: (None, there), rows.tokens, output))
         self._begun, gpu.abandon = _Begun(positions, rows, output, ordered), self._abandon
+        ordered.add_done_callback(lambda _: step.has_work.set())  # or never will have any
         step.has_work.wait(FIRST_LAYER_S)
         return True
 

@@ -49,7 +49,7 @@ class GpuStep:
         self._sends = sends or caches is not None
         self._turning: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.has_work = threading.Event()
-        """Set once the GPU has a layer to compute, has to wait for its turn, or gets none."""
+        """Set once the GPU has a layer to compute, or has to wait for its turn."""
 
     def compute(
         self, send: Callable[[], tuple[torch.Tensor | None, torch.Tensor]], tokens: int,
@@ -66,15 +66,6 @@ class GpuStep:
             Results in host memory, or on their way to `output`.
 
         """
-        try:
-            return self._compute(send, tokens, output)
-        finally:
-            self.has_work.set()
-
-    def _compute(
-        self, send: Callable[[], tuple[torch.Tensor | None, torch.Tensor]], tokens: int,
-        output: StageOutput | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         gpu = self._gpu
         with torch.inference_mode(), current(gpu.computing):
             # What this thread waits for comes first: the rest is ordered ahead of the GPU.
