@@ -226,18 +226,17 @@ def measure_steady(steady: Steady, options: argparse.Namespace) -> None:
 
 def tell_bytes(layers: list[Any], columns: ColumnsOnGpu, options: argparse.Namespace) -> None:
     """Print what steps read, a line for each share of the columns."""
-    weights = [
+    weights = sum(
         linear.weight.data.nbytes
         for layer in layers
         for linear in (layer.input.qkv, *layer.parts.linears)
-    ]
+    )
     for parts in map(int, options.bytes.split(",")):
         step = columns._pieces_of(kept_blocks(columns.blocks, columns.output_blocks, parts))
         kept = columns._gpu.reader.kept
         columns._keep(step)
         of_gpu = sum(piece.weight.nbytes for piece in step.pieces)
-        of_host = sum(weights) - kept.nbytes
-        found = {"weights_gb": sum(weights), "gpu_gb": of_gpu, "host_gb": of_host}
+        found = {"weights_gb": weights, "gpu_gb": of_gpu, "host_gb": weights - kept.nbytes}
         told = {name: round(nbytes / 1e9, 3) for name, nbytes in found.items()}
         print("BYTES " + json.dumps({"format": options.format, "parts": parts} | told), flush=True)
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import statistics
@@ -57,6 +56,9 @@ took more than 200 s for what one does in 100."""
 ON_GPUS = ("link", "gpu")
 """What contenders without CPU ranks read; these start first, all of them at the same time: none
 measures the cores in its start."""
+BESIDE_BUDGET = 1.3
+"""Memory of a GPU that a contender takes, as a multiple of its budget: what CUDA takes for each
+process is not in that."""
 CASES = {
     "half": "8b", "budget": "20b", "in-flight": "8b", "drafts": "8b", "formats": "8b",
 }  # fmt: skip
@@ -181,15 +183,17 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
         write_checkpoint(run.split.shape, heavy_tailed_folder(run.split.shape))
     with ExitStack() as stack:
         turns: dict[str, contender_process.Turns] = {}
-        gpus = visible_gpus() or [""]
-        budget = run.options.gpu_budget_gib and int(run.options.gpu_budget_gib * GIB)
-        places = gpus_of(len(wanted), gpus, run.found["gpu"], budget)
-        placed = list(zip(wanted, places, strict=True))
+        share = budget_share(run.options, run.found["gpu"])
+        gpus = gpus_of(len(wanted), visible_gpus() or [""], share)
+        placed = list(zip(wanted, gpus, strict=True))
         on_gpus = [one for one in placed if one[0].reads in ON_GPUS]
         others = [one for one in placed if one not in on_gpus]
         for some, at_once in ((on_gpus, len(placed)), (others, run.options.starting or STARTING)):
             with ThreadPoolExecutor(at_once) as pool:
-                starts = [(*one, pool.submit(started, one[0], run, stack, one[1])) for one in some]
+                starts = [
+                    (contender, gpu, pool.submit(started, contender, run, stack, gpu))
+                    for contender, gpu in some
+                ]
             for contender, gpu, start in starts:
                 outcomes[contender.name] = outcome_of(contender, run) | {"on_gpu": gpu}
                 try:
@@ -222,11 +226,6 @@ def taking_turns(wanted: list[Contender], run: Run) -> None:
                       flush=True)  # fmt: skip
 
 
-BESIDE_BUDGET = 1.3
-"""Memory of a GPU that a contender takes, as a multiple of its budget: what CUDA takes for each
-process is not in that."""
-
-
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -234,9 +233,7 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(len(read_gpus()))]
 
 
-def gpus_of(
-    count: int, gpus: list[str], about: dict[str, Any] | None, budget: int | None
-) -> list[str]:  # fmt: skip
+def gpus_of(count: int, gpus: list[str], share: float | None) -> list[str]:
     """The GPU of each of so many contenders: the first one as far as it has room for them.
 
     GPUs of one host differ by some percent, as one of them is warmer than another.
@@ -244,13 +241,10 @@ def gpus_of(
     Args:
         count: of contenders.
         gpus: that there are.
-        about: memory of a GPU, as `memory_bytes`.
-        budget: bytes of it that each contender may use; None where that is not known.
+        share: of a GPU's memory that each contender may use; None where that is not known.
 
     """
-    if about is None or not budget:
-        return list(itertools.islice(itertools.cycle(gpus), count))
-    room = max(1, int(about["memory_bytes"] / (BESIDE_BUDGET * budget)))
+    room = 1 if share is None else max(1, int(1 / (BESIDE_BUDGET * share)))
     return [gpus[number // room % len(gpus)] for number in range(count)]
 
 
@@ -319,8 +313,7 @@ def all_contenders(
     is_half = options.case != "budget"
     engine = {"max_num_batched_tokens": options.step_tokens or (8192 if is_half else 1024)}
     ahead = options.prefetch_step or (2 if is_half else 1)
-    budget = options.gpu_budget_gib or (None if is_half else 24)
-    share = None if budget is None else round(budget * GIB / gpu["memory_bytes"], 4)
+    share = budget_share(options, gpu)
     if options.case == "drafts":
         return contenders.drafting(split, sockets=None, share=share)
     of_formats = contenders.formats(split, share=share, engine=engine, prefetch_step=ahead)
@@ -328,6 +321,14 @@ def all_contenders(
         return of_formats
     others = contenders.with_gpu(split, share=share, engine=engine, prefetch_step=ahead)
     return others if "num_experts" in SHAPES[split.shape] else [*others, *of_formats]
+
+
+def budget_share(options: argparse.Namespace, gpu: dict[str, Any] | None) -> float | None:
+    """Share of a GPU's memory that each contender may use; None without a budget, or a GPU."""
+    budget = options.gpu_budget_gib or (24 if options.case == "budget" else None)
+    if gpu is None or budget is None:
+        return None
+    return round(budget * GIB / gpu["memory_bytes"], 4)
 
 
 def of_llama_cpp(

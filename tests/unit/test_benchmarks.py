@@ -44,7 +44,7 @@ from shapes import (  # noqa: E402
     more_norm_bytes,
     write_shape,
 )
-from side_by_side import gpus_of, merged, together  # noqa: E402
+from side_by_side import budget_share, gpus_of, merged, together  # noqa: E402
 from side_by_side_report import arrivals, crossing_of, floor_ms, notes, table  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from utilisation import shares_between  # noqa: E402
@@ -142,13 +142,20 @@ def test_a_point_may_have_an_output_of_its_own() -> None:
 
 
 def test_contenders_share_a_gpu_as_far_as_it_has_room_for_them() -> None:
-    about, budget = {"memory_bytes": 80 << 30}, 16 << 30
-    assert gpus_of(4, ["2", "5"], about, budget) == ["2", "2", "2", "5"]
-    assert gpus_of(7, ["2", "5"], about, budget) == ["2", "2", "2", "5", "5", "5", "2"]
-    assert gpus_of(3, ["2", "5"], about, 60 << 30) == ["2", "5", "2"]
+    options, gpu = Namespace(case="half", gpu_budget_gib=16), {"memory_bytes": 80 << 30}
+    share = budget_share(options, gpu)
+    assert gpus_of(4, ["2", "5"], share) == ["2", "2", "2", "5"]
+    assert gpus_of(7, ["2", "5"], share) == ["2", "2", "2", "5", "5", "5", "2"]
+    options.gpu_budget_gib = 60
+    assert gpus_of(3, ["2", "5"], budget_share(options, gpu)) == ["2", "5", "2"]
     # Without a budget nobody knows how many there is room for; without a GPU there is one place.
-    assert gpus_of(3, ["2", "5"], about, None) == ["2", "5", "2"]
-    assert gpus_of(2, [""], None, budget) == ["", ""]
+    options.gpu_budget_gib = None
+    assert gpus_of(3, ["2", "5"], budget_share(options, gpu)) == ["2", "5", "2"]
+    options.gpu_budget_gib = 16
+    assert gpus_of(2, [""], budget_share(options, None)) == ["", ""]
+    # This case has a budget of its own.
+    options = Namespace(case="budget", gpu_budget_gib=None)
+    assert gpus_of(3, ["2", "5"], budget_share(options, gpu)) == ["2", "2", "5"]
 
 
 def test_answers_of_several_lengths_are_all_counted() -> None:

@@ -30,6 +30,8 @@ pytestmark = needs_native
 PROMPT = 150
 FROM_TOKENS = 64
 PROMPT_TOKENS = list(range(1000, 9000))
+DECODES = SamplingParams()
+"""What a request asks for that decodes behind its prompt."""
 CACHED = 100
 """Tokens of a new request whose keys and values are cached."""
 
@@ -44,7 +46,7 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def step(
     counts: dict[str, int], new: Sequence[str] = (), finished: Sequence[str] = (),
-    asked: SamplingParams | None = SamplingParams(),  # noqa: B008
+    asked: SamplingParams | None = DECODES,
 ) -> SchedulerOutput:  # fmt: skip
     """A step of so many tokens of each request."""
     made = SchedulerOutput.make_empty()
@@ -90,6 +92,24 @@ class Holder:
         self.gpu = gpu
 
 
+class Layers:
+    """Layers with a part for the GPU in decode steps of up to three tokens.
+
+    Args:
+        fetched: tokens of the steps that weights were asked for, noted.
+
+    """
+
+    def __init__(self, fetched: list[int] | None = None) -> None:
+        self._fetched = [] if fetched is None else fetched
+
+    def shares(self, tokens: int) -> bool:
+        return tokens < 4
+
+    def fetch_ahead(self, tokens: int) -> None:
+        self._fetched.append(tokens)
+
+
 def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> None:
     gpu, ahead = Gpu(), PromptsAhead()
     prompts_ahead.use([Holder(gpu), Holder(None)])
@@ -115,7 +135,7 @@ def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> N
 def test_weights_come_for_a_step_that_only_decodes() -> None:
     gpu, ahead = Gpu(), PromptsAhead()
     fetched: list[int] = []
-    prompts_ahead.use([Holder(gpu)], fetch=fetched.append)
+    prompts_ahead.use([Holder(gpu)], first=Layers(fetched))
     steps: list[tuple[SchedulerOutput, list[int]]] = [
         (step({"a": FROM_TOKENS, "b": 5}, new="ab"), []),
         (step({"a": 1, "b": 1}), [2]),
@@ -136,9 +156,19 @@ CHUNK = len(PROMPT_TOKENS) - CACHED
 """Tokens that are to come of a new request's prompt."""
 
 
+def check_rounds(
+    gpu: Gpu, ahead: PromptsAhead, steps: Sequence[tuple[SchedulerOutput, bool]]
+) -> None:
+    """Begin steps, each with whether a prompt's weights come behind it."""
+    for number, (one, expected) in enumerate(steps):
+        ahead.begin_step(one)
+        assert gpu.goes_round.pop() == expected, number
+        assert not gpu.goes_round
+
+
 def test_the_link_is_left_to_decode_steps_that_are_expected_behind_a_prompt() -> None:
     gpu, ahead = Gpu(), PromptsAhead()
-    prompts_ahead.use([Holder(gpu)], shares=lambda tokens: tokens < 4)
+    prompts_ahead.use([Holder(gpu)], first=Layers())
     steps = [
         (step({"a": CHUNK}, new="a"), False),
         (step({"a": 1}), True),
@@ -161,10 +191,7 @@ def test_the_link_is_left_to_decode_steps_that_are_expected_behind_a_prompt() ->
         (step({"j": 1}, finished="k"), True),
         (step({"j": 1, "l": CHUNK}, new="l"), False),
     ]
-    for number, (one, expected) in enumerate(steps):
-        ahead.begin_step(one)
-        assert gpu.goes_round.pop() == expected, number
-        assert not gpu.goes_round
+    check_rounds(gpu, ahead, steps)
     prompts_ahead.use([Holder(gpu)])
     ahead.begin_step(step({"j": 1, "m": CHUNK}, new="m"))
     assert gpu.goes_round == [True]
@@ -175,7 +202,7 @@ def test_prompts_that_nothing_is_decoded_behind_leave_the_link_to_the_next(
     asked: SamplingParams | None,
 ) -> None:
     gpu, ahead = Gpu(), PromptsAhead()
-    prompts_ahead.use([Holder(gpu)], shares=lambda tokens: True)
+    prompts_ahead.use([Holder(gpu)], first=Layers())
     steps = [
         (step({"a": CHUNK}, new="a", asked=asked), True),
         (step({}, finished="a"), True),
@@ -184,9 +211,7 @@ def test_prompts_that_nothing_is_decoded_behind_leave_the_link_to_the_next(
         (step({"c": 1}), True),
         (step({"c": 1, "d": CHUNK}, new="d", asked=asked), False),
     ]
-    for number, (one, expected) in enumerate(steps):
-        ahead.begin_step(one)
-        assert gpu.goes_round.pop() == expected, number
+    check_rounds(gpu, ahead, steps)
 
 
 def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> None:

@@ -269,9 +269,7 @@ class LinearLayers:
             self._settle(self._kernel, found, is_shared=fused.is_shared)
         own = () if self._kernel.prompts is None else (self._kernel.prompts,)
         begin = None if fused.embedded is None else fused.embedded.begin_ahead
-        fetch = None if fused.first is None else fused.first.fetch_ahead
-        shares = None if fused.first is None else fused.first.shares
-        prompts_ahead.use([*own, *(group or ())], begin, fetch, shares)
+        prompts_ahead.use([*own, *(group or ())], begin, fused.first)
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)

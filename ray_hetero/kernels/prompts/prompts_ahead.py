@@ -38,21 +38,29 @@ class ComputesPrompts(Protocol):
         """The GPU; None where another rank of the group has it."""
 
 
+class Decodes(Protocol):
+    """What computes decode steps, with a part for a GPU."""
+
+    def shares(self, tokens: int) -> bool:
+        """Whether the GPU has a part of a step of so many tokens."""
+
+    def fetch_ahead(self, tokens: int) -> None:
+        """Have weights of the GPU's part of a step of so many tokens come."""
+
+
 _offered: dict[GpuPrefill, ComputesPrompts] = {}
 """Layers or products of prompts, once for each GPU: runs of layers may have one in common."""
 
 
 _begins: list[Callable[[Sequence[int]], bool]] = []
 """Beginning of the layers that get the rows of the embedding, if some layers do."""
-_fetches: list[Callable[[int], None]] = []
-"""Reading ahead for decode steps of the layers that are called first, if there are such layers."""
-_shares: list[Callable[[int], bool]] = []
-"""Whether a GPU computes a part of such steps."""
+_first: list[Decodes] = []
+"""Layers that are called first, if there are such layers."""
 
 
 def use(
     prompts: Iterable[ComputesPrompts], begin: Callable[[Sequence[int]], bool] | None = None,
-    fetch: Callable[[int], None] | None = None, shares: Callable[[int], bool] | None = None,
+    first: Decodes | None = None,
 ) -> None:  # fmt: skip
     """Have what computes this process's prompts read their weights ahead.
 
@@ -60,14 +68,11 @@ def use(
         prompts: layers, or products.
         begin: begins with the layers of a step of new prompts whose rows of the embedding are on
             the GPU, given the tokens of each; says whether it has.
-        fetch: has weights of the GPU's part of a decode step come, of the layers that are called
-            first, given its tokens.
-        shares: says whether the GPU has a part of such a step, given its tokens.
+        first: layers that are called first.
 
     """
     _begins[:] = [] if begin is None else [begin]
-    _fetches[:] = [] if fetch is None else [fetch]
-    _shares[:] = [] if shares is None else [shares]
+    _first[:] = [] if first is None else [first]
     _offered.clear()
     _offered.update((one.gpu, one) for one in prompts if one.gpu is not None)
 
@@ -111,8 +116,8 @@ class PromptsAhead:
             if one.from_tokens <= tokens <= READING_TOKENS or not self._requests:
                 gpu.read_ahead()
         if counts and not tokens and not scheduler_output.scheduled_new_reqs:
-            for fetch in _fetches:
-                fetch(scheduler_output.total_num_scheduled_tokens)
+            for first in _first:
+                first.fetch_ahead(scheduler_output.total_num_scheduled_tokens)
 
     def _note(self, scheduler_output: Any) -> None:
         """Note which requests there are, and how much of their prompts is still to come."""
@@ -140,7 +145,7 @@ class PromptsAhead:
         decoding = sum(self._requests.values())
         if not (has_prompts and decoding) or self._unfinished or self._came_again:
             return True
-        return not any(shares(decoding) for shares in _shares)
+        return not any(first.shares(decoding) for first in _first)
 
 
 def _new_prompts(scheduler_output: Any) -> list[int]:

@@ -16,10 +16,9 @@ class ReadingOrder:
 
     def __init__(self) -> None:
         self._after: dict[Piece, Piece] = {}
-        self._first: Piece | None = None
-        """Piece that the last step began with."""
-        self._begins = False
-        self._goes_round = True
+        self._marks_first = False
+        self._end: Piece | None = None
+        """First piece of the last step, where nothing is to come behind its last one."""
         self.last: Piece | None = None
         """The one that was used last; None where what comes next does not follow it."""
 
@@ -30,12 +29,13 @@ class ReadingOrder:
             goes_round: whether what a step uses first comes behind what this one uses last.
 
         """
-        self._begins, self._goes_round = True, goes_round
+        # Until its first piece is used, that comes behind the last one of the step before.
+        self._marks_first, self._end = not goes_round, None
 
     def use(self, piece: Piece) -> None:
         """Note that a piece is used, after the last one."""
-        if self._begins:
-            self._first, self._begins = piece, False
+        if self._marks_first:
+            self._end, self._marks_first = piece, False
         if self.last is not None:
             self._after[self.last] = piece
         self.last = piece
@@ -50,18 +50,14 @@ class ReadingOrder:
             but: says which pieces are passed over.
 
         """
-        following = self._next(piece)
-        for _ in self._after:
-            if following is None or not but(following):
-                return following
-            following = self._next(following)
-        return None
-
-    def _next(self, piece: Piece) -> Piece | None:
         following = self._after.get(piece)
-        # What comes before the first piece of a step is still that step's.
-        ends = not self._goes_round and not self._begins and following is self._first
-        return None if ends else following
+        for _ in self._after:
+            if following is None or following is self._end:
+                return None
+            if not but(following):
+                return following
+            following = self._after.get(following)
+        return None
 
     def interrupt(self) -> None:
         """Have what comes next follow nothing; all that is known stays."""
