@@ -42,11 +42,11 @@ END = "<!-- end of figures -->"
 NEWEST = "gpu-host/2026-11-23-half"
 NEWEST_PREFETCH = "gpu-host/2026-11-23-prefetch"
 DAY_BEFORE = "gpu-host/2026-11-22-two-h200-half"
-PROMPTS = "gpu-host/2026-11-28-h200-formats-half"
+PROMPTS = "gpu-host/2026-11-28-h200-one-gpu-half"
 SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
 EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
 FORMATS = {"H200, 30 cores": "gpu-host/2026-11-28-h200-nine-rounds-formats-half",
-           "the same, slower memory": PROMPTS,
+           "the same, slower memory": "gpu-host/2026-11-28-h200-formats-half",
            "H100, 30 cores": "gpu-host/2026-11-27-h100-formats-half",
            "another H200, 30 cores": "gpu-host/2026-11-26-h200-rows-formats",
            "H100, 14 cores": "gpu-host/2026-11-26-h100-rows-formats"}  # fmt: skip

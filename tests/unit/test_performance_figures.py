@@ -99,17 +99,12 @@ def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
     )
     both_long = figures.prompt_ms(pages.PROMPTS, pages.TWO_RANKS, 1, 8192)
     theirs = figures.prompt_ms(pages.PROMPTS, PREFETCH, 1, 8192)
-    assert f"{1 - long:.0%}" == f"{1 - longest:.0%}"
     said = (
         f"by {1 - one:.0%} for one of 128 and by {1 - eight_of:.0%} for eight of 1,024, and "
-        f"{1 - long:.0%} earlier for 8,192 and for 32,768 tokens. With two CPU ranks, those of "
-        f"8,192 tokens came {both_long / theirs - 1:.0%} later"  # type: ignore[operator]
+        f"{1 - long:.0%} earlier for 8,192 and {1 - longest:.0%} for 32,768 tokens; with two CPU "
+        f"ranks, {1 - both_long / theirs:.0%} earlier for 8,192 tokens."  # type: ignore[operator]
     )
     assert said.replace("%", " %") in page
-    step = figures.step_ms
-    saved = step(pages.NEWEST_PREFETCH, PREFETCH, 1) - step(pages.NEWEST, OURS, 1)  # type: ignore[operator]
-    assert both_long - theirs < saved  # type: ignore[operator]
-    assert "the first decode step makes up for that." in page
     served = figures.point(pages.NEWEST, OURS, 128, 96)["tokens_per_s"]
     assert f"the same load gives {served:,.0f} tokens/s" in page
     both = [figures.point(pages.PROMPTS, one, 128, 96)["tokens_per_s"] for one in (OURS, PREFETCH)]
