@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -199,12 +199,14 @@ def test_experts_of_this_project(
     path = model(architecture, "bf16")
     cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming", "compact_weights": compact}
     compiled = {"dtype": "bfloat16", "enforce_eager": False}
-    ours_made = engine(path, pipeline, tensor, **compiled, **hetero(cpu=cpu))
-    runs = [
-        (made, [batch(prompts(), logprobs=2)]) for made in (engine(path, **compiled), ours_made)
+    made = [
+        engine(path, dtype="float32"),
+        engine(path, **compiled),
+        engine(path, pipeline, tensor, **compiled, **hetero(cpu=cpu)),
     ]
     folder = logs / f"experts-{architecture}-{pipeline}"
-    (theirs,), (ours,) = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
+    runs = [(one, [batch(prompts(), logprobs=2)]) for one in made]
+    (exact,), (theirs,), (ours,) = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
     # Ranks of one stage say the same; the first layer of qwen3_moe has no experts.
     log = (folder / "log").read_text()
     first = {"mixtral": 2, "qwen3_moe": 1}[architecture] if pipeline > 1 else 3
@@ -212,14 +214,15 @@ def test_experts_of_this_project(
     assert "stay with vLLM's kernel" not in log
     assert "operator by operator" not in log
     # A router that sees two experts nearly equal may take either, and its token's logits move by
-    # more than rounding does: one of the two engines has to find the tokens equal.
-    pairs = list(zip(ours, theirs, strict=True))
-    found = [(gap_where_different(mine, other), gap_where_different(other, mine))
-             for mine, other in pairs]  # fmt: skip
-    gaps = [min(x, y) for x, y in found if x is not None and y is not None]
-    assert len(gaps) <= 3
-    assert all(gap < NEARLY_EQUAL for gap in gaps)
-    assert statistics.fmean(itertools.chain(*(differences(*pair) for pair in pairs))) < 0.1
+    # more than rounding does: stock vLLM, compiled and not, answers up to five of 16 prompts
+    # otherwise than itself.  Answers count up to where they part, so that more counts of the engine
+    # that is nearer to the exact ones.
+    apart, gaps = apart_from(exact, ours)
+    of_stock, of_stock_gaps = apart_from(exact, theirs)
+    print(f"{architecture}: {apart:.4f} from float32, answers part at {gaps}; "
+          f"stock vLLM {of_stock:.4f} and {of_stock_gaps}")  # fmt: skip
+    assert apart < 1.5 * of_stock
+    assert len(gaps) <= len(of_stock_gaps) + 3
 
 
 # As published; without scaling vLLM's operator for CPUs does not turn all heads.
@@ -277,13 +280,8 @@ def test_latent_attention_of_this_project(
     assert all(count >= layers * 16 * 20 for count in native), native
     # Stock vLLM in bfloat16 differs from float32 by as much as two bfloat16 differ, or more: what
     # heads attend to, and queries multiplied with what makes keys, are rounded too.
-    apart, of_stock = (
-        statistics.fmean(itertools.chain(*map(differences, some, exact))) for some in (ours, theirs)
-    )
-    gaps, of_stock_gaps = (
-        [gap for gap in map(gap_where_different, some, exact) if gap is not None]
-        for some in (ours, theirs)
-    )
+    apart, gaps = apart_from(exact, ours)
+    of_stock, of_stock_gaps = apart_from(exact, theirs)
     print(f"{architecture}, {stored}: {apart:.4f} from float32, answers part at {gaps}; "
           f"stock vLLM {of_stock:.4f} and {of_stock_gaps}")  # fmt: skip
     assert apart < 1.25 * of_stock
@@ -314,15 +312,19 @@ def test_latent_attention_of_this_project_with_routers(
     assert "operator by operator" not in log
     # Routers of these models see experts nearly equal so often that stock vLLM in bfloat16 answers
     # a third of the prompts otherwise than in float32: this project must be no further from that.
-    apart, of_stock = (
-        statistics.fmean(itertools.chain(*map(differences, some, exact))) for some in (ours, theirs)
-    )
+    apart, gaps = apart_from(exact, ours)
+    of_stock, of_stock_gaps = apart_from(exact, theirs)
+    print(f"{architecture}: {apart:.4f} from float32, answers part at {gaps}; "
+          f"stock vLLM {of_stock:.4f} and {of_stock_gaps}")  # fmt: skip
     assert apart < max(1.25 * of_stock, 0.02), f"{apart} from float32, stock vLLM {of_stock}"
-    print(f"{architecture}: {apart:.4f} from float32, stock vLLM {of_stock:.4f}")
-    gaps = [gap for gap in map(gap_where_different, ours, exact) if gap is not None]
-    of_stock_gaps = [gap for gap in map(gap_where_different, theirs, exact) if gap is not None]
-    print(f"{architecture}: parts {gaps}, stock vLLM {of_stock_gaps}")
     assert len(gaps) <= len(of_stock_gaps) + 3
+
+
+def apart_from(exact: Iterable[Json], answers: Iterable[Json]) -> tuple[float, list[float]]:
+    """How far logprobs are from exact ones in the mean, and gaps where the answers part."""
+    pairs = list(zip(answers, exact, strict=True))
+    gaps = [gap for pair in pairs if (gap := gap_where_different(*pair)) is not None]
+    return statistics.fmean(itertools.chain(*(differences(*pair) for pair in pairs))), gaps
 
 
 def differences(mine: Json, wanted: Json) -> Iterator[float]:
