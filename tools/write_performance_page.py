@@ -514,11 +514,11 @@ def written(page: str, text: str) -> str:
 
 
 WIDTH, LEFT, ROW, BAR = 900, 250, 52, 17
-BY_DAY = (NEWEST, NEWEST_PREFETCH)
+ON_ONE_DAY = (NEWEST, NEWEST_PREFETCH)
 IN_ONE_RUN = (PROMPTS, PROMPTS)
 FIGURES = (
-    ("one token of 1 sequence", step_ms, BY_DAY, 1, 128),
-    ("one token of 8 sequences", step_ms, BY_DAY, 8, 128),
+    ("one token of 1 sequence", step_ms, ON_ONE_DAY, 1, 128),
+    ("one token of 8 sequences", step_ms, ON_ONE_DAY, 8, 128),
     ("one token of 128 sequences", step_ms, IN_ONE_RUN, 128, 96),
     ("first token, 1 prompt × 128", prompt_ms, IN_ONE_RUN, 1, 128),
     ("first token, 8 prompts × 1,024", prompt_ms, IN_ONE_RUN, 8, 1024),
