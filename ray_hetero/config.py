@@ -65,8 +65,14 @@ class GpuConfig(_Section):
     """Share of each GPU's memory that vLLM may use; null means vLLM's own
     --gpu-memory-utilization."""
     bandwidth_gb_s: GigabytesPerSecond | None = None
-    """Memory bandwidth of a GPU in 10^9 bytes per second, used for planning; null takes it from the
-    table of known parts."""
+    """Memory bandwidth that a GPU reaches in 10^9 bytes per second, used for planning (85 % of a
+    datasheet's); null measures it at the first start on a host, or computes it from the memory's
+    bus and clock."""
+    link_gb_s: GigabytesPerSecond | None = None
+    """Bandwidth that copies between a GPU and its host's memory reach in one direction in 10^9
+    bytes per second, used for planning (80 % of the nominal one: 51 for PCIe 5 with 16 lanes); null
+    measures it at the first start on a host, or computes it from generation and width of the
+    link."""
     in_mixed_groups: Literal["eager", "compiled", "graphs"] = "graphs"
     """Mode of GPU ranks in a tensor-parallel group with CPU ranks: eager runs operator by operator,
     compiled compiles the code between collectives, graphs also captures it as CUDA graphs."""

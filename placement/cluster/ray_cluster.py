@@ -22,6 +22,7 @@ from placement.cluster.external_group import Bundle, Offer, bundles_of, chosen_b
 from placement.cluster.lockfiles import DIRECTORY_VARIABLE
 from placement.cluster.shortage import NodeResources, impossible, missing
 from placement.errors import ReservationError, TopologyError
+from placement.host.gpu_rates import with_gpu_rates
 from placement.host.sockets import sockets_of
 from placement.host.sysfs import machine_id, read_host
 from placement.host.topology import Host, Socket, SocketUnit
@@ -42,7 +43,8 @@ class _Description:
 
 
 def _describe(claims: Path | None) -> _Description:
-    return _Description(read_host(), held(claims or default_directory()), machine_id())
+    host = with_gpu_rates(read_host())
+    return _Description(host, held(claims or default_directory()), machine_id())
 
 
 def discover(

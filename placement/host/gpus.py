@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from placement.errors import TopologyError
-from placement.host.topology import Gpu
+from placement.host import nvml
+from placement.host.topology import Gpu, GpuDetails
 from placement.host.tree import Tree
 
 NVIDIA_SMI_FIELDS = "index,uuid,name,memory.total,pci.bus_id"
 NVIDIA_SMI_TIMEOUT_S = 30.0
 MEBIBYTE = 1 << 20
+NVIDIA, DISPLAY = "0x10de", "0x03"
+"""PCI's number of the vendor, and how the class of its display devices begins."""
 
 
 def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
@@ -37,38 +39,55 @@ def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
     return _from_proc(tree) if found is None else found
 
 
+def devices_on_bus(root: Path = Path("/")) -> tuple[str, ...]:
+    """PCI addresses of NVIDIA's display devices, whether a driver has them or not."""
+    tree, found = Tree(root), []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        name = f"sys/bus/pci/devices/{folder.name}"
+        is_display = (tree.find_text(f"{name}/class") or "").startswith(DISPLAY)
+        if is_display and (tree.find_text(f"{name}/vendor") or "").strip() == NVIDIA:
+            found.append(folder.name)
+    return tuple(found)
+
+
 def _from_nvml(tree: Tree) -> tuple[Gpu, ...] | None:
-    """None where NVML or its Python binding is not installed, or no driver is loaded."""
+    """None where NVML is not installed, or no driver is loaded."""
     try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except ImportError:
+        with nvml.opened() as library:
+            driver = library.driver
+            devices = ((index, library.device(index)) for index in range(library.count()))
+            return tuple(
+                _nvml_gpu(tree, device, index, driver)
+                for index, device in devices
+                if device is not None
+            )
+    except nvml.NvmlError:
         return None
-    except nvml.NVMLError:
-        return None
-    try:
-        count: int = nvml.nvmlDeviceGetCount()
-        return tuple(_nvml_gpu(tree, nvml, index) for index in range(count))
-    except nvml.NVMLError:
-        return None
-    finally:
-        nvml.nvmlShutdown()
 
 
-def _nvml_gpu(tree: Tree, nvml: Any, index: int) -> Gpu:
-    device = nvml.nvmlDeviceGetHandleByIndex(index)
-    try:
-        memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(device).total)
-    except nvml.NVMLError:  # GPUs that share the host's memory have none of their own
-        memory_bytes = None
-    return _gpu(
+def _nvml_gpu(tree: Tree, device: nvml.NvmlDevice, index: int, driver: str | None) -> Gpu:
+    gpu = _gpu(
         tree,
         index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(device)),
-        name=_text(nvml.nvmlDeviceGetName(device)),
-        memory_bytes=memory_bytes,
-        bus_id=_text(nvml.nvmlDeviceGetPciInfo(device).busId),
+        uuid=device.text("UUID"),
+        name=device.text("Name"),
+        memory_bytes=device.memory_bytes,
+        bus_id=device.pci_address,
     )
+    details = GpuDetails(
+        driver=driver,
+        memory_bus_bits=device.number("MemoryBusWidth"),
+        memory_clock_mhz=device.number("MaxClockInfo", nvml.CLOCK_MEMORY),
+        cuda_cores=device.number("NumGpuCores"),
+        clock_mhz=device.number("MaxClockInfo", nvml.CLOCK_SM),
+        compute_capability=device.compute_capability,
+        link_generation=device.number("CurrPcieLinkGeneration"),
+        link_generation_max=device.number("MaxPcieLinkGeneration"),
+        link_width=device.number("CurrPcieLinkWidth"),
+        link_width_max=device.number("MaxPcieLinkWidth"),
+        is_computing=device.is_computing,
+    )
+    return replace(gpu, details=details)
 
 
 def _from_nvidia_smi(tree: Tree) -> tuple[Gpu, ...] | None:
@@ -149,10 +168,6 @@ def _numa_node(tree: Tree, address: str | None) -> int | None:
         return None
     node = tree.find_integer(f"sys/bus/pci/devices/{address}/numa_node")
     return None if node is None or node < 0 else node
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def visible_gpus(there: int, visible: str | None) -> int:

@@ -40,6 +40,43 @@ class NumaNode:
 
 
 @dataclass(frozen=True)
+class GpuDetails:
+    """What a GPU's driver tells of its speed; None is unknown."""
+
+    driver: str | None = None
+    """Version of the driver."""
+    memory_bus_bits: int | None = None
+    memory_clock_mhz: int | None = None
+    """Highest clock of the memory; it moves two bits a cycle on each line of the bus."""
+    cuda_cores: int | None = None
+    clock_mhz: int | None = None
+    """Highest clock of the multiprocessors."""
+    compute_capability: tuple[int, int] | None = None
+    link_generation: int | None = None
+    """Generation of PCIe that the link runs at now; an idle GPU lowers it."""
+    link_generation_max: int | None = None
+    """Highest generation that GPU and slot have in common."""
+    link_width: int | None = None
+    """Lanes that the link uses now."""
+    link_width_max: int | None = None
+    """Lanes that GPU and slot have in common."""
+    is_computing: bool = False
+    """Whether some process computed on it when it was asked."""
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """Measured bytes per second of a GPU."""
+
+    memory: float
+    """Bytes read and written by a copy within the GPU's memory."""
+    to_gpu: float
+    """From page-locked memory of the host."""
+    from_gpu: float
+    """Into page-locked memory of the host."""
+
+
+@dataclass(frozen=True)
 class Gpu:
     """One GPU; None is unknown."""
 
@@ -49,6 +86,10 @@ class Gpu:
     memory_bytes: int | None = None
     pci_address: str | None = None
     numa_node: int | None = None
+    details: GpuDetails | None = None
+    """None where the driver's library does not answer."""
+    rates: GpuRates | None = None
+    """None where nothing is measured."""
 
 
 @dataclass(frozen=True)

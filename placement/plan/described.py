@@ -28,12 +28,13 @@ from placement.plan.description import (
     NodeSection,
     SocketsSection,
 )
-from placement.plan.devices import DeviceFigures, Link, Links, RankDevice, known_part
+from placement.plan.devices import DeviceFigures, Link, Links, RankDevice
+from placement.plan.gpu_figures import ASSUMED_HOST_LINK
+from placement.plan.parts import known_part
 from placement.text_file import FileError
 from placement.units import GB, GIB
 from placement.yaml_file import read_yaml
 
-ASSUMED_HOST_LINK = 25 * GB
 MOST_DEVICES = 10_000
 """Most devices; more are a slip of the pen, and take minutes to plan."""
 
@@ -219,7 +220,7 @@ def _figures(section: DevicesSection, kind: Kind, link: float | None) -> DeviceF
     if part is not None and part.kind != kind:
         raise TopologyError(f"part {section.part!r} is a {part.kind}, it is given as a {kind}")
     assumed = ASSUMED_HOST_LINK if kind == "gpu" else None
-    base = part or DeviceFigures(kind.upper(), kind, 0, 0, 0, assumed)
+    base = part.figures if part else DeviceFigures(kind.upper(), kind, 0, 0, 0, assumed)
     return DeviceFigures(
         name=section.name or base.name,
         kind=kind,
@@ -228,6 +229,7 @@ def _figures(section: DevicesSection, kind: Kind, link: float | None) -> DeviceF
         memory_bytes=int(section.memory_gib * GIB) if section.memory_gib else base.memory_bytes,
         host_link=base.host_link if link is None else link * GB,
         source="configured" if section.read_gb_s or section.bf16_tflop_s else "table",
+        link_source=base.link_source if link is None else "configured",
         layer_latency_s=section.layer_latency_us / 1e6,
         row_costs=_row_costs(section),
     )

@@ -10,6 +10,10 @@
 
 A `part` is a name of the table of known parts; every figure given beside it wins over the table's,
 and without a part all figures must be given.
+
+Figures are those that programs reach.  From a datasheet, take 85 % of a GPU's memory bandwidth and
+75 % of a socket's, 60 % of a GPU's dense bf16 FLOP/s and 40 % of a socket's, and 80 % of a link's
+bandwidth in one direction; the table does the same for a `part`.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from placement.host.row_costs import ROWS, are_ratios
-from placement.plan.devices import known_part, known_parts
+from placement.plan.parts import known_part, known_parts
 
 Positive = Annotated[float, Field(ge=1e-6, le=1e9)]
 Count = Annotated[int, Field(ge=1, le=4096)]
@@ -66,9 +70,11 @@ class DevicesSection(_Section):
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     """Share of that memory for the engine."""
     read_gb_s: Positive | None = None
-    """Bandwidth of reading its own memory, 10^9 bytes per second."""
+    """Bandwidth of reading its own memory that programs reach, 10^9 bytes per second: 85 % of a
+    GPU's datasheet, 75 % of a socket's."""
     bf16_tflop_s: Positive | None = None
-    """Dense bf16 compute, 10^12 FLOP per second."""
+    """Dense bf16 compute that matrix products reach, 10^12 FLOP per second: 60 % of a GPU's
+    datasheet, 40 % of a socket's."""
     layer_latency_us: Annotated[float, Field(ge=0, le=1e9)] = 0
     """Cost of a layer beside its bytes, in microseconds: kernel launches, thread barriers."""
     runtime_gib: Positive = 1
@@ -91,7 +97,8 @@ class GpusSection(DevicesSection):
     """GPUs of a node."""
 
     host_link_gb_s: Positive | None = None
-    """Bandwidth between GPU and host memory, 10^9 bytes per second; default: the part's, or 25."""
+    """Bandwidth between GPU and host memory in one direction that copies reach, 10^9 bytes per
+    second: 80 % of the nominal one, 51 for PCIe 5 with 16 lanes; default: the part's, or 25."""
 
 
 class SocketsSection(DevicesSection):

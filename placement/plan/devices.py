@@ -11,7 +11,8 @@ from placement.cluster.layout import Kind
 from placement.host.row_costs import RowCosts
 from placement.units import GB, GIB
 
-Source = Literal["measured", "configured", "table"]
+Source = Literal["measured", "configured", "computed", "table", "assumed"]
+"""Where a figure comes from; computed is from what the driver tells of clocks and widths."""
 
 NATIVE_STEP_TOKENS = 128
 """Most tokens of a step that a socket computes in one native call (csrc/kernels/sizes.h); more are
@@ -32,6 +33,9 @@ class DeviceFigures:
     host_link: float | None = None
     """Bytes per second between a GPU and its host's memory; None for a socket."""
     source: Source = "table"
+    """Where the bandwidth of the memory comes from."""
+    link_source: Source = "assumed"
+    """Where the bandwidth of a GPU's link comes from."""
     layer_latency_s: float = 0.0
     """Seconds of a layer beside its bytes and operations: kernel launches, thread barriers."""
     step_latency_s: float = 0.0
@@ -176,54 +180,6 @@ def boundary_link(
     if len(sender.nodes | receiver.nodes) > 1:
         return links.network
     return links.nccl if only_gpus else links.boundary
-
-
-# Datasheet peaks.  NVIDIA: product briefs of the part, dense bf16 without sparsity; memory as the
-# driver reports it.  Xeon 8480+: 8 channels of DDR5-4800 = 307.2 GB/s, AMX 1024 bf16 FLOP per cycle
-# and core x 56 cores x 2.0 GHz.  EPYC 9654: 12 channels of DDR5-4800 = 460.8 GB/s, AVX-512 64 bf16
-# FLOP per cycle and core x 96 cores x 2.4 GHz.  Memory of a socket depends on its DIMMs.
-_TABLE: dict[str, tuple[Kind, float, float, int, float | None]] = {
-    # name: kind, GB/s, bf16 TFLOP/s, memory in GiB, host link GB/s
-    "H100 SXM": ("gpu", 3350, 989, 79, 64),
-    "H100 PCIe": ("gpu", 2000, 756, 79, 64),
-    "H200": ("gpu", 4800, 989, 139, 64),
-    "A100 80GB": ("gpu", 2039, 312, 79, 32),
-    "A100 40GB": ("gpu", 1555, 312, 39, 32),
-    "L40S": ("gpu", 864, 362, 44, 32),
-    "Xeon 8480+": ("cpu", 307.2, 114.7, 256, None),
-    "EPYC 9654": ("cpu", 460.8, 14.7, 384, None),
-}
-
-_REACHABLE: dict[Kind, float] = {"gpu": 0.85, "cpu": 0.75}
-_REACHABLE_COMPUTE: dict[Kind, float] = {"gpu": 0.6, "cpu": 0.4}
-
-
-def known_parts() -> tuple[str, ...]:
-    """Names in the table of known parts."""
-    return tuple(_TABLE)
-
-
-def known_part(name: str, *, reachable: bool = True) -> DeviceFigures | None:
-    """Figures of a known part; None where the table does not have it.
-
-    Args:
-        name: a name of the table, upper or lower case.
-        reachable: take the share of the datasheet's peak that programs reach (memory 85 % on a
-            GPU and 75 % on a socket, compute 60 % and 40 %, host link 80 %), not the peak.
-
-    """
-    entry = next(((n, e) for n, e in _TABLE.items() if n.lower() == name.lower()), None)
-    if entry is None:
-        return None
-    found, (kind, bandwidth, compute, memory, link) = entry
-    return DeviceFigures(
-        name=found,
-        kind=kind,
-        read_bandwidth=bandwidth * GB * (_REACHABLE[kind] if reachable else 1),
-        compute=compute * 1e12 * (_REACHABLE_COMPUTE[kind] if reachable else 1),
-        memory_bytes=memory * GIB,
-        host_link=None if link is None else link * GB * (0.8 if reachable else 1),
-    )
 
 
 def stages_of(devices: Sequence[RankDevice], sizes: Sequence[int]) -> list[StageDevices]:

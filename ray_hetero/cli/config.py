@@ -50,7 +50,7 @@ def config(
             ADDITIONAL_CONFIG, help="What `vllm serve` would be given, as JSON.", metavar="JSON"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Print the configuration in force here, and where each value is from.
 

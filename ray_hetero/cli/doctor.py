@@ -16,12 +16,19 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure sockets and GPUs; plans use what is measured of GPUs for a week.",
+        ),
+    ] = False,
 ) -> None:
     """Diagnose this host and print the fix; exit status 1 if something cannot work."""
     from ray_hetero.preflight.host_checks import run_checks
 
-    found = run_checks()
+    found = run_checks(measures=measure)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
     else:

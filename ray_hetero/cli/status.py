@@ -17,7 +17,7 @@ WIDTH_WITHOUT_TERMINAL = 160
 
 def status(
     as_json: Annotated[
-        bool, typer.Option("--json", help="For programs: bytes, seconds, milliseconds.")
+        bool, typer.Option("--json", help="Machine-readable output: bytes, seconds, milliseconds.")
     ] = False,
 ) -> None:
     """Show the engines on the Ray cluster; exit status 1 if something is wrong with one."""

@@ -15,7 +15,7 @@ CLUSTER_TIMEOUT_S = 60.0
 
 
 def topology(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Every node of the Ray cluster that runs here.")
     ] = False,

@@ -173,8 +173,9 @@ def _plan_stages(
 ) -> LayerPlan:
     is_chosen = world.has_cpu and not world.is_cpu_only and not is_given
     if facts.shape is None:
-        warning = _equal(facts.why_no_shape) if is_chosen else ""
-        return LayerPlan(world, None, warning=warning, threads=threads)
+        unknown = facts.why_no_shape
+        warning = _equal(unknown) if is_chosen else ""
+        return LayerPlan(world, None, warning=warning, unknown=unknown, threads=threads)
     try:
         stages = _stages(
             config, world, nodes, facts, threads, measure, measure_rows, described, links
@@ -182,7 +183,10 @@ def _plan_stages(
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
         expert_bytes = _expert_bytes(world, facts.shape.with_remote_experts(world.expert_layers))
-        return LayerPlan(world, None, warning=warning, threads=threads, expert_bytes=expert_bytes)
+        return LayerPlan(
+            world, None, warning=warning, unknown=str(error), threads=threads,
+            expert_bytes=expert_bytes,
+        )  # fmt: skip
     search = SplitSearch(config, facts, facts.shape, stages, asked, links, explained)
     if world.experts:
         return _beside_experts(config, world, search, threads)

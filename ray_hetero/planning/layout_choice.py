@@ -205,8 +205,8 @@ def _priced(
     except PlacementError as error:
         return Candidate(layout, experts, problem=str(error))
     if plan.split is None:
-        is_unknown = not plan.is_too_large
-        return Candidate(layout, experts, problem=plan.warning, is_unknown=is_unknown)
+        problem = plan.warning or plan.unknown
+        return Candidate(layout, experts, problem=problem, is_unknown=not plan.is_too_large)
     # All experts may fit on the GPUs.
     return Candidate(layout, len(plan.world.experts), plan)
 

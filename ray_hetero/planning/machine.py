@@ -11,6 +11,7 @@ from placement.cluster.assignment import Node, Seat
 from placement.cluster.claims import default_directory, held
 from placement.errors import NativeError
 from placement.host.bandwidth_cache import cached_bandwidth
+from placement.host.gpu_rates import with_gpu_rates
 from placement.host.gpus import visible_gpus
 from placement.host.sockets import sockets_of
 from placement.host.sysfs import read_host
@@ -50,7 +51,7 @@ def this_host(config: CpuConfig, environment: Mapping[str, str] = os.environ) ->
         TopologyError: a file of the kernel is malformed, or nothing usable is left.
 
     """
-    host = read_host()
+    host = with_gpu_rates(read_host())
     claims = held(default_directory())
     taken = {cpu for holder in claims for cpu in holder.cpus}
     sockets = sockets_of(host, config.unit, config.ranks_per_socket)

@@ -136,8 +136,8 @@ def _planned(
     if problem := heads_problem(found.world.layout, shape.num_heads, shape.num_kv_heads):
         raise UnsupportedError(problem)
     if found.split is None:
-        wrong = DoesNotFitError if "fit" in found.warning else LayoutError
-        raise wrong(found.warning or "nothing is known to plan by: give figures of the devices")
+        wrong = DoesNotFitError if found.is_too_large else LayoutError
+        raise wrong(found.unknown or found.warning)
     return found, choice
 
 

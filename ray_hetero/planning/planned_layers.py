@@ -22,6 +22,8 @@ class LayerPlan:
     kv_tokens: int = 0
     """Tokens that the KV cache will hold."""
     warning: str = ""
+    unknown: str = ""
+    """Why nothing is priced: what is not known of the model or of a device, and what to set."""
     is_too_large: bool = False
     """Whether model or KV cache do not fit as the layers are."""
     threads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -6,17 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from placement.cluster.assignment import Seat
-from placement.host.topology import Host, Socket
+from placement.host.topology import Gpu, Host, Socket
 from placement.plan.devices import DeviceFigures, RankDevice
-from placement.plan.part_names import part_called
+from placement.plan.gpu_figures import Figure, gpu_figures, with_bandwidth
+from placement.plan.parts import part_called
 from placement.units import GB, GIB
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import RayHeteroError
 
-ASSUMED_HOST_LINK = 25 * GB
-"""Bytes per second between a GPU and its host where the part is not in the table: PCIe 4 x16."""
-ASSUMED_FLOP_PER_BYTE = 150
-"""bf16 FLOP of a GPU for a byte that it reads, where the part is not in the table (150 to 420)."""
 SYSTEM_SHARE = 0.05
 """Share of a socket's memory left to the system: Ray's memory monitor kills above 95 %."""
 # bf16 FLOP per second and core at 2 GHz: AMX 1024 a cycle; two 512-bit units with bf16 dot
@@ -27,6 +24,7 @@ _FLOPS_PER_CORE = (
 _SLOWEST_CORE = 32e9
 _REACHABLE = 0.4
 """Share of these that matrix products reach, as for the table's sockets."""
+
 
 Described = Callable[[Seat], RankDevice]
 """Function that gives the device of a seat as a description of a cluster has it."""
@@ -47,7 +45,7 @@ def gpu_device(
     """The device of a seat on a GPU.
 
     Args:
-        config: figures given here win over known parts.
+        config: figures given here win over measured, computed and published ones.
         seat: of a GPU rank.
         host: its node's.
         share: of the GPU's memory, what the engine takes.
@@ -61,24 +59,38 @@ def gpu_device(
     gpu = next((gpu for gpu in host.gpus if gpu.index == seat.local_rank), None)
     if gpu is None or gpu.memory_bytes is None:
         raise UnknownDeviceError(
-            f"GPU {seat.local_rank} of node {seat.node_name} does not tell its memory"
+            f"GPU {seat.local_rank} of node {seat.node_name} does not tell its memory, which "
+            "nvidia-smi on that node should show"
         )
-    part, given = _figures_of(said) or part_called(gpu.name), config.gpu.bandwidth_gb_s
-    if part is None and given is None:
-        raise UnknownDeviceError(
-            f"the memory bandwidth of {gpu.name or 'the GPU'} on node {seat.node_name} is not "
-            "known: set gpu.bandwidth_gb_s"
-        )
-    rate = 0.0 if given is None else given * GB
-    figures = part or DeviceFigures(
-        gpu.name or "GPU", "gpu", rate, rate * ASSUMED_FLOP_PER_BYTE, 0, ASSUMED_HOST_LINK
-    )
-    if given is not None:
-        figures = replace(figures, read_bandwidth=rate, source="configured")
+    figures = _gpu_figures(config, seat, gpu, said)
     figures = replace(figures, memory_bytes=gpu.memory_bytes)
     usable = max(0, int(gpu.memory_bytes * share) - prompt_bytes)
     device = RankDevice(seat.node_name, f"GPU {seat.local_rank}", figures, usable)
     return _as_described(device, said)
+
+
+def _gpu_figures(
+    config: HeteroConfig, seat: Seat, gpu: Gpu, said: RankDevice | None
+) -> DeviceFigures:
+    """Speeds of a GPU; what the configuration gives wins, then what a description says."""
+    rate, link = config.gpu.bandwidth_gb_s, config.gpu.link_gb_s
+    figures = gpu_figures(gpu) if said is None else said.figures
+    if rate is not None:
+        configured = Figure(rate * GB, "configured")
+        figures = (
+            with_bandwidth(gpu, configured)
+            if figures is None
+            else replace(figures, read_bandwidth=configured.value, source="configured")
+        )
+    if figures is None:
+        raise UnknownDeviceError(
+            f"{gpu.name or 'a GPU'} (GPU {gpu.index} of node {seat.node_name}): its memory "
+            "bandwidth is not known: it was not measured, and the driver does not tell it. Set "
+            f"gpu.bandwidth_gb_s to 85 % of the datasheet's GB/s"
+        )
+    if link is not None:
+        figures = replace(figures, host_link=link * GB, link_source="configured")
+    return figures
 
 
 def _figures_of(said: RankDevice | None) -> DeviceFigures | None:
@@ -160,7 +172,7 @@ def _socket_figures(
     part, given = part_called(host.cpu_model), config.cpu.bandwidth_gb_s
     package = [node for node in host.numa_nodes if node.package == socket.package]
     whole = max(1, sum(len(node.cores) for node in package))
-    known = part if part is not None and not host.instruction_sets else None
+    known = part.figures if part is not None and not host.instruction_sets else None
     base = DeviceFigures(
         name=part.name if part is not None else host.cpu_model or "CPU",
         kind="cpu",
@@ -174,10 +186,12 @@ def _socket_figures(
         return replace(base, read_bandwidth=measured, source="measured")
     if part is None:
         raise UnknownDeviceError(
-            f"the memory bandwidth of {base.name} on node {seat.node_name} is not known: set "
-            "cpu.bandwidth_gb_s"
+            f"{base.name} (socket {socket.id} of node {seat.node_name}): its memory bandwidth is "
+            "not known, and this installation cannot measure it. Set cpu.bandwidth_gb_s to 75 % "
+            "of the datasheet's GB/s"
         )
-    return replace(base, read_bandwidth=part.read_bandwidth * len(socket.cores) / whole)
+    published = part.figures.read_bandwidth
+    return replace(base, read_bandwidth=published * len(socket.cores) / whole)
 
 
 def _compute(host: Host, cores: int) -> float:

@@ -110,8 +110,7 @@ def check_ipex(ipex: str | None, torch: str | None) -> Check:
     """IPEX is nothing that a CPU rank computes with; importing it may end a process."""
     instead = "vLLM's own oneDNN and AMX kernels are used"
     if ipex is None:
-        found = f"not installed, not needed: it ended with 2.8 for torch 2.8; {instead}"
-        return Check("IPEX", "ok", found)
+        return Check("IPEX", "ok", "not installed, not needed (discontinued)")
     found = f"{ipex} beside torch {torch} is never imported; {instead}"
     return Check("IPEX", "warn", found, f"pip uninstall --yes {IPEX_PACKAGE}")
 
@@ -134,8 +133,8 @@ def check_instructions(instruction_sets: Set[str], cpu_model: str | None) -> Che
         return Check("processor", "fail", found, "vLLM's CPU kernels need AVX2; use another host")
     if best == "AMX-BF16":
         return Check("processor", "ok", found)
-    slower = "without AMX, long prompts are slower; decoding is bound by memory anyway"
-    return Check("processor", "warn", f"{found}; {slower}")
+    slower = "no AMX, so that long prompts take longer; decoding is limited by memory bandwidth"
+    return Check("processor", "ok", f"{found}; {slower}")
 
 
 def check_huge_pages(enabled: str | None) -> Check:
@@ -209,7 +208,7 @@ def check_byte_code(lacking: Sequence[str], why: str) -> Check:
 
     """
     if not lacking:
-        return Check("byte code", "ok", "kept by Python")
+        return Check("byte code", "ok", "cached")
     folders = " ".join(lacking)
     found = f"none in {folders}, and {why}: each process takes several times as long to load them"
     return Check("byte code", "warn", found, f"python -m compileall -q {folders}")

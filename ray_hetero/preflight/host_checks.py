@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import functools
 import importlib.util
 import os
 import re
@@ -16,10 +17,18 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from placement.errors import TopologyError
+from placement.errors import NativeError, TopologyError
+from placement.host.bandwidth_cache import PROBE_SECONDS
 from placement.host.cgroup import memory_limit_bytes
+from placement.host.gpu_rates import with_gpu_rates
+from placement.host.gpus import devices_on_bus
+from placement.host.native import read_bandwidth
+from placement.host.sockets import sockets_of
 from placement.host.sysfs import read_host
+from placement.host.topology import Host, Socket
 from placement.host.tree import Tree
+from placement.plan.parts import part_called
+from placement.units import GB
 from ray_hetero.compat.cpu_site import (
     INSTALL_COMMAND,
     CpuSite,
@@ -30,6 +39,7 @@ from ray_hetero.compat.cpu_site import (
 from ray_hetero.errors import CpuSiteError
 from ray_hetero.preflight import checks
 from ray_hetero.preflight.checks import Check
+from ray_hetero.preflight.gpu_checks import check_gpus
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 LARGE_PACKAGES = ("vllm", "torch", "transformers", "ray")
@@ -47,14 +57,16 @@ class RunningRay:
     """Variables RAY_… of its environment."""
 
 
-def run_checks(root: Path = Path("/")) -> list[Check]:
+def run_checks(root: Path = Path("/"), *, measures: bool = False) -> list[Check]:
     """All checks of this host, in the order in which they are worth reading.
 
     Args:
         root: directory that stands for `/` where /sys and /proc are read.
+        measures: whether to measure GPUs and sockets; else figures that are kept are shown.
 
     """
-    return [*_software_checks(), *_hardware_checks(root), *surroundings(root)]
+    hardware = _hardware_checks(root, measures=measures)
+    return [*_software_checks(), *hardware, *surroundings(root)]
 
 
 def surroundings(root: Path = Path("/")) -> list[Check]:
@@ -169,18 +181,36 @@ def _native_check() -> Check:
     return Check("native modules", "warn", found, "apt install g++, then install ray-hetero again")
 
 
-def _hardware_checks(root: Path) -> Iterator[Check]:
+def _hardware_checks(root: Path, *, measures: bool) -> Iterator[Check]:
     tree = Tree(root)
     memory = read_meminfo(tree)
     try:
-        host = read_host(root, gpus=False)
+        host = with_gpu_rates(read_host(root), wanted="all" if measures else "none")
     except TopologyError as error:
         yield Check("topology", "fail", str(error), "report it, with the output of lscpu")
     else:
         yield checks.check_instructions(host.instruction_sets, host.cpu_model)
+        yield from check_gpus(host, devices_on_bus(root))
+        if measures:
+            yield from map(functools.partial(_measured_socket, host), sockets_of(host))
     yield checks.check_free_memory(memory["MemAvailable"], memory["MemTotal"])
     yield checks.check_huge_pages(tree.find_text(HUGE_PAGES))
     yield checks.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+
+
+def _measured_socket(host: Host, socket: Socket) -> Check:
+    name = f"socket {socket.id}"
+    try:
+        rate = read_bandwidth(socket.cpus, seconds=PROBE_SECONDS)
+    except NativeError as error:
+        found = f"memory bandwidth not measured: {error}"
+        return Check(name, "warn", found, "set cpu.bandwidth_gb_s to 75 % of the datasheet's GB/s")
+    cores = f"{len(socket.cores)} cores" if len(socket.cores) > 1 else "one core"
+    found = f"{host.cpu_model or 'CPU'}, {cores} read {rate / GB:,.0f} GB/s measured"
+    part = part_called(host.cpu_model)
+    if part is not None:
+        found += f" ({part.figures.read_bandwidth / GB:,.0f} table, for the whole socket)"
+    return Check(name, "ok", found)
 
 
 def read_meminfo(tree: Tree) -> dict[str, int]:

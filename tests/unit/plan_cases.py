@@ -7,7 +7,8 @@ from typing import Any
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
 from placement.plan.described import DescribedCluster
-from placement.plan.devices import RankDevice, StageDevices, known_part
+from placement.plan.devices import RankDevice, StageDevices
+from placement.plan.parts import known_part
 from placement.plan.plan import Plan
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning import model_plan
@@ -51,8 +52,9 @@ CPU_BANDWIDTH = 0.75 * 307.2e9
 
 def device(part: str, index: int = 0, *, gib: float | None = None, node: str = "a") -> RankDevice:
     """A device of the table with 90 % of its memory, or so many GiB, for the engine."""
-    figures = known_part(part)
-    assert figures is not None
+    known = known_part(part)
+    assert known is not None
+    figures = known.figures
     usable = int(figures.memory_bytes * 0.9) if gib is None else int(gib * 2**30)
     noun = "GPU" if figures.kind == "gpu" else "socket"
     return RankDevice(node, f"{noun} {index}", figures, usable)

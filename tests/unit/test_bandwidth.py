@@ -19,7 +19,7 @@ from placement.host import bandwidth_cache
 from placement.host.bandwidth_cache import KEPT_SECONDS, cached_bandwidth
 from placement.host.sockets import sockets_of
 from placement.host.topology import Core, Host, NumaNode
-from placement.plan.part_names import part_called
+from placement.plan.parts import part_called
 from ray_hetero.planning import socket_bandwidth
 from ray_hetero.planning.reading_together import Readers, reading_together
 from ray_hetero.planning.socket_bandwidth import measure_bandwidth
@@ -38,8 +38,17 @@ from ray_hetero.planning.socket_bandwidth import measure_bandwidth
         ("Intel(R) Xeon(R) Platinum 8480+", "Xeon 8480+"),
         ("AMD EPYC 9654 96-Core Processor", "EPYC 9654"),
         ("h100 sxm", "H100 SXM"),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA GH200 480GB", "GH200 96GB"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Server"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000"),
+        ("AMD EPYC 9355 32-Core Processor", "EPYC 9355"),
+        ("AMD EPYC 9684X 96-Core Processor", "EPYC 9684X"),
+        ("INTEL(R) XEON(R) PLATINUM 8592+", "Xeon 8592+"),
+        ("Intel(R) Xeon(R) 6980P", "Xeon 6980P"),
+        ("Intel(R) Xeon(R) w9-3495X", "Xeon w9-3495X"),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA L40", None),
         ("Intel(R) Xeon(R) Platinum 8480CL", None),

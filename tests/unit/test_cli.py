@@ -130,7 +130,7 @@ def test_ray_counts_physical_cores_and_keeps_the_object_store_small() -> None:
 def fake_checks(monkeypatch: pytest.MonkeyPatch, *found: Check) -> None:
     from ray_hetero.preflight import host_checks
 
-    monkeypatch.setattr(host_checks, "run_checks", lambda: list(found))
+    monkeypatch.setattr(host_checks, "run_checks", lambda measures: list(found))
 
 
 def test_doctor_shows_what_to_type_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:

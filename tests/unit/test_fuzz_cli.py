@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from placement.errors import PlacementError
 from placement.model.config import DTYPE_BYTES
-from placement.plan.devices import known_parts
+from placement.plan.parts import known_parts
 from ray_hetero.cli.main import commands
 from ray_hetero.errors import RayHeteroError
 
@@ -119,9 +119,9 @@ FIGURES = {
 NODES = st.lists(
     section(
         {},
-        gpus=section({"part": st.sampled_from(known_parts()[:6])}, **FIGURES),
+        gpus=section({"part": st.sampled_from(known_parts("gpu"))}, **FIGURES),
         sockets=section(
-            {"part": st.sampled_from(known_parts()[6:])},
+            {"part": st.sampled_from(known_parts("cpu"))},
             **FIGURES,
             cores=st.integers(1, 128),
             kv_cache_gib=st.floats(0.1, 100),
