@@ -71,9 +71,9 @@ class GpuRates:
     memory: float
     """Bytes read and written by a copy within the GPU's memory."""
     to_gpu: float
-    """From page-locked memory of the host."""
+    """Bytes copied from page-locked memory of the host."""
     from_gpu: float
-    """Into page-locked memory of the host."""
+    """Bytes copied into page-locked memory of the host."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Gpu:
     pci_address: str | None = None
     numa_node: int | None = None
     details: GpuDetails | None = None
-    """None where the driver's library does not answer."""
+    """Figures of the driver; None where its library does not answer."""
     rates: GpuRates | None = None
-    """None where nothing is measured."""
+    """Measured speeds; None where nothing is measured."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from placement.host.row_costs import RowCosts
 from placement.units import GB, GIB
 
 Source = Literal["measured", "configured", "computed", "table", "assumed"]
-"""Where a figure comes from; computed is from what the driver tells of clocks and widths."""
+"""Origin of a figure; computed ones are from the clocks and widths that a driver tells."""
 
 NATIVE_STEP_TOKENS = 128
 """Most tokens of a step that a socket computes in one native call (csrc/kernels/sizes.h); more are
@@ -33,9 +33,9 @@ class DeviceFigures:
     host_link: float | None = None
     """Bytes per second between a GPU and its host's memory; None for a socket."""
     source: Source = "table"
-    """Where the bandwidth of the memory comes from."""
+    """Origin of the bandwidth of the memory."""
     link_source: Source = "assumed"
-    """Where the bandwidth of a GPU's link comes from."""
+    """Origin of the bandwidth of a GPU's link."""
     layer_latency_s: float = 0.0
     """Seconds of a layer beside its bytes and operations: kernel launches, thread barriers."""
     step_latency_s: float = 0.0

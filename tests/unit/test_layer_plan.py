@@ -251,11 +251,11 @@ def replaced(node: Node, **changes: Any) -> Node:
 def test_what_is_not_known_gives_equal_shares_and_one_line() -> None:
     (node,) = server()
     cases = {
-        "NVIDIA Z9 on node a is not known: set gpu.bandwidth_gb_s": replaced(
+        "NVIDIA Z9 (GPU 0 of node a): its memory bandwidth is not known": replaced(
             node, gpus=(Gpu(0, name="NVIDIA Z9", memory_bytes=80 * GIB),)
         ),
         "GPU 0 of node a does not tell its memory": replaced(node, gpus=()),
-        "Some CPU on node a is not known: set cpu.bandwidth_gb_s": replaced(
+        "Some CPU (socket 0 of node a): its memory bandwidth is not known": replaced(
             node, cpu_model="Some CPU"
         ),
         "free memory of socket 0 of node a is not known": replace(
