@@ -24,11 +24,14 @@ from ray_hetero.executor.failure import (
     report_of,
 )
 from ray_hetero.executor.rank_processes import RankProcesses
+from ray_hetero.log import logger
 from ray_hetero.names import INSTEAD_OF, actor_name
 from ray_hetero.preflight.node_software import NodeSoftware
+from ray_hetero.runtime.credentials import is_secret, needed_by_ranks
 from ray_hetero.worker import cuda_init
 from ray_hetero.worker.rank_config import Fingerprint
 from ray_hetero.worker.rank_environment import (
+    PROPAGATED_PREFIXES,
     cpu_rank_environment,
     gpu_rank_environment,
     propagated,
@@ -101,6 +104,7 @@ class RankActors:
             software: of each node, by its id.
 
         """
+        _warn_of_passwords(os.environ)
         actors = [
             _create(rank, reservation, environment_of(rank, software[rank.seat.node_id]))
             for rank in specs
@@ -198,11 +202,38 @@ class RankActors:
         )
 
 
+def _warn_of_passwords(environment: Mapping[str, str]) -> None:
+    """Name the variables that ranks would get but for a password in their value."""
+    for name, value in environment.items():
+        if name.startswith(PROPAGATED_PREFIXES) and is_secret("", value):
+            logger.warning(
+                "%s holds a password and is not passed on to the ranks: Ray would write it into "
+                "its logs. On a cluster, set it where `ray start` runs",
+                name,
+            )
+
+
+def _models_of(engine_args: Any) -> set[str]:
+    """What a rank may read from the hub or from an object store."""
+    speculative = engine_args.speculative_config
+    names = {engine_args.model, engine_args.tokenizer, engine_args.hf_config_path}
+    if isinstance(speculative, dict):
+        names.add(speculative.get("model"))
+    if engine_args.enable_lora:
+        # Adapters are named by requests.
+        names.add("an adapter")
+    return {str(name) for name in names if name}
+
+
 def _create(rank: RankSpec, reservation: Reservation, environment: Mapping[str, str]) -> Any:
     from ray_hetero.worker.expert_actor import ExpertActor
     from ray_hetero.worker.rank_actor import RankActor
 
     seat = rank.seat
+    # The runtime environment is written into Ray's logs; the arguments of an actor are not.
+    secrets = needed_by_ranks(_models_of(rank.engine.engine_args), os.environ)
+    secrets |= {name: value for name, value in environment.items() if is_secret(name, value)}
+    public = {name: value for name, value in environment.items() if name not in secrets}
     actor = ray.remote(ExpertActor if seat.serves_experts else RankActor).options(
         name=actor_name(rank.shared.instance_id, seat),
         # Of a bundle that is not ours, somebody else's actor may have the CPUs.
@@ -212,10 +243,10 @@ def _create(rank: RankSpec, reservation: Reservation, environment: Mapping[str, 
             placement_group=reservation.group,
             placement_group_bundle_index=reservation.bundles[seat.rank],
         ),
-        runtime_env={"env_vars": dict(environment)},
+        runtime_env={"env_vars": public},
         max_restarts=0,
     )
-    return actor.remote(rank)
+    return actor.remote(rank, secrets)
 
 
 def gather(

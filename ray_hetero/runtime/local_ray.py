@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -9,7 +10,10 @@ import os
 import psutil
 import ray
 
+from ray_hetero.runtime.credentials import withheld
+from ray_hetero.runtime.private_folder import PrivateFolder
 from ray_hetero.runtime.ray_arguments import RAY_SETTINGS
+from ray_hetero.runtime.ray_token import ask_for_token
 
 OBJECT_STORE_BYTES = 128 << 20
 """Bytes of the object store: nothing large goes through it; Ray's default takes 30 % of memory."""
@@ -23,6 +27,8 @@ worker is started for every core at once, which none of the ranks can use: their
 of their own."""
 LINGER_SECONDS = 2.0
 """Seconds that Ray's processes get to end by themselves when it has been stopped."""
+_folders: dict[int, PrivateFolder] = {}
+"""Folder of the Ray that a process has started, by the process's id: a forked one has none."""
 
 
 def settle_environment() -> None:
@@ -31,23 +37,40 @@ def settle_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def start(*, log_to_driver: bool = True) -> str:
+def start(*, log_to_driver: bool = True, folder: str = "") -> str:
     """Start a Ray and connect to it; its address.
+
+    Its logs and sockets are in a folder of this user's, until it is stopped.  Its processes get no
+    variable that holds a secret, except Ray's own token.
 
     Args:
         log_to_driver: whether lines of its workers come out of this process.
+        folder: path of a `PrivateFolder` for its files; a new one by default.
+
+    Raises:
+        StartupError: see `ask_for_token`.
 
     """
     settle_environment()
-    ray.init(
-        address="local",
-        num_cpus=os.cpu_count(),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=log_to_driver,
-        logging_level=logging.WARNING,
-    )
+    ask_for_token()
+    own = _folders[os.getpid()] = PrivateFolder(folder)
+    with withheld():
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=log_to_driver,
+            logging_level=logging.WARNING,
+            # Ray gives its folder to all users.
+            _temp_dir=str(own.path / "r"),
+        )
     return str(ray.get_runtime_context().gcs_address)
+
+
+def logs() -> str:
+    """Folder of the logs of the Ray that this process has started."""
+    return str(_folders[os.getpid()].path / "r" / "session_latest" / "logs")
 
 
 def stop() -> None:
@@ -65,3 +88,15 @@ def stop() -> None:
     for process in lingering:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    if own := _folders.pop(os.getpid(), None):
+        own.remove()
+
+
+def _stop_late() -> None:
+    """Stop at exit what nobody has stopped: a Ray that several engines had in common."""
+    if os.getpid() in _folders:
+        stop()
+
+
+# Before Ray's own exit handler, which was there earlier, and after those of engines.
+atexit.register(_stop_late)

@@ -23,6 +23,8 @@ import psutil
 
 from ray_hetero.log import logger
 from ray_hetero.runtime import local_ray, unix_sockets
+from ray_hetero.runtime.credentials import without_secrets
+from ray_hetero.runtime.private_folder import PrivateFolder
 
 VARIABLE = "RAY_HETERO_RAY_AHEAD"
 """Environment variable that tells the engine's process where the keeper listens."""
@@ -34,8 +36,8 @@ END_SECONDS = 10.0
 """Longest wait for a Ray to end; it takes one or two."""
 ANSWER_BYTES = 4096
 KEEP = (
-    "import sys; descriptor = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
-    "from ray_hetero.runtime import ray_ahead; ray_ahead.keep(descriptor)"
+    "import sys; descriptor, folder = int(sys.argv[1]), sys.argv[2]; sys.path[:] = sys.argv[3:]; "
+    "from ray_hetero.runtime import ray_ahead; ray_ahead.keep(descriptor, folder)"
 )
 """Program of the keeper's process, which gets the import path of its starter."""
 
@@ -50,8 +52,11 @@ class RayAhead:
         with unix_sockets.unix_socket(READY_SECONDS) as listener:
             # From here on an engine can connect, and wait for what it is told.
             self.address = unix_sockets.bind_abstract(listener).decode()
+            self._folder = PrivateFolder()
+            words = [str(listener.fileno()), str(self._folder.path), *sys.path]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", KEEP, str(listener.fileno()), *sys.path],
+                [sys.executable, "-c", KEEP, *words],
+                env=without_secrets(os.environ),
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
                 # Ctrl-C is for the engine, which ends its Ray when its ranks have ended.  Not a new
@@ -60,13 +65,17 @@ class RayAhead:
                 # of its `sched_yield` would give the core to that rank.
                 process_group=0,
             )
-        # So that it leaves no zombie, whenever it ends.
-        threading.Thread(target=self._process.wait, daemon=True, name="RayAhead").start()
+        threading.Thread(target=self._wait, daemon=True, name="RayAhead").start()
 
     def end(self) -> None:
         """End it, where there will be no engine."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def _wait(self) -> None:
+        """Leave no zombie, whenever it ends, and no folder where it was killed."""
+        self._process.wait()
+        self._folder.remove()
 
 
 # --- in the engine's process -------------------------------------------------------------------
@@ -81,6 +90,8 @@ class OwnedRay:
     """Process id of this Ray's keeper."""
     address: str
     """Address of this Ray, for `ray.init`."""
+    logs: str
+    """Folder of its logs."""
 
     @classmethod
     def claimed(cls) -> OwnedRay | None:
@@ -134,15 +145,16 @@ class OwnedRay:
 # --- in the keeper's process -------------------------------------------------------------------
 
 
-def keep(descriptor: int) -> None:
+def keep(descriptor: int, folder: str) -> None:
     """Start a Ray, hand it to the engine that asks for it, and stop it when that is gone.
 
     Args:
         descriptor: of the socket that listens for the engine.
+        folder: path of the `PrivateFolder` for this Ray's files.
 
     """
     listener = socket.socket(fileno=descriptor)
-    address = local_ray.start(log_to_driver=False)
+    address = local_ray.start(log_to_driver=False, folder=folder)
     # Ray's own handler ends it at once, and a service manager may tell all processes of a service.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     # The engine waits for the end of its connection, which is that of this process.
@@ -150,7 +162,8 @@ def keep(descriptor: int) -> None:
     if owner is not None:
         # It may be gone at any moment.
         with contextlib.suppress(OSError):
-            owner.sendall(json.dumps({"pid": os.getpid(), "address": address}).encode())
+            told = {"pid": os.getpid(), "address": address, "logs": local_ray.logs()}
+            owner.sendall(json.dumps(told).encode())
             owner.recv(ANSWER_BYTES)
     local_ray.stop()
 

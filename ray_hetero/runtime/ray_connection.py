@@ -103,7 +103,11 @@ class RayConnection:
             except StartupError:
                 self._ahead.end()
                 raise
-        logger.info("started a local Ray: none was running (RAY_ADDRESS names a cluster)")
+        logger.info(
+            "started a local Ray at %s: none was running (RAY_ADDRESS names a cluster); its logs, "
+            "until it ends: %s",
+            connected_address(), self._ahead.logs if self._ahead else local_ray.logs(),
+        )  # fmt: skip
 
     def keep_off(self, cpus: Collection[int], besides: Collection[int] = ()) -> None:
         """Move the processes of a Ray that was started here away from the compute cores.

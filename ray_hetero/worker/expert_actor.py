@@ -13,6 +13,7 @@ from ray_hetero.worker import resting_collector  # before all that it would look
 import copy
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import psutil
@@ -42,12 +43,12 @@ resting_collector.wake()
 class ExpertActor:
     """Ray actor class of an expert rank; scheduled into the bundle that stands for its socket."""
 
-    def __init__(self, rank: RankSpec) -> None:
+    def __init__(self, rank: RankSpec, secrets: Mapping[str, str]) -> None:
         self._rank = rank
         self._service: ExpertService | None = None
         self._said = StepTotals()
         self._said_at = time.monotonic()
-        settle(rank)
+        settle(rank, secrets)
 
     def prepare(self) -> Fingerprint:
         """Build this process's configuration, and say where it runs."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+from collections.abc import Mapping
 
 from placement.cluster.claims import Claim, claim_socket
 from ray_hetero.preflight.platform import check_platform
@@ -12,13 +14,20 @@ from ray_hetero.worker import resting_collector
 from ray_hetero.world import RankSpec
 
 
-def settle(rank: RankSpec) -> None:
-    """Take a rank's priority and cores, before this process starts threads of its own.
+def settle(rank: RankSpec, secrets: Mapping[str, str]) -> None:
+    """Take a rank's secrets, priority and cores, before this process starts threads of its own.
 
     A GPU rank loads and compiles on all cores of the engine on its node, and keeps to its own ones
     when the engine serves (`Action.FINISH`): on the two that are kept back compiling takes several
     times as long.
+
+    Args:
+        rank: whose process this is.
+        secrets: variables that must not be in the actor's runtime environment, by name.  The hub's
+            library looks for its token each time that it needs it.
+
     """
+    os.environ.update(secrets)
     resting_collector.keep_what_is_there()
     drop_niceness()
     take_cores(rank.threads or rank.own, rank.spare if rank.threads else rank.own)

@@ -14,6 +14,7 @@ from ray_hetero.worker import cuda_init  # before torch and vLLM, which look for
 # isort: split
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,14 +72,14 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
 
     worker: Any
 
-    def __init__(self, rank: RankSpec) -> None:
+    def __init__(self, rank: RankSpec, secrets: Mapping[str, str]) -> None:
         # vLLM's own initialisation waits for `start`: it needs a configuration of this platform.
         self._rank = rank
         self._is_driver_node = rank.seat.is_driver_node
         self._remote_experts: RemoteExperts | None = None
         self._serving_cpus: tuple[int, ...] = ()
         self._own_cpus = rank.own
-        settle(rank)
+        settle(rank, secrets)
 
     def prepare(self) -> Fingerprint:
         """Build this rank's configuration and answer what it would run with."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from ray_hetero.runtime.credentials import is_secret
 from ray_hetero.runtime.openmp_environment import openmp_environment
 from ray_hetero.runtime.preload_libraries import PreloadLibraries
 
@@ -75,9 +76,11 @@ def gpu_rank_environment() -> dict[str, str]:
 
 
 def propagated(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the driver's environment that every rank gets."""
+    """Variables of the driver's environment that every rank gets; none that holds a secret."""
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(PROPAGATED_PREFIXES) and name not in PER_RANK
+        if name.startswith(PROPAGATED_PREFIXES)
+        and name not in PER_RANK
+        and not is_secret(name, value)
     }

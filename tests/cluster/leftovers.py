@@ -22,6 +22,8 @@ MARKER = "RAY_HETERO_TEST_ID"
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORES = ("sem.mp-", "sem.loky-")
 """What Python's multiprocessing, and joblib's form of it, call their semaphores."""
+TEMPORARY = ("ray_hetero-*", "rh-*")
+"""Files and folders of engines in the folder for temporary files."""
 GONE_SECONDS = 20.0
 """Longest wait for processes that are on their way out."""
 AGENTS_GONE_SECONDS = 90.0
@@ -116,7 +118,7 @@ class Scene:
         """Everything that is there now and was not there before, in words."""
         found = [f"process {pid}: {words}" for pid, words in self.processes().items()]
         found += [f"/dev/shm/{name}" for name in sorted(self._new_segments())]
-        found += [str(path) for path in self.temporary.glob("ray_hetero-*")]
+        found += [str(path) for name in TEMPORARY for path in self.temporary.glob(name)]
         return found + [f"claim {holder}" for holder in self._holders()]
 
     def _new_segments(self) -> frozenset[str]:

@@ -110,11 +110,14 @@ WRITERS = {
     "ray_hetero.cli.connection": "a token that lies where Ray looks for one",
     "ray_hetero.compat.engine_environment": "what vLLM reads while it makes an engine, taken back",
     "ray_hetero.compat.layer_partition": "the layers of each stage, for vLLM",
+    "ray_hetero.runtime.credentials": "secrets, kept from processes that are being started",
     "ray_hetero.runtime.exit_reason": "where the engine's process leaves why it ended",
     "ray_hetero.runtime.local_ray": "settings of a Ray that is started here",
     "ray_hetero.runtime.ray_ahead": "a Ray that was started ahead, which is asked for once",
     "ray_hetero.runtime.ray_connection": "no reports of usage",
+    "ray_hetero.runtime.ray_token": "a Ray that is started here asks for a token",
     "ray_hetero.worker.cuda_init": "GPUs, while CUDA's driver is initialised",
+    "ray_hetero.worker.process_setup": "a rank's secrets, which its runtime environment has not",
 }
 """Modules that write the environment of their process, and what for."""
 WRITING = {"pop", "popitem", "setdefault", "update", "clear"}

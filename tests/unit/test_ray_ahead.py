@@ -26,11 +26,12 @@ ADDRESS = "10.0.0.9:6379"
 SECONDS = 30.0
 FAKED = """
 import pathlib, sys
-sys.path[:] = sys.argv[2:]
+sys.path[:] = sys.argv[3:]
 from ray_hetero.runtime import local_ray, ray_ahead
-local_ray.start = lambda log_to_driver: {start}
+local_ray.start = lambda log_to_driver, folder: {start}
+local_ray.logs = lambda: "logs"
 local_ray.stop = lambda: pathlib.Path({stopped!r}).touch()
-ray_ahead.keep(int(sys.argv[1]))
+ray_ahead.keep(int(sys.argv[1]), sys.argv[2])
 """
 
 
