@@ -98,8 +98,19 @@ class Layout:
         """Whether that stage's tensor-parallel group has both kinds in it."""
         return len(set(self.stages[stage])) > 1
 
+    @property
+    def words(self) -> str:
+        """The stages for people, like "2 sockets → GPU"; a mixed stage is "GPU + socket"."""
+        return " → ".join(map(_stage_words, self.stages))
+
     def __str__(self) -> str:
         return " → ".join("[" + ", ".join(stage) + "]" for stage in self.stages)
+
+
+def _stage_words(stage: Sequence[Kind]) -> str:
+    names: dict[Kind, str] = {"gpu": "GPU", "cpu": "socket"}
+    counts = {name: stage.count(kind) for kind, name in names.items() if kind in stage}
+    return " + ".join(name if count == 1 else f"{count} {name}s" for name, count in counts.items())
 
 
 def auto_layout(

@@ -9,19 +9,23 @@ from placement.plan.planner import Order, Planner
 from placement.plan.stage_plan import RankPlan, Split
 from placement.plan.workload import Workload, asked_sequences, asked_tokens
 from placement.units import GIB
+from placement.words import plural
+
+MOST_STAGES = 4
+"""Stages whose ranks are counted one by one in a message."""
 
 
 def explain(planner: Planner, order: Order) -> str:
     """Message for a model that no split fits."""
     split = _least_wrong(planner, order)
-    lines = [_headline(planner), *map(_arithmetic, split.ranks)]
-    return "\n".join([*lines, _nearest(planner, order)])
+    return "\n".join([*_lines(planner, split), _nearest(planner, order)])
 
 
 def explain_given(planner: Planner, split: Split) -> str:
     """Message for a model that does not fit with the layers the user gave."""
-    head = f"layers {list(split.layers)} do not fit. {_headline(planner)}"
-    lines = [head, *map(_arithmetic, split.ranks)]
+    lines = _lines(planner, split)
+    if len(split.layers) > 1:
+        lines[0] = f"layers {list(split.layers)}: {lines[0]}"
     better = planner.best("fixed")
     if better is not None:
         return "\n".join([*lines, f"Fits: layers {list(better.layers)} (or leave layers out)."])
@@ -30,16 +34,27 @@ def explain_given(planner: Planner, split: Split) -> str:
 
 def brief(planner: Planner) -> str:
     """Message for a model that does not fit, without the arithmetic."""
-    return _headline(planner).removesuffix(":")
+    return f"{planner.shape.model_type} does not fit: {_asked(planner)}"
 
 
-def _headline(planner: Planner) -> str:
+def _lines(planner: Planner, split: Split) -> list[str]:
+    """The worst rank, what was asked for, and the arithmetic of each rank."""
+    worst = max(split.ranks, key=lambda rank: rank.memory.total - rank.device.usable_bytes)
+    head = (
+        f"{planner.shape.model_type} does not fit: {_gib(worst.memory.total)} needed, "
+        f"{_gib(worst.device.usable_bytes)} available on {worst.device.node} {worst.device.label}"
+    )
+    return [head, f"  asked for: {_asked(planner)}", *map(_arithmetic, split.ranks)]
+
+
+def _asked(planner: Planner) -> str:
     work, shape = planner.work, planner.shape
-    sizes = sorted({stage.size for stage in planner.stages})
+    sizes = " and ".join(plural(stage.size, "rank") for stage in planner.stages[:MOST_STAGES])
+    more = " and more" if len(planner.stages) > MOST_STAGES else ""
     return (
-        f"{shape.model_type} with {len(shape.layers)} layers, {_gib(shape.weight_bytes)} of "
-        f"weights and KV cache for {asked_sequences(work)} x {asked_tokens(work)} tokens does not "
-        f"fit on {len(planner.stages)} stages x {' or '.join(map(str, sizes))} ranks:"
+        f"{plural(len(shape.layers), 'layer')}, {_gib(shape.weight_bytes)} of weights, KV cache "
+        f"for {plural(asked_sequences(work), 'sequence')} of {asked_tokens(work):,} tokens, on "
+        f"{plural(len(planner.stages), 'stage')} of {sizes}{more}"
     )
 
 
@@ -55,7 +70,7 @@ def _arithmetic(rank: RankPlan) -> str:
         f"{_gib(memory.total)}"
     )
     over = memory.total - device.usable_bytes
-    verdict = f"{_gib(over)} too many" if over > 0 else "fits"
+    verdict = f"{_gib(over)} short" if over > 0 else "fits"
     if device.kv_limit_bytes is not None and memory.kv > device.kv_limit_bytes:
         verdict = f"KV over its limit of {_gib(device.kv_limit_bytes)}"
     place = f"{device.node} {device.label}"

@@ -16,6 +16,7 @@ from placement.plan.memory import Memory, around_weights, kv_bytes, layer_weight
 from placement.plan.passes import decode_pass
 from placement.plan.step_time import Step, total_step
 from placement.plan.workload import Workload, asked_sequences, asked_tokens
+from placement.words import duration
 
 MOST_DRAFTS = 8
 """Drafts of a request in a step up to which the best number is looked for."""
@@ -200,9 +201,9 @@ class Speculation:
         asked, best = self.asked, self.best
         yield (
             f"speculative decoding: {asked.drafts} drafts a request, each accepted with "
-            f"{self.acceptance:g}: {asked.tokens:.2f} tokens a step of {1e3 * asked.step_s:.2f} ms "
+            f"{self.acceptance:g}: {asked.tokens:.2f} tokens a step of {duration(asked.step_s)} "
             f"are {self.speed(asked):.2f} times as fast as without "
-            f"({1e3 * self.plain.step_s:.2f} ms a token)"
+            f"({duration(self.plain.step_s)} a token)"
         )
         if best.drafts == 0:
             yield "best here at this acceptance: no drafts"

@@ -15,6 +15,7 @@ from placement.plan.plan import Plan
 from placement.plan.stage_plan import ExpertPlan, RankPlan, Split, StagePlan
 from placement.plan.svg import Svg
 from placement.units import GB, GIB
+from placement.words import plural
 
 WIDTH = 1120
 MARGIN = 32
@@ -50,7 +51,9 @@ def plan_svg(plan: Plan) -> str:
         y = _node(picture, plan, node, devices, y, with_legend=place == 0)
     left_out = len({d.node for d in plan.devices}) - len(_nodes(plan))
     if left_out:
-        picture.text(MARGIN, y + 10, f"and {left_out} more nodes without a rank", 13, SOFT)
+        picture.text(
+            MARGIN, y + 10, f"and {plural(left_out, 'more node')} without a rank", 13, SOFT
+        )
         y += 28
     y = _timeline(picture, plan, y + 8)
     for note in plan.notes:
@@ -64,9 +67,9 @@ def _heading(picture: Svg, plan: Plan) -> float:
     split, shape = plan.split, plan.shape
     picture.text(MARGIN, 46, svg.fitted(plan.model, 24, WIDTH - 2 * MARGIN), 24, INK, bold=True)
     facts = (
-        _plural(len(shape.layers), "layer"),
+        plural(len(shape.layers), "layer"),
         f"{shape.weight_bytes / GIB:.1f} GiB of weights",
-        f"{_plural(len(split.stages), 'pipeline stage')} of {_sizes(split)}",
+        f"{plural(len(split.stages), 'pipeline stage')} of {_sizes(split)}",
         f"KV cache for {split.kv_tokens:,} tokens",
     )
     picture.text(MARGIN, 72, "  ·  ".join(facts), 14, SOFT)
@@ -77,10 +80,6 @@ def _heading(picture: Svg, plan: Plan) -> float:
     x = MARGIN + svg.width(step, 17, bold=True) + 14
     picture.text(x, 104, svg.fitted(f"{rate}  ·  {work}", 14, WIDTH - MARGIN - x), 14, SOFT)
     return 126
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _memory_legend(picture: Svg, y: float) -> float:
@@ -150,7 +149,13 @@ def _device_lines(picture: Svg, device: RankDevice, x: float, y: float, ink: str
     title = f"{device.label}  ·  {figures.name}"
     picture.text(x + 14, y + 30, svg.fitted(title, 15, CARD_WIDTH - 28), 15, ink, bold=True)
     speed = f"{figures.memory_bytes / GIB:.0f} GiB  ·  {figures.read_bandwidth / GB:,.0f} GB/s"
-    source = {"table": "from table", "measured": "measured", "configured": "given"}
+    source = {
+        "table": "published",
+        "measured": "measured",
+        "configured": "given",
+        "computed": "computed",
+        "assumed": "assumed",
+    }
     picture.text(x + 14, y + 50, f"{speed}, {source[figures.source]}", 12, SOFT)
 
 
@@ -170,7 +175,7 @@ def _expert_card(picture: Svg, experts: ExpertPlan, x: float, y: float) -> None:
     picture.text(x + 23, y + 77, "experts", 12.5, PAPER, bold=True)
     end = x + 40 + svg.width("experts", 12.5, bold=True)
     picture.text(end, y + 77, f"rank {experts.rank}", 12.5, SOFT)
-    layers = f"slices of {_plural(experts.layers, 'layer')}"
+    layers = f"slices of {plural(experts.layers, 'layer')}"
     picture.text(x + 14, y + 108, layers, 13, INK, bold=True)
     held = f"{experts.weight_bytes / GIB:.1f} of {device.usable_bytes / GIB:.1f} GiB"
     picture.text(x + 14, y + 204, "memory", 12, SOFT)
@@ -180,8 +185,8 @@ def _expert_card(picture: Svg, experts: ExpertPlan, x: float, y: float) -> None:
 def _sizes(split: Split) -> str:
     sizes = [stage.devices.size for stage in split.stages]
     if len(set(sizes)) == 1:
-        return _plural(sizes[0], "rank")
-    return f"{', '.join(map(str, sizes[:-1]))} and {_plural(sizes[-1], 'rank')}"
+        return plural(sizes[0], "rank")
+    return f"{', '.join(map(str, sizes[:-1]))} and {plural(sizes[-1], 'rank')}"
 
 
 def _card(picture: Svg, plan: Plan, number: int, rank: RankPlan, x: float, y: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ from placement.plan.devices import RankDevice
 from placement.plan.drafts import Speculation
 from placement.plan.split import Split
 from placement.plan.stage_plan import ExpertPlan
-from placement.units import GIB
+from placement.units import GB, GIB
+from placement.words import duration, plural
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Plan:
     """Gain of speculative decoding, if the plan has drafts."""
     experts: tuple[ExpertPlan, ...] = ()
     """The expert ranks, if there are any."""
+    family: str | None = None
+    """Sentence on what was tested of the model's family; None where nothing is said."""
 
     @property
     def idle(self) -> tuple[RankDevice, ...]:
@@ -48,13 +52,14 @@ class Plan:
         if self.experts:
             layers, ranks = self.experts[0].layers, len(self.experts)
             notes.append(
-                f"The experts of the last {layers} layers lie on {ranks} expert ranks "
-                "(experts.ranks, experts.layers); everything else is on the GPUs."
+                f"The experts of the last {plural(layers, 'layer')} are on "
+                f"{plural(ranks, 'expert rank')} (experts.ranks, experts.layers); everything else "
+                "is on the GPUs."
             )
             if buffer := max(stage.devices.expert_buffer_bytes for stage in split.stages):
                 notes.append(
                     f"In long prompts, the GPUs read these experts over their links; each reserves "
-                    f"{buffer / GIB:.2f} GiB of its memory for that (experts.prefill_on_gpu)."
+                    f"{buffer / GIB:.1f} GiB of its memory for that (experts.prefill_on_gpu)."
                 )
         elif not any(stage.devices.has_cpu for stage in split.stages):
             if any(device.kind == "cpu" for device in self.idle):
@@ -64,13 +69,9 @@ class Plan:
             notes.append(
                 f"The model fits on the GPUs alone: no CPU rank is needed. With "
                 f"--pipeline-parallel-size {len(alone.stages)} a decode step takes "
-                f"{alone.step_s * 1e3:.2f} ms instead of {split.step_s * 1e3:.2f} ms."
+                f"{duration(alone.step_s)} instead of {duration(split.step_s)}."
             )
-        sources = {rank.device.figures.source for rank in split.ranks + self.experts}
-        if "table" in sources:
-            notes.append(
-                "Speeds are from a table of known parts, not measured: expect the step to differ."
-            )
+        notes += _sources([rank.device for rank in split.ranks + self.experts])
         return tuple(notes)
 
     def _repr_svg_(self) -> str:
@@ -85,6 +86,7 @@ class Plan:
         return {
             "model": self.model,
             "model_type": shape.model_type,
+            "tested": self.family,
             "sizes_from": shape.source,
             "layers": len(shape.layers),
             "weight_bytes": shape.weight_bytes,
@@ -107,6 +109,29 @@ class Plan:
             "notes": list(self.notes),
             **speculation,
         }
+
+
+def _sources(devices: Sequence[RankDevice]) -> Iterator[str]:
+    """Sentences on speeds that were neither measured nor given."""
+    ways = {
+        "table": "from a table of published figures",
+        "computed": "computed from the clock and the bus of its memory, as its driver tells them",
+    }
+    for source, way in ways.items():
+        names = {one.figures.name for one in devices if one.figures.source == source}
+        if names:
+            yield (
+                f"The memory bandwidth of {', '.join(sorted(names))} is {way}, not measured: "
+                "expect the step to differ."
+            )
+    for one in devices:
+        link = one.figures.host_link
+        if one.kind == "gpu" and link is not None and one.figures.link_source == "assumed":
+            yield (
+                f"The link of {one.label} ({one.figures.name}) is not known: {link / GB:.0f} GB/s "
+                "are assumed. Set gpu.link_gb_s, or host_link_gb_s in a description."
+            )
+            return
 
 
 def _stage_dict(split: Split, index: int) -> dict[str, Any]:

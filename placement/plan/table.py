@@ -1,100 +1,148 @@
-"""A plan as a table for people."""
+"""A plan as text for people: the answer, then a table that fits 80 columns, then notes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from placement.plan.answer import answer
+from placement.plan.devices import RankDevice
 from placement.plan.picture import shown_parts
 from placement.plan.plan import Plan
-from placement.plan.stage_plan import ExpertPlan, RankPlan, Split, StagePlan
+from placement.plan.stage_plan import ExpertPlan, RankPlan, StagePlan
 from placement.units import GIB
+from placement.words import plural
 
-COLUMNS = ("rank", "stage", "device", "layers", "weights", "KV", "other", "room", "step", "parts")
-NUMBERS = frozenset(("rank", "stage", "weights", "KV", "other", "room", "step"))
+COLUMNS = ("rank", "stage", "device", "layers", "weights", "KV", "other", "room", "step")
+LEFT = frozenset(("device", "layers"))
+LEGEND = (
+    "Sizes in GiB, times in ms. layers: first-last (how many). other: activations and the runtime. "
+    "room: memory of the device for the engine. step: time of the stage in a decode step."
+)
+BOLD = frozenset(("Speed", "First token", "Memory"))
+"""Lines of the answer whose first number, with its unit, is bold."""
+LEAST = 0.05
+"""Smallest figure that has a digit of its own with one decimal."""
 
 
-def plan_table(plan: Plan) -> RenderableType:
-    """One row a rank, sizes in GiB, times in milliseconds; the sum and the notes below.
+def plan_report(plan: Plan) -> RenderableType:
+    """The answer, a row for each rank with sizes in GiB and times in milliseconds, and notes.
 
     Weights, KV cache and other memory together are no more than the room that there is.
     """
-    split = plan.split
-    table = Table(title=f"{plan.model}: sizes in GiB, times in ms", title_justify="left")
+    parts: list[RenderableType] = [_title(plan), _lines(plan)]
+    parts += [_table(plan), Padding(Text(LEGEND, style="dim"), (0, 0, 0, 1)), Text("")]
+    parts += [_parts(plan), Text("")]
+    drafts = () if plan.speculation is None else plan.speculation.lines()
+    parts += [Text(line) for line in (*drafts, *plan.notes)]
+    return Group(*parts)
+
+
+def _title(plan: Plan) -> Text:
+    nodes = sorted({device.node for device in plan.devices})
+    where = nodes[0] if len(nodes) == 1 else plural(len(nodes), "node")
+    return Text(plan.model, style="bold").append(f" on {where}", style="not bold")
+
+
+def _lines(plan: Plan) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for heading, sentence in answer(plan):
+        text = Text(sentence)
+        if heading in BOLD:
+            text.stylize("bold", 0, sentence.index(" ", sentence.index(" ") + 1))
+        grid.add_row(Text(f" {heading}"), text)
+    return grid
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in COLUMNS:
-        justify = "right" if column in NUMBERS else "left"
-        table.add_column(column, justify=justify, no_wrap=column != "parts")  # type: ignore[arg-type]
-    for number, stage in enumerate(split.stages):
+        side = "left" if column in LEFT else "right"
+        table.add_column(column, justify=side, no_wrap=column != "device")  # type: ignore[arg-type]
+    names = _places(plan)
+    for number, stage in enumerate(plan.split.stages):
         for place, rank in enumerate(stage.ranks):
-            table.add_row(*_row(number, stage, rank, first=place == 0))
-        table.add_section()
+            table.add_row(*_row(number, stage, rank, names, first=place == 0))
     for one in plan.experts:
-        table.add_row(*_expert_row(one))
-    return Group(table, *(Text(line) for line in summary(plan)))
+        table.add_row(*_expert_row(one, names))
+    return table
 
 
-def _row(number: int, stage: StagePlan, rank: RankPlan, *, first: bool) -> tuple[str, ...]:
+def _places(plan: Plan) -> dict[str, str]:
+    """What stands before a device by its node: nothing where there is one node only."""
+    nodes = {device.node for device in plan.devices}
+    return dict.fromkeys(nodes, "") if len(nodes) == 1 else {node: f"{node} " for node in nodes}
+
+
+def _device(device: RankDevice, names: dict[str, str]) -> str:
+    return f"{names[device.node]}{device.label} ({device.figures.name})"
+
+
+def _row(
+    number: int, stage: StagePlan, rank: RankPlan, names: dict[str, str], *, first: bool
+) -> tuple[str, ...]:
     memory, device = rank.memory, rank.device
     last_layer = stage.first_layer + stage.layers - 1
-    parts = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in shown_parts(stage))
     return (
         str(rank.rank),
         str(number),
-        f"{device.node} {device.label} ({device.figures.name})",
+        _device(device, names),
         f"{stage.first_layer}-{last_layer} ({stage.layers})",
-        f"{memory.weights / GIB:.2f}",
-        f"{rank.kv_bytes / GIB:.2f}",
-        f"{(memory.activations + memory.runtime) / GIB:.2f}",
-        f"{device.usable_bytes / GIB:.1f}",
-        f"{1e3 * stage.decode.seconds:.2f}" if first else "",
-        parts if first else "",
+        _gib(memory.weights),
+        _gib(rank.kv_bytes),
+        _gib(memory.activations + memory.runtime),
+        _gib(device.usable_bytes),
+        _ms(stage.decode.seconds) if first else "",
     )
 
 
-def _on_gpu(split: Split) -> str:
-    """What is said of the passes that a GPU computes for CPU ranks."""
-    gpus = [one.devices.prompt_gpu for one in split.stages if one.devices.prompt_gpu is not None]
-    if not gpus:
-        return ""
-    return f", with CPU stages' passes of {gpus[0].from_tokens} tokens and more computed by a GPU"
-
-
-def _expert_row(one: ExpertPlan) -> tuple[str, ...]:
+def _expert_row(one: ExpertPlan, names: dict[str, str]) -> tuple[str, ...]:
     device = one.device
     return (
         str(one.rank),
         "",
-        f"{device.node} {device.label} ({device.figures.name})",
+        _device(device, names),
         f"experts of {one.layers}",
-        f"{one.weight_bytes / GIB:.2f}",
+        _gib(one.weight_bytes),
         "",
-        f"{device.runtime_bytes / GIB:.2f}",
-        f"{device.usable_bytes / GIB:.1f}",
-        "",
+        _gib(device.runtime_bytes),
+        _gib(device.usable_bytes),
         "",
     )
 
 
-def summary(plan: Plan) -> tuple[str, ...]:
-    """The lines below the table."""
-    split, work = plan.split, plan.split.work
-    drafted = plan.speculation
-    verifies = "" if drafted is None else f" that verifies {drafted.asked.drafts} drafts a request"
-    speed = split.tokens_per_s * (1 if drafted is None else drafted.asked.tokens)
-    step = (
-        f"decode step{verifies} {1e3 * split.step_s:.2f} ms at batch {work.batch} and context "
-        f"{work.context}: {speed:.1f} tokens/s"
-    )
-    if split.objective == "throughput":
-        step += f" with a batch in flight per stage (slowest {1e3 * split.slowest_s:.2f} ms)"
-    partition = ",".join(map(str, split.layers))
-    return (
-        step,
-        f"prompt of {work.context} tokens: {1e3 * split.prefill_s:.0f} ms{_on_gpu(split)}",
-        f"KV cache: {split.kv_tokens:,} tokens, room for "
-        f"{split.kv_tokens / work.max_model_len:,.1f} sequences of {work.max_model_len:,}",
-        f"layers of each stage: {partition} (the same as VLLM_PP_LAYER_PARTITION={partition})",
-        *(() if drafted is None else drafted.lines()),
-        *plan.notes,
-    )
+def _gib(count: int) -> str:
+    return _decimal(count / GIB)
+
+
+def _ms(seconds: float) -> str:
+    return _decimal(1e3 * seconds)
+
+
+def _decimal(value: float) -> str:
+    return "<0.1" if 0 < value < LEAST else f"{value:,.1f}"
+
+
+def _parts(plan: Plan) -> Table:
+    """What each stage's time is spent on, a line a stage."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for number, stage in enumerate(plan.split.stages):
+        grid.add_row(f" Stage {number}, ms", ", ".join(_shown(stage)))
+    return grid
+
+
+def _shown(stage: StagePlan) -> Iterator[str]:
+    parts = list(shown_parts(stage))
+    small = sum(seconds for _, seconds in parts if 1e3 * seconds < LEAST)
+    yield from (f"{name} {_ms(seconds)}" for name, seconds in parts if 1e3 * seconds >= LEAST)
+    if small:
+        yield f"other {_ms(small)}"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from placement.errors import LayoutError, PlacementError
 from placement.given import numbers, shown
@@ -20,8 +17,7 @@ from placement.model.shape import ModelShape
 from placement.plan.described import read_described
 from placement.plan.drafts import Drafter
 from placement.plan.picture import plan_svg
-from placement.plan.plan import Plan
-from placement.plan.table import plan_table
+from ray_hetero.cli import plan_output
 from ray_hetero.cli.serve_command import serve_command
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.errors import RayHeteroError
@@ -32,13 +28,12 @@ from ray_hetero.planning.engine_facts import (
     DEFAULT_GPU_SHARE,
     facts_of_checkpoint,
 )
-from ray_hetero.planning.layout_choice import EXPERTS_KEY, Candidate, Choice
+from ray_hetero.planning.family import family_of
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model, refuse_model
 from ray_hetero.planning.quantise_first import quantised_forms
 from ray_hetero.planning.split_search import PRICED_CONTEXT, Asked
 
-WIDTH_WITHOUT_TERMINAL = 160
 MOST_TOKENS = 1_000_000_000
 MOST_SEQUENCES = 1_000_000
 CLUSTER_TIMEOUT_S = 60.0
@@ -142,7 +137,9 @@ def plan(
     compare: Annotated[
         bool, typer.Option("--compare", help="Show every layout that was looked at.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, bytes and seconds.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Machine-readable output, in bytes and seconds.")
+    ] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture to this file.")] = None,
 ) -> None:
     """Show ranks, layers, budgets and the predicted step of a model, as the engine plans it."""
@@ -182,8 +179,8 @@ def plan(
     except (PlacementError, RayHeteroError) as error:
         typer.echo(f"ray-hetero: {error}", err=True)
         raise typer.Exit(1) from None
-    _show(found.plan, found.choice if compare else None, as_json=as_json)
-    if not as_json and speculative is None:
+    command = None
+    if speculative is None:
         options = {
             # Given layers are stages, too, but vLLM has to be told.
             "--pipeline-parallel-size": pipeline_parallel_size or _unless(1, _stages_of(config)),
@@ -195,7 +192,13 @@ def plan(
             "--dtype": _unless("auto", dtype),
             "--kv-cache-dtype": _unless("auto", kv_cache_dtype),
         }
-        typer.echo(f"To serve it so: {serve_command(model, options, settings)}")
+        command = serve_command(model, options, settings)
+    plan = replace(found.plan, family=family_of(found.plan.shape.model_type))
+    shown = found.choice if compare else None
+    if as_json:
+        typer.echo(plan_output.as_json(plan, shown, command))
+    else:
+        plan_output.print_plan(plan, shown, command)
 
 
 def _unless(default: object, value: object) -> object:
@@ -283,63 +286,6 @@ def _drafter(
         )
     path = None if model is None else machines.hub_config(model)
     return drafter_of(None if path else "ngram", found[0], path, target), acceptance
-
-
-def _show(found: Plan, choice: Choice | None, *, as_json: bool) -> None:
-    if as_json:
-        content = found.to_dict()
-        if choice is not None:
-            looked_at = (choice.chosen, *choice.others, *choice.unasked)
-            content["candidates"] = [_candidate(one) for one in looked_at]
-        typer.echo(json.dumps(content, indent=2))
-        return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_WITHOUT_TERMINAL)
-    console.print(plan_table(found))
-    if choice is not None:
-        console.print(_comparison(choice))
-        if choice.unasked:
-            console.print(
-                f"Layouts with expert ranks are taken with {EXPERTS_KEY}.", soft_wrap=True
-            )
-
-
-def _candidate(one: Candidate) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "layout": [list(stage) for stage in one.layout.stages],
-        "expert_ranks": one.experts,
-    }
-    if one.plan is None or one.plan.split is None:
-        return answer | {"problem": one.problem}
-    split = one.plan.split
-    return answer | {
-        "layers": list(split.layers),
-        "expert_layers": one.plan.world.expert_layers,
-        "decode_step_s": split.step_s,
-        "prefill_s": split.prefill_s,
-        "kv_tokens": one.plan.kv_tokens,
-    }
-
-
-def _comparison(choice: Choice) -> Table:
-    table = Table(title="Layouts that were looked at", title_justify="left")
-    for column in ("layout", "layers", "step, ms", "first token, ms", "KV tokens"):
-        table.add_column(column, justify="left" if column in ("layout", "layers") else "right")
-    for one in (choice.chosen, *choice.others, *choice.unasked):
-        if one.plan is None or one.plan.split is None:
-            table.add_row(Text(one.name), Text(one.problem.splitlines()[0][:70]), "", "", "")
-            continue
-        split = one.plan.split
-        table.add_row(
-            Text(one.name),
-            ",".join(map(str, split.layers))
-            + (f", experts of {one.plan.world.expert_layers} on sockets" if one.experts else ""),
-            f"{1e3 * split.step_s:.2f}",
-            f"{1e3 * split.prefill_s:.0f}",
-            f"{one.plan.kv_tokens:,}",
-        )
-    return table
 
 
 def _name(model: str) -> str:

@@ -75,7 +75,10 @@ class EnginePlan:
     def log(self) -> None:
         """Say what was decided, and what speaks against it."""
         sharing = world_plan.sharing_warning(self.world.members)
-        for warning in filter(None, (self.layers.warning, sharing)):
+        planned = self.layers.warning
+        if planned and self.layers.is_too_large:
+            planned = f"this may not fit: {planned}"
+        for warning in filter(None, (planned, sharing)):
             logger.warning(warning)
         logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))
         for line in filter(None, (self.locality, *describe_split(self.layers))):

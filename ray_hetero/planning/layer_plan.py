@@ -243,8 +243,7 @@ def _priced(world: World, search: SplitSearch, threads: Mapping[int, tuple[int, 
     try:
         split = search.priced(world.layers)
     except DoesNotFitError as error:
-        warning = f"this may not fit: {error}"
-        return LayerPlan(world, None, warning=warning, is_too_large=True, threads=threads)
+        return LayerPlan(world, None, warning=str(error), is_too_large=True, threads=threads)
     return _planned((world, split), search.facts, threads)
 
 

@@ -16,6 +16,7 @@ from placement.cluster.assignment import Node
 from placement.cluster.layout import Kind, Layout, divides_heads
 from placement.errors import DoesNotFitError, PlacementError
 from placement.model.shape import ModelShape
+from placement.words import duration, plural
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.expert_ranks import sockets_for_experts, with_expert_ranks
@@ -54,15 +55,24 @@ class Candidate:
         return split.step_s if split.objective == "latency" else split.slowest_s
 
     def __str__(self) -> str:
-        return f"{self.name} {1e3 * self.step_s:.2f} ms"
+        return f"{self.words} – {duration(self.step_s)}"
 
     @property
     def name(self) -> str:
-        """The stages and the expert ranks, for people."""
+        """The stages as the configuration has them, and the number of expert ranks."""
         if not self.experts:
             return str(self.layout)
-        noun = "expert rank" if self.experts == 1 else "expert ranks"
-        return f"{self.layout} + {self.experts} {noun}"
+        return f"{self.layout} + {plural(self.experts, 'expert rank')}"
+
+    @property
+    def words(self) -> str:
+        """The stages and the expert ranks, for people."""
+        if not self.experts:
+            return self.layout.words
+        layers = (
+            "" if self.plan is None else f" of {plural(self.plan.world.expert_layers, 'layer')}"
+        )
+        return f"{self.layout.words}, experts{layers} on {plural(self.experts, 'socket')}"
 
 
 @dataclass(frozen=True)
@@ -78,14 +88,14 @@ class Choice:
 
     def __str__(self) -> str:
         """The one line for the log."""
-        line = f"chose {self.chosen}: {self.why}"
+        line = f"{self.chosen} a step; {self.why}"
         fitting = [other for other in self.others if other.plan is not None]
         if fitting:
-            line += f"; next would be {fitting[0]}"
+            line += f". Runner-up: {fitting[0]}"
         else:
-            line += "; nothing else fits" if self.others else "; there is nothing else to choose"
+            line += ". Nothing else fits" if self.others else ". There is nothing else to choose"
         shorter = self.shorter_with_experts
-        return line if shorter is None else f"{line}; predicted for {EXPERTS_KEY}: {shorter}"
+        return line if shorter is None else f"{line}. Predicted for {EXPERTS_KEY}: {shorter}"
 
     @property
     def shorter_with_experts(self) -> Candidate | None:

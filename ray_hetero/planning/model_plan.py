@@ -14,6 +14,7 @@ from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.plan import Plan
 from placement.plan.split import price_drafts
 from placement.units import GIB, MIB
+from placement.words import plural
 from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
@@ -144,16 +145,16 @@ def _planned(
 def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Iterator[str]:
     assert facts.shape is not None
     if choice is not None:
-        yield f"No sizes and no layout were asked for: {choice}."
+        yield f"Layout (automatic): {choice}."
     one = facts.shape.kv_bytes_per_token() * facts.max_model_len
     yield (
-        f"A sequence of {facts.max_model_len} tokens (--max-model-len) takes {_size(one)} "
-        "of KV cache, all ranks together."
+        f"A sequence of {plural(facts.max_model_len, 'token')} (--max-model-len) takes "
+        f"{_size(one)} of KV cache, all ranks together."
     )
 
 
 def _size(count: int) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def _devices(machine: Machine, found: LayerPlan) -> Iterator[RankDevice]:

@@ -15,6 +15,7 @@ from placement.model.config import UnknownModelError
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
 from placement.units import GIB
+from placement.words import duration, plural
 from ray_hetero.planning.planned_layers import LayerPlan
 
 FP8_IN_BLOCKS: Mapping[str, Any] = {
@@ -125,15 +126,15 @@ def _said(form: Quantised, planned: LayerPlan, found: LayerPlan | None) -> str:
     else:
         where = "on GPUs and sockets" if planned.world.has_gpu else "on the sockets"
     experts = len(planned.world.experts)
-    beside = f" and {experts} for experts" if experts else ""
-    step = f"a decode step takes {1e3 * planned.split.step_s:.2f} ms"
+    beside = f", experts on {plural(experts, 'socket')}" if experts else ""
+    step = f"a decode step takes {duration(planned.split.step_s)}"
     if found is not None and found.split is not None:
         step += (
-            f" instead of {1e3 * found.split.step_s:.2f} ms, "
+            f" instead of {duration(found.split.step_s)}, "
             f"{_times(planned, found):.1f} times as fast"
         )
     return (
         f"Quantise first: with {form.name} weights this model has "
         f"{form.shape.weight_bytes / GIB:.1f} GiB, fits {where} "
-        f"({planned.world.layout}{beside}), and {step}."
+        f"({planned.world.layout.words}{beside}), and {step}."
     )

@@ -60,7 +60,7 @@ FLAG = ("--distributed-executor-backend", "ray_hetero")
 JOB = "one-flag"
 PROMPTS = [[7], [100, 5000, 128000], [(31 * i) % 128000 + 3 for i in range(700)]]
 ANSWER = 24
-CHOSEN = r"stages: chose (\[gpu\] → \[cpu\]|\[cpu\] → \[gpu\]) .* does not fit on the GPUs alone"
+CHOSEN = r"stages: (GPU → socket|socket → GPU) – .* does not fit on the GPUs alone"
 
 
 @pytest.fixture(scope="module")

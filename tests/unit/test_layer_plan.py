@@ -102,7 +102,7 @@ def test_stages_hold_what_expert_ranks_do_not(layers: Any, remote: int) -> None:
     fits = remote == 56
     # 16 layers of experts are 77 GB more than a GPU of 80 GB has room for beside the rest.
     assert (found.split is not None) == fits
-    assert ("this may not fit" in found.warning) != fits
+    assert found.is_too_large != fits
     if fits:
         assert found.memory_bytes() == {1: found.expert_bytes, 2: found.expert_bytes}
 
@@ -139,12 +139,12 @@ def test_the_users_layers_that_seem_too_many_are_a_warning() -> None:
     assert found.split is None
     assert found.forecast(0) is None
     assert describe_split(found) == ()
-    assert "may not fit: layers [10, 70]" in found.warning
-    assert "GiB too many" in found.warning
+    assert found.warning.startswith("layers [10, 70]: llama does not fit: ")
+    assert "GiB short" in found.warning
 
 
 def test_what_does_not_fit_is_an_error_with_the_arithmetic() -> None:
-    with pytest.raises(DoesNotFitError, match=r"rank \d \(a GPU 0\): weights .* too many"):
+    with pytest.raises(DoesNotFitError, match=r"rank \d \(a GPU 0\): weights .* short"):
         plan(nodes=server(memory_gib=32))
 
 

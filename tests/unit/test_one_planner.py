@@ -114,7 +114,12 @@ def test_the_command_prices_prompts_that_a_gpu_computes_for_two_sockets(tmp_path
     assert computing["weights"] == pytest.approx(crossing, rel=0.01)
     assert found["prefill_s"] < 6
     text = command(*asked).stdout
-    assert "with CPU stages' passes of 96 tokens and more computed by a GPU" in text
+    assert "a GPU computes passes of 96 tokens or more for CPU stages" in normal(text)
+
+
+def normal(text: str) -> str:
+    """With every run of spaces and line breaks as one space."""
+    return " ".join(text.split())
 
 
 def facts_for(shape: Any, length: int = 4096) -> EngineFacts:
@@ -149,10 +154,10 @@ def test_what_is_chosen_where_nothing_is_asked_for(
     choice = chosen(shape, {"name": "a", **node})
     assert str(choice.chosen.layout) in layouts
     line = str(choice)
-    assert line.startswith(f"chose {choice.chosen.layout} ")
+    assert line.startswith(f"{choice.chosen.layout.words} – ")
     assert "\n" not in line
     fitting = [other for other in choice.others if other.plan is not None]
-    assert ("next would be" in line) == bool(fitting)
+    assert ("Runner-up: " in line) == bool(fitting)
     if choice.chosen.layout.count("cpu"):
         # No other that fits is faster by more than a hundredth.
         assert all(0.99 * choice.chosen.step_s <= other.step_s for other in fitting)
@@ -189,8 +194,8 @@ def test_the_command_compares_layouts(tmp_path: Path) -> None:
     assert steps[1:] == sorted(steps[1:])
     shown = command(tmp_path, "--topology", topology, "--max-model-len", 8192, "--compare")
     assert "Layouts that were looked at" in shown.stdout
-    assert "first token, ms" in shown.stdout
-    assert "[cpu, cpu] → [gpu]" in shown.stdout
+    assert "first token" in shown.stdout
+    assert "2 sockets → GPU" in shown.stdout
 
 
 def test_the_command_refuses_what_the_engine_refuses(tmp_path: Path) -> None:

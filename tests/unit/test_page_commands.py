@@ -83,7 +83,7 @@ def test_plan_that_the_planning_page_shows() -> None:
     )[0]  # fmt: skip
     assert f"({layers})" in shown
     assert f"({more})" in shown
-    assert re.search(rf"decode step {step}\.|decode step {int(step) - 1}\.[5-9]", shown)
+    assert re.search(rf": {step}\.\d ms a token|: {int(step) - 1}\.[5-9] ms a token", shown)
     assert int(cpus) + int(gpu) == pytest.approx(int(step), abs=1)
     drawn = Path("plan.svg").read_text(encoding="utf-8")
     assert drawn == (ROOT / "docs/plan/llama-70b.svg").read_text(encoding="utf-8")
@@ -93,9 +93,7 @@ def test_plan_of_longer_contexts_moves_the_layers_that_the_page_says() -> None:
     (short,), (long,) = typed(pages.PLAN.text), typed(pages.PLAN_OF_LONG_CONTEXTS.text)
     page = normal((ROOT / pages.PLANNING).read_text(encoding="utf-8"))
     moved, of = map(int, re.findall(r"(\d+) of the GPU's (\d+) layers move:", page)[0])
-    before, after = (
-        int(re.findall(r"layers of each stage: \d+,(\d+)", text)[0]) for text in (short, long)
-    )
+    before, after = (int(re.findall(r"; layers \d+,(\d+) ", text)[0]) for text in (short, long))
     assert (before, before - after) == (of, moved)
 
 

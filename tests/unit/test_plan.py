@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from itertools import combinations, pairwise
@@ -22,8 +23,10 @@ from placement.plan.described import described, read_described
 from placement.plan.picture import KINDS, plan_svg
 from placement.plan.plan import Plan
 from placement.plan.svg import fitted, width
-from placement.plan.table import plan_table
+from placement.plan.table import COLUMNS, plan_report
+from placement.units import GIB
 from ray_hetero.cli.plan import plan as plan_command
+from ray_hetero.planning.family import family_of
 
 DATA = Path(__file__).parent / "data"
 SERVER = read_described(DATA / "h100_two_8480.yaml")
@@ -55,7 +58,7 @@ def test_what_cannot_be_planned() -> None:
     with pytest.raises(LayoutError, match="9 pipeline stages"):
         plan_model("m", LLAMA_8B, SERVER, pipeline_parallel_size=9)
     small = described({"nodes": [{"name": "a", "gpus": {"part": "L40S"}}]})
-    with pytest.raises(DoesNotFitError, match="GiB too many"):
+    with pytest.raises(DoesNotFitError, match="GiB short"):
         plan_model("m", LLAMA_70B, small)
 
 
@@ -180,10 +183,10 @@ def test_text_is_cut_to_its_room() -> None:
     assert width(cut, 12, bold=True) <= 80
 
 
-def as_text(plan: Plan) -> str:
-    console = Console(width=160, force_terminal=False)
+def as_text(plan: Plan, columns: int = 160) -> str:
+    console = Console(width=columns, force_terminal=False)
     with console.capture() as capture:
-        console.print(plan_table(plan))
+        console.print(plan_report(plan))
     return capture.get()
 
 
@@ -191,8 +194,39 @@ def test_the_table() -> None:
     lines = as_text(PLANS["three stages"]).splitlines()
     row = next(line for line in lines if "GPU 0" in line)
     assert "H100 SXM" in row
-    assert [cell.strip() for cell in row.split("│")[1:5]][3] == "40-79 (40)"
+    assert "40-79 (40)" in row
     assert any("VLLM_PP_LAYER_PARTITION=" in line for line in lines)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_every_figure_is_there_at_any_width(plan: Plan, columns: int) -> None:
+    lines = as_text(plan, columns).splitlines()
+    assert all(len(line) <= columns for line in lines)
+    assert "…" not in "".join(lines)
+    head = next(place for place, line in enumerate(lines) if line.split()[:1] == ["rank"])
+    assert lines[head].split() == list(COLUMNS)
+    # The answer is above the table.
+    speed = next(line for line in lines[:head] if line.startswith(" Speed"))
+    assert f"{plan.split.tokens_per_s:,.1f} tokens/s" in speed
+    for rank in plan.split.ranks:
+        (row,) = (line for line in lines[head:] if line.split()[:1] == [str(rank.rank)])
+        sizes = (rank.memory.weights, rank.kv_bytes, rank.device.usable_bytes)
+        assert all(f" {nbytes / GIB:,.1f}" in row for nbytes in sizes)
+    assert any(line.startswith(" Sizes in GiB, times in ms.") for line in lines[head:])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("qwen3", "yes: tokens of engines of qwen3 models are compared with stock vLLM"),
+        ("ministral3", "in parts: ministral3 models compute the layers of families that are tested "
+         "(mistral)"),
+        ("gpt2", "no: neither gpt2 models nor others with the same layers are tested"),
+    ],
+)  # fmt: skip
+def test_what_was_tested_of_a_family(model_type: str, said: str) -> None:
+    assert family_of(model_type) == said
 
 
 @pytest.fixture
@@ -215,6 +249,8 @@ def test_the_command_prints_json_and_writes_the_picture(model: Path) -> None:
     result = run(model, *TOPOLOGY, "-pp", 3, "--json", "--svg", model / "plan.svg")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    assert found["command"].startswith("vllm serve ")
+    assert found["tested"].startswith("yes: ")
     assert found["weight_bytes"] == 141107412992
     assert sum(found["layer_partition"]) == 80
     parts = sum(
@@ -230,13 +266,25 @@ def test_the_command_prints_a_table(model: Path) -> None:
     assert "VLLM_PP_LAYER_PARTITION=50,30" in result.stdout
 
 
+def test_the_answer_for_several_sequences_is_first_and_the_command_last(model: Path) -> None:
+    result = run(model, *TOPOLOGY, "--layout", "[[cpu],[gpu]]", "--batch", 16, "--context", 512)
+    assert result.exit_code == 0, result.output
+    _, first, *_, last = result.stdout.splitlines()
+    found = re.match(
+        r" Speed +([\d.]+) tokens/s in all, ([\d.]+) for each of 16 sequences: ", first
+    )
+    assert found is not None
+    assert float(found[1]) == pytest.approx(16 * float(found[2]), rel=0.05)
+    assert last.startswith("Run: vllm serve ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--layers", "50,31"), "50 + 31 = 81 in 2 stages, but the model has 80 layers"),
         (("--layers", "many"), "expected numbers with commas"),
         (("--objective", "beauty"), "expected latency or throughput, got 'beauty'"),
-        (("--layout", "[[gpu]]", "--max-model-len", "4096"), "GiB too many"),
+        (("--layout", "[[gpu]]", "--max-model-len", "4096"), "GiB short"),
         (("--layout", "gpu"), "expected stages like [[cpu, cpu], [gpu]]"),
         (("--topology", "/nowhere.yaml"), "/nowhere.yaml: the file cannot be read: No such file"),
         (("--layout", "[[tpu]]"), "'cpu' or 'gpu'"),

@@ -15,7 +15,7 @@ from ray_hetero.cli.serve_command import serve_command
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "configs/models/llama-3.1-70b.json")
 MACHINE = ("--topology", str(ROOT / "configs/machines/h100-two-8480.yaml"))
-BEGIN = "To serve it so: "
+BEGIN = "Run: "
 ALONE = ["vllm", "serve", "MODEL", "--distributed-executor-backend", "ray_hetero"]
 
 
