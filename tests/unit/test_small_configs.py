@@ -1,0 +1,43 @@
+"""Small configurations of all text-generation architectures; nothing of them is built here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from families.configurations import architectures, small_config
+from families.own_classes import OWN_CLASSES
+from families.small_sizes import NONE, ROWS
+
+REASONS = {"DeciLMForCausalLM", "HCXVisionV2ForCausalLM"}
+
+
+def test_every_architecture_has_one_or_a_reason() -> None:
+    found = {name: small_config(name) for name in architectures()}
+    assert {name for name, config in found.items() if isinstance(config, str)} == REASONS
+    for name, config in found.items():
+        if isinstance(config, dict):
+            assert config["architectures"] == [name]
+            assert config["model_type"]
+
+
+@pytest.mark.parametrize("table", [OWN_CLASSES, ROWS, NONE])
+def test_the_tables_name_architectures_of_the_registry(table: dict[str, object]) -> None:
+    assert set(table) <= set(architectures())
+
+
+def test_sizes_are_small() -> None:
+    # Lengths of a context and factors aside, nothing is larger than a tenth of a real model's.
+    for name in architectures():
+        config = small_config(name)
+        if isinstance(config, dict):
+            text = config.get("text_config") or config
+            sizes = {
+                text.get(key)
+                for key in ("vocab_size", "padded_vocab_size", "hidden_size", "d_model", "n_embd")
+            }
+            assert max(size for size in sizes if size is not None) <= 1024, name
