@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from placement.model.config import Config, UnknownModelError
-from placement.model.quantisation import FLOAT32, MXFP4_GROUP, Linear, Stored
+from placement.model.quantisation import FLOAT32, MXFP4_GROUP, Linear, Stored, method_of
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _gpt_oss(config: Config, index: int) -> Iterator[Part]:
     yield Linear("mlp.router", config.experts, hidden, bias=True, quantised=False)
     width = config.number("intermediate_size")
     settings = config.section("quantization_config")
-    method = None if settings is None else settings.values.get("quant_method")
+    method = None if settings is None else method_of(settings)
     for name, out, in_ in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
         yield from _fused_experts(f"mlp.experts.{name}", config.experts, out, in_, method)
         yield Vector(f"mlp.experts.{name}_bias", config.experts * out)

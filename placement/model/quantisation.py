@@ -18,6 +18,10 @@ MXFP4_GROUP = 32
 """Values of MXFP4 with one scale."""
 
 
+RENAMED = {"gpt_oss_mxfp4": "mxfp4"}
+"""vLLM's names in a configuration that it has read → those of the checkpoints."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """A linear layer as the architecture has it, before quantisation."""
@@ -98,7 +102,7 @@ def quantised_from(config: Config, dtype_bytes: int) -> Quantised:
     settings = config.section("quantization_config")
     if settings is None:
         return Quantised(lambda linear: [_plain(linear, dtype_bytes)])
-    method = settings.values.get("quant_method")
+    method = method_of(settings)
     reader = _METHODS.get(str(method))
     if reader is None:
         raise UnknownModelError(
@@ -108,6 +112,12 @@ def quantised_from(config: Config, dtype_bytes: int) -> Quantised:
         )
     ignored = settings.texts("modules_to_not_convert", "ignore", "ignored_layers")
     return Quantised(reader(settings, dtype_bytes), tuple(map(_pattern, ignored)))
+
+
+def method_of(settings: Config) -> str:
+    """The method of a `quantization_config`, by the checkpoint's name where vLLM has another."""
+    method = str(settings.values.get("quant_method"))
+    return RENAMED.get(method, method)
 
 
 def packed_bits(settings: Config, *keys: str, default: int | None = None) -> int:
@@ -147,7 +157,7 @@ def stored_together(config: Config) -> int:
     settings = config.section("quantization_config")
     if settings is None:
         return 1
-    method = settings.values.get("quant_method")
+    method = method_of(settings)
     if method == "mxfp4":
         return MXFP4_GROUP
     if method == "fp8" and settings.has("weight_block_size"):

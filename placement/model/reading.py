@@ -18,8 +18,9 @@ from placement.model.architectures import (
     Experts,
     Matrix,
     Vector,
-    window_of,
 )
+from placement.model.built import decoder_config
+from placement.model.caches import cache_of, latents_of
 from placement.model.checkpoint import read_headers, sort_tensors
 from placement.model.config import (
     EXPERT_KEYS,
@@ -40,8 +41,11 @@ from placement.model.quantisation import (
     weights_of,
 )
 from placement.model.shape import Mla, ModelShape
-from placement.model.tensors import KvCache, Layer, Tensor, is_multiplied, role_of, shards_of
+from placement.model.tensors import Layer, Tensor, is_multiplied, role_of, shards_of
 from placement.model.vocabulary import vocabulary_of
+
+DECODER = ("text_config", "quantization_config", "generation_config")
+"""Sections of a config.json that describe no part beside the decoder."""
 
 __all__ = [
     "Mla",
@@ -113,13 +117,15 @@ def shape_from_config(
         UnknownModelError: the model_type, the quantisation or a needed key is not known.
 
     """
-    reader = Config(config)
+    reader = decoder_config(config)
     architecture = ARCHITECTURES.get(reader.model_type)
-    if architecture is None:
+    towers = [
+        key for key in config if key.endswith("_config") and key not in DECODER and config[key]
+    ]
+    if architecture is None or (reader.values is not config and towers):
         raise UnknownModelError(
-            f"model_type {shown(reader.model_type)} is not known from its config alone (known: "
-            f"{', '.join(sorted(ARCHITECTURES))}). Plan from a local checkpoint instead: give its "
-            "directory, the headers of its safetensors files say everything."
+            f"model_type {shown(config.get('model_type'))} is not known from its config alone "
+            f"(known: {', '.join(sorted(ARCHITECTURES))})"
         )
     width = dtype_bytes(dtype, config)
     quantised = quantised_from(reader, width)
@@ -127,7 +133,7 @@ def shape_from_config(
         Layer(
             index,
             tuple(_layer_tensors(architecture, reader, index, width, quantised)),
-            _kv(reader, index, kv_bytes(kv_dtype, width)),
+            cache_of(reader, index, kv_bytes(kv_dtype, width)),
         )
         for index in range(reader.layers)
     )
@@ -151,10 +157,8 @@ def shape_from_safetensors(
     """
     directory = Path(path)
     config = read_config(directory)
-    # A model with a vision or audio tower describes its decoder in a section of its own.
-    decoder = Config(config).section("text_config")
-    reader = Config({**config, **decoder.values} if decoder else config)
-    settings = Config(config).section("quantization_config")
+    reader = decoder_config(config)
+    settings = reader.section("quantization_config")
     width = dtype_bytes(dtype, reader.values)
     found = sort_tensors(
         read_headers(directory),
@@ -166,7 +170,7 @@ def shape_from_safetensors(
         Layer(
             index,
             tuple(_tensor(part, reader, count) for part, count in tensors.values()),
-            _kv(reader, index, kv_bytes(kv_dtype, width)),
+            cache_of(reader, index, kv_bytes(kv_dtype, width)),
         )
         for index, tensors in found.layers.items()
     )
@@ -218,7 +222,7 @@ def _shape(
         dtype_bytes=width,
         experts=experts,
         active_experts=min(experts, config.number("num_experts_per_tok")) if experts else 0,
-        mla=_mla(config),
+        mla=latents_of(config),
         expert_parts=_expert_parts(config),
     )
 
@@ -240,27 +244,6 @@ def _expert_parts(config: Config) -> int:
     inner = config.number("moe_intermediate_size", "intermediate_size")
     together = stored_together(config)
     return inner // together if inner % together == 0 else 1
-
-
-def _mla(config: Config) -> Mla | None:
-    if not config.has("kv_lora_rank"):
-        return None
-    return Mla(
-        config.number("kv_lora_rank"),
-        config.number("qk_rope_head_dim"),
-        config.number("qk_nope_head_dim"),
-        config.number("v_head_dim"),
-    )
-
-
-def _kv(config: Config, index: int, kv_bytes: int) -> KvCache:
-    mla, window = _mla(config), window_of(config, index)
-    if mla is not None:
-        latent = mla.kv_lora_rank + mla.qk_rope_head_dim
-        flops = 2 * config.heads * (latent + mla.kv_lora_rank)
-        return KvCache(latent * kv_bytes, 1, window, flops)
-    heads, size = config.kv_heads, config.head_dim
-    return KvCache(2 * heads * size * kv_bytes, heads, window, 4 * config.heads * size)
 
 
 def _layer_tensors(

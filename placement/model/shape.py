@@ -7,6 +7,11 @@ from typing import Literal
 
 from placement.model.tensors import Layer, Tensor
 
+Source = Literal["config", "safetensors", "vLLM"]
+"""Source of sizes: a reader of config.json, headers of files, vLLM's own class of the model."""
+LONG = 1 << 24
+"""Tokens of a sequence that is longer than any window."""
+
 
 @dataclass(frozen=True)
 class Mla:
@@ -23,7 +28,7 @@ class ModelShape:
     """Everything about a model that placing it needs."""
 
     model_type: str
-    source: Literal["config", "safetensors"]
+    source: Source
     layers: tuple[Layer, ...]
     embedding: tuple[Tensor, ...]
     final_norm: tuple[Tensor, ...]
@@ -88,8 +93,19 @@ class ModelShape:
         return sums
 
     def kv_bytes_per_token(self) -> int:
-        """KV bytes of one token over all layers."""
-        return sum(layer.kv.bytes_per_token for layer in self.layers if layer.kv is not None)
+        """Bytes that one more token adds to a long sequence, over all layers."""
+        return self.kv_bytes(2 * LONG, 1) - self.kv_bytes(2 * LONG - 1, 1)
+
+    def kv_bytes(self, tokens: int, chunk: int) -> int:
+        """Bytes that a sequence keeps over all layers.
+
+        Args:
+            tokens: of the sequence.
+            chunk: of it that are in flight.
+
+        """
+        caches = (layer.kv for layer in self.layers)
+        return sum(kv.rank_held(1, tokens, chunk) for kv in caches if kv is not None)
 
     def around(self, *, first: bool, last: bool) -> tuple[Tensor, ...]:
         """Tensors outside the layers that a stage holds, as vLLM 0.32 places them."""

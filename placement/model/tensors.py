@@ -55,20 +55,31 @@ class Tensor:
 
 @dataclass(frozen=True)
 class KvCache:
-    """KV cache of one layer."""
+    """What one layer caches: keys and values or latents of each token, a state of each sequence."""
 
     bytes_per_token: int
+    """0 where the layer keeps a state alone."""
     heads: int
     """KV heads, the parts that tensor parallelism can spread; 1 for the latent of MLA."""
     window: int | None = None
     """Sliding window in tokens; None sees the whole context."""
     flops_per_pair: int = 0
     """Floating-point operations of attention for one (query, key) pair, all heads."""
+    state_bytes: int = 0
+    """Constant bytes of a sequence: Gated DeltaNet, Mamba, a short convolution."""
+    is_kept_whole: bool = False
+    """Whether tokens behind the window are kept too, as vLLM does with chunks of attention."""
+    beside: tuple[KvCache, ...] = ()
+    """Further caches of the layer, such as that of an indexer."""
 
     def rank_bytes(self, tensor_parallel_size: int) -> int:
         """Bytes a token costs one tensor-parallel rank; with more ranks than heads, one head."""
         heads = -(-self.heads // tensor_parallel_size)
         return self.bytes_per_token * heads // self.heads
+
+    def rank_state_bytes(self, tensor_parallel_size: int) -> int:
+        """Bytes of a sequence's state on one tensor-parallel rank, rounded up."""
+        return -(-self.state_bytes // tensor_parallel_size)
 
     def seen(self, context: int) -> int:
         """How many of a sequence's tokens this layer looks at."""
@@ -76,7 +87,33 @@ class KvCache:
 
     def kept(self, context: int, chunk: int) -> int:
         """How many of a sequence's tokens this layer keeps, with a chunk of prompt in flight."""
-        return context if self.window is None else min(context, self.window - 1 + chunk)
+        if self.window is None or self.is_kept_whole:
+            return context
+        return min(context, self.window - 1 + chunk)
+
+    def rank_held(self, tensor_parallel_size: int, context: int, chunk: int) -> int:
+        """Bytes that one tensor-parallel rank keeps of a sequence, all caches of the layer.
+
+        Args:
+            tensor_parallel_size: ranks of the stage.
+            context: tokens of the sequence.
+            chunk: tokens of it that are in flight.
+
+        """
+        size = tensor_parallel_size
+        own = self.rank_bytes(size) * self.kept(context, chunk) + self.rank_state_bytes(size)
+        return own + sum(one.rank_held(size, context, chunk) for one in self.beside)
+
+    def rank_read(self, tensor_parallel_size: int, context: int) -> int:
+        """Bytes that a decode step reads of a sequence on one rank, and writes of its state."""
+        size = tensor_parallel_size
+        own = self.rank_bytes(size) * self.seen(context) + 2 * self.rank_state_bytes(size)
+        return own + sum(one.rank_read(size, context) for one in self.beside)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the layer keeps nothing but keys and values of all tokens."""
+        return self.window is None and not self.state_bytes and not self.beside
 
 
 @dataclass(frozen=True)
@@ -86,7 +123,7 @@ class Layer:
     index: int
     tensors: tuple[Tensor, ...]
     kv: KvCache | None
-    """KV cache of the layer; None where it keeps none."""
+    """Cache of the layer; None where it keeps none, or reads that of another layer."""
     remote: tuple[Tensor, ...] = ()
     """Tensors of experts that expert ranks hold; these are not among `tensors`."""
 

@@ -85,8 +85,8 @@ def _layer_over_link(
     coded = sum(t.rank_weights(1) for t in layer.tensors if not t.is_16_bit_matrix)
     flops, kv = 2 * run.tokens * multiplied, 0.0
     if layer.kv is not None:
-        cached = run.sequences * layer.kv.seen(run.cached) if run.cached else 0
-        kv = cached * layer.kv.rank_bytes(1) / gpu.host_link
+        cached = run.sequences * layer.kv.rank_read(1, run.cached) if run.cached else 0
+        kv = cached / gpu.host_link
         flops += run.pairs(layer.kv) * layer.kv.flops_per_pair
     weights = stored / gpu.host_link
     moved = stored + 2 * shape.dtype_bytes * multiplied
@@ -145,7 +145,7 @@ def _layer_on_rank(
     flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(size) for t in others)
     kv = 0.0
     if layer.kv is not None:
-        kv = run.kv_tokens(layer.kv) * layer.kv.rank_bytes(size) / figures.read_bandwidth
+        kv = run.sequences * layer.kv.rank_read(size, run.context) / figures.read_bandwidth
         flops += run.pairs(layer.kv) * layer.kv.flops_per_pair / size
     read = _read(shape, others, size, run, figures) / figures.read_bandwidth
     compute = max(0.0, flops / figures.compute - read - kv)

@@ -40,7 +40,7 @@ def kv_bytes(layer: Layer, size: int, tokens: int, sequences: int, chunk: int) -
     """KV bytes that a rank keeps of one layer for some sequences of `tokens` tokens each."""
     if layer.kv is None:
         return 0
-    return layer.kv.rank_bytes(size) * sequences * layer.kv.kept(tokens, chunk)
+    return sequences * layer.kv.rank_held(size, tokens, chunk)
 
 
 def layer_weights(layer: Layer, size: int) -> int:

@@ -30,10 +30,6 @@ class Pass:
         """(query, key) pairs of attention."""
         return self.tokens * kv.seen(self.context)
 
-    def kv_tokens(self, kv: KvCache) -> int:
-        """Tokens whose keys and values are read."""
-        return self.sequences * kv.seen(self.context)
-
 
 def decode_pass(batch: int, context: int, drafts: int = 0) -> Pass:
     """One token, and drafts to verify, for each of `batch` sequences of `context` tokens."""

@@ -12,7 +12,7 @@ import typer
 
 from placement.errors import LayoutError, PlacementError
 from placement.given import numbers, shown
-from placement.model.reading import read_config, shape_of
+from placement.model.reading import read_config
 from placement.model.shape import ModelShape
 from placement.plan.described import read_described
 from placement.plan.drafts import Drafter
@@ -31,6 +31,7 @@ from ray_hetero.planning.engine_facts import (
 from ray_hetero.planning.family import family_of
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model, refuse_model
+from ray_hetero.planning.model_sizes import sizes_of
 from ray_hetero.planning.quantise_first import quantised_forms
 from ray_hetero.planning.split_search import PRICED_CONTEXT, Asked
 
@@ -149,7 +150,8 @@ def plan(
         path = machines.hub_config(model)
         content = read_config(path)
         computed = dtype_of_config(content, dtype)
-        shape = shape_of(path, computed, kv_cache_dtype)
+        folder = path if path.is_dir() else None
+        shape = sizes_of(content, folder, dtype=computed, kv_dtype=kv_cache_dtype)
         drafter, acceptance = _drafter(speculative, draft_model, shape)
         with _machine(topology, config, cluster=cluster) as machine:
             found = plan_model(

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement.cluster.assignment import Node
-from placement.model.reading import UnknownModelError, shape_of
+from placement.model.config import UnknownModelError
 from placement.model.shape import ModelShape
 from placement.plan.drafts import Drafter
 from placement.units import GIB
 from ray_hetero.planning.activation_dtype import BFLOAT16, dtype_of_config
 from ray_hetero.planning.drafters import drafter_asked, drafter_in
+from ray_hetero.planning.model_sizes import sizes_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -193,21 +194,17 @@ def own_length(config: Mapping[str, Any]) -> int | None:
 
 
 def _shape(model: ModelConfig, cache_dtype: str, layers: int) -> tuple[ModelShape | None, str]:
-    """Sizes from the checkpoint on this disk, else from the configuration; or why there are none.
-
-    A source with another number of layers does not count: `--hf-overrides` may have changed it.
-    """
-    dtype = str(model.dtype)
-    problems = []
+    """Sizes of the model as vLLM takes it, or why there are none."""
     directory = Path(model.model)
-    sources = [directory] if any(directory.glob("*.safetensors")) else []
-    for source in (*sources, model.hf_config.to_dict()):
-        try:
-            shape = shape_of(source, dtype, cache_dtype)
-        except UnknownModelError as error:
-            problems.append(str(error))
-            continue
-        if len(shape.layers) == layers:
-            return shape, ""
-        problems.append(f"{shape.source} has {len(shape.layers)} layers, vLLM counts {layers}")
-    return None, problems[0]
+    try:
+        shape = sizes_of(
+            model.hf_config.to_dict(),
+            directory if directory.is_dir() else None,
+            dtype=str(model.dtype),
+            kv_dtype=cache_dtype,
+            layers=layers,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except UnknownModelError as error:
+        return None, str(error)
+    return shape, ""

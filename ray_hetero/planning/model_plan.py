@@ -146,11 +146,13 @@ def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Ite
     assert facts.shape is not None
     if choice is not None:
         yield f"Layout (automatic): {choice}."
-    one = facts.shape.kv_bytes_per_token() * facts.max_model_len
+    one = facts.shape.kv_bytes(facts.max_model_len, 1)
     yield (
         f"A sequence of {plural(facts.max_model_len, 'token')} (--max-model-len) takes "
         f"{_size(one)} of KV cache, all ranks together."
     )
+    if facts.shape.source == "vLLM":
+        yield "Sizes of the model are those of vLLM's own class of it."
 
 
 def _size(count: int) -> str:

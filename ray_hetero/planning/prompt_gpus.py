@@ -103,7 +103,7 @@ def with_prompt_gpus(
     shape = facts.shape
     assert shape is not None
     is_known = not shape.experts and all(
-        layer.kv is not None and layer.kv.window is None for layer in shape.layers
+        layer.kv is not None and layer.kv.is_full for layer in shape.layers
     )
     if not (facts.is_bf16 and is_known and has_whole_layers(config, facts, world)):
         return tuple(stages)

@@ -42,10 +42,12 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import PunicaWrapperBase, punica_cpu
 from vllm.model_executor import layers
 from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
 )
 from vllm.model_executor.layers.attention import Attention, mla_attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import activation as fused_moe_activation
 from vllm.model_executor.layers.fused_moe import config as fused_moe_config
 from vllm.model_executor.layers.fused_moe import fused_moe
@@ -64,6 +66,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models import registry as model_registry
+from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import (
@@ -84,6 +87,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.sample import rejection_sampler
@@ -99,6 +103,7 @@ from ray_hetero import plugin
 from ray_hetero.compat import (
     decoder_classes,
     lora,
+    meta_model,
     patching,
     quantised_experts,
     remote_experts,
@@ -215,6 +220,23 @@ def _class(file: str, name: str) -> Any:
 PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", GPUModelRunner, "reload_weights"),
     ("compat/compilation", decorators, "support_torch_compile"),
+    ("compat/meta_model", CpuPlatform, "get_attn_backend_cls"),
+    ("compat/meta_model", fused_moe_config.FusedMoEConfig, "__post_init__"),
+    *(("compat/meta_model", linear_kernels, name) for name in meta_model.KERNEL_MAKERS),
+    ("compat/meta_model", linear_kernels, meta_model.KERNEL_CHOICE),
+    *(
+        ("compat/meta_model", importlib.import_module(f"{meta_model.ORACLES}.{module}"), name)
+        for module, (names, backends) in meta_model.BACKENDS.items()
+        for name in (*names, backends)
+    ),
+    ("compat/model_parts", AttentionLayerBase, "get_kv_cache_spec"),
+    ("compat/model_parts", AttentionSpec, "num_heads"),
+    ("compat/model_parts", AttentionSpec, "unpadded_page_size_bytes"),
+    ("compat/model_parts", AttentionSpec, "block_size"),
+    ("compat/model_parts", MambaSpec, "shapes"),
+    ("compat/model_parts", MambaSpec, "dtypes"),
+    ("compat/model_parts", MambaSpec, "tp_replicated"),
+    ("compat/model_parts", CompilationConfig, "static_forward_context"),
     ("compat/warmup", CPUModelRunner, "profile_run"),
     ("compat/warmup", CPUModelRunner, "warming_up_model"),
     ("compat/warmup", GPUModelRunner, "_dummy_run"),
@@ -405,6 +427,7 @@ def test_private_names_exist(where: str, owner: Any, name: str) -> None:
 
 
 ASSIGNED: list[tuple[str, type, str]] = [
+    ("compat/model_parts", Attention, "kv_sharing_target_layer_name"),
     ("compat/latent_attention", AMXMLAImpl, "_w_uk_packed"),
     ("compat/latent_attention", AMXMLAImpl, "_w_uv_packed"),
     ("compat/latent_attention", CustomOp, "_forward_method"),

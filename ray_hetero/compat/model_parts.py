@@ -1,0 +1,199 @@
+"""What vLLM's class of a model holds and caches, as plain values: parameters, layers, caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any
+
+from ray_hetero.compat.patching import original
+from ray_hetero.compat.routed_experts import routed_layers
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+Values = dict[str, Any]
+TOWERS = ("vision", "visual", "audio", "image", "vit", "tower", "projector", "connector")
+"""Parts of the names of modules that are no decoder."""
+
+
+def parts_of(model: nn.Module, vllm_config: VllmConfig) -> Values:
+    """Everything about a model that planning needs, to be sent as JSON.
+
+    Args:
+        model: of vLLM's class, made without memory, of one rank and one stage.
+        vllm_config: with which it was made.
+
+    """
+    config = vllm_config.model_config
+    text = config.hf_text_config
+    experts = list(routed_layers(model))
+    layers = _decoder_layers(model, config.get_total_num_hidden_layers())
+    return {
+        "layers": config.get_total_num_hidden_layers(),
+        "hidden_size": config.get_hidden_size(),
+        "vocab_size": config.get_vocab_size(),
+        "heads": int(getattr(text, "num_attention_heads", 0) or 1),
+        "kv_heads": config.get_total_num_kv_heads() or 1,
+        "head_dim": config.get_head_size() or 1,
+        "dtype_bytes": config.dtype.itemsize,
+        "experts": max((one.global_num_experts for one in experts), default=0),
+        "active_experts": max((one.top_k for one in experts), default=0),
+        "expert_inner": max((one.intermediate_size_per_partition for one in experts), default=0),
+        "latents": [int(getattr(text, name, 0) or 0) for name in LATENTS],
+        "parameters": list(_parameters(model, layers)),
+        "caches": list(_caches(vllm_config, layers)),
+    }
+
+
+LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""Keys of a configuration with multi-head latent attention."""
+
+
+def _decoder_layers(model: nn.Module, count: int) -> str:
+    """Name of the module list of the decoder's layers; the one with most parameters of that many.
+
+    Empty where there is none.
+    """
+    from torch import nn
+
+    lists = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) >= count and not _is_tower(name)
+    }
+    return max(lists, key=lambda name: lists[name], default="")
+
+
+def _is_tower(name: str) -> bool:
+    return any(word in part for part in name.split(".")[:2] for word in TOWERS)
+
+
+def _layer(name: str, layers: str) -> int | None:
+    """Number of the decoder layer to which a module or a parameter belongs."""
+    if not layers or not name.startswith(f"{layers}."):
+        return None
+    number = name.removeprefix(f"{layers}.").split(".")[0]
+    return int(number) if number.isdigit() else None
+
+
+def _parameters(model: nn.Module, layers: str) -> Iterator[Values]:
+    """Each parameter once, fused queries, keys and values as three."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full = f"{path}.{name}" if path else name
+            index = _layer(full, layers)
+            known = {
+                "layer": index,
+                "name": full if index is None else full.removeprefix(f"{layers}.{index}."),
+                "width": parameter.element_size(),
+                "type": str(parameter.dtype).removeprefix("torch."),
+                "dimensions": parameter.dim(),
+                "place": "extra" if _is_tower(full) else _place(module, full),
+                "replicated": _is_replicated(module),
+            }
+            elements = parameter.numel()
+            if isinstance(module, RoutedExperts) and parameter.dim():
+                count = module.local_num_experts
+                if parameter.shape[0] == count:
+                    yield known | {"elements": elements // count, "count": count, "expert": True}
+                    continue
+            sizes = module.output_sizes if isinstance(module, QKVParallelLinear) else []
+            if sizes and "qkv_proj" in full and elements % sum(sizes) == 0:
+                for part, size in zip("qkv", sizes, strict=True):
+                    one = known["name"].replace("qkv_proj", f"{part}_proj")
+                    yield known | {"name": one, "elements": elements // sum(sizes) * size}
+            else:
+                expert = isinstance(module, RoutedExperts)
+                yield known | {"elements": elements, "expert": expert}
+
+
+def _place(module: nn.Module, name: str) -> str:
+    """Where a parameter outside the layers belongs: embedding, head, final or extra."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    if isinstance(module, ParallelLMHead) or "lm_head" in name:
+        return "head"
+    if isinstance(module, VocabParallelEmbedding):
+        return "embedding"
+    return "final" if "norm" in name else "extra"
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """Whether every tensor-parallel rank has all of a module's parameters.
+
+    Uses: the classes of vllm.model_executor.layers.linear that divide their weights.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    divided = (
+        ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, RoutedExperts,
+        VocabParallelEmbedding,
+    )  # fmt: skip
+    return not isinstance(module, divided)
+
+
+def _caches(vllm_config: VllmConfig, layers: str) -> Iterator[Values]:
+    """What each layer caches; nothing of layers that read the cache of another one.
+
+    Uses: `CompilationConfig.static_forward_context`, `AttentionLayerBase.get_kv_cache_spec`,
+    `Attention.kv_sharing_target_layer_name`; `AttentionSpec.num_heads`,
+    `AttentionSpec.unpadded_page_size_bytes`, `AttentionSpec.block_size`, `MambaSpec.shapes`,
+    `MambaSpec.dtypes`, `MambaSpec.tp_replicated`.
+    """
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if not isinstance(layer, AttentionLayerBase):
+            continue
+        known = {"layer": _number_in(name, layers)}
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            yield known | {"kind": "shared"}
+            continue
+        spec = original(layer, "get_kv_cache_spec")(vllm_config)
+        if isinstance(spec, MambaSpec):
+            sizes = zip(spec.shapes, spec.dtypes, strict=True)
+            state = sum(prod(shape) * dtype.itemsize for shape, dtype in sizes)
+            yield known | {"kind": "state", "state": state, "replicated": spec.tp_replicated}
+        elif isinstance(spec, AttentionSpec):
+            window = getattr(spec, "sliding_window", None)
+            chunk = getattr(spec, "attention_chunk_size", None)
+            page = original(spec, "unpadded_page_size_bytes")
+            yield known | {
+                "kind": type(spec).__name__.removesuffix("Spec"),
+                "bytes_per_token": ceil(page / spec.block_size),
+                "width": spec.dtype.itemsize,
+                "heads": spec.num_heads,
+                "window": window or chunk,
+                "flops": 2 * int(getattr(layer, "num_heads", 0) or 0)
+                * (spec.head_size + (spec.head_size_v or spec.head_size)),
+            }  # fmt: skip
+
+
+def _number_in(name: str, layers: str) -> int | None:
+    """Number of the decoder layer in the name that a cache has, whatever is before it there."""
+    last = layers.rsplit(".", 1)[-1]
+    parts = name.split(".")
+    for before, number in pairwise(parts):
+        if before == last and number.isdigit():
+            return int(number)
+    return next((int(part) for part in parts if part.isdigit()), None)
