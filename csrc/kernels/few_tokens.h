@@ -43,6 +43,7 @@ class FewTokens {
     Shortage shortage;
 #pragma omp parallel num_threads(threads_)
     {
+      const DenormalsAreZero mode;
       // Other threads take the units of one that has no memory.
       const bool has = shortage.has([this] { reserve_own(task_); });
       if (has) work(omp_get_thread_num());

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_parts.h"
+#include "denormals.h"
 #include "layers.h"
 #include "rank_sums.h"
 #include "read_ahead.h"

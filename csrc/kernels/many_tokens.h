@@ -21,6 +21,7 @@ class ManyTokens {
     Shortage shortage;
 #pragma omp parallel num_threads(threads_)
     {
+      const DenormalsAreZero mode;
       const bool has = shortage.has([this] {
         scratch_bf16(kPieceRows * kRow, kExpanded);
         scratch(wide_ * tokens_ * kBlock, kSums);

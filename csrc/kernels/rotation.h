@@ -62,12 +62,16 @@ inline void turn_heads(const Rotation& rotation, std::uint16_t* heads, std::int6
 // others together would take longer.
 inline void rotate(const Rotation& rotation, std::uint16_t* qkv, std::int64_t stride,
                    const std::int64_t* positions, std::int64_t m) {
-#pragma omp parallel for schedule(static) if (m > kFewTokens)
-  for (std::int64_t token = 0; token < m; ++token) {
-    std::uint16_t* queries = qkv + token * stride;
-    std::uint16_t* keys = queries + rotation.heads * rotation.size;
-    turn_heads(rotation, queries, rotation.heads, rotation.query_norm, positions[token]);
-    turn_heads(rotation, keys, rotation.kv_heads, rotation.key_norm, positions[token]);
+#pragma omp parallel if (m > kFewTokens)
+  {
+    const DenormalsAreZero mode;
+#pragma omp for schedule(static)
+    for (std::int64_t token = 0; token < m; ++token) {
+      std::uint16_t* queries = qkv + token * stride;
+      std::uint16_t* keys = queries + rotation.heads * rotation.size;
+      turn_heads(rotation, queries, rotation.heads, rotation.query_norm, positions[token]);
+      turn_heads(rotation, keys, rotation.kv_heads, rotation.key_norm, positions[token]);
+    }
   }
 }
 

@@ -270,13 +270,17 @@ inline const std::uint16_t* expanded(const Stretch& stretch, const Outliers& out
 
 // The packed rows of a weight.
 inline void expand(const Weight& weight, std::uint16_t* packed) {
-#pragma omp parallel for schedule(static)
-  for (std::int64_t block = 0; block < weight.blocks(); ++block) {
-    const std::int64_t elements = weight.pairs() * kRow;
-    std::uint16_t* to = packed + block * elements;
-    const Stretch stretch = weight.stretch(block, 0, weight.pairs());
-    const std::uint16_t* from = expanded(stretch, weight.outliers(block), to);
-    if (from != to) std::memcpy(to, from, elements * sizeof(std::uint16_t));
+#pragma omp parallel
+  {
+    const DenormalsAreZero mode;
+#pragma omp for schedule(static)
+    for (std::int64_t block = 0; block < weight.blocks(); ++block) {
+      const std::int64_t elements = weight.pairs() * kRow;
+      std::uint16_t* to = packed + block * elements;
+      const Stretch stretch = weight.stretch(block, 0, weight.pairs());
+      const std::uint16_t* from = expanded(stretch, weight.outliers(block), to);
+      if (from != to) std::memcpy(to, from, elements * sizeof(std::uint16_t));
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "denormals.h"
 #include "read_ahead.h"
 #include "vectors.h"
 
@@ -165,6 +166,7 @@ inline void with_team(void (*work)(void*), void* context) {
   std::exception_ptr problem;
 #pragma omp parallel
   {
+    const DenormalsAreZero mode;
 #pragma omp single
     team.emplace(omp_get_num_threads());
     if (omp_get_thread_num() != 0) {
@@ -195,6 +197,7 @@ void together(const Take& take, const Work& work) {
   Shortage shortage;
 #pragma omp parallel
   {
+    const DenormalsAreZero mode;
     shortage.has(take);
 #pragma omp single
     barrier.emplace(omp_get_num_threads());

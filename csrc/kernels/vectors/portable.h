@@ -2,8 +2,8 @@
 //
 // Included once for each level that has these vectors, see levels.h.  Compared with it, other
 // instruction sets multiply and add without rounding in between where floats are concerned; products
-// of two bf16 are exact, so that sums of these are the same bit by bit as long as no value is
-// denormal, which VDPBF16PS and VCVTNEPS2BF16 take for 0.
+// of two bf16 are exact, so that sums of these are the same bit by bit.  Denormal numbers are 0 to
+// all of them (denormals.h).
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 

@@ -49,8 +49,8 @@ class Codes:
     W[n, k] is the value of codes[n, k], less that of the zero point, times the scale of group
     k // group: widened to float32, multiplied there and rounded to the nearest bf16, the even one
     of two.  That is how vLLM's kernels for CPUs expand weights before they multiply.  For up to 32
-    tokens the weight is multiplied before it is rounded (csrc/kernels/codes.h).  What is below
-    2^-126 may count as 0, as it does in products of bf16.
+    tokens the weight is multiplied before it is rounded (csrc/kernels/codes.h).  On the cores
+    what is below 2^-126 counts as 0 (csrc/kernels/denormals.h), on a GPU it may not.
     """
 
     codes: torch.Tensor
