@@ -52,6 +52,7 @@ from expert_weights import (
 from placement.host.cpulist import parse_cpulist
 from placement.host.native import read_bandwidth
 from ray_hetero import _streaming_linear as native
+from ray_hetero.kernels.experts.activations import Order
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts, paired
 from ray_hetero.kernels.formats import FORMATS
 from ray_hetero.kernels.formats.fp8 import Fp8Weight
@@ -104,7 +105,7 @@ def fp8_weight(weight: BlockScaled, *, is_gate_up: bool) -> Fp8Weight:
     codes = weight.codes.view(torch.uint8)
     scales = weight.scales.repeat_interleave(SCALE_BLOCK, 0)
     if is_gate_up:
-        codes, scales = (paired(one, is_interleaved=False) for one in (codes, scales))
+        codes, scales = (paired(one, Order.HALVES) for one in (codes, scales))
     return Fp8Weight.stored(Codes(codes, scales, SCALE_BLOCK), native)
 
 

@@ -6,25 +6,13 @@
 //
 // Only the experts that some token chose are read, each once (expert_product.h).  An expert's tokens
 // are gathered in groups of 32 (expert_tokens.h).  A block of the first product holds 16 outputs of
-// the gate and their 16 of up; so the thread that has summed it applies the activation.
+// the gate and their 16 of up, or 32 of up where there is no gate; so the thread that has summed it
+// applies the activation (expert_activations.h).
 //
 // Sums are taken in an order that depends neither on the number of threads nor on chance: parts of a
 // block one after the other, then a token's experts as they were chosen.
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
-
-// gate · sigmoid(alpha · gate) · (up + beta), 16 at a time.  For a negative gate the power may be
-// infinite: the quotient is then 0.
-RAY_HETERO_INLINE Floats activated(const Activation& activation, Floats gate, Floats up) {
-  if (activation.limit < std::numeric_limits<float>::infinity()) {
-    const Floats none = zeros(), least = spread(-activation.limit);
-    gate = minus(none, larger_of_first(least, minus(none, gate), kLanes));
-    up = minus(none, larger_of_first(least, minus(none, up), kLanes));
-    up = larger_of_first(least, up, kLanes);
-  }
-  const Floats power = power_of_two(times(gate, spread(-kLog2E * activation.alpha)));
-  return times(over(gate, plus(spread(1.0f), power)), plus(up, spread(activation.beta)));
-}
 
 class ExpertLayer {
  public:
@@ -87,21 +75,38 @@ class ExpertLayer {
     const ExpertLayer* layer;
     void operator()(std::int64_t number, std::int64_t block, std::int64_t first,
                     std::int64_t count, const float* sums) const {
+      switch (layer->experts_.activation.formula) {
+#define RAY_HETERO_ACTIVATION(name, says, gated) \
+  case ExpertActivation::k##name:                \
+    return store<name, gated>(number, block, first, count, sums);
+        RAY_HETERO_EXPERT_ACTIVATIONS(RAY_HETERO_ACTIVATION)
+#undef RAY_HETERO_ACTIVATION
+      }
+    }
+    template <typename Formula, bool kIsGated>
+    void store(std::int64_t number, std::int64_t block, std::int64_t first, std::int64_t count,
+               const float* sums) const {
       const Experts& experts = layer->experts_;
       const std::int64_t inner = layer->inner_, tokens = layer->routing_.tokens(number);
       const float* bias = experts.gate_up_bias;
       if (bias != nullptr) {
-        bias += layer->routing_.expert(number) * 2 * inner + block * kBlock;
+        bias += layer->routing_.expert(number) * experts.gate_up_outputs() + block * kBlock;
       }
       std::uint16_t* to = layer->activated_ + layer->routing_.first(number) * inner;
       for (std::int64_t token = first; token < first + count; ++token, sums += kBlock) {
-        Floats gate = load_floats(sums), up = load_floats(sums + kLanes);
+        Floats left = load_floats(sums), right = load_floats(sums + kLanes);
         if (bias != nullptr) {
-          gate = plus(gate, load_floats(bias));
-          up = plus(up, load_floats(bias + kLanes));
+          left = plus(left, load_floats(bias));
+          right = plus(right, load_floats(bias + kLanes));
         }
-        store_bf16(to + place_among(token, tokens, inner, block * kLanes),
-                   activated(experts.activation, gate, up));
+        if constexpr (kIsGated) {
+          store_bf16(to + place_among(token, tokens, inner, block * kLanes),
+                     Formula::of(experts.activation, left, right));
+        } else {
+          const std::int64_t at = block * kBlock;
+          store_bf16(to + place_among(token, tokens, inner, at), Formula::of(left));
+          store_bf16(to + place_among(token, tokens, inner, at + kLanes), Formula::of(right));
+        }
       }
     }
   };

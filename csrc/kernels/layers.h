@@ -207,27 +207,56 @@ struct LatentCache {
   std::int64_t block_stride, token_stride;  // elements
 };
 
-// How gate and up of a mixture's expert become one: gate · sigmoid(alpha · gate) · (up + beta).
+// Formulas of what lies between the products of a mixture's expert: each NAME has a class NAME in
+// expert_activations.h, which says it, and a row in ray_hetero/kernels/experts/activations.py.
+#define RAY_HETERO_EXPERT_ACTIVATIONS(ACTIVATION)                                            \
+  ACTIVATION(Swiglu, "swiglu", true) ACTIVATION(SwigluStep, "swiglu_step", true)             \
+  ACTIVATION(Situ, "situ", true) ACTIVATION(GatedGelu, "gelu_and_mul", true)                 \
+  ACTIVATION(GatedGeluTanh, "gelu_tanh_and_mul", true) ACTIVATION(SiluAlone, "silu", false)  \
+  ACTIVATION(GeluAlone, "gelu", false) ACTIVATION(GeluTanhAlone, "gelu_tanh", false)         \
+  ACTIVATION(ReluSquaredAlone, "relu_squared", false)
+
+#define RAY_HETERO_ACTIVATION(name, says, gated) k##name,
+enum class ExpertActivation { RAY_HETERO_EXPERT_ACTIVATIONS(RAY_HETERO_ACTIVATION) };
+#undef RAY_HETERO_ACTIVATION
+
+// How gate and up become one, or what becomes of up alone; a formula uses some of the figures.
 struct Activation {
+  ExpertActivation formula = ExpertActivation::kSwiglu;
   float alpha = 1, beta = 0;
-  float limit = std::numeric_limits<float>::infinity();  // to gate from above, to up on both sides
+  // Of the gate, and of up.
+  float limit = std::numeric_limits<float>::infinity();
+  float up_limit = std::numeric_limits<float>::infinity();
+
+  bool is_gated() const {
+    switch (formula) {
+#define RAY_HETERO_ACTIVATION(name, says, gated) \
+  case ExpertActivation::k##name: return gated;
+      RAY_HETERO_EXPERT_ACTIVATIONS(RAY_HETERO_ACTIVATION)
+#undef RAY_HETERO_ACTIVATION
+    }
+    return true;
+  }
 };
 
 // One expert of a layer.
 struct Expert {
-  Weight gate_up;  // [2 · inner, hidden]; a block is 16 outputs of the gate, then their 16 of up
+  // [2 · inner, hidden]; a block is 16 outputs of the gate, then their 16 of up.  Without a gate
+  // [inner, hidden].
+  Weight gate_up;
   Weight down;     // [hidden, inner]
 };
 
 // The routed experts of a mixture layer, all of one shape.
 struct Experts {
   std::vector<Expert> experts;
-  const float* gate_up_bias = nullptr;  // [experts][2 · inner] as the outputs are, or nullptr
+  const float* gate_up_bias = nullptr;  // [experts][outputs of gate_up] as these are, or nullptr
   const float* down_bias = nullptr;     // [experts][hidden], or nullptr
   Activation activation;
 
   std::int64_t hidden() const { return experts.front().down.n(); }
   std::int64_t inner() const { return experts.front().down.k(); }
+  std::int64_t gate_up_outputs() const { return (activation.is_gated() ? 2 : 1) * inner(); }
 };
 
 // x [m][stride] → y [m][hidden], bf16, each token by the experts that were chosen for it.

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from ray_hetero.compat.patching import replace
+from ray_hetero.compat.patching import STOCK, original, replace
 from ray_hetero.compat.routed_experts import number_of, routed_layers, without_memory
 
 if TYPE_CHECKING:
     import torch
 
 
-def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) -> None:
+def use_experts(
+    kernel: Callable[..., None], take: Callable[[Any], int | None], activations: Collection[str]
+) -> None:
     """Compute a CPU rank's routed experts that are not quantised with another kernel.
 
-    Replaces: `CPUUnquantizedExperts.process_weights_after_loading`, `CPUUnquantizedExperts.apply`.
-    Why: UnquantizedFusedMoEMethod chooses among vLLM's kernels only.
+    Replaces: `CPUUnquantizedExperts.process_weights_after_loading`, `CPUUnquantizedExperts.apply`,
+    `CPUUnquantizedExperts._supports_activation`, `CPUUnquantizedExperts._supports_no_act_and_mul`,
+    `CPUUnquantizedExperts._supports_grouped_gemm`, `FusedMoEConfig.__post_init__`.
+    Why: UnquantizedFusedMoEMethod chooses among vLLM's kernels only, which know four activations,
+    drop their limits in silence, and no experts without a gate.
     Can go when: kernels of experts can be registered, as quantisation methods can.
 
     Args:
@@ -25,8 +31,10 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
             number of the layer); writes `out`.  A negative id is an expert that is not here.
         take: given each layer, whose weights are loaded; gives its number, or None to leave it
             to vLLM.  The layer's weights are freed afterwards.
+        activations: values of vLLM's MoEActivation that the kernel computes.
 
     """
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     def taking(prepare: Any) -> Any:
@@ -43,6 +51,61 @@ def use_experts(kernel: Callable[..., None], take: Callable[[Any], int | None]) 
 
     replace(CPUUnquantizedExperts, "process_weights_after_loading", taking)
     replace(CPUUnquantizedExperts, "apply", computing(kernel))
+    support_activations(CPUUnquantizedExperts, activations)
+    replace(CPUUnquantizedExperts, "_supports_grouped_gemm", _any_sizes)
+    replace(FusedMoEConfig, "__post_init__", _without_gates_too)
+
+
+def _any_sizes(_stock: Any) -> Any:
+    return classmethod(lambda _class, _moe_config: (True, None))
+
+
+def _without_gates_too(stock: Any) -> Any:
+    """Experts without a gate, which vLLM refuses on CPUs once all else of them is settled."""
+
+    @functools.wraps(stock)
+    def __post_init__(self: Any) -> None:  # noqa: N807
+        try:
+            stock(self)
+        except NotImplementedError:
+            if self.is_act_and_mul:
+                raise
+
+    return __post_init__
+
+
+def support_activations(experts: Any, activations: Collection[str]) -> None:
+    """Have a class of vLLM's experts chosen for more activations, those without a gate too.
+
+    Args:
+        experts: the class.
+        activations: values of vLLM's MoEActivation.
+
+    """
+    replace(
+        experts, "_supports_activation",
+        lambda _stock: staticmethod(lambda activation: activation.value in activations),
+    )  # fmt: skip
+    replace(experts, "_supports_no_act_and_mul", lambda _stock: staticmethod(lambda: True))
+
+
+def has_kernel(layer: Any) -> bool:
+    """Whether vLLM's own kernel takes a layer's experts, which are not quantised.
+
+    It knows no limits of activations, which is left to the caller.
+
+    Args:
+        layer: of `routed_experts.routed_layers`.
+
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def stock(name: str) -> Any:
+        found = original(CPUUnquantizedExperts, name)
+        return getattr(found, STOCK, found)
+
+    takes_sizes: bool = stock("_supports_grouped_gemm")(layer.moe_config)[0]
+    return takes_sizes and bool(stock("_supports_activation")(layer.activation))
 
 
 def computing(kernel: Callable[..., None]) -> Callable[[Any], Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
+from contextvars import ContextVar
 from typing import Any
 
-from ray_hetero.compat.patching import original
+from ray_hetero.compat.patching import original, replace
 
 
 def fused_experts(
@@ -16,6 +18,10 @@ def fused_experts(
     ids: Any,
     *,
     activation: str,
+    alpha: float,
+    beta: float,
+    limit: float,
+    up_limit: float,
     count: int,
     places: Any = None,
     w13_bias: Any = None,
@@ -23,8 +29,11 @@ def fused_experts(
 ) -> Any:
     """Sums [M, hidden] over the experts of each token, of those that are here.
 
-    Uses: `fused_moe.fused_experts`, `config.biased_moe_quant_config`,
-    `activation.MoEActivation`.
+    Replaces: `fused_moe.apply_moe_activation`, which the function calls between its products.
+    Uses: `fused_moe.fused_experts`, `config.biased_moe_quant_config`, `activation.MoEActivation`,
+    `activation.ApplyMoEActivationConfig`.
+    Why: the function drops the figures of activations, which only its classes hand on.
+    Can go when: `fused_experts` takes them.
 
     Args:
         x: [M, hidden], bf16, contiguous.
@@ -33,6 +42,10 @@ def fused_experts(
         weights: [M, chosen], float32.
         ids: [M, chosen], none of them negative.
         activation: the value of vLLM's `MoEActivation`.
+        alpha: factor of the gate in its sigmoid.
+        beta: what is added to up.
+        limit: of the gate; infinite for none.
+        up_limit: of up.
         count: experts of the layer.
         places: [count], int32: which of E each one is, -1 for one that is not here; None where E
             is all of them.
@@ -40,12 +53,20 @@ def fused_experts(
         w2_bias: [E, hidden], bf16, or None.
 
     """
-    kernel, as_activation, as_config = _kernel()
+    kernel, as_activation, as_config, as_figures = _kernel()
     config = None if w13_bias is None else as_config(w13_bias, w2_bias)
-    return kernel(
-        x, w13, w2, weights, ids, activation=as_activation(activation), global_num_experts=count,
-        expert_map=places, quant_config=config,
-    )  # fmt: skip
+    _figures.set(as_figures(
+        clamp_limit=None if math.isinf(limit) else limit, alpha=alpha, beta=beta,
+        activation_situ_beta=limit,
+        activation_situ_linear_beta=None if math.isinf(up_limit) else up_limit,
+    ))  # fmt: skip
+    try:
+        return kernel(
+            x, w13, w2, weights, ids, activation=as_activation(activation),
+            global_num_experts=count, expert_map=places, quant_config=config,
+        )  # fmt: skip
+    finally:
+        _figures.set(None)
 
 
 TRITON_MULTIPLE = 16
@@ -81,12 +102,28 @@ def kernel_tokens(
     return sorted(found.values())
 
 
+_figures: ContextVar[Any] = ContextVar("_figures", default=None)
+"""Figures of the activation that the kernel is called with; None in calls of vLLM's own."""
+
+
 @functools.cache
-def _kernel() -> tuple[Any, Any, Any]:
+def _kernel() -> tuple[Any, Any, Any, Any]:
     from vllm.model_executor.layers.fused_moe import activation, config, fused_moe
 
+    replace(fused_moe, "apply_moe_activation", _with_figures)
     return (
         original(fused_moe, "fused_experts"),
         original(activation, "MoEActivation"),
         original(config, "biased_moe_quant_config"),
+        original(activation, "ApplyMoEActivationConfig"),
     )
+
+
+def _with_figures(stock: Any) -> Any:
+    def apply_moe_activation(activation: Any, output: Any, input: Any, **how: Any) -> Any:
+        figures = _figures.get()
+        if figures is not None:
+            how["activation_config"] = figures
+        return stock(activation, output, input, **how)
+
+    return apply_moe_activation

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray_hetero.compat.cpu_experts import computing
+from ray_hetero.compat.cpu_experts import computing, support_activations
 from ray_hetero.compat.patching import original, replace
 from ray_hetero.compat.routed_experts import experts_of, routed_layers, without_memory
 from ray_hetero.errors import UnsupportedError
@@ -46,11 +46,12 @@ class StoredExperts:
     """Packing of integers of four bits, by who packs them so: compressed-tensors, gptq or awq."""
 
 
-def use_quantised_experts(kernel: Callable[..., None]) -> None:
+def use_quantised_experts(kernel: Callable[..., None], activations: Collection[str]) -> None:
     """Compute a CPU rank's routed experts of quantised checkpoints with another kernel.
 
     Replaces: `CPUExpertsFp8._supports_current_device`, `CPUExpertsFp8._supports_quant_scheme`,
-    `CPUExpertsFp8._supports_routing_method`, `CPUExpertsFp8.apply`, the same four of
+    `CPUExpertsFp8._supports_routing_method`, `CPUExpertsFp8._supports_activation`,
+    `CPUExpertsFp8._supports_no_act_and_mul`, `CPUExpertsFp8.apply`, the same six of
     `CPUExpertsInt4`, of `CPUExpertsInt8` and of `CPUExpertsMxfp4`;
     `CPUExpertsInt8.process_weights_after_loading`; `cpu_moe.prepare_fp8_moe_layer_for_cpu`,
     `cpu_moe.prepare_mxfp4_moe_layer_for_cpu`, `int_wna16._process_weights_cpu`.
@@ -61,6 +62,7 @@ def use_quantised_experts(kernel: Callable[..., None]) -> None:
 
     Args:
         kernel: see `cpu_experts.use_experts`; called for experts that were given a number.
+        activations: values of vLLM's MoEActivation that the kernel computes.
 
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -84,6 +86,7 @@ def use_quantised_experts(kernel: Callable[..., None]) -> None:
         replace(experts, "_supports_current_device", anywhere)
         replace(experts, "_supports_quant_scheme", any_of_its_type)
         replace(experts, "_supports_routing_method", by_any_router)
+        support_activations(experts, activations)
         replace(experts, "apply", computing(kernel))
     # What a checkpoint holds is still wanted when the model is loaded.
     replace(cpu_moe, "prepare_fp8_moe_layer_for_cpu", lambda _stock: lambda w13, w2: (w13, w2))

@@ -125,6 +125,11 @@ def _remote_method() -> Any:
                     shared_experts(shared_experts_input, meanwhile)
 
             assert self._compute is not None, "weights are created before anything is computed"
+            if layer.apply_router_weight_on_input:
+                # As vLLM does it, of one expert a token; what is handed over adds up as it is.
+                assert topk_ids.shape[1] == 1, "vLLM applies weights to inputs of one expert only"
+                x = x * topk_weights.to(x.dtype)
+                topk_weights = topk_weights.new_ones(topk_weights.shape)
             return self._compute(x, topk_weights, topk_ids, compute_shared)
 
     return RemoteExpertsMethod

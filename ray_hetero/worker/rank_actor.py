@@ -30,6 +30,7 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from placement.units import GIB
 from ray_hetero.compat import (
     cpu_worker,
+    expert_router,
     kv_cache,
     late_tokens,
     layer_partition,
@@ -45,6 +46,7 @@ from ray_hetero.distributed.groups import HeteroGroup, set_world
 from ray_hetero.distributed.shared_prompts import joined
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.experts.routing import route
 from ray_hetero.kernels.linear.linear_layers import LinearLayers
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.log import logger
@@ -123,6 +125,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
             cpu_worker.bind_memory_to(seat.socket.numa_nodes)
         linear_layers, has_whole = None, False
+        if current_platform.is_cpu():
+            expert_router.use_routing(route)
         if seat.kind == "cpu":
             linear_layers = LinearLayers(
                 self._rank.engine.config.cpu,

@@ -11,14 +11,25 @@ import torch
 from native_module import LEVELS, native
 
 from ray_hetero.compat.quantised_experts import StoredExperts
+from ray_hetero.kernels.experts.activations import SILU, SWIGLU_OAI, SWIGLU_STEP, Activation, Order
 from ray_hetero.kernels.experts.expert_room import SharedRoom
 from ray_hetero.kernels.experts.linked_experts import LinkedSlice, received, shared
 from ray_hetero.kernels.experts.quantised_experts import KINDS, codes_of, held
-from ray_hetero.kernels.experts.routed_experts import SILU, SWIGLU_OAI, RoutedExperts
+from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.kernels.formats import FORMATS
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 7, 64, 96, 3
-ACTIVATIONS = {"silu": (SILU, False), "swigluoai": (SWIGLU_OAI, True)}
+ACTIVATIONS = {
+    "silu": SILU, "swigluoai": SWIGLU_OAI, "swiglustep": SWIGLU_STEP,
+    "silu limited": Activation(limit=0.75, up_limit=0.75),
+    "swigluoai_uninterleave": Activation(
+        "swigluoai_uninterleave", alpha=1.702, beta=1.0, limit=0.75, up_limit=0.75
+    ),
+    "situ": Activation("situ", limit=1.5, up_limit=2.0),
+    "gelu": Activation("gelu"), "gelu_tanh": Activation("gelu_tanh"),
+    "relu2_no_mul": Activation("relu2_no_mul"),
+}  # fmt: skip
+"""Activations with figures that vLLM's operators take."""
 
 
 class Layer:
@@ -27,7 +38,7 @@ class Layer:
     Args:
         kind: the format; of a quantised checkpoint too.
         ranks: among which its inner size is divided.
-        activation: as vLLM has it.
+        activation: a key of `ACTIVATIONS`.
         inner: of all slices together.
         is_mixed: whether the values of some experts do not suit the compact format.
 
@@ -37,10 +48,12 @@ class Layer:
         self, kind: str, ranks: int, activation: str = "silu", *, inner: int = INNER,
         is_mixed: bool = False,
     ) -> None:  # fmt: skip
-        self.activation, self.is_interleaved = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[activation]
+        self._order = self.activation.order
         each = inner // ranks
         has_bias = activation == "swigluoai"
-        w13 = (torch.randn(EXPERTS, 2 * inner, HIDDEN) * HIDDEN**-0.5).bfloat16()
+        outputs = inner if self._order is Order.ALONE else 2 * inner
+        w13 = (torch.randn(EXPERTS, outputs, HIDDEN) * HIDDEN**-0.5).bfloat16()
         w2 = (torch.randn(EXPERTS, HIDDEN, inner) * inner**-0.5).bfloat16()
         for weight in (w13, w2):
             weight.view(-1)[::1499] = 20.0
@@ -49,7 +62,7 @@ class Layer:
                 weight[2:4] = torch.exp2(torch.randint(-60, 0, weight[2:4].shape)).bfloat16()
         biases = (None, None)
         if has_bias:
-            biases = (torch.randn(EXPERTS, 2 * inner).bfloat16(),
+            biases = (torch.randn(EXPERTS, outputs).bfloat16(),
                       torch.randn(EXPERTS, HIDDEN).bfloat16())  # fmt: skip
         self.ranks: list[RoutedExperts] = []
         plain: list[tuple[torch.Tensor, ...]] = []
@@ -63,7 +76,7 @@ class Layer:
             given = None if kind in FORMATS else stored(kind, *own)
             self.ranks.append(self._made(kind, *own, *own_biases, given))
             plain.append(tuple(one.float() for one in own) if given is None else dequantised(given))
-        self.w13 = torch.empty(EXPERTS, 2 * inner, HIDDEN)
+        self.w13 = torch.empty(EXPERTS, outputs, HIDDEN)
         for rank, (gate_up, _) in enumerate(plain):
             self.w13[:, self._outputs(inner, rank, each)] = gate_up
         self.w2 = torch.cat([down for _, down in plain], dim=2)
@@ -72,7 +85,9 @@ class Layer:
     def _outputs(self, inner: int, rank: int, each: int) -> torch.Tensor:
         """Which outputs of gate and up a rank has."""
         own = torch.arange(rank * each, (rank + 1) * each)
-        if self.is_interleaved:
+        if self._order is Order.ALONE:
+            return own
+        if self._order is Order.TURNS:
             return torch.stack([2 * own, 2 * own + 1], dim=1).flatten()
         return torch.cat([own, inner + own])
 
@@ -81,11 +96,11 @@ class Layer:
     ) -> RoutedExperts:
         common: dict[str, Any] = {
             "native": native, "level": native.level(LEVELS[-1]), "activation": self.activation,
-            "is_interleaved": self.is_interleaved, "room": SharedRoom,
+            "room": SharedRoom,
         }  # fmt: skip
         if given is None:
             return RoutedExperts(w13, w2, w13_bias, w2_bias, kind=FORMATS[kind], **common)
-        weights = held(given, native, is_interleaved=self.is_interleaved)
+        weights = held(given, native, self._order)
         return RoutedExperts.of_weights(weights, EXPERTS, w13_bias, w2_bias, **common)
 
     @functools.cached_property
@@ -106,13 +121,7 @@ class Layer:
             both = x[tokens].float() @ self.w13[expert].T
             if self.biases[0] is not None:
                 both += self.biases[0][expert].float()
-            if self.is_interleaved:
-                gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0) + 1
-                between = gate * torch.sigmoid(1.702 * gate) * up
-            else:
-                between = torch.nn.functional.silu(both[:, : both.shape[1] // 2])
-                between = between * both[:, both.shape[1] // 2 :]
-            out = between.bfloat16().float() @ self.w2[expert].T
+            out = self.activation(both).bfloat16().float() @ self.w2[expert].T
             if self.biases[1] is not None:
                 out += self.biases[1][expert].float()
             y.index_add_(0, tokens, out * weights[tokens, chosen, None])

@@ -556,6 +556,7 @@ def test_fp8_experts_that_are_timed_are_held_as_a_rank_holds_a_checkpoints(
 
     from ray_hetero import _streaming_linear as native
     from ray_hetero.compat.quantised_experts import StoredExperts
+    from ray_hetero.kernels.experts.activations import Order
     from ray_hetero.kernels.experts.quantised_experts import held
 
     both = fp8_experts_of(Shape(experts=6, hidden=256, inner=128, chosen=2))
@@ -564,7 +565,7 @@ def test_fp8_experts_that_are_timed_are_held_as_a_rank_holds_a_checkpoints(
         for part in ("codes", "scales")
     )
     stored = StoredExperts("fp8", *weights, *scales, block=(128, 128))
-    pairs = list(held(stored, native, is_interleaved=False))
+    pairs = list(held(stored, native, Order.HALVES))
     for i, (few, is_gate_up) in enumerate(zip(both, (True, False), strict=True)):
         for weight, pair in zip(few, pairs, strict=True):
             found = fp8_weight(weight, is_gate_up=is_gate_up)

@@ -51,12 +51,15 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import activation as fused_moe_activation
 from vllm.model_executor.layers.fused_moe import config as fused_moe_config
 from vllm.model_executor.layers.fused_moe import fused_moe
-from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router import zero_expert_router
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
@@ -321,8 +324,30 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
     ("compat/cpu_linear", UnquantizedEmbeddingMethod, "embedding"),
     ("compat/cpu_linear", VocabParallelEmbedding, "__init__"),
-    ("compat/cpu_experts", CPUUnquantizedExperts, "process_weights_after_loading"),
-    ("compat/cpu_experts", CPUUnquantizedExperts, "apply"),
+    *(
+        ("compat/cpu_experts", CPUUnquantizedExperts, name)
+        for name in (
+            "process_weights_after_loading",
+            "apply",
+            "_supports_activation",
+            "_supports_no_act_and_mul",
+            "_supports_grouped_gemm",
+        )
+    ),
+    ("compat/cpu_experts", FusedMoEConfig, "__post_init__"),
+    *(
+        ("compat/expert_activations", FusedMoEConfig, name)
+        for name in (
+            "swiglu_limit",
+            "swiglu_alpha",
+            "swiglu_beta",
+            "activation_situ_beta",
+            "activation_situ_linear_beta",
+        )
+    ),
+    ("compat/expert_router", CPURouter, "_compute_routing"),
+    ("compat/expert_router", zero_expert_router, "fused_topk_bias"),
+    ("compat/expert_router", zero_expert_router, "zero_experts_compute_triton"),
     ("compat/routed_experts", FusedMoEKernel, "fused_experts"),
     *(
         ("compat/quantised_experts", getattr(cpu_moe, name), attribute)
@@ -331,6 +356,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
             "_supports_current_device",
             "_supports_quant_scheme",
             "_supports_routing_method",
+            "_supports_activation",
+            "_supports_no_act_and_mul",
             "apply",
         )
     ),
@@ -342,6 +369,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/quantised_kernels", w8a8_utils, "convert_to_channelwise"),
     ("compat/fused_experts", fused_moe, "fused_experts"),
     ("compat/fused_experts", fused_moe, "try_get_optimal_moe_config"),
+    ("compat/fused_experts", fused_moe, "apply_moe_activation"),
+    ("compat/fused_experts", fused_moe_activation, "ApplyMoEActivationConfig"),
     ("compat/fused_experts", fused_moe_activation, "MoEActivation"),
     ("compat/fused_experts", fused_moe_config, "biased_moe_quant_config"),
     ("compat/remote_experts", RoutedExperts, "_get_quant_method"),
@@ -493,6 +522,21 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/lora", BaseLinearLayerWithLoRA, "lora_a_stacked"),
     ("compat/lora", BaseLinearLayerWithLoRA, "lora_b_stacked"),
     ("compat/lora", BaseLayerWithLoRA, "punica_wrapper"),
+    ("compat/expert_router", BaseRouter, "top_k"),
+    *(
+        ("compat/expert_router", CPURouter, name)
+        for name in (
+            "scoring_func",
+            "renormalize",
+            "routed_scaling_factor",
+            "use_grouped_topk",
+            "num_expert_group",
+            "topk_group",
+            "e_score_correction_bias",
+            "_hash_indices_table",
+            "custom_routing_function",
+        )
+    ),
 ]
 
 

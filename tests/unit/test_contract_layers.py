@@ -39,7 +39,7 @@ from ray_hetero.compat import (
     quantised_kernels,
     spec_decode,
 )
-from ray_hetero.kernels.experts.linked_experts import ACTIVATIONS
+from ray_hetero.kernels.experts.activations import ROWS
 from ray_hetero.kernels.linear import quantised_linear
 
 
@@ -232,8 +232,36 @@ def test_fused_experts_take_what_is_given() -> None:
     places = ["hidden_states", "w1", "w2", "topk_weights", "topk_ids"]
     assert list(given)[:5] == places
     assert given.keys() >= {"activation", "global_num_experts", "expert_map", "quant_config"}
-    for value in ACTIVATIONS.values():
+    for value in ROWS:
         assert fused_moe_activation.MoEActivation(value).value == value
+    figures = fused_moe_activation.ApplyMoEActivationConfig.__dataclass_fields__
+    assert set(figures) == {
+        "clamp_limit", "alpha", "beta", "activation_situ_beta", "activation_situ_linear_beta",
+    }  # fmt: skip
+    called = inspect.signature(fused_moe.apply_moe_activation).parameters
+    assert list(called)[:3] == ["activation", "output", "input"]
+    assert "activation_config" in called
     config = fused_moe_config.biased_moe_quant_config(object(), object())
     assert config.w1_bias is not None
     assert config.w2_bias is not None
+
+
+def test_experts_without_a_gate_are_refused_on_cpus_behind_all_else() -> None:
+    """compat/cpu_experts.py goes on where vLLM raises: nothing may come behind it."""
+    source = inspect.getsource(fused_moe_config.FusedMoEConfig.__post_init__)
+    *_, last = source.split("raise NotImplementedError(")
+    assert source.count("raise NotImplementedError(") == 1
+    assert last.split() == [
+        '"is_act_and_mul=False',
+        "is",
+        "supported",
+        "only",
+        "for",
+        "CUDA,",
+        "XPU",
+        "and",
+        "ROCm",
+        "for",
+        'now"',
+        ")",
+    ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,22 +17,32 @@ pytest.importorskip("vllm")
 
 from native_module import EMULATED, LEVELS, TESTED, level_of, native  # noqa: E402
 from vllm import _custom_ops as vllm_ops  # noqa: E402
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers import activation as vllm_activations  # noqa: E402
 from vllm.model_executor.layers.activation import SwigluOAIAndMul  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig  # noqa: E402
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
     CPUUnquantizedExperts,
 )
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.compat import cpu_experts  # noqa: E402
-from ray_hetero.kernels.experts.expert_layers import ACTIVATIONS, unsuited  # noqa: E402
-from ray_hetero.kernels.experts.routed_experts import (  # noqa: E402
+from ray_hetero.kernels.experts.activations import (  # noqa: E402
+    ROWS,
     SILU,
     SWIGLU_OAI,
+    SWIGLU_STEP,
     Activation,
-    RoutedExperts,
-    paired,
+    Order,
 )
+from ray_hetero.kernels.experts.expert_layers import (  # noqa: E402
+    activation_of,
+    unsuited,
+    unsuited_activation,
+)
+from ray_hetero.kernels.experts.plain_experts import PlainExperts  # noqa: E402
+from ray_hetero.kernels.experts.routed_experts import RoutedExperts, paired  # noqa: E402
 from ray_hetero.kernels.formats import FORMATS  # noqa: E402
 
 if native is None:
@@ -39,7 +51,21 @@ if native is None:
 current_platform.import_kernels()
 BEST = LEVELS[-1]
 SLOW = {"portable", "software_tiles", *EMULATED}
-CLAMPED = Activation(alpha=1.702, beta=1.0, limit=0.75)
+CLAMPED = tuple(
+    Activation(value, alpha=1.702, beta=1.0, limit=0.75, up_limit=0.75)
+    for value in ("swigluoai", "swigluoai_uninterleave")
+)
+ACTIVATIONS = {
+    **{value: Activation(value) for value in ROWS if not value.startswith("sw")},
+    "silu limited": Activation(limit=0.75, up_limit=0.75),
+    "swigluoai": SWIGLU_OAI,
+    "swigluoai limited": CLAMPED[0],
+    "swigluoai_uninterleave": CLAMPED[1],
+    "swiglustep": dataclasses.replace(SWIGLU_STEP, limit=0.5, up_limit=0.5),
+    "situ": Activation("situ", limit=1.5),
+    "situ limited": Activation("situ", limit=0.75, up_limit=1.25),
+}
+"""Each row with figures that change what it computes."""
 
 
 @dataclass
@@ -51,26 +77,27 @@ class Given:
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
     activation: Activation = SILU
-    is_interleaved: bool = False
 
     @classmethod
     def random(
         cls, experts: int, hidden: int, inner: int, *, bias: bool = False, **how: Any
     ) -> Given:
-        w13 = torch.randn(experts, 2 * inner, hidden).mul_(hidden**-0.5).bfloat16()
+        activation = how.get("activation", SILU)
+        outputs = inner if activation.order is Order.ALONE else 2 * inner
+        w13 = torch.randn(experts, outputs, hidden).mul_(hidden**-0.5).bfloat16()
         w2 = torch.randn(experts, hidden, inner).mul_(inner**-0.5).bfloat16()
         # Some that are rare, so that compact weights have outliers.
         for weight in (w13, w2):
             weight.view(-1)[::1499] = 20.0
             weight.view(-1)[::1999] = -(2.0**-40)
-        biases = {"w13_bias": torch.randn(experts, 2 * inner).bfloat16(),
+        biases = {"w13_bias": torch.randn(experts, outputs).bfloat16(),
                   "w2_bias": torch.randn(experts, hidden).bfloat16()}  # fmt: skip
         return cls(w13, w2, **(biases if bias else {}), **how)
 
     def made(self, level: str, kind: str = "packed") -> RoutedExperts:
         return RoutedExperts(
             self.w13, self.w2, self.w13_bias, self.w2_bias, native=native, level=level_of(level),
-            kind=FORMATS[kind], activation=self.activation, is_interleaved=self.is_interleaved,
+            kind=FORMATS[kind], activation=self.activation,
         )  # fmt: skip
 
     def expected(
@@ -85,12 +112,7 @@ class Given:
             both = x[tokens].float() @ self.w13[expert].float().T
             if self.w13_bias is not None:
                 both += self.w13_bias[expert].float()
-            both = both.unflatten(1, (-1, 2) if self.is_interleaved else (2, -1))
-            gate, up = both.unbind(2 if self.is_interleaved else 1)
-            gate = gate.clamp(max=self.activation.limit)
-            up = up.clamp(-self.activation.limit, self.activation.limit) + self.activation.beta
-            between = (gate * torch.sigmoid(self.activation.alpha * gate) * up).bfloat16()
-            out = between.float() @ self.w2[expert].float().T
+            out = self.activation(both).bfloat16().float() @ self.w2[expert].float().T
             if self.w2_bias is not None:
                 out += self.w2_bias[expert].float()
             y.index_add_(0, tokens, out if weights is None else out * weights[tokens, chosen, None])
@@ -138,14 +160,68 @@ def test_experts_are_those_of_a_float_reference(
 @pytest.mark.parametrize("tokens", [1, 20, 70])
 def test_biases_and_a_limit_are_kept(tokens: int, kind: str, level: str) -> None:
     torch.manual_seed(tokens)
-    for is_interleaved in (False, True):
-        given = Given.random(
-            6, 96, 32, bias=True, activation=CLAMPED, is_interleaved=is_interleaved
-        )
+    for activation in CLAMPED:
+        given = Given.random(6, 96, 32, bias=True, activation=activation)
         x, weights = torch.randn(tokens, 96).bfloat16(), torch.rand(tokens, 2)
         ids = routed(tokens, 6, 2)
         found = given.made(level, kind)(x, weights, ids)
         assert_close(found, given.expected(x, weights, ids))
+
+
+@pytest.mark.parametrize("level", TESTED)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_those_of_a_float_reference(name: str, level: str) -> None:
+    torch.manual_seed(6)
+    for inner, has_bias in ((40, False), (96, True)):
+        given = Given.random(5, 64, inner, bias=has_bias, activation=ACTIVATIONS[name])
+        made = {kind: given.made(level, kind) for kind in FORMATS}
+        for tokens in (1, 5, 40):
+            # Large ones too: powers of two overflow.
+            x = torch.randn(tokens, 64).mul_(30 if tokens == 5 else 1).bfloat16()
+            ids, weights = routed(tokens, 5, 2), torch.rand(tokens, 2)
+            for one in made.values():
+                assert_close(one(x, weights, ids), given.expected(x, weights, ids))
+
+
+def stock(value: str, figures: Activation) -> Any:
+    """What vLLM says an activation is: its operators for others than GPUs."""
+    classes = vllm_activations
+    with set_current_vllm_config(VllmConfig()):
+        if value in ("silu", "swigluoai_uninterleave") and figures.limit < math.inf:
+            return classes.SiluAndMulWithClamp(figures.limit, figures.alpha, figures.beta)
+        if value == "situ":
+            up_limit = None if math.isinf(figures.up_limit) else figures.up_limit
+            return classes.SituAndMul(figures.limit, up_limit)
+        if value == "swigluoai":
+            return SwigluOAIAndMul(figures.alpha, figures.limit)
+        if value == "swiglustep":
+            return classes.SwigluStepAndMul(figures.limit)
+        if value == "relu2_no_mul":
+            return classes.ReLUSquaredActivation()
+        if value in ("gelu", "gelu_tanh"):
+            return classes.GeluAndMul("tanh" if value == "gelu_tanh" else "none")
+        return classes.SiluAndMul()
+
+
+ALONE = {
+    "silu_no_mul": torch.nn.functional.silu,
+    "gelu_no_mul": torch.nn.functional.gelu,
+    "gelu_tanh_no_mul": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+"""What vLLM calls for these."""
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_formulas_are_vllms(name: str) -> None:
+    torch.manual_seed(7)
+    activation, x = ACTIVATIONS[name], torch.randn(50, 64) * 4
+    theirs = ALONE.get(activation.value) or stock(activation.value, activation).forward_native
+    torch.testing.assert_close(activation(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+def test_all_activations_that_vllm_applies_are_rows() -> None:
+    gated_relu2 = MoEActivation.RELU2  # known by name, and applied by nothing
+    assert {one.value for one in MoEActivation} - {gated_relu2.value} == set(ROWS)
 
 
 @pytest.mark.parametrize("level", TESTED)
@@ -212,14 +288,15 @@ def test_a_hidden_size_that_the_layout_cannot_hold_is_refused() -> None:
 
 def test_gate_and_up_are_neighbours_in_halves_of_blocks() -> None:
     gate, up = torch.arange(40), torch.arange(100, 140)
-    for given, is_interleaved in (
-        (torch.cat([gate, up]), False),
-        (torch.stack([gate, up], dim=1).flatten(), True),
+    for given, order_given in (
+        (torch.cat([gate, up]), Order.HALVES),
+        (torch.stack([gate, up], dim=1).flatten(), Order.TURNS),
     ):
-        order = paired(given.view(-1, 1), is_interleaved=is_interleaved).flatten().tolist()
+        order = paired(given.view(-1, 1), order_given).flatten().tolist()
         assert order[:32] == [*range(16), *range(100, 116)]
         assert order[64:96] == [*range(32, 40), *[0] * 8, *range(132, 140), *[0] * 8]
         assert len(order) == 128
+    assert paired(up.view(-1, 1), Order.ALONE).flatten().tolist() == [*range(100, 140), *[0] * 24]
 
 
 # ---- vLLM's layers ------------------------------------------------------------------------------
@@ -228,7 +305,13 @@ def test_gate_and_up_are_neighbours_in_halves_of_blocks() -> None:
 def layer_of(given: Given, activation: MoEActivation) -> Any:
     layer = torch.nn.Module()
     layer.activation = activation
-    layer.moe_config = SimpleNamespace(is_act_and_mul=True, activation=activation)
+    layer.layer_name = "model.layers.0.mlp.experts"
+    hidden = given.w2.shape[1]
+    layer.moe_config = SimpleNamespace(
+        activation=activation, hidden_dim=hidden,
+        intermediate_size_per_partition=given.w2.shape[2], swiglu_limit=None, swiglu_alpha=None,
+        swiglu_beta=None, activation_situ_beta=None, activation_situ_linear_beta=None,
+    )  # fmt: skip
     layer.swiglu_limit = layer.swiglu_alpha = layer.swiglu_beta = None
     for name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias"):
         tensor = getattr(given, name.removesuffix("_weight"))
@@ -237,17 +320,27 @@ def layer_of(given: Given, activation: MoEActivation) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_vllms_experts_use_it_and_hold_their_weights_once(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for method in ("process_weights_after_loading", "apply"):
-        monkeypatch.setattr(CPUUnquantizedExperts, method, getattr(CPUUnquantizedExperts, method))
+PATCHED = (
+    "process_weights_after_loading", "apply", "_supports_activation", "_supports_no_act_and_mul",
+    "_supports_grouped_gemm",
+)  # fmt: skip
+"""What `cpu_experts.use_experts` replaces of vLLM's class."""
+
+
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take patches back behind the test."""
+    for name in PATCHED:
+        own = inspect.getattr_static(CPUUnquantizedExperts, name)
+        monkeypatch.setattr(CPUUnquantizedExperts, name, own)
+    made = FusedMoEConfig.__post_init__
+    monkeypatch.setattr(FusedMoEConfig, "__post_init__", made)
+
+
+@pytest.mark.parametrize("name", ["silu", "swigluoai", "gelu", "gelu_tanh"])
+def test_vllms_experts_use_it_and_hold_their_weights_once(name: str, unpatched: None) -> None:
     torch.manual_seed(5)
-    is_interleaved = name == "swigluoai"
-    given = Given.random(
-        8, 64, 32, bias=is_interleaved, activation=ACTIVATIONS[name], is_interleaved=is_interleaved
-    )
+    given = Given.random(8, 64, 32, bias=name == "swigluoai", activation=ACTIVATIONS[name])
     made = given.made(BEST)
     calls: list[int] = []
 
@@ -255,7 +348,7 @@ def test_vllms_experts_use_it_and_hold_their_weights_once(
         calls.append(number)
         made(x, weights, ids, out)
 
-    cpu_experts.use_experts(kernel, lambda layer: 6 if unsuited(layer) == "" else None)
+    cpu_experts.use_experts(kernel, lambda layer: 6 if unsuited(layer) == "" else None, ROWS)
     layer = layer_of(given, MoEActivation(name))
     experts = CPUUnquantizedExperts.__new__(CPUUnquantizedExperts)
     experts.process_weights_after_loading(layer)
@@ -286,28 +379,87 @@ def test_vllms_experts_use_it_and_hold_their_weights_once(
     assert calls == [6, 6]
 
 
-def test_experts_of_other_kinds_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_other_kinds_are_left_to_vllm(
+    unpatched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = Given.random(2, 64, 32)
     silu = MoEActivation.SILU
     assert unsuited(layer_of(given, silu)) == ""
-    assert "gelu, expected silu" in unsuited(layer_of(given, MoEActivation.GELU))
-    floats = Given(given.w13.float(), given.w2.float())
-    assert "torch.float32, expected torch.bfloat16" in unsuited(layer_of(floats, silu))
+    floats = layer_of(Given(given.w13.float(), given.w2.float()), silu)
+    assert "torch.float32, expected torch.bfloat16" in unsuited(floats)
     assert "hidden size is 48" in unsuited(layer_of(Given.random(2, 48, 32), silu))
-    limited = layer_of(given, silu)
-    limited.swiglu_limit = 7.0
-    assert "limits of its own" in unsuited(limited)
+    assert cpu_experts.has_kernel(floats)
 
     left: list[Any] = []
     methods = {"process_weights_after_loading": lambda self, layer: left.append(layer),
                "apply": lambda self, *given: left.append(given)}  # fmt: skip
     for name, method in methods.items():
         monkeypatch.setattr(CPUUnquantizedExperts, name, method)
-    cpu_experts.use_experts(lambda *call: pytest.fail("not its layer"), lambda layer: None)
+    cpu_experts.use_experts(lambda *call: pytest.fail("not its layer"), lambda layer: None, ROWS)
     experts = CPUUnquantizedExperts.__new__(CPUUnquantizedExperts)
     experts.process_weights_after_loading(floats)
     experts.apply(*range(15))
     assert left == [floats, tuple(range(15))]
+    # Its own kernel is still asked what it takes.
+    assert cpu_experts.has_kernel(floats)
+    assert not cpu_experts.has_kernel(layer_of(given, MoEActivation.SITU))
+    assert CPUUnquantizedExperts._supports_activation(MoEActivation.SITU)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_figures_are_those_of_the_layer(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    if activation.value in ("swigluoai", "swiglustep"):
+        pytest.skip("vLLM's operators have these figures, which no layer changes")
+    layer = layer_of(
+        Given.random(2, 64, 32, activation=activation), MoEActivation(activation.value)
+    )
+    if activation.value == "situ":
+        layer.moe_config.activation_situ_beta = activation.limit
+        if activation.up_limit < math.inf:
+            layer.moe_config.activation_situ_linear_beta = activation.up_limit
+    elif activation.limit < math.inf:
+        # The layer's own go first.
+        layer.swiglu_limit, layer.moe_config.swiglu_limit = activation.limit, 5.0
+        layer.moe_config.swiglu_alpha = activation.alpha
+        layer.moe_config.swiglu_beta = activation.beta
+    assert unsuited_activation(layer) == ""
+    assert activation_of(layer) == activation
+
+
+def test_activations_that_nothing_computes_are_refused_by_name() -> None:
+    given = Given.random(2, 64, 32)
+    refused = {
+        MoEActivation.RELU2: "the activation is relu2, expected one of silu, swigluoai",
+        MoEActivation.GELU: "gelu with a limit of 3.0, expected none",
+        MoEActivation.SWIGLUSTEP: "the limit of swiglustep is 3.0, expected 7.0",
+    }
+    for activation, why in refused.items():
+        layer = layer_of(given, activation)
+        layer.swiglu_limit = 3.0
+        assert why in unsuited_activation(layer)
+    assert "without a limit" in unsuited_activation(
+        layer_of(given, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
+    )
+    assert "without its beta" in unsuited_activation(layer_of(given, MoEActivation.SITU))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gelu_tanh", "relu2_no_mul", "silu limited"])
+def test_layers_that_no_kernel_takes_are_computed_by_torch(
+    name: str, dtype: torch.dtype, unpatched: None
+) -> None:
+    torch.manual_seed(9)
+    given = Given.random(6, 48, 32, activation=ACTIVATIONS[name])
+    given.w13, given.w2 = given.w13.to(dtype), given.w2.to(dtype)
+    layer = layer_of(given, MoEActivation(given.activation.value))
+    plain = PlainExperts(layer, given.activation)
+    x, weights = torch.randn(20, 48).to(dtype), torch.rand(20, 2)
+    ids = routed(20, 6, 2)
+    ids[3] = -1
+    found = plain(x, weights, ids, torch.empty_like(x))
+    assert_close(found, given.expected(x, weights, ids))
+    assert not found[3].any()
 
 
 def test_the_activation_of_gpt_oss_has_vllms_figures() -> None:

@@ -16,13 +16,20 @@ from test_scaled_weights import exact  # noqa: E402
 
 from ray_hetero.compat.quantised_experts import StoredExperts  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.experts.activations import (  # noqa: E402
+    SILU,
+    SWIGLU_OAI,
+    Activation,
+    Order,
+)
 from ray_hetero.kernels.experts.quantised_experts import KINDS, codes_of, held  # noqa: E402
-from ray_hetero.kernels.experts.routed_experts import SILU, SWIGLU_OAI, RoutedExperts  # noqa: E402
+from ray_hetero.kernels.experts.routed_experts import RoutedExperts  # noqa: E402
 
 if native is None:
     pytest.skip("needs the native module", allow_module_level=True)
 
 EXPERTS, HIDDEN = 6, 128
+RELU2 = Activation("relu2_no_mul")
 
 
 def words(codes: torch.Tensor) -> torch.Tensor:
@@ -44,16 +51,17 @@ def small(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.rand(shape).mul_(0.02).add_(0.005)
 
 
-def stored(name: str, inner: int) -> StoredExperts:
-    """A layer as a checkpoint of each kind holds it."""
-    w13, w2 = (EXPERTS, 2 * inner, HIDDEN), (EXPERTS, HIDDEN, inner)
+def stored(name: str, inner: int, outputs: int = 0) -> StoredExperts:
+    """A layer as a checkpoint of each kind holds it; with a gate unless outputs are given."""
+    outputs = outputs or 2 * inner
+    w13, w2 = (EXPERTS, outputs, HIDDEN), (EXPERTS, HIDDEN, inner)
     if name == "fp8-tensor":
         return StoredExperts("fp8", fp8(w13), fp8(w2), small((EXPERTS,)), small((EXPERTS,)))
     if name == "fp8-channel":
-        scales = (small((EXPERTS, one, 1)) for one in (2 * inner, HIDDEN))
+        scales = (small((EXPERTS, one, 1)) for one in (outputs, HIDDEN))
         return StoredExperts("fp8", fp8(w13), fp8(w2), *scales)
     if name == "int8":
-        scales = (small((EXPERTS, one, 1)) / 16 for one in (2 * inner, HIDDEN))
+        scales = (small((EXPERTS, one, 1)) / 16 for one in (outputs, HIDDEN))
         return StoredExperts("int8", int8(w13), int8(w2), *scales)
     if name == "fp8-block":
         rows, columns = 16, 32
@@ -142,17 +150,16 @@ def plain(given: StoredExperts, **how: Any) -> Given:
 )
 def test_results_are_those_of_the_weights(name: str, inner: int, level: str) -> None:
     torch.manual_seed(inner)
-    given = stored(name, inner)
-    for is_interleaved, activation in ((False, SILU), (True, SWIGLU_OAI)):
-        w13_bias, w2_bias = torch.randn(EXPERTS, 2 * inner), torch.randn(EXPERTS, HIDDEN)
+    for activation in (SILU, SWIGLU_OAI, RELU2):
+        outputs = inner if activation is RELU2 else 2 * inner
+        given = stored(name, inner, outputs)
+        w13_bias, w2_bias = torch.randn(EXPERTS, outputs), torch.randn(EXPERTS, HIDDEN)
         made = RoutedExperts.of_weights(
-            held(given, native, is_interleaved=is_interleaved), EXPERTS, w13_bias, w2_bias,
+            held(given, native, activation.order), EXPERTS, w13_bias, w2_bias,
             native=native, level=level_of(level), activation=activation,
-            is_interleaved=is_interleaved,
         )  # fmt: skip
         expected = plain(
             given, w13_bias=w13_bias, w2_bias=w2_bias, activation=activation,
-            is_interleaved=is_interleaved,
         )  # fmt: skip
         for tokens in (1, 5, 40):
             x = torch.randn(tokens, HIDDEN).bfloat16()
@@ -165,7 +172,7 @@ def test_an_inner_size_that_does_not_fill_blocks_is_filled_up() -> None:
     inner = 48
     given = stored("fp8-block", inner)
     made = RoutedExperts.of_weights(
-        held(given, native, is_interleaved=False), EXPERTS,
+        held(given, native, Order.HALVES), EXPERTS,
         native=native, level=native.level(LEVELS[-1]),
     )  # fmt: skip
     x = torch.randn(3, HIDDEN).bfloat16()
@@ -178,7 +185,7 @@ def test_integers_of_eight_bits_are_filled_up_with_zeros() -> None:
     torch.manual_seed(0)
     given = stored("int8", 48)
     made = RoutedExperts.of_weights(
-        held(given, native, is_interleaved=False), EXPERTS,
+        held(given, native, Order.HALVES), EXPERTS,
         native=native, level=native.level(LEVELS[-1]),
     )  # fmt: skip
     x = torch.randn(3, HIDDEN).bfloat16()
@@ -189,7 +196,7 @@ def test_integers_of_eight_bits_are_filled_up_with_zeros() -> None:
 def test_experts_take_the_bytes_of_their_codes() -> None:
     inner = 96
     made = RoutedExperts.of_weights(
-        held(stored("mxfp4", inner), native, is_interleaved=False), EXPERTS,
+        held(stored("mxfp4", inner), native, Order.HALVES), EXPERTS,
         native=native, level=native.level(LEVELS[-1]),
     )  # fmt: skip
     weights = EXPERTS * 3 * inner * HIDDEN
@@ -201,7 +208,7 @@ def test_a_damaged_scale_and_an_unknown_shape_are_refused() -> None:
     given = stored("fp8-tensor", 32)
     given.w13_scale[3] = float("nan")
     with pytest.raises(UnsupportedError, match="scales are infinite, NaN"):
-        list(held(given, native, is_interleaved=False))
+        list(held(given, native, Order.HALVES))
     odd = replace(stored("fp8-channel", 32), w2_scale=small((EXPERTS, 5, 1)))
     with pytest.raises(UnsupportedError, match="expected one scale, or one for each of 128"):
-        list(held(odd, native, is_interleaved=False))
+        list(held(odd, native, Order.HALVES))

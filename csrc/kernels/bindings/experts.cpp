@@ -6,19 +6,27 @@
 namespace ray_hetero {
 namespace {
 
+const std::vector<std::pair<const char*, ExpertActivation>> kActivations = {
+#define RAY_HETERO_ACTIVATION(name, says, gated) {says, ExpertActivation::k##name},
+    RAY_HETERO_EXPERT_ACTIVATIONS(RAY_HETERO_ACTIVATION)
+#undef RAY_HETERO_ACTIVATION
+};
+
 Experts experts(const std::vector<std::tuple<AsWeight, AsWeight>>& given,
-                std::uintptr_t gate_up_bias, std::uintptr_t down_bias, float alpha, float beta,
-                float limit) {
+                std::uintptr_t gate_up_bias, std::uintptr_t down_bias,
+                const std::string& activation, float alpha, float beta, float limit,
+                float up_limit) {
   if (given.empty()) throw py::value_error("expected at least one expert");
   Experts made{{}, pointer<const float>(gate_up_bias), pointer<const float>(down_bias),
-               {alpha, beta, limit}};
+               {named<ExpertActivation>("an activation", activation, kActivations), alpha, beta,
+                limit, up_limit}};
   for (const auto& [gate_up, down] : given) {
     made.experts.push_back({as_weight(gate_up), as_weight(down)});
     const Expert& expert = made.experts.back();
     if (expert.down.n() != made.hidden() || expert.down.k() != made.inner() ||
-        expert.gate_up.n() != 2 * made.inner() || expert.gate_up.k() != made.hidden()) {
-      throw py::value_error("expected experts of one shape: gate and up [2 · inner, hidden], "
-                            "down [hidden, inner]");
+        expert.gate_up.n() != made.gate_up_outputs() || expert.gate_up.k() != made.hidden()) {
+      throw py::value_error("expected experts of one shape: gate and up [2 · inner, hidden], or "
+                            "up [inner, hidden] without a gate, and down [hidden, inner]");
     }
   }
   return made;
@@ -66,13 +74,16 @@ struct ExpertCall {
 void bind_experts(py::module_& module) {
   py::class_<Experts>(module, "Experts", "The routed experts of a mixture layer.")
       .def(py::init(&experts), py::kw_only(), py::arg("experts"), py::arg("gate_up_bias"),
-           py::arg("down_bias"), py::arg("alpha"), py::arg("beta"), py::arg("limit"),
+           py::arg("down_bias"), py::arg("activation"), py::arg("alpha"), py::arg("beta"),
+           py::arg("limit"), py::arg("up_limit"),
            "Each expert is two weights (address, Encoding): gate and up [2 · inner, hidden], whose\n"
-           "blocks of 32 outputs are 16 of the gate and their 16 of up, and down [hidden, inner].\n"
-           "They become one by gate · sigmoid(alpha · gate) · (up + beta), both limited before.\n"
+           "blocks of 32 outputs are 16 of the gate and their 16 of up, and down [hidden, inner];\n"
+           "activations without a gate have up alone, [inner, hidden].\n"
+           "`activation` names a formula of csrc/kernels/expert_activations.h, which uses some of\n"
+           "the figures behind it.\n"
            "Biases (float32, for each expert its outputs) are by address, or 0.  What all this\n"
            "points at must outlive this.\n"
-           "Raises ValueError: shapes that do not fit together.")
+           "Raises ValueError: shapes that do not fit together, an unknown activation.")
       .def("run", &run_experts, py::kw_only(), py::arg("x"), py::arg("stride"), py::arg("ids"),
            py::arg("weights"), py::arg("y"), py::arg("m"), py::arg("chosen"), py::arg("level"),
            "x [m, stride] → y [m, hidden], bf16, by address, as are ids [m, chosen], int32,\n"

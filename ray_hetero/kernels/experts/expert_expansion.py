@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from ray_hetero.kernels.experts.activations import Activation, Order
 from ray_hetero.kernels.experts.expert_pieces import Run
-from ray_hetero.kernels.experts.linked_experts import INTERLEAVED, Half, LinkedSlice
+from ray_hetero.kernels.experts.linked_experts import Half, LinkedSlice
 from ray_hetero.kernels.experts.routed_experts import HALF_BLOCK
 from ray_hetero.kernels.formats.base import StackExpansion
 from ray_hetero.kernels.formats.stacks import Stack
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPANSION_BYTES, ExpertSizes
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
-"""[experts, 2 · inner] in the order of the activation, and [experts, hidden], bf16."""
+"""[experts, outputs of gate and up] in the order of the activation, and [experts, hidden], bf16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +49,19 @@ class LinkedLayer:
         return self.slices[0].count
 
     @property
-    def activation(self) -> str:
-        """The value of vLLM's MoEActivation."""
+    def activation(self) -> Activation:
+        """What becomes of gate and up."""
         return self.slices[0].activation
 
     @property
     def inner(self) -> int:
         """Inner size of one slice."""
         return self.slices[0].halves[1].shape[1]
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of gate and up of one slice."""
+        return self.slices[0].halves[0].shape[0]
 
     @property
     def hidden(self) -> int:
@@ -104,7 +110,7 @@ class ExpertExpansion:
     def expanded(
         self, layer: LinkedLayer, stored: torch.Tensor, runs: Sequence[Run]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and ups [E, 2 · inner, hidden], and downs, in bf16.
+        """Gates and ups [E, outputs, hidden], and downs, in bf16.
 
         E is of every piece the same, as the settings of kernels depend on it.
 
@@ -115,10 +121,10 @@ class ExpertExpansion:
 
         """
         ranks, hidden, inner = len(layer.slices), layer.hidden, layer.inner
-        shape = (self._experts, 2 * ranks * inner, hidden)
+        shape = (self._experts, ranks * layer.outputs, hidden)
         w13 = self._w13[: shape[0] * shape[1] * shape[2]].view(shape)
-        w2 = self._w2[: w13.numel() // 2].view(self._experts, hidden, ranks * inner)
-        is_interleaved = layer.activation == INTERLEAVED
+        wide = ranks * inner
+        w2 = self._w2[: self._experts * hidden * wide].view(self._experts, hidden, wide)
         parts = zip(layer.halves, layer.expansions, self.starts, strict=True)
         for number, (half, expansions, start) in enumerate(parts):
             rank, is_down = divmod(number, 2)
@@ -127,7 +133,7 @@ class ExpertExpansion:
                 if is_down:
                     w2[where, :, rank * inner : (rank + 1) * inner] = weights
                 else:
-                    put_gate_up(w13[where], weights, rank, ranks, is_interleaved=is_interleaved)
+                    put_gate_up(w13[where], weights, rank, ranks, layer.activation.order)
         return w13, w2
 
     def _expand(
@@ -181,10 +187,7 @@ def _biases_of(slices: Sequence[LinkedSlice], device: torch.device) -> Biases:
     count, outputs = gate_ups[0].shape
     both = torch.empty(count, len(slices) * outputs)
     for rank, bias in enumerate(gate_ups):
-        put_gate_up(
-            both, bias, rank, len(slices),
-            is_interleaved=slices[0].activation == INTERLEAVED,
-        )  # fmt: skip
+        put_gate_up(both, bias, rank, len(slices), slices[0].activation.order)
     w13_bias, w2_bias = (
         bias.to(device, torch.bfloat16) for bias in (both, torch.stack(downs).sum(0))
     )
@@ -212,20 +215,23 @@ def _elements(slices: Sequence[LinkedSlice], half: int) -> int:
 
 
 def put_gate_up(
-    into: torch.Tensor, given: torch.Tensor, rank: int, ranks: int, *, is_interleaved: bool
+    into: torch.Tensor, given: torch.Tensor, rank: int, ranks: int, order: Order
 ) -> None:
     """Put a slice's gates and ups where an activation finds them.
 
     Args:
-        into: [E, 2 · inner of all slices, …]: all gates first, or gates and ups in turns.
-        given: [E, 2 · inner of one, …], in the order of `experts.paired`.
+        into: [E, outputs of all slices, …] in that order.
+        given: [E, outputs of one, …], in the order of `routed_experts.paired`.
         rank: which slice.
         ranks: how many there are.
-        is_interleaved: whether they take turns.
+        order: of gates and ups, which the activation wants.
 
     """
+    if order is Order.ALONE:
+        into.unflatten(1, (ranks, -1))[:, rank].copy_(given)
+        return
     blocks = given.unflatten(1, (-1, 2, HALF_BLOCK))
-    if is_interleaved:
+    if order is Order.TURNS:
         into.unflatten(1, (ranks, -1, HALF_BLOCK, 2))[:, rank].copy_(blocks.transpose(2, 3))
     else:
         into.unflatten(1, (2, ranks, -1, HALF_BLOCK))[:, :, rank].copy_(blocks.transpose(1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -9,22 +10,21 @@ import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from placement.units import GIB
-from ray_hetero.compat import cpu_experts, quantised_experts
+from ray_hetero.compat import cpu_experts, expert_activations, quantised_experts
 from ray_hetero.compat.routed_experts import number_of
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.experts.activations import FIXED, ROWS, Activation
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room
+from ray_hetero.kernels.experts.plain_experts import PlainExperts
 from ray_hetero.kernels.experts.quantised_experts import held
-from ray_hetero.kernels.experts.routed_experts import MULTIPLE, SILU, SWIGLU_OAI, RoutedExperts
+from ray_hetero.kernels.experts.routed_experts import MULTIPLE, RoutedExperts
 from ray_hetero.kernels.formats import FORMATS
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
 
-ACTIVATIONS = {"silu": SILU, "swigluoai": SWIGLU_OAI}
-"""Activations by the value of vLLM's MoEActivation; gpt-oss has gate and up in turns."""
-
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
-_layers: list[RoutedExperts] = []
+_layers: list[RoutedExperts | PlainExperts] = []
 """Layers of the model of this process, by their number."""
 
 
@@ -74,14 +74,31 @@ class ExpertLayers:
         self._kernel = kernel
         self._bytes = self._bytes_before = 0
         _layers.clear()
-        cpu_experts.use_experts(torch.ops.ray_hetero.routed_experts, self._take)
-        quantised_experts.use_quantised_experts(torch.ops.ray_hetero.routed_experts)
+        self._plain = 0
+        cpu_experts.use_experts(torch.ops.ray_hetero.routed_experts, self._take, ROWS)
+        quantised_experts.use_quantised_experts(torch.ops.ray_hetero.routed_experts, ROWS)
 
     def _take(self, layer: Any) -> int | None:
-        """Hold a layer's experts; its number, or None if they stay vLLM's."""
+        """Hold a layer's experts; its number, or None if they stay vLLM's.
+
+        Raises:
+            UnsupportedError: nothing here computes their activation.
+
+        """
+        if why := unsuited_activation(layer):
+            raise UnsupportedError(
+                f"{layer.layer_name}: {why}; CPU ranks have no kernel for its experts. Write a "
+                "layout without CPU ranks."
+            )
+        activation = activation_of(layer)
         if why := unsuited(layer):
-            logger.info("experts stay with vLLM's kernel: %s (%s)", why, type(layer).__name__)
-            return None
+            is_limited = activation.limit < math.inf and activation.value not in FIXED
+            if not is_limited and cpu_experts.has_kernel(layer):
+                logger.info("experts stay with vLLM's kernel: %s (%s)", why, type(layer).__name__)
+                return None
+            self._plain += 1
+            _layers.append(PlainExperts(layer, activation))
+            return len(_layers) - 1
         experts = RoutedExperts(
             layer.w13_weight.data,
             layer.w2_weight.data,
@@ -90,8 +107,7 @@ class ExpertLayers:
             native=self._kernel.native,
             level=self._kernel.level,
             kind=self._kind,
-            activation=ACTIVATIONS[layer.activation.value],
-            is_interleaved=layer.activation.value == "swigluoai",
+            activation=activation,
             room=self._room,
         )
         self._bytes_before += layer.w13_weight.nbytes + layer.w2_weight.nbytes
@@ -111,16 +127,15 @@ class ExpertLayers:
                     f"{layer.layer_name}: its experts are in {stored.scheme}, and {why}; CPU "
                     "ranks have no kernel for them. Write a layout without CPU ranks."
                 )
-            is_interleaved = layer.activation.value == "swigluoai"
+            activation = activation_of(layer)
             made = RoutedExperts.of_weights(
-                held(stored, self._kernel.native, is_interleaved=is_interleaved),
+                held(stored, self._kernel.native, activation.order),
                 len(stored.w13),
                 getattr(layer, "w13_bias", None),
                 getattr(layer, "w2_bias", None),
                 native=self._kernel.native,
                 level=self._kernel.level,
-                activation=ACTIVATIONS[layer.activation.value],
-                is_interleaved=is_interleaved,
+                activation=activation,
                 room=self._room,
             )
             self._bytes_before += stored.w13.nbytes + stored.w2.nbytes
@@ -138,11 +153,20 @@ class ExpertLayers:
         """
         for scheme, count in sorted(self._take_quantised(model).items()):
             logger.info("experts of %d layers are the checkpoint's own %s", count, scheme)
-        if _layers:
+        if self._plain:
+            logger.warning(
+                "experts of %d layers are computed by PyTorch, one expert after the other, which "
+                "takes several times as long: neither vLLM's kernels nor these take their "
+                "activation in this type and size. Type --dtype bfloat16 for a hidden size in "
+                "multiples of %d",
+                self._plain,
+                MULTIPLE,
+            )
+        if len(_layers) > self._plain:
             logger.info(
                 "experts of %d layers stream their weights, %.1f GiB instead of %.1f GiB "
                 "(cpu.linear_kernel)",
-                len(_layers),
+                len(_layers) - self._plain,
                 self._bytes / GIB,
                 self._bytes_before / GIB,
             )
@@ -152,33 +176,53 @@ class ExpertLayers:
 
 
 def held_by(layer: Any) -> RoutedExperts | None:
-    """The experts of a layer of vLLM's; None where they stay with vLLM's kernel.
-
-    A token's weights are applied to results, so a layer that applies them to tokens has none.
-    """
+    """The experts of a layer of vLLM's; None where something else computes them."""
     number = number_of(layer)
-    if number is None or layer.apply_router_weight_on_input:
-        return None
-    return _layers[number]
+    held = None if number is None else _layers[number]
+    return held if isinstance(held, RoutedExperts) else None
 
 
 def unsuited(layer: Any) -> str:
-    """Why a layer of vLLM's, whose experts are not quantised, cannot be computed here; or ""."""
+    """Why this project's kernels cannot compute a layer that is not quantised; or ""."""
     dtype, hidden = layer.w13_weight.dtype, layer.w2_weight.shape[1]
     if dtype != torch.bfloat16:
         return f"weights are {dtype}, expected torch.bfloat16"
     if hidden % MULTIPLE:
         return f"the hidden size is {hidden}, expected a multiple of {MULTIPLE}"
-    return unsuited_activation(layer)
+    return ""
 
 
 def unsuited_activation(layer: Any) -> str:
     """Why the activation of a layer's experts cannot be computed here; or ""."""
-    if not layer.moe_config.is_act_and_mul or layer.activation.value not in ACTIVATIONS:
-        return (
-            f"the activation is {layer.activation.value}, expected "
-            f"{' or '.join(ACTIVATIONS)} of a gate"
-        )
-    if any(getattr(layer, f"swiglu_{name}") is not None for name in ("limit", "alpha", "beta")):
-        return "the activation has limits of its own"
+    said = expert_activations.activation_of(layer)
+    row = ROWS.get(said.value)
+    if row is None:
+        return f"the activation is {said.value}, expected one of {', '.join(ROWS)}"
+    if said.limit is not None and not row.has_limit:
+        return f"the activation is {said.value} with a limit of {said.limit}, expected none"
+    if said.value == "swigluoai_uninterleave" and said.limit is None:
+        return f"the activation is {said.value} without a limit"
+    if said.value == "situ" and not said.situ_limit:
+        return f"the activation is {said.value} without its beta"
+    fixed = FIXED.get(said.value)
+    if fixed is not None and said.limit not in (None, fixed.limit):
+        return f"the limit of {said.value} is {said.limit}, expected {fixed.limit}"
     return ""
+
+
+def activation_of(layer: Any) -> Activation:
+    """The activation of a layer of which `unsuited_activation` says nothing."""
+    said = expert_activations.activation_of(layer)
+    if said.value in FIXED:
+        return FIXED[said.value]
+    if said.value == "situ":
+        return Activation(
+            said.value, limit=said.situ_limit or math.inf, up_limit=said.situ_up_limit or math.inf
+        )
+    if not ROWS[said.value].has_limit:
+        return Activation(said.value)
+    limit = math.inf if said.limit is None else said.limit
+    if said.value == "silu":
+        return Activation(limit=limit, up_limit=limit)
+    alpha, beta = 1.0 if said.alpha is None else said.alpha, said.beta or 0.0
+    return Activation(said.value, alpha=alpha, beta=beta, limit=limit, up_limit=limit)

@@ -1,12 +1,12 @@
-"""Experts of a layer multiplied one after the other by PyTorch, where there is no GPU for vLLM's
-kernel: tests compute with the same pieces and expansions then.
+"""Experts of a layer multiplied one after the other by PyTorch: where neither vLLM's kernels nor
+this project's take a layer's type or sizes, and in tests in the place of a GPU.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ray_hetero.kernels.experts.linked_experts import INTERLEAVED
+from ray_hetero.kernels.experts.activations import Activation
 
 
 def multiplied_one_by_one(
@@ -16,13 +16,27 @@ def multiplied_one_by_one(
     weights: torch.Tensor,
     ids: torch.Tensor,
     *,
-    activation: str,
+    activation: Activation,
     count: int,
     places: torch.Tensor | None = None,
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `fused_experts` computes, one expert after the other, where there is no GPU."""
+    """Sums [M, hidden] over the experts of each token, as `compat.fused_experts` gives them.
+
+    Args:
+        x: [M, hidden].
+        w13: [E, outputs, hidden], gate and up in the activation's order.
+        w2: [E, hidden, inner].
+        weights: [M, chosen], float32.
+        ids: [M, chosen]; a negative one adds nothing.
+        activation: what becomes of gate and up.
+        count: experts of the layer.
+        places: [count]: which of E each one is, -1 for one that is not here; None where E is all.
+        w13_bias: [E, outputs], or None.
+        w2_bias: [E, hidden], or None.
+
+    """
     found = torch.zeros(x.shape)
     places = torch.arange(count) if places is None else places
     for expert, place in enumerate(places.tolist()):
@@ -32,14 +46,7 @@ def multiplied_one_by_one(
         both = x[tokens].float() @ w13[place].float().t()
         if w13_bias is not None:
             both += w13_bias[place].float()
-        if activation == INTERLEAVED:
-            gate, up = both.unflatten(1, (-1, 2)).unbind(2)
-            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
-            between = gate * torch.sigmoid(1.702 * gate) * up
-        else:
-            gate, up = both.chunk(2, dim=1)
-            between = torch.nn.functional.silu(gate) * up
-        out = between.to(x.dtype).float() @ w2[place].float().t()
+        out = activation(both).to(x.dtype).float() @ w2[place].float().t()
         if w2_bias is not None:
             out += w2_bias[place].float()
         found.index_add_(0, tokens, out * weights[tokens, choices, None])

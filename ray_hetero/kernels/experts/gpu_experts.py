@@ -18,6 +18,7 @@ import torch
 from placement.units import GIB
 from ray_hetero.compat.fused_experts import fused_experts, kernel_tokens
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.experts.activations import Activation
 from ray_hetero.kernels.experts.expert_expansion import ExpertExpansion, LinkedLayer, sizes_of
 from ray_hetero.kernels.experts.expert_pieces import ExpertPieces, ExpertReader, Piece
 from ray_hetero.kernels.experts.experts_one_by_one import multiplied_one_by_one
@@ -31,7 +32,7 @@ of even choices: to look costs a wait for the GPU, once a layer."""
 LEAST_TOKENS = 256
 """Least tokens of a chunk, for whose intermediate results there is room."""
 Multiply = Callable[..., torch.Tensor]
-"""Function with the arguments and the result of `fused_experts`."""
+"""Function with the arguments and the result of `multiplied_one_by_one`."""
 
 
 class GpuExperts:
@@ -110,14 +111,15 @@ class GpuExperts:
         self._reader = ExpertReader(device, module, starts, nbytes)
         outputs, inputs = layers[0][0].halves[0].shape
         wide = outputs * len(layers[0])
-        of_a_token = BF16_BYTES * chosen * (max(wide, inputs) + wide // 2)
+        inner = layers[0][0].halves[1].shape[1] * len(layers[0])
+        of_a_token = BF16_BYTES * chosen * (max(wide, inputs) + inner)
         self._chunk = max(LEAST_TOKENS, EXPERT_WORK_BYTES // of_a_token)
         count = max(slices[0].count for slices in layers)
         is_gpu = device.type == "cuda"
         self._used = torch.zeros(count, dtype=torch.uint8, device=device)
         self._used_here = torch.zeros(count, dtype=torch.uint8, pin_memory=is_gpu)
         self._looked = module.Event()
-        self._multiply: Multiply = fused_experts if is_gpu else multiplied_one_by_one
+        self._multiply: Multiply = _by_vllm if is_gpu else multiplied_one_by_one
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._layers
@@ -149,9 +151,9 @@ class GpuExperts:
         if self.device.type != "cuda":
             return []
         slices = self._layers[layer].slices
-        outputs, hidden = slices[0].halves[0].shape
-        wide, experts = outputs * len(slices), min(self.experts, self.count(layer))
-        shapes = (experts, wide, hidden), (experts, hidden, wide // 2)
+        (outputs, hidden), (_, inner) = (half.shape for half in slices[0].halves)
+        ranks, experts = len(slices), min(self.experts, self.count(layer))
+        shapes = (experts, ranks * outputs, hidden), (experts, hidden, ranks * inner)
         return kernel_tokens(*shapes, chosen, least, min(most, self._chunk))
 
     def begin(self, ids: torch.Tensor, layer: int, experts: int | None = None) -> None:
@@ -249,3 +251,11 @@ class GpuExperts:
         found = self._expansion.expanded(layer, slot.memory, piece.runs)
         self._reader.give_back(slot, self._stream())
         return found
+
+
+def _by_vllm(*tensors: torch.Tensor, activation: Activation, **how: Any) -> torch.Tensor:
+    found: torch.Tensor = fused_experts(
+        *tensors, activation=activation.value, alpha=activation.alpha, beta=activation.beta,
+        limit=activation.limit, up_limit=activation.up_limit, **how,
+    )  # fmt: skip
+    return found

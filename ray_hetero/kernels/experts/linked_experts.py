@@ -8,22 +8,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from safetensors.torch import load, save
 
 from ray_hetero.errors import AgreementError
+from ray_hetero.kernels.experts.activations import Activation
 from ray_hetero.kernels.experts.expert_room import in_lines
-from ray_hetero.kernels.experts.routed_experts import SILU, SWIGLU_OAI, RoutedExperts
+from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.kernels.formats.stacks import Stack, metadata, stacks_of, tables_in
 from ray_hetero.runtime.shared_pages import SharedPages
 
-ACTIVATIONS = {SILU: "silu", SWIGLU_OAI: "swigluoai"}
-"""Values of vLLM's MoEActivation."""
-INTERLEAVED = "swigluoai"
-"""The one that wants outputs of gate and up in turns."""
 BIASES = ("w13_bias", "w2_bias")
 
 
@@ -60,7 +57,7 @@ class LinkedSlice:
     halves: tuple[Half, Half]
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
     """Biases in the layout of `RoutedExperts.biases`."""
-    activation: str
+    activation: Activation
 
     @property
     def count(self) -> int:
@@ -81,7 +78,7 @@ def shared(experts: RoutedExperts) -> SharedPages | None:
 
     """
     room = experts.room
-    if room.pages is None or experts.activation not in ACTIVATIONS:
+    if room.pages is None:
         return None
     halves = [list(stacks_of(half)) for half in zip(*experts.weights, strict=True)]
     tensors = {
@@ -94,7 +91,7 @@ def shared(experts: RoutedExperts) -> SharedPages | None:
         name: bias for name, bias in zip(BIASES, experts.biases, strict=True) if bias is not None
     }
     told = {
-        "activation": ACTIVATIONS[experts.activation],
+        "activation": asdict(experts.activation),
         "starts": room.starts,
         "used": room.used,
         "halves": [[stack.described() for stack in stacks] for stacks in halves],
@@ -132,7 +129,9 @@ def received(descriptor: int, data_bytes: int) -> LinkedSlice:
         )
     ]
     biases = [tensors.get(name) for name in BIASES]
-    return LinkedSlice((halves[0], halves[1]), (biases[0], biases[1]), told["activation"])
+    return LinkedSlice(
+        (halves[0], halves[1]), (biases[0], biases[1]), Activation(**told["activation"])
+    )
 
 
 def check(slices: Sequence[LinkedSlice]) -> None:

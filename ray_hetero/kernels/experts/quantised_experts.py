@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from ray_hetero.compat.quantised_experts import StoredExperts
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.experts.activations import Order
 from ray_hetero.kernels.experts.routed_experts import MULTIPLE, paired
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
@@ -37,14 +38,14 @@ KINDS: dict[str, type[ScaledWeight]] = {
 
 
 def held(
-    stored: StoredExperts, native: ModuleType, *, is_interleaved: bool
+    stored: StoredExperts, native: ModuleType, order: Order
 ) -> Iterator[tuple[HostWeight, HostWeight]]:
     """Gate and up in one, and down, of each expert.
 
     Args:
         stored: the checkpoint's tensors.
         native: the module of the kernels.
-        is_interleaved: whether outputs of gate and up take turns; else all of the gate come first.
+        order: of the outputs of gate and up.
 
     Raises:
         UnsupportedError: a shape, a scale or a code that the kernels do not compute.
@@ -53,9 +54,9 @@ def held(
     kind = KINDS[stored.scheme]
     for expert in range(len(stored.w13)):
         gate_up, down = codes_of(stored, expert)
-        filling = -gate_up.shape[0] // 2 % MULTIPLE
+        filling = -down.shape[1] % MULTIPLE
         yield (
-            kind.stored(_paired(gate_up, is_interleaved=is_interleaved), native),
+            kind.stored(_paired(gate_up, order), native),
             kind.stored(_filled(down, filling), native),
         )
 
@@ -128,12 +129,12 @@ def _in_order(codes: torch.Tensor) -> torch.Tensor:
     return codes.unflatten(1, (-1, len(AWQ_PLACES)))[..., AWQ_PLACES].flatten(1)
 
 
-def _paired(codes: Codes, *, is_interleaved: bool) -> Codes:
+def _paired(codes: Codes, order: Order) -> Codes:
     """Outputs of gate and up in the kernel's order, filled up with such as are 0."""
 
     def of(rows: torch.Tensor) -> torch.Tensor:
         as_bytes = rows.contiguous().view(torch.uint8) if rows.dtype.itemsize == 1 else rows
-        return paired(as_bytes, is_interleaved=is_interleaved).view(rows.dtype)
+        return paired(as_bytes, order).view(rows.dtype)
 
     zeros = None if codes.zeros is None else of(codes.zeros)
     return Codes(of(codes.codes), of(codes.scales), codes.group, zeros, codes.factor)

@@ -6,15 +6,14 @@ one is read (csrc/kernels/experts.h).  This module needs PyTorch and the native 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch.nn.functional import pad
 
+from ray_hetero.kernels.experts.activations import SILU, Activation, Order
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room, in_lines
 from ray_hetero.kernels.formats import HostWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
@@ -25,36 +24,23 @@ HALF_BLOCK = 16
 """Outputs of the gate that are neighbours, and those of up that belong to them."""
 
 
-@dataclass(frozen=True)
-class Activation:
-    """How gate and up become one: gate · sigmoid(alpha · gate) · (up + beta)."""
-
-    alpha: float = 1.0
-    beta: float = 0.0
-    limit: float = math.inf
-    """Largest gate, and largest magnitude of up, before that."""
-
-
-SILU = Activation()
-"""SiLU of the gate, times up."""
-SWIGLU_OAI = Activation(alpha=1.702, beta=1.0, limit=7.0)
-"""The activation of gpt-oss."""
-
-
-def paired(gate_up: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:
+def paired(gate_up: torch.Tensor, order: Order) -> torch.Tensor:
     """Outputs of gate and up in the order of the kernel: 16 of the gate, then their 16 of up.
 
     Args:
-        gate_up: [2 · inner, …].
-        is_interleaved: whether outputs of both take turns; else all of the gate come first.
+        gate_up: [2 · inner, …], or without a gate [inner, …], whose order stays.
+        order: of the outputs.
 
     Returns:
-        [2 · inner filled up with zeros to a multiple of 64, …].
+        The same with the inner size filled up with zeros to a multiple of 32.
 
     """
     outputs, *others = gate_up.shape
-    shape = (-1, 2, *others) if is_interleaved else (2, -1, *others)
-    both = gate_up.reshape(shape).movedim(1 if is_interleaved else 0, 0)
+    if order is Order.ALONE:
+        return pad(gate_up, (*(0, 0) * len(others), 0, -outputs % MULTIPLE))
+    takes_turns = order is Order.TURNS
+    shape = (-1, 2, *others) if takes_turns else (2, -1, *others)
+    both = gate_up.reshape(shape).movedim(1 if takes_turns else 0, 0)
     filling = -(outputs // 2) % MULTIPLE
     both = pad(both, (*(0, 0) * len(others), 0, filling))
     return both.unflatten(1, (-1, HALF_BLOCK)).transpose(0, 1).flatten(0, 2)
@@ -64,15 +50,15 @@ class RoutedExperts:
     """The experts of one layer.
 
     Args:
-        w13: [E, 2 · inner, hidden], bf16: gate and up of each expert.
+        w13: [E, 2 · inner, hidden], bf16: gate and up of each expert, in the activation's order;
+            without a gate [E, inner, hidden].
         w2: [E, hidden, inner], bf16: down of each.
-        w13_bias: [E, 2 · inner], or None.
+        w13_bias: [E, outputs of w13], or None.
         w2_bias: [E, hidden], or None.
         native: the module of the kernels.
         level: which of its instruction sets compute.
         kind: the format that weights are held in; packed where an expert's values do not suit.
         activation: what becomes of gate and up.
-        is_interleaved: whether outputs of gate and up take turns; else all of the gate come first.
         room: makes the memory for all weights.
 
     Raises:
@@ -91,7 +77,6 @@ class RoutedExperts:
         level: Any,
         kind: type[HostWeight] = PackedWeight,
         activation: Activation = SILU,
-        is_interleaved: bool = False,
         room: MakeRoom = Room,
     ) -> None:
         count, hidden, inner = w2.shape
@@ -99,7 +84,9 @@ class RoutedExperts:
             raise ValueError(f"experts of hidden size {hidden}: expected a multiple of {MULTIPLE}")
         filling = -inner % MULTIPLE
         elements = count * (inner + filling) * hidden
-        memory = room((2 * 2 * elements, 2 * elements))
+        order = activation.order
+        halves = 1 if order is Order.ALONE else 2
+        memory = room((2 * halves * elements, 2 * elements))
 
         def held(weight: torch.Tensor) -> HostWeight:
             packed = pack(weight)
@@ -107,14 +94,14 @@ class RoutedExperts:
 
         weights = [
             (
-                memory.moved(held(paired(gate_up, is_interleaved=is_interleaved)), 0),
+                memory.moved(held(paired(gate_up, order)), 0),
                 memory.moved(held(pad(down, (0, filling))), 1),
             )
             for gate_up, down in zip(w13, w2, strict=True)
         ]
         self.room = memory
         """Memory of all weights."""
-        self._take(weights, w13_bias, w2_bias, native, level, activation, is_interleaved)
+        self._take(weights, w13_bias, w2_bias, native, level, activation)
 
     @classmethod
     def of_weights(
@@ -127,7 +114,6 @@ class RoutedExperts:
         native: ModuleType,
         level: Any,
         activation: Activation = SILU,
-        is_interleaved: bool = False,
         room: MakeRoom = Room,
     ) -> Self:
         """Experts whose weights are in a format already.
@@ -140,7 +126,6 @@ class RoutedExperts:
             native: see there.
             level: see there.
             activation: see there.
-            is_interleaved: of the bias.
             room: makes the memory for all weights.
 
         """
@@ -154,7 +139,7 @@ class RoutedExperts:
         assert memory is not None, "a layer has experts"
         made = cls.__new__(cls)
         made.room = memory
-        made._take(moved, w13_bias, w2_bias, native, level, activation, is_interleaved)
+        made._take(moved, w13_bias, w2_bias, native, level, activation)
         return made
 
     def _take(
@@ -165,7 +150,6 @@ class RoutedExperts:
         native: ModuleType,
         level: Any,
         activation: Activation,
-        is_interleaved: bool,
     ) -> None:
         self.count, self.hidden = len(weights), weights[0][1].shape[0]
         self._level = level
@@ -173,12 +157,10 @@ class RoutedExperts:
         self.weights = weights
         """Gate and up in one, and down, of each expert."""
         self.activation = activation
-        self.is_interleaved = is_interleaved
         self.biases = (
             None
             if w13_bias is None
-            else torch.stack([paired(one.float(), is_interleaved=is_interleaved)
-                              for one in w13_bias]),
+            else torch.stack([paired(one.float(), activation.order) for one in w13_bias]),
             None if w2_bias is None else w2_bias.float().contiguous(),
         )  # fmt: skip
         """Biases of gates and ups in the order of `paired`, and of downs, float32; or None."""
@@ -190,9 +172,11 @@ class RoutedExperts:
             ],
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
+            activation=activation.row.native,
             alpha=activation.alpha,
             beta=activation.beta,
             limit=activation.limit,
+            up_limit=activation.up_limit,
         )
 
     @property
