@@ -8,9 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def addresses() -> tuple[str, ...]:
+    """The cluster of RAY_ADDRESS, else all of this host; "auto", which says so, if there is none.
+
+    Several engines on a host may have a Ray each.
+    """
+    from ray_hetero.runtime.local_rays import local_addresses
+
+    named = os.environ.get("RAY_ADDRESS")
+    return (named,) if named else local_addresses() or ("auto",)
+
+
 @contextmanager
-def cluster() -> Iterator[None]:
-    """Connect to the cluster of RAY_ADDRESS, else to this host's, for a command's time.
+def cluster(address: str | None = None) -> Iterator[None]:
+    """Connect to a cluster for a command's time.
+
+    Args:
+        address: host:port of its head; None is that of RAY_ADDRESS, else this host's.
 
     Raises:
         StartupError: none answers, or it wants another token.
@@ -23,7 +37,7 @@ def cluster() -> Iterator[None]:
 
     from ray_hetero.runtime.ray_address import connect
 
-    address = os.environ.get("RAY_ADDRESS") or "auto"
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
     connect(address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield

@@ -101,6 +101,8 @@ class EngineStatus:
     """One running engine.  In a notebook it shows itself as a table and the plan's picture."""
 
     content: BoardContent
+    address: str
+    """Address of the Ray that it runs on, for RAY_ADDRESS."""
 
     @property
     def ranks(self) -> tuple[RankStatus, ...]:
@@ -118,13 +120,17 @@ class EngineStatus:
         """The engine in one line."""
         info = self.content.info
         age = int(time.time() - info.started)
-        return f"engine {info.engine}: {self.content.state} {info.model}, started {age} s ago"
+        return (
+            f"engine {info.engine}: {self.content.state} {info.model}, started {age} s ago "
+            f"on the Ray at {self.address}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values for JSON."""
         info = self.content.info
         return {
             "engine": info.engine,
+            "ray": self.address,
             "model": info.model,
             "state": self.content.state,
             "driver_pid": info.pid,
@@ -221,7 +227,8 @@ def running_engines() -> tuple[EngineStatus, ...]:
 
     An engine that ends while it is asked is left out.
     """
-    found = [EngineStatus(content) for content in _contents()]
+    address = str(ray.get_runtime_context().gcs_address)
+    found = [EngineStatus(content, address) for content in _contents()]
     return tuple(sorted(found, key=lambda engine: engine.content.info.started))
 
 

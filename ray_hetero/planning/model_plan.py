@@ -13,8 +13,7 @@ from placement.model.shape import ModelShape
 from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.plan import Plan
 from placement.plan.split import price_drafts
-from placement.units import GIB, MIB
-from placement.words import plural
+from placement.words import plural, size
 from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
@@ -149,14 +148,10 @@ def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Ite
     one = facts.shape.kv_bytes(facts.max_model_len, 1)
     yield (
         f"A sequence of {plural(facts.max_model_len, 'token')} (--max-model-len) takes "
-        f"{_size(one)} of KV cache, all ranks together."
+        f"{size(one)} of KV cache, all ranks together."
     )
     if facts.shape.source == "vLLM":
         yield "Sizes of the model are those of vLLM's own class of it."
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def _devices(machine: Machine, found: LayerPlan) -> Iterator[RankDevice]:

@@ -37,7 +37,8 @@ END_SECONDS = 10.0
 ANSWER_BYTES = 4096
 KEEP = (
     "import sys; descriptor, folder = int(sys.argv[1]), sys.argv[2]; sys.path[:] = sys.argv[3:]; "
-    "from ray_hetero.runtime import ray_ahead; ray_ahead.keep(descriptor, folder)"
+    "from ray_hetero.runtime import ray_ahead; sys.excepthook = ray_ahead.say_failure; "
+    "ray_ahead.keep(descriptor, folder)"
 )
 """Program of the keeper's process, which gets the import path of its starter."""
 
@@ -107,11 +108,13 @@ class OwnedRay:
             answer = connection.recv(ANSWER_BYTES) if is_ours else b""
         except OSError as error:
             connection.close()
-            logger.warning("the Ray that was started ahead does not answer: %s", error)
+            logger.info(
+                "the Ray that was started ahead is gone (%s): another one is started", error
+            )
             return None
         if not answer:
             connection.close()
-            logger.warning("the Ray that was started ahead has ended; see its message above")
+            logger.info("the Ray that was started ahead has ended: another one is started")
             return None
         return cls(connection, **json.loads(answer))
 
@@ -143,6 +146,18 @@ class OwnedRay:
 
 
 # --- in the keeper's process -------------------------------------------------------------------
+
+
+def say_failure(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Say in one line why this process ends: Ray raises errors of no kind, and the engine goes on.
+
+    For `sys.excepthook`.
+    """
+    reason = (str(error).strip() or kind.__name__).splitlines()[0]
+    logger.warning(
+        "Ray, started ahead of the engine, has failed, so that the engine starts another one: %s",
+        reason,
+    )
 
 
 def keep(descriptor: int, folder: str) -> None:

@@ -90,6 +90,7 @@ class RayConnection:
                 self._start_local()
             else:
                 connect(address, logging_level=logging.WARNING)
+                logger.info("connected to the Ray cluster at %s", connected_address())
 
     def _start_local(self) -> None:
         self.is_local = True
@@ -104,8 +105,8 @@ class RayConnection:
                 self._ahead.end()
                 raise
         logger.info(
-            "started a local Ray at %s: none was running (RAY_ADDRESS names a cluster); its logs, "
-            "until it ends: %s",
+            "started a Ray for this engine alone, at %s (RAY_ADDRESS is not set); its logs, until "
+            "it ends: %s",
             connected_address(), self._ahead.logs if self._ahead else local_ray.logs(),
         )  # fmt: skip
 

@@ -44,7 +44,7 @@ INSTALL_SECONDS = 600.0
 CONFIG = {"ray_hetero": {"cpu": {"ranks_per_socket": 2}}}
 HAS_ONE_SOCKET = len(sockets_of(read_host(gpus=False))) == 1
 READY = "Application startup complete"
-NO_ENGINE = "no engine of ray_hetero runs on this cluster"
+NO_ENGINE = "no engine of ray_hetero runs on "
 ENGINE = ("ray::RankActor", "VLLM::", "vllm serve")
 """What processes of an engine have in their command lines."""
 

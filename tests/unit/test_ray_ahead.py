@@ -28,6 +28,7 @@ FAKED = """
 import pathlib, sys
 sys.path[:] = sys.argv[3:]
 from ray_hetero.runtime import local_ray, ray_ahead
+sys.excepthook = ray_ahead.say_failure
 local_ray.start = lambda log_to_driver, folder: {start}
 local_ray.logs = lambda: "logs"
 local_ray.stop = lambda: pathlib.Path({stopped!r}).touch()
@@ -107,7 +108,7 @@ def test_without_an_engine_it_ends_with_its_starter(ahead: RayAhead, stopped: Pa
 
 
 def test_an_engine_starts_its_own_where_the_keeper_has_failed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray_ahead, "KEEP", FAKED.format(start="1 / 0", stopped=str(tmp_path / "s")))
     failed = RayAhead()
@@ -116,6 +117,9 @@ def test_an_engine_starts_its_own_where_the_keeper_has_failed(
     assert failed._process.wait(SECONDS) == 1
     monkeypatch.setenv(VARIABLE, failed.address)
     assert OwnedRay.claimed() is None
+    said = capfd.readouterr()
+    assert "Traceback" not in said.out + said.err
+    assert "so that the engine starts another one: division by zero" in said.out + said.err
 
 
 def test_no_ray_is_claimed_where_none_was_started(monkeypatch: pytest.MonkeyPatch) -> None:

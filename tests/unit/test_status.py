@@ -21,6 +21,8 @@ from ray_hetero.observability.step_clock import StepTotals
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.world import World
 
+ADDRESS = "10.0.0.1:6379"
+
 
 @pytest.fixture
 def world() -> World:
@@ -87,11 +89,14 @@ def test_step_times_are_those_of_the_last_seconds_with_steps(info: EngineInfo, c
 def test_health(info: EngineInfo, clock: Any) -> None:
     board = StatusBoard(info)
     board.report(report(0, 5, 0.1))
-    assert [rank.health for rank in EngineStatus(board.read()).ranks] == ["ok", "starting"]
+    assert [rank.health for rank in EngineStatus(board.read(), ADDRESS).ranks] == [
+        "ok",
+        "starting",
+    ]
     board.report(report(1, 5, 0.1, in_step_s=95.4))
     clock.now += 60
     board.report(report(1, 5, 0.1, in_step_s=95.4))
-    engine = EngineStatus(board.read())
+    engine = EngineStatus(board.read(), ADDRESS)
     assert [rank.health for rank in engine.ranks] == ["silent for 60 s", "in one step for 95 s"]
     assert not engine.is_healthy
 
@@ -116,7 +121,7 @@ def test_expert_ranks_are_shown_with_what_they_read(clock: Any) -> None:
             expert_layers=3 * steps, experts_read=24 * steps,
         )  # fmt: skip
         board.report(RankReport(1, 4712, 3 << 30, 0, totals, 0.0))
-    engine = EngineStatus(board.read())
+    engine = EngineStatus(board.read(), ADDRESS)
     assert [rank.info.kind for rank in engine.ranks] == ["gpu", "experts", "experts"]
     console = Console(width=180, force_terminal=False)
     with console.capture() as shown:
@@ -139,7 +144,7 @@ def test_table_json_and_notebook_show_the_same(info: EngineInfo, clock: Any) -> 
     board.serve()
     for clock.now, steps in ((100, 0), (102, 8)):
         board.report(report(0, steps, 0.0125 * steps))
-    engine = EngineStatus(board.read())
+    engine = EngineStatus(board.read(), ADDRESS)
     console = Console(width=160, force_terminal=False)
     with console.capture() as shown:
         console.print(engine.table())

@@ -15,6 +15,7 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from placement.units import GIB
+from placement.words import size
 from ray_hetero.compat import cpu_linear, quantised_kernels
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
@@ -240,10 +241,9 @@ class LinearLayers:
             logger.info("%d linear layers are computed from the checkpoint's own %s", count, name)
         if self._bytes < self._bytes_before:
             logger.info(
-                "linear layers are stored in %.1f GiB instead of %.1f GiB, without loss "
-                "(cpu.compact_weights)",
-                self._bytes / GIB,
-                self._bytes_before / GIB,
+                "linear layers are stored in %s instead of %s, without loss (cpu.compact_weights)",
+                size(self._bytes),
+                size(self._bytes_before),
             )
         self._kernel.sums = sums
         found, fused = Fusible.none(), Fused(0, is_shared=False)

@@ -1,0 +1,67 @@
+"""`ray-hetero status` on a host with several Rays, as engines start them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from engines import environment_of
+from leftovers import Scene
+
+KEEPER = """
+import os, sys, time
+from ray_hetero.observability.engine_info import EngineInfo
+from ray_hetero.observability.status_board import EngineBoard
+from ray_hetero.runtime import local_ray
+address, board = local_ray.start(), EngineBoard()
+board.starting(EngineInfo(sys.argv[1], "model", os.getpid(), time.time(), (), ""))
+print(address, flush=True)
+sys.stdin.read()
+board.take_down()
+local_ray.stop()
+"""
+SECONDS = 120
+
+
+@contextmanager
+def engine(scene: Scene, name: str) -> Iterator[str]:
+    """A Ray of its own with the status actor of an engine; its address."""
+    command = [sys.executable, "-c", KEEPER, name]
+    keeper = subprocess.Popen(
+        command, env=environment_of(scene), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    try:
+        yield keeper.stdout.readline().strip()
+    finally:
+        keeper.stdin.close()
+        keeper.wait(SECONDS)
+
+
+def status(scene: Scene, *options: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("ray-hetero")), "status", *options]
+    return subprocess.run(
+        command, env=environment_of(scene, extra), capture_output=True, text=True,
+        timeout=SECONDS, check=False,
+    )  # fmt: skip
+
+
+def test_engines_of_all_rays_of_the_host_are_shown(scene: Scene) -> None:
+    with ExitStack() as stack:
+        there = {name: stack.enter_context(engine(scene, name)) for name in ("first", "second")}
+        assert len(set(there.values())) == 2
+        shown = status(scene, "--json")
+        found = {one["engine"]: one["ray"] for one in json.loads(shown.stdout)}
+        # Other tests may run engines on this host.
+        assert there.items() <= found.items()
+        text = status(scene).stdout
+        for name, address in there.items():
+            assert f"engine {name}: starting model, " in text
+            assert f"on the Ray at {address}" in text
+        named = json.loads(status(scene, "--json", RAY_ADDRESS=there["second"]).stdout)
+        assert [one["engine"] for one in named] == ["second"]
