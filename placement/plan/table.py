@@ -62,7 +62,7 @@ def _lines(plan: Plan) -> Table:
 
 
 def _table(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in COLUMNS:
         side = "left" if column in LEFT else "right"
         table.add_column(column, justify=side, no_wrap=column != "device")  # type: ignore[arg-type]
