@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from placement.cluster.layout import Kind, Layout
 from placement.errors import LayoutError
 from placement.host.topology import Host, Socket
+from placement.words import plural
 
 NODE_SLIVER = 0.001
 """Share of a node's own `node:<address>` resource that ties a bundle to it."""
@@ -71,7 +72,7 @@ class Seat:
         if self.socket is None:
             return f"gpu {self.local_rank}"
         nodes = ",".join(map(str, self.socket.numa_nodes))
-        return f"socket {self.socket.id} (NUMA {nodes}, {len(self.socket.cores)} cores)"
+        return f"socket {self.socket.id} (NUMA {nodes}, {plural(len(self.socket.cores), 'core')})"
 
 
 @dataclass
@@ -186,7 +187,8 @@ def _place_of_all(
     found = next((place for place in places if place.room(gpus, sockets)), None)
     if found is None:
         raise LayoutError(
-            f"layout {layout} with {expert_ranks} expert ranks (experts.ranks) needs {gpus} GPUs "
+            f"layout {layout} with {plural(expert_ranks, 'expert rank')} (experts.ranks) "
+            f"needs {plural(gpus, 'GPU')} "
             f"and {sockets} CPU sockets of one node. There are: {_there(nodes)}. "
             "cpu.ranks_per_socket splits a socket into several."
         )
@@ -261,14 +263,16 @@ def _seat(
 
 def _no_room(layout: Layout, stage: int, kind: Kind, nodes: Sequence[Node]) -> str:
     return (
-        f"layout {layout} needs {layout.count('gpu')} GPUs and {layout.count('cpu')} sockets; "
+        f"layout {layout} needs {plural(layout.count('gpu'), 'GPU')} and "
+        f"{plural(layout.count('cpu'), 'socket')}; "
         f"no {kind} is left for stage {stage}. There are: {_there(nodes)}."
     )
 
 
 def _there(nodes: Sequence[Node]) -> str:
     return "; ".join(
-        f"{node.host.name} ({node.address}): {node.gpus} GPUs, {len(node.sockets)} sockets"
+        f"{node.host.name} ({node.address}): {plural(node.gpus, 'GPU')}, "
+        f"{plural(len(node.sockets), 'socket')}"
         for node in nodes
     )
 

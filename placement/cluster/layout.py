@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from placement.errors import LayoutError
+from placement.words import plural
 
 Kind = Literal["cpu", "gpu"]
 
@@ -145,9 +146,11 @@ def auto_layout(
 def _too_few(stages: int, size: int, gpus: int, sockets: int) -> str:
     world = stages * size
     message = (
-        f"{stages} pipeline stages × {size} tensor-parallel ranks = {world} ranks, each stage of "
-        f"one kind, but there are {gpus} GPUs ({gpus // size} stages) and {sockets} CPU sockets "
-        f"({sockets // size} stages)."
+        f"{plural(stages, 'pipeline stage')} × {plural(size, 'tensor-parallel rank')} = "
+        f"{plural(world, 'rank')}, each stage of "
+        f"one kind, but there are {plural(gpus, 'GPU')} ({plural(gpus // size, 'stage')}) and "
+        f"{plural(sockets, 'CPU socket')} "
+        f"({plural(sockets // size, 'stage')})."
     )
     if gpus + sockets >= world:
         return f'{message} Name the stages yourself, for example "layout": [["gpu", "cpu"], …].'
@@ -155,11 +158,12 @@ def _too_few(stages: int, size: int, gpus: int, sockets: int) -> str:
     shares = -(-on_sockets // sockets) if sockets else 0
     if shares:
         return (
-            f"{message} Ask for at most {gpus + sockets} ranks, or split each socket between "
+            f"{message} Ask for at most {plural(gpus + sockets, 'rank')}, or split each "
+            f"socket between "
             f'{shares} ranks: --additional-config \'{{"ray_hetero": {{"cpu": '
             f'{{"ranks_per_socket": {shares}}}}}}}\''
         )
-    return f"{message} Ask for at most {gpus} ranks."
+    return f"{message} Ask for at most {plural(gpus, 'rank')}."
 
 
 def divides_heads(size: int, heads: int, kv_heads: int) -> bool:
@@ -208,7 +212,7 @@ def given_layout(
     sizes = [len(stage) for stage in stages]
     if (len(sizes), max(sizes)) != (pipeline_parallel_size, tensor_parallel_size):
         raise LayoutError(
-            f"layout has {len(sizes)} stages of {sizes} ranks, but vLLM was asked for "
+            f"layout has {plural(len(sizes), 'stage')} of {sizes} ranks, but vLLM was asked for "
             f"--pipeline-parallel-size {pipeline_parallel_size} --tensor-parallel-size "
             f"{tensor_parallel_size}. {sizes_to_type(sizes)}"
         )
@@ -219,7 +223,8 @@ def given_layout(
     ):
         if asked > there:
             raise LayoutError(
-                f"layout {layout} asks for {asked} {noun}, but {there} are free. "
+                f"layout {layout} asks for {asked} {noun}, "
+                f"but {there} {'is' if there == 1 else 'are'} free. "
                 "`ray-hetero topology --cluster` shows what there is."
             )
     return layout

@@ -27,6 +27,7 @@ from placement.plan.drafts import (
 from placement.plan.planner import Order, Planner
 from placement.plan.stage_plan import Objective, RankPlan, Split, StagePlan
 from placement.plan.workload import Workload
+from placement.words import plural
 
 __all__ = [
     "Objective",
@@ -102,7 +103,8 @@ def _check_counts(shape: ModelShape, stages: Sequence[StageDevices], work: Workl
             raise LayoutError(f"{name} must be 1 or more, got {getattr(work, name)}")
     if not 1 <= len(stages) <= len(shape.layers):
         raise LayoutError(
-            f"{len(stages)} pipeline stages for {len(shape.layers)} layers: expected 1 to "
+            f"{plural(len(stages), 'pipeline stage')} for "
+            f"{plural(len(shape.layers), 'layer')}: expected 1 to "
             f"{len(shape.layers)} stages, each holds at least one layer"
         )
     sizes = [stage.size for stage in stages]

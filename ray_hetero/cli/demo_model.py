@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from placement.words import plural
 from ray_hetero.errors import UnsupportedError
 
 Architecture = Literal["llama", "opt", "qwen3", "mixtral", "gemma"]
@@ -42,4 +43,6 @@ def demo_model(
         directory, architecture, shape=shape, seed=seed, dtype=dtype, stored=stored, force=force
     )
     held = f"{dtype}, linear layers in {stored}" if stored else dtype
-    typer.echo(f"wrote a random {architecture} model ({layers} layers, {held}) to {directory}")
+    typer.echo(
+        f"wrote a random {architecture} model ({plural(layers, 'layer')}, {held}) to {directory}"
+    )

@@ -222,7 +222,9 @@ def _settings(
         given["layout"] = _stages(layout)
     if experts is not None:
         found = numbers(experts)
-        given["experts"] = {"ranks": found[0] if found and len(found) == 1 else experts}
+        if experts != "auto" and (found is None or len(found) != 1):
+            raise LayoutError(f"--experts: expected a number or auto, got {shown(experts)}")
+        given["experts"] = {"ranks": experts if found is None else found[0]}
     return given
 
 

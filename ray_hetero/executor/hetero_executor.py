@@ -24,6 +24,7 @@ from placement.cluster import ray_cluster
 from placement.cluster.assignment import Node, Turn
 from placement.cluster.external_group import nodes_within
 from placement.errors import ClaimError, PlacementError
+from placement.words import plural
 from ray_hetero.compat import engine_core, layer_partition
 from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.compat.parallel_config import set_parallel_sizes
@@ -163,7 +164,10 @@ class HeteroExecutor(GuardedExecutor):
             nodes = self._within_group(nodes)
             gpus = sum(node.gpus for node in nodes)
             sockets = sum(len(node.sockets) for node in nodes)
-            step.outcome = f"{len(nodes)} nodes, {gpus} GPUs, {sockets} CPU sockets"
+            step.outcome = (
+                f"{plural(len(nodes), 'node')}, {plural(gpus, 'GPU')}, "
+                f"{plural(sockets, 'CPU socket')}"
+            )
         return nodes
 
     def _within_group(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:

@@ -10,6 +10,7 @@ from placement.cluster.layout import auto_layout, given_layout
 from placement.errors import LayoutError
 from placement.given import numbers
 from placement.host.topology import Core, Gpu, Host, Socket
+from placement.words import plural
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.world import World
@@ -134,7 +135,8 @@ def split_layers(
     if given is None:
         if hidden_layers < stages:
             raise ConfigError(
-                f"the model has {hidden_layers} layers, fewer than the {stages} pipeline stages; "
+                f"the model has {plural(hidden_layers, 'layer')}, fewer than the "
+                f"{plural(stages, 'pipeline stage')}; "
                 f"type: --pipeline-parallel-size {hidden_layers}"
             )
         share, rest = divmod(hidden_layers, stages)
@@ -142,8 +144,10 @@ def split_layers(
     if len(given) != stages or sum(given) != hidden_layers or min(given) < 1:
         arithmetic = " + ".join(map(str, given))
         raise ConfigError(
-            f"layers: {arithmetic} = {sum(given)} in {len(given)} stages, but the model has "
-            f"{hidden_layers} layers and the pipeline {stages} stages. Give {stages} numbers of "
+            f"layers: {arithmetic} = {sum(given)} in {plural(len(given), 'stage')}, but the "
+            f"model has "
+            f"{plural(hidden_layers, 'layer')} and the pipeline {plural(stages, 'stage')}. "
+            f"Give {plural(stages, 'number')} of "
             f"at least 1 that add up to {hidden_layers}."
         )
     return tuple(given)
@@ -170,7 +174,7 @@ def compute_threads(seat: Seat, config: CpuConfig, ranks: int = 1) -> tuple[int,
     if config.cores > len(usable):
         raise ConfigError(
             f"cpu.cores: {config.cores} asked for, but socket {socket.id} of {seat.node_name} has "
-            f"{len(socket.cores)} cores less {kept} reserved = {len(usable)}"
+            f"{plural(len(socket.cores), 'core')} less {kept} reserved = {len(usable)}"
         )
     return usable[: config.cores]
 
@@ -180,7 +184,7 @@ def _reserved(socket: Socket, seat: Seat, config: CpuConfig, ranks: int) -> int:
     kept = _kept(cores, config, ranks, is_driver_node=seat.is_driver_node)
     if kept >= cores:
         raise ConfigError(
-            f"cpu.reserved_cores: {kept} of the {cores} cores of socket {socket.id} of "
+            f"cpu.reserved_cores: {kept} of the {plural(cores, 'core')} of socket {socket.id} of "
             f"{seat.node_name} leaves none to compute on"
         )
     return kept
@@ -314,6 +318,5 @@ def sharing_warning(seats: Sequence[Seat]) -> str | None:
     if max(used.values(), default=1) == 1:
         return None
     ranks = sum(seat.kind == "cpu" for seat in seats)
-    return (
-        f"{ranks} CPU ranks share {len(used)} cores: right for trying things out, slow for serving"
-    )
+    shared = f"{plural(ranks, 'CPU rank')} share {plural(len(used), 'core')}"
+    return f"{shared}: right for trying things out, slow for serving"

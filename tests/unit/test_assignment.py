@@ -79,7 +79,7 @@ def test_the_second_engine_takes_what_the_first_has_left() -> None:
 
 def test_too_few_devices_are_named() -> None:
     with pytest.raises(LayoutError, match=r"2 GPUs and 2 sockets; no gpu is left for stage 1.*"
-                       r"a \(10.0.0.1\): 1 GPUs, 3 sockets"):  # fmt: skip
+                       r"a \(10.0.0.1\): 1 GPU, 3 sockets"):  # fmt: skip
         assign(layout("cg", "cg"), [node("a", sockets=3, gpus=1)])
 
 

@@ -69,7 +69,7 @@ def test_demo_model_passes_its_options_on(tmp_path: Path) -> None:
     result = run(
         "demo-model", str(tmp_path / "m"), "--architecture", "qwen3", *sizes, "--dtype", "f32"
     )
-    assert result.output == (f"wrote a random qwen3 model (1 layers, f32) to {tmp_path / 'm'}\n")
+    assert result.output == (f"wrote a random qwen3 model (1 layer, f32) to {tmp_path / 'm'}\n")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert (config["model_type"], config["num_hidden_layers"]) == ("qwen3", 1)
     assert (config["hidden_size"], config["num_attention_heads"]) == (64, 2)

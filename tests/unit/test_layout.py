@@ -20,7 +20,7 @@ def test_auto_uses_what_is_there_or_says_what_is_missing(
     stages: int, ranks: int, gpus: int, sockets: int
 ) -> None:
     if gpus // ranks + sockets // ranks < stages:
-        with pytest.raises(LayoutError, match=rf"{stages} .* {ranks} .* = {stages * ranks} ranks"):
+        with pytest.raises(LayoutError, match=rf"{stages} .* {ranks} .* = {stages * ranks} rank"):
             auto_layout(stages, ranks, gpus, sockets)
         return
     made = auto_layout(stages, ranks, gpus, sockets)
@@ -135,11 +135,11 @@ def test_gpus_in_stages_of_one_size_are_vllms_own(stages: list[str], *, is_stock
 @pytest.mark.parametrize(
     ("stages", "pipeline", "tensor", "said"),
     [
-        ([["cpu"]], 2, 1, r"1 stages of \[1\] ranks.*--pipeline-parallel-size 2"),
+        ([["cpu"]], 2, 1, r"1 stage of \[1\] ranks.*--pipeline-parallel-size 2"),
         ([["cpu", "cpu"]], 1, 1, r"\[2\] ranks.*type: .*-size 1 --tensor-parallel-size 2"),
         ([["cpu"], ["cpu", "cpu"]], 2, 1, r"\[1, 2\].*type: .*-size 2 --tensor-parallel-size 2"),
         ([["cpu"], ["cpu"], ["cpu"]], 3, 1, "asks for 3 CPU sockets, but 2 are free"),
-        ([["gpu"], ["gpu"]], 2, 1, "asks for 2 GPUs, but 1 are free"),
+        ([["gpu"], ["gpu"]], 2, 1, "asks for 2 GPUs, but 1 is free"),
     ],
 )
 def test_a_given_layout_that_cannot_be(
