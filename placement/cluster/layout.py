@@ -218,12 +218,12 @@ def given_layout(
         )
     layout = Layout(tuple(tuple(stage) for stage in stages))
     for asked, there, noun in (
-        (layout.count("gpu"), gpus, "GPUs"),
-        (layout.count("cpu"), sockets, "CPU sockets"),
+        (layout.count("gpu"), gpus, "GPU"),
+        (layout.count("cpu"), sockets, "CPU socket"),
     ):
         if asked > there:
             raise LayoutError(
-                f"layout {layout} asks for {asked} {noun}, "
+                f"layout {layout} asks for {plural(asked, noun)}, "
                 f"but {there} {'is' if there == 1 else 'are'} free. "
                 "`ray-hetero topology --cluster` shows what there is."
             )
