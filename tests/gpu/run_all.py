@@ -63,6 +63,7 @@ class Result:
 
 
 PARTS = (
+    Part("rates", "test_gpu_rates.py", 60),
     Part("layouts", "test_layouts.py", 900),
     Part("drafts", "test_gpu_drafts.py", 500),
     Part("experts", "test_gpu_experts.py", 900),
@@ -152,11 +153,11 @@ def _versions() -> list[str]:
 
 
 def describe_host(folder: Path) -> None:
-    """Write what `ray-hetero topology` and `ray-hetero doctor` say into FOLDER/host.txt."""
+    """Write what `ray-hetero topology` and `doctor --measure` say into FOLDER/host.txt."""
     with (folder / "host.txt").open("wb") as output:
-        for command in ("topology", "doctor"):
+        for command in (["topology"], ["doctor", "--measure"]):
             # Not by its script: a package that was installed into a folder has none on the PATH.
-            code = f"from ray_hetero.cli.main import commands; commands(['{command}'])"
+            code = f"from ray_hetero.cli.main import commands; commands({command!r})"
             subprocess.run(
                 [sys.executable, "-c", code],
                 env=os.environ | {"COLUMNS": "160"}, stdout=output, stderr=subprocess.STDOUT,
