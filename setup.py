@@ -26,11 +26,13 @@ class OptionalBuild(build_ext):
     def finalize_options(self) -> None:
         """Leave out what only tests need, unless the modules come to lie in the source tree."""
         super().finalize_options()
-        if not (self.inplace or self.editable_mode):
+        if not (self.inplace or self.editable_mode or SANITIZERS):
             self.extensions = [one for one in self.extensions if not is_for_tests(one)]
 
     def build_extension(self, extension: Extension) -> None:
         """Build, or say why not and what is missing without it."""
+        extension.extra_compile_args += sanitized()
+        extension.extra_link_args += sanitized()
         try:
             super().build_extension(extension)
         except (BaseError, CCompilerError, OSError) as error:
@@ -45,6 +47,19 @@ class OptionalBuild(build_ext):
 LEVELS = os.environ.get("RAY_HETERO_LEVELS", "*").split(",")
 """Levels of instruction sets to compile, like avx2,portable,emulated; for shorter builds while
 working."""
+
+
+SANITIZERS = os.environ.get("RAY_HETERO_SANITIZERS", "")
+"""Sanitizers of the compiler to build with, like address,undefined; `make sanitize` sets it."""
+
+
+def sanitized() -> list[str]:
+    """Options of the compiler and the linker for these sanitizers."""
+    if not SANITIZERS:
+        return []
+    # The last -O is the one that counts.  A report ends the process, so that no test passes by it.
+    return [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
+            "-g1", "-O1"]  # fmt: skip
 
 
 def is_for_tests(extension: Extension) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import reprlib
 
 MOST_PROBLEMS = 10
+MOST_LETTERS = 200
+"""Limit of a value in a message."""
 
 
 class _Short(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel = 4
-        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 12
+        self.maxlevel = 3
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 6
         self.maxstring = self.maxother = 160
         self.maxlong = 40
 
@@ -22,10 +24,19 @@ _SHORT = _Short()
 def shown(value: object) -> str:
     """The value as Python writes it, cut where it is long or deep."""
     try:
-        return _SHORT.repr(value)
+        text = _SHORT.repr(value)
     except ValueError:
         # Python writes no whole number of more than 4300 digits.
         return "a number of thousands of digits"
+    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 2]} …"
+
+
+def file_shown(path: object) -> str:
+    """A path as it is, cut in the middle where it is long; line breaks and the like are escaped."""
+    text = str(path)
+    text = text if text.isprintable() else repr(text)[1:-1]
+    half = MOST_LETTERS // 2
+    return text if len(text) <= 2 * MOST_LETTERS else f"{text[:half]} … {text[-half:]}"
 
 
 def key_of(parts: tuple[object, ...]) -> str:

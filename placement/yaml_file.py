@@ -2,7 +2,8 @@
 
 Stricter than YAML 1.1, where `010` is eight, `1:30` is ninety, `no` is false, and the second of
 two equal keys silently wins.  Here numbers are decimal, truth is `true` or `false`, and a key that
-comes twice is refused.
+comes twice is refused.  Anchors may repeat values, but only as far as a person could have written
+them out.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Any, ClassVar
 import yaml
 from yaml.constructor import ConstructorError
 
+from placement.given import shown
 from placement.text_file import FileError, read_text
 
 TAG = "tag:yaml.org,2002:"
+MOST_VALUES = 100_000
+"""Limit of the values of a file with those that aliases repeat."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,20 @@ for _kind in _KINDS:
 _OneMeaning.add_implicit_resolver(f"{TAG}null", re.compile("$"), [""])
 
 
+def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Values of a node, those of aliases as often as they come; too many where it is in itself."""
+    if node in known:
+        return known[node]
+    known[node] = MOST_VALUES + 1
+    inner: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        inner = node.value
+    elif isinstance(node, yaml.MappingNode):
+        inner = [one for pair in node.value for one in pair]
+    known[node] = min(MOST_VALUES + 1, 1 + sum(_values(one, known) for one in inner))
+    return known[node]
+
+
 def read_yaml(path: str | Path) -> object:
     """Content of a file; None where it is empty.
 
@@ -103,8 +121,29 @@ def read_yaml(path: str | Path) -> object:
     """
     text = read_text(path)
     try:
-        return yaml.load(text, Loader=_OneMeaning)  # noqa: S506  (a SafeLoader)
+        loader = _OneMeaning(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _values(node, {}) > MOST_VALUES:
+            raise FileError(
+                f"not YAML that can be used: its aliases (*name) repeat more than {MOST_VALUES:,} "
+                "values, or repeat themselves; write the values out"
+            )
+        return loader.construct_document(node)
+    except FileError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        problem = shown(error.problem or error.context).strip("'\"")
+        raise FileError(f"not YAML: {place}{problem}") from None
+    except yaml.reader.ReaderError as error:
+        raise FileError(
+            f"not YAML: character #x{error.character:04x} at position {error.position}: "
+            f"{error.reason}"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
-        raise FileError(f"not YAML: {error}") from None
+        raise FileError(f"not YAML: {shown(str(error))}") from None
     except RecursionError:
         raise FileError("not YAML that can be read: nested too deeply") from None

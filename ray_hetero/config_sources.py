@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from placement.given import shown
+from placement.given import file_shown, shown
 from placement.json_file import read_json
 from placement.text_file import FileError
 from placement.yaml_file import read_yaml
@@ -94,7 +94,7 @@ def merged(sources: Collection[Source]) -> Merged:
 def _file(path: str | None) -> Source | None:
     if not path:
         return None
-    where = f"{ENVIRONMENT_VARIABLE}={path}"
+    where = f"{ENVIRONMENT_VARIABLE}={file_shown(path)}"
     try:
         content = read_json(path) if path.endswith(".json") else read_yaml(path)
     except FileError as error:

@@ -20,14 +20,19 @@ import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from placement.cluster.lockfiles import DIRECTORY_VARIABLE, mutex, open_private, prepare, unusable
 from placement.errors import ClaimError
+from placement.given import file_shown, shown
 from placement.host.cpulist import format_cpulist
 from placement.host.topology import Socket
 
 SUFFIX = ".claim"
 MAX_FILE_BYTES = 1 << 16
+MOST_PID = 1 << 22
+"""Limit of process ids on 64-bit Linux."""
+MOST_CPU = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Holder:
     cpus: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"pid {self.pid} ({_command(self.pid)}), engine {self.owner!r}"
+        return f"pid {self.pid} ({_command(self.pid)}), engine {shown(self.owner)}"
 
 
 class Claim:
@@ -90,7 +95,7 @@ def default_directory() -> Path:
     """
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named and not Path(named).is_absolute():
-        raise ClaimError(f"{DIRECTORY_VARIABLE}={named}: expected an absolute path")
+        raise ClaimError(f"{DIRECTORY_VARIABLE}={file_shown(named)}: expected an absolute path")
     if named:
         return Path(named)
     base = Path("/run/lock") if os.access("/run/lock", os.W_OK | os.X_OK) else Path("/tmp")  # noqa: S108
@@ -172,18 +177,28 @@ def _live(directory: Path) -> Iterator[Holder]:
 
 def _read(path: Path, descriptor: int) -> Holder:
     try:
-        content = json.loads(os.pread(descriptor, MAX_FILE_BYTES, 0))
-        return Holder(
-            socket_key=path.name.removesuffix(SUFFIX),
-            pid=int(content["pid"]),
-            owner=str(content["owner"]),
-            cpus=tuple(int(cpu) for cpu in content["cpus"]),
-        )
-    except (ValueError, KeyError, TypeError):
-        raise ClaimError(
-            f"{path}: locked by a process, but its content is not that of a claim; stop that "
-            f"process (`fuser {path}`), or set {DIRECTORY_VARIABLE} to another directory"
-        ) from None
+        content = json.loads(os.pread(descriptor, MAX_FILE_BYTES, 0).decode("utf-8"))
+    except OSError as error:
+        raise unusable(path, error) from None
+    except (ValueError, RecursionError):
+        content = None
+    fields = content if isinstance(content, dict) else {}
+    pid, owner, cpus = (fields.get(key) for key in ("pid", "owner", "cpus"))
+    if (
+        _is_whole(pid, MOST_PID)
+        and isinstance(owner, str)
+        and isinstance(cpus, list)
+        and all(_is_whole(cpu, MOST_CPU) for cpu in cpus)
+    ):
+        return Holder(path.name.removesuffix(SUFFIX), pid, owner, tuple(cpus))
+    raise ClaimError(
+        f"{path}: locked by a process, but its content is not that of a claim; stop that "
+        f"process (`fuser {path}`), or set {DIRECTORY_VARIABLE} to another directory"
+    )
+
+
+def _is_whole(value: object, most: int) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= most
 
 
 def _write_locked(path: Path, holder: Holder) -> int:
@@ -207,4 +222,5 @@ def _command(pid: int) -> str:
     except OSError:
         return "not visible from here"
     text = " ".join(b" ".join(words).decode(errors="replace").split())
-    return text[:80] or "no command line"
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:80])
+    return text or "no command line"

@@ -20,6 +20,7 @@ from typing import Any
 
 from placement.host.cpulist import format_cpulist
 from placement.host.native import read_bandwidth
+from placement.text_file import read_text
 
 KEPT_SECONDS = 7 * 24 * 3600.0
 PROBE_SECONDS = 0.2
@@ -96,8 +97,8 @@ def figures_file(host: str, directory: Path | None = None) -> Path:
 def read_figures(path: Path) -> dict[str, Any]:
     """The figures of a file; none where it is not there, or is no such file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

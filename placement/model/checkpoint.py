@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
-from placement.given import shown
-from placement.model.config import MOST, UnknownModelError, json_object
+from placement.given import file_shown, shown
+from placement.model.config import (
+    MOST,
+    DamagedCheckpointError,
+    UnknownModelError,
+    json_object,
+    read_object,
+)
 from placement.model.quantisation import Stored
 from placement.model.tensors import is_multiplied
+from placement.text_file import MissingFileError
 
 _DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
@@ -32,6 +39,11 @@ _EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_positions|wpe|
 _LAST = re.compile(r"(^|\.)(norm|ln_f|final_layer_norm|final_layernorm|norm_f|project_out)\.")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
 _LONGEST_HEADER = 100_000_000
+_LONGEST_INDEX = 64 << 20
+_MOST_DIMENSIONS = 64
+_MOST_NAMED = 8
+_NUMBERED = re.compile(r"\.\d+\.")
+_FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\x00-\x1f]{1,255}")
 
 
 @dataclass(frozen=True)
@@ -51,25 +63,42 @@ def read_headers(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of every tensor of a checkpoint directory.
 
     Raises:
-        UnknownModelError: there is no safetensors file, or one is damaged.
+        DamagedCheckpointError: a file is missing, damaged or not whole.
+        UnknownModelError: there is no safetensors file, or one has a dtype that is not known.
 
     """
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in _files(path):
-        for name, entry in _header(file).items():
-            if name != "__metadata__":
-                tensors[name] = _entry(file, name, entry)
+        tensors |= _header(file)
     return tensors
 
 
-def _entry(file: Path, name: str, entry: object) -> tuple[str, tuple[int, ...]]:
-    found = entry if isinstance(entry, dict) else {}
-    dtype, shape = found.get("dtype"), found.get("shape")
-    sizes = shape if isinstance(shape, list) else [None]
-    if isinstance(dtype, str) and all(type(size) is int and 0 <= size <= MOST for size in sizes):
-        return dtype, tuple(sizes)
-    raise UnknownModelError(
-        f"{file}: tensor {shown(name)}: expected its dtype and shape, got {shown(entry)}"
+def check_layers(path: Path, headers: Iterable[str], found: Sorted) -> None:
+    """See that every layer of the config has a tensor.
+
+    Args:
+        path: of the checkpoint.
+        headers: names of all tensors.
+        found: the same, sorted.
+
+    Raises:
+        DamagedCheckpointError: some layers have none.
+        UnknownModelError: tensors are numbered, but no layer is under a known name.
+
+    """
+    empty = [str(index) for index, tensors in found.layers.items() if not tensors]
+    if not empty:
+        return
+    where = f"{file_shown(path)}: config.json has {len(found.layers)} layers (num_hidden_layers)"
+    if len(empty) == len(found.layers) and any(_NUMBERED.search(name) for name in headers):
+        raise UnknownModelError(
+            f"{where}; expected them under a known name (layers.N, h.N or blocks.N)"
+        )
+    rest = f" and {len(empty) - _MOST_NAMED} more" if len(empty) > _MOST_NAMED else ""
+    raise DamagedCheckpointError(
+        f"{where}, and the safetensors files have no tensor of layer "
+        f"{', '.join(empty[:_MOST_NAMED])}{rest}; is the checkpoint whole? Download it again, or "
+        "correct num_hidden_layers"
     )
 
 
@@ -83,30 +112,100 @@ def _files(path: Path) -> list[Path]:
     else:
         files = sorted(path.glob("*.safetensors"))
     missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        raise UnknownModelError(
-            f"{path}: expected safetensors files, "
-            + (f"{', '.join(missing)} of the index are missing" if missing else "found none")
+    if not files:
+        raise UnknownModelError(f"{file_shown(path)}: expected safetensors files, found none")
+    if missing:
+        rest = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        raise DamagedCheckpointError(
+            f"{file_shown(path)}: expected safetensors files, {', '.join(missing[:_MOST_NAMED])}"
+            f"{rest} of the index are missing; download the checkpoint again"
         )
     return files
 
 
 def _names_in(index: Path) -> set[str]:
-    names = json_object(index.read_bytes(), index).get("weight_map")
+    try:
+        names = read_object(index, "the index of a checkpoint", _LONGEST_INDEX).get("weight_map")
+    except MissingFileError as error:
+        raise DamagedCheckpointError(f"{file_shown(index)}: {error}") from None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UnknownModelError(f"{index}: expected weight_map with the file of every tensor")
+        raise DamagedCheckpointError(
+            f"{file_shown(index)}: expected weight_map with the file of every tensor"
+        )
+    for name in names.values():
+        # Files elsewhere are no part of the checkpoint; vLLM does not read them either.
+        if not _FILE_NAME.fullmatch(name):
+            raise DamagedCheckpointError(
+                f"{file_shown(index)}: expected names of files in the same folder, like "
+                f"model-00001-of-00002.safetensors, got {shown(name)}"
+            )
     return set(names.values())
 
 
-def _header(file: Path) -> dict[str, Any]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise UnknownModelError(
-                f"{file}: no safetensors header: it says {length} bytes, the file has {size}"
-            )
-        return json_object(stream.read(length), f"{file}: header")
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of a file that is as long as its header says."""
+    name = file_shown(file)
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise DamagedCheckpointError(
+                    f"{name}: no safetensors header: its length would be {length:,} bytes, and the "
+                    f"file has {size:,}; is the download whole?"
+                )
+            text = stream.read(length).decode("utf-8")
+    except OSError as error:
+        raise DamagedCheckpointError(f"{name}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(f"{name}: header: not in UTF-8: {error.reason}") from None
+    entries = json_object(text, f"{name}: header")
+    entries.pop("__metadata__", None)
+    return {key: _tensor(name, key, entry, size - 8 - length) for key, entry in entries.items()}
+
+
+def _tensor(file: str, name: str, entry: object, room: int) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of one tensor whose bytes are in the file.
+
+    Args:
+        file: its name, for errors.
+        name: of the tensor.
+        entry: what the header says of it.
+        room: bytes of the file behind the header.
+
+    """
+    found = entry if isinstance(entry, dict) else {}
+    dtype, shape, place = found.get("dtype"), found.get("shape"), found.get("data_offsets")
+    if not (isinstance(dtype, str) and _are_sizes(shape) and len(shape) <= _MOST_DIMENSIONS):
+        raise DamagedCheckpointError(
+            f"{file}: tensor {shown(name)}: expected its dtype and shape, got {shown(entry)}"
+        )
+    if not (_are_sizes(place, 2**63 - 1) and len(place) == 2 and place[0] <= place[1]):
+        raise DamagedCheckpointError(
+            f"{file}: tensor {shown(name)}: expected data_offsets, its first byte and the one "
+            f"behind its last, got {shown(place)}"
+        )
+    if place[1] > room:
+        raise DamagedCheckpointError(
+            f"{file}: tensor {shown(name)} ends at byte {place[1]:,} of the data, and the file has "
+            f"{room:,}: it is not whole; download it again"
+        )
+    if (bits := _DTYPE_BITS.get(dtype)) is None:
+        raise UnknownModelError(
+            f"{file}: tensor {shown(name)} has dtype {shown(dtype)}; known are "
+            f"{', '.join(_DTYPE_BITS)}"
+        )
+    if math.prod(shape) * bits // 8 != place[1] - place[0]:
+        raise DamagedCheckpointError(
+            f"{file}: tensor {shown(name)}: {shown(shape)} in {dtype} takes "
+            f"{math.prod(shape) * bits // 8:,} bytes, data_offsets has {place[1] - place[0]:,}; "
+            "the file is damaged, download it again"
+        )
+    return dtype, tuple(shape)
+
+
+def _are_sizes(value: object, most: int = MOST) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one <= most for one in value)
 
 
 def sort_tensors(
@@ -166,7 +265,7 @@ def _loaded(
     for name, (dtype, shape) in sorted(headers.items()):
         if _NOT_LOADED.search(name):
             continue
-        width, elements = _width(name, dtype), math.prod(shape)
+        width, elements = _DTYPE_BITS[dtype] // 8, math.prod(shape)
         if float_bytes and dtype in _FLOATS and _takes_model_dtype(name):
             width = float_bytes
         values = _values(name, dtype, bits) if len(shape) > 1 and is_multiplied(name) else 0
@@ -181,11 +280,3 @@ def _values(name: str, dtype: str, bits: int) -> int:
     if name.endswith(("qweight", "weight_packed")) and dtype == "I32":
         return 32 // bits
     return 2 if dtype == "U8" and bits == 4 else 1
-
-
-def _width(name: str, dtype: str) -> int:
-    if dtype not in _DTYPE_BITS:
-        raise UnknownModelError(
-            f"tensor {shown(name)} has dtype {shown(dtype)}; known are {', '.join(_DTYPE_BITS)}"
-        )
-    return _DTYPE_BITS[dtype] // 8

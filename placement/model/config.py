@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from placement.errors import PlacementError
-from placement.given import shown
+from placement.given import file_shown, shown
+from placement.text_file import FileError, MissingFileError, read_text
 
 DTYPE_BYTES = {
     "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2,
@@ -19,14 +21,42 @@ class UnknownModelError(PlacementError):
     """Sizes of that architecture or quantisation cannot be told from its config."""
 
 
+class DamagedCheckpointError(UnknownModelError):
+    """Files of a checkpoint are missing, cut off or contradict each other: no engine loads it."""
+
+
 MOST = 2**31 - 1
 """Limit above any size in a config."""
 MOST_LAYERS = 1000
+MOST_CONFIG_BYTES = 16 << 20
+"""Limit of a config.json; those with a long list of modules that are not quantised have 0.5 MB."""
 EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
-def json_object(text: str | bytes, where: object) -> dict[str, Any]:
+def read_object(file: Path, what: str, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
     """Content of a JSON file that holds an object.
+
+    Args:
+        file: its path.
+        what: a noun for the file, for errors.
+        most: limit of its size in bytes.
+
+    Raises:
+        MissingFileError: there is no such file.
+        UnknownModelError: it cannot be read, is too large, is not JSON, or not an object.
+
+    """
+    try:
+        text = read_text(file, most)
+    except MissingFileError:
+        raise
+    except FileError as error:
+        raise UnknownModelError(f"{file_shown(file)}: expected {what}: {error}") from None
+    return json_object(text, file_shown(file))
+
+
+def json_object(text: str, where: object) -> dict[str, Any]:
+    """Content of a JSON text that holds an object.
 
     Raises:
         UnknownModelError: it is not JSON, or not an object.
@@ -49,7 +79,7 @@ class Config:
     def __init__(self, values: Mapping[str, Any], where: str | None = None) -> None:
         self.values = values
         self.model_type = str(values.get("model_type"))
-        self._where = where or f"config of model_type {shown(self.model_type)}"
+        self._where = where or f"config.json of model_type {shown(self.model_type)}"
 
     def number(self, *keys: str, least: int = 1, most: int = MOST) -> int:
         """The first of these keys that has a value.
@@ -66,6 +96,15 @@ class Config:
     def number_or(self, default: int, *keys: str, least: int = 1, most: int = MOST) -> int:
         """The same, with a default for when no key has a value."""
         return self.number(*keys, least=least, most=most) if any(map(self.has, keys)) else default
+
+    def factor(self, key: str, default: float = 1.0, most: float = 1e6) -> float:
+        """A number above 0 that scales something; the default where the key has no value."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if type(value) in (int, float) and 0 < value <= most:
+            return float(value)
+        raise self._wrong(f"a number above 0 and up to {most:,.0f}", (key,), value)
 
     def numbers(self, key: str, count: int | None = None) -> tuple[int, ...]:
         """A list of whole numbers, of that length if one is given."""
@@ -90,7 +129,7 @@ class Config:
             return None
         if not isinstance(value, dict):
             raise self._wrong("keys and values", (key,), value)
-        return Config(value, key)
+        return Config(value, f"config.json, {key}")
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A yes or no; the default where the key is absent or null."""
@@ -120,8 +159,12 @@ class Config:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads; as many as heads where the config does not say."""
-        return self.number("num_key_value_heads", "num_attention_heads", "n_head")
+        """KV heads, of which each serves as many heads; as many where the config does not say."""
+        keys = ("num_key_value_heads", "num_attention_heads", "n_head")
+        found = self.number(*keys)
+        if self.heads % found:
+            raise self._wrong(f"a divisor of the {self.heads} attention heads", keys[:1], found)
+        return found
 
     @property
     def head_dim(self) -> int:
@@ -141,6 +184,17 @@ class Config:
     def experts(self) -> int:
         """Routed experts of a mixture layer; 0 in a dense model."""
         return self.number_or(0, *EXPERT_KEYS, least=0)
+
+
+def decoder_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the decoder: `text_config`, or all of it.
+
+    Raises:
+        UnknownModelError: `text_config` is something else than keys and values.
+
+    """
+    section = Config(config, "config.json").section("text_config")
+    return config if section is None else section.values
 
 
 def dtype_bytes(dtype: str | None, config: Mapping[str, Any]) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from placement.given import shown
 from placement.model.config import Config, UnknownModelError
+from placement.model.ignored import Ignored, ignored_from
 
 INT32 = 4
 FLOAT32 = 4
 FLOAT16 = 2
 INT64 = 8
+PACKED_BITS = (2, 3, 4, 8, 16, 32)
+"""Widths of weights in checkpoints that anything reads; 16 and 32 are not packed."""
 MXFP4_GROUP = 32
 """Values of MXFP4 with one scale."""
 
@@ -73,23 +75,11 @@ class Quantised:
     """The format of a checkpoint and the modules it leaves alone."""
 
     format: Format
-    ignored: tuple[re.Pattern[str], ...] = ()
+    ignored: Ignored | None = None
 
     def applies_to(self, module: str) -> bool:
         """Whether that module's weight is stored in the format."""
-        return not any(pattern.search(module) for pattern in self.ignored)
-
-
-def _pattern(ignored: str) -> re.Pattern[str]:
-    """One entry of an ignore list: a module, a part of its name, or `re:` and an expression."""
-    if not ignored.startswith("re:"):
-        return re.compile(rf"(^|\.){re.escape(ignored)}(\.|$)")
-    try:
-        return re.compile(rf"\A(?:{ignored.removeprefix('re:')})")
-    except re.error as error:
-        raise UnknownModelError(
-            f"quantization_config: {shown(ignored)} is no regular expression: {error}"
-        ) from None
+        return self.ignored is None or not self.ignored.has(module)
 
 
 def quantised_from(config: Config, dtype_bytes: int) -> Quantised:
@@ -106,12 +96,12 @@ def quantised_from(config: Config, dtype_bytes: int) -> Quantised:
     reader = _METHODS.get(str(method))
     if reader is None:
         raise UnknownModelError(
-            f"quantisation method {shown(method)} is not known from its config alone "
+            f"quantization_config: quant_method {shown(method)} is not known from its config alone "
             f"(known: {', '.join(_METHODS)}). Plan from a local checkpoint instead: the headers of "
             "its safetensors files say everything."
         )
     ignored = settings.texts("modules_to_not_convert", "ignore", "ignored_layers")
-    return Quantised(reader(settings, dtype_bytes), tuple(map(_pattern, ignored)))
+    return Quantised(reader(settings, dtype_bytes), ignored_from(ignored))
 
 
 def method_of(settings: Config) -> str:
@@ -124,7 +114,13 @@ def packed_bits(settings: Config, *keys: str, default: int | None = None) -> int
     """Width of a packed weight; without a default the key has to be there."""
     if default is not None and not any(map(settings.has, keys)):
         return default
-    return settings.number(*keys, most=32)
+    found = settings.number(*keys, most=32)
+    if found not in PACKED_BITS:
+        raise UnknownModelError(
+            f"quantization_config: expected {', '.join(map(str, PACKED_BITS))} for "
+            f"{' or '.join(keys)}, got {found}"
+        )
+    return found
 
 
 def config_groups(settings: Config) -> list[Config]:

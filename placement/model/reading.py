@@ -11,7 +11,7 @@ from os.path import isdir
 from pathlib import Path
 from typing import Any, Literal
 
-from placement.given import shown
+from placement.given import file_shown, shown
 from placement.model.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -21,14 +21,14 @@ from placement.model.architectures import (
 )
 from placement.model.built import decoder_config
 from placement.model.caches import cache_of, latents_of
-from placement.model.checkpoint import read_headers, sort_tensors
+from placement.model.checkpoint import check_layers, read_headers, sort_tensors
 from placement.model.config import (
     EXPERT_KEYS,
     Config,
     UnknownModelError,
     dtype_bytes,
-    json_object,
     kv_bytes,
+    read_object,
 )
 from placement.model.quantisation import (
     Quantised,
@@ -43,6 +43,7 @@ from placement.model.quantisation import (
 from placement.model.shape import Mla, ModelShape
 from placement.model.tensors import Layer, Tensor, is_multiplied, role_of, shards_of
 from placement.model.vocabulary import vocabulary_of
+from placement.text_file import MissingFileError
 
 DECODER = ("text_config", "quantization_config", "generation_config")
 """Sections of a config.json that describe no part beside the decoder."""
@@ -90,22 +91,19 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json" if isdir(path) else path
     if file.suffix in (".yaml", ".yml"):
         raise UnknownModelError(
-            f"{file}: expected a model's config.json, got YAML; a description of machines is for "
-            "--topology"
+            f"{file_shown(file)}: expected a model's config.json, got YAML; a description of "
+            "machines is for --topology"
         )
     try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        return read_object(file, "a model's config.json")
+    except MissingFileError:
         missing = (
             "in this folder there is no config.json" if file != path else "there is no such file"
         )
         raise UnknownModelError(
-            f"{path}: {missing}; expected a checkpoint's folder, its config.json, or a name on the "
-            "hub, like Qwen/Qwen3-32B"
+            f"{file_shown(path)}: {missing}; expected a checkpoint's folder, its config.json, or a "
+            "name on the hub, like Qwen/Qwen3-32B"
         ) from None
-    except (OSError, ValueError) as error:
-        raise UnknownModelError(f"{file}: expected a model's config.json: {error}") from None
-    return json_object(text, file)
 
 
 def shape_from_config(
@@ -124,8 +122,8 @@ def shape_from_config(
     ]
     if architecture is None or (reader.values is not config and towers):
         raise UnknownModelError(
-            f"model_type {shown(config.get('model_type'))} is not known from its config alone "
-            f"(known: {', '.join(sorted(ARCHITECTURES))})"
+            f"config.json: model_type {shown(config.get('model_type'))} is not known from its "
+            f"config alone (known: {', '.join(sorted(ARCHITECTURES))})"
         )
     width = dtype_bytes(dtype, config)
     quantised = quantised_from(reader, width)
@@ -160,12 +158,15 @@ def shape_from_safetensors(
     reader = decoder_config(config)
     settings = reader.section("quantization_config")
     width = dtype_bytes(dtype, reader.values)
+    headers = read_headers(directory)
     found = sort_tensors(
-        read_headers(directory),
+        headers,
         reader.layers,
         float_bytes=width if dtype not in (None, "auto") else None,
         bits=_packed_bits(settings) if settings else 4,
     )
+    if not reader.has("block_configs"):  # Layers of these may hold nothing.
+        check_layers(directory, headers, found)
     layers = tuple(
         Layer(
             index,
@@ -200,8 +201,8 @@ def _shape(
     experts = config.experts
     if not experts and any(tensor.role == "expert" for x in layers for tensor in x.tensors):
         raise UnknownModelError(
-            f"config of model_type {shown(config.model_type)}: its layers have experts, expected "
-            f"how many in {' or '.join(EXPERT_KEYS)}"
+            f"config.json of model_type {shown(config.model_type)}: its layers have experts, "
+            f"expected how many in {' or '.join(EXPERT_KEYS)}"
         )
     return ModelShape(
         model_type=config.model_type,

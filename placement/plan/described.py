@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from placement.cluster.assignment import Node, Seat
 from placement.cluster.layout import Kind
 from placement.errors import TopologyError
-from placement.given import key_of, listed, shown
+from placement.given import file_shown, key_of, listed, shown
 from placement.host.row_costs import RowCosts
 from placement.host.sockets import sockets_of
 from placement.host.topology import Core, Gpu, Host, NumaNode
@@ -97,8 +97,8 @@ def read_described(path: str | Path) -> DescribedCluster:
     try:
         content = read_yaml(path)
     except FileError as error:
-        raise TopologyError(f"{path}: {error}") from None
-    return described(content, str(path))
+        raise TopologyError(f"{file_shown(path)}: {error}") from None
+    return described(content, file_shown(path))
 
 
 def described(content: object, where: str = "cluster description") -> DescribedCluster:

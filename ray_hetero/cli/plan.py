@@ -289,6 +289,9 @@ def _drafter(
             f"like 3,0.7; got {shown(speculative)}"
         )
     path = None if model is None else machines.hub_config(model)
+    if path is not None:
+        # One of unknown sizes would be planned as if drafts cost nothing.
+        sizes_of(read_config(path), path if path.is_dir() else None)
     return drafter_of(None if path else "ngram", found[0], path, target), acceptance
 
 

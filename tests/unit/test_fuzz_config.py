@@ -234,7 +234,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("cpu: {<<: {cores: 2}}\n", "cpu.<<: unknown key"),
         ("cpu: !!int ''\n", "not YAML"),
         ("cpu: !!python/object/apply:os.getcwd []\n", "not YAML"),
-        ("cpu: &a {env: *a}\n", "cpu.env.env"),
+        ("cpu: &a {env: *a}\n", "or repeat themselves; write"),
         ("[" * 5000, "nested too deeply"),
         (f"cpu: {{cores: {'9' * 5000}}}\n", "not YAML"),
         (BOMB, "a: unknown key"),

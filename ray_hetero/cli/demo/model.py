@@ -208,7 +208,7 @@ def _check(
         raise ConfigError(f"--seed: expected 0 to {MOST_SEED}, got {shown(seed)}")
     if stored is not None and stored not in FORMATS:
         known = ", ".join(FORMATS)
-        raise ConfigError(f"--stored: expected one of {known}; got {stored!r}")
+        raise ConfigError(f"--stored: expected one of {known}; got {shown(stored)}")
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target}: expected a directory, this is a file")
     if not force and target.is_dir() and any(target.iterdir()):
