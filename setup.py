@@ -50,11 +50,11 @@ working."""
 
 
 SANITIZERS = os.environ.get("RAY_HETERO_SANITIZERS", "")
-"""Sanitizers of the compiler to build with, like address,undefined; `make sanitize` sets it."""
+"""Sanitisers of the compiler to build with, like address,undefined; `make sanitize` sets it."""
 
 
 def sanitized() -> list[str]:
-    """Options of the compiler and the linker for these sanitizers."""
+    """Options of the compiler and the linker for these sanitisers."""
     if not SANITIZERS:
         return []
     # The last -O is the one that counts.  A report ends the process, so that no test passes by it.

@@ -369,11 +369,14 @@ def test_a_demo_model_is_of_what_was_asked_or_refused(
     shutil.rmtree(target)
 
 
+ROOM = 2 * 512 * 512
 HEADER = {
-    f"model.layers.{layer}.{name}": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
+    f"model.layers.{layer}.{name}.weight": {
+        "dtype": "BF16", "shape": [512, 512], "data_offsets": [at * ROOM, (at + 1) * ROOM]
+    }
     for layer in range(12)
-    for name, shape in (("self_attn.q_proj.weight", [512, 512]), ("mlp.up_proj.weight", [64, 512]))
-}
+    for at, name in ((2 * layer, "self_attn.q_proj"), (2 * layer + 1, "mlp.up_proj"))
+}  # fmt: skip
 INDEX = {"weight_map": dict.fromkeys(HEADER, "model.safetensors")}
 
 
@@ -391,7 +394,9 @@ def test_any_checkpoint_is_planned_or_refused(
     (folder / "config.json").write_text(json.dumps(model))
     text = json.dumps(header).encode()
     length = max(0, len(text) + longer).to_bytes(8, "little")
-    (folder / "model.safetensors").write_bytes(length + text)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(length + text)
+        file.truncate(8 + len(text) + len(HEADER) * ROOM)
     if index is not None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     plan = planned(folder)
