@@ -42,6 +42,7 @@ _LONGEST_HEADER = 100_000_000
 _LONGEST_INDEX = 64 << 20
 _MOST_DIMENSIONS = 64
 _MOST_NAMED = 8
+_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{1,15}")
 _NUMBERED = re.compile(r"\.\d+\.")
 _FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\x00-\x1f]{1,255}")
 
@@ -128,6 +129,8 @@ def _names_in(index: Path) -> set[str]:
         names = read_object(index, "the index of a checkpoint", _LONGEST_INDEX).get("weight_map")
     except MissingFileError as error:
         raise DamagedCheckpointError(f"{file_shown(index)}: {error}") from None
+    except UnknownModelError as error:
+        raise DamagedCheckpointError(str(error)) from None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise DamagedCheckpointError(
             f"{file_shown(index)}: expected weight_map with the file of every tensor"
@@ -159,7 +162,10 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise DamagedCheckpointError(f"{name}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise DamagedCheckpointError(f"{name}: header: not in UTF-8: {error.reason}") from None
-    entries = json_object(text, f"{name}: header")
+    try:
+        entries = json_object(text, f"{name}: header")
+    except UnknownModelError as error:
+        raise DamagedCheckpointError(str(error)) from None
     entries.pop("__metadata__", None)
     return {key: _tensor(name, key, entry, size - 8 - length) for key, entry in entries.items()}
 
@@ -176,7 +182,12 @@ def _tensor(file: str, name: str, entry: object, room: int) -> tuple[str, tuple[
     """
     found = entry if isinstance(entry, dict) else {}
     dtype, shape, place = found.get("dtype"), found.get("shape"), found.get("data_offsets")
-    if not (isinstance(dtype, str) and _are_sizes(shape) and len(shape) <= _MOST_DIMENSIONS):
+    if not (
+        isinstance(dtype, str)
+        and _DTYPE.fullmatch(dtype)
+        and _are_sizes(shape)
+        and len(shape) <= _MOST_DIMENSIONS
+    ):
         raise DamagedCheckpointError(
             f"{file}: tensor {shown(name)}: expected its dtype and shape, got {shown(entry)}"
         )

@@ -350,9 +350,9 @@ def _headers() -> Iterator[Case]:
     one = {"dtype": "F32", "shape": [10**9] * 400, "data_offsets": [0, 64]}
     yield Case("header of 400 dimensions", _checkpoint({**good, first: one}), PLAN, first)
     whole = {"no layer 2": ({k: v for k, v in good.items() if ".2." not in k}, "layer 2"),
-             "no layers": ({k: v for k, v in good.items() if "layers" not in k}, "no tensor of layer 0"),
-             "nothing": ({}, "no tensor of layer 0"),
-             "only metadata": ({"__metadata__": {"format": "pt"}}, "no tensor of layer 0")}  # fmt: skip
+             "no layers": ({k: v for k, v in good.items() if "layers" not in k}, "of layer 0"),
+             "nothing": ({}, "of layer 0"),
+             "only metadata": ({"__metadata__": {"format": "pt"}}, "of layer 0")}  # fmt: skip
     for name, (header, place) in whole.items():
         yield Case(f"header with {name}", _checkpoint(header), PLAN, place, ".")
     for room in (0, 63, 6 * 64 - 1):
