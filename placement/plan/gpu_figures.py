@@ -6,6 +6,7 @@ GPU keeps under load nor the units that are switched off in parts such as H20.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ def with_bandwidth(gpu: Gpu, memory: Figure) -> DeviceFigures:
     known = [figure.value for figure in speeds.compute]
     part = part_called(gpu.name)
     return DeviceFigures(
-        name=gpu.name or "GPU" if part is None else part.name,
+        name=short_name(gpu.name) if part is None else part.name,
         kind="gpu",
         read_bandwidth=memory.value,
         compute=known[0] if known else memory.value * ASSUMED_FLOP_PER_BYTE,
@@ -86,6 +87,11 @@ def with_bandwidth(gpu: Gpu, memory: Figure) -> DeviceFigures:
         source=memory.source,
         link_source=link.source,
     )
+
+
+def short_name(name: str | None) -> str:
+    """What tables call a GPU: its name as the driver writes it, without the maker's."""
+    return re.sub(r"^NVIDIA (GeForce )?", "", name or "") or "GPU"
 
 
 def _memory(gpu: Gpu, details: GpuDetails, part: Part | None) -> Iterator[Figure]:

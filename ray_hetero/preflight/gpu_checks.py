@@ -38,7 +38,7 @@ def _check(gpu: Gpu) -> Check:
         "NUMA node unknown" if gpu.numa_node is None else f"NUMA node {gpu.numa_node}",
         _link(details),
         f"memory bandwidth {_shown(speeds.memory, GB, 'GB/s')}",
-        f"link {_shown(speeds.link, GB, 'GB/s')}",
+        f"link bandwidth {_shown(speeds.link, GB, 'GB/s')}",
         f"bf16 {_shown(speeds.compute, 1e12, 'TFLOP/s')}",
     ]
     remedy = "; ".join(_remedies(gpu, details))
@@ -47,10 +47,13 @@ def _check(gpu: Gpu) -> Check:
 
 def _remedies(gpu: Gpu, details: GpuDetails) -> Iterator[str]:
     speeds = gpu_speeds(gpu)
+    keys = []
     if not speeds.memory:
-        yield f"{MEASURE}, or set gpu.bandwidth_gb_s to 85 % of the datasheet's GB/s"
+        keys.append("set gpu.bandwidth_gb_s to 85 % of the datasheet's GB/s")
     if not speeds.link:
-        yield f"{MEASURE}, or set gpu.link_gb_s; plans assume 25 GB/s"
+        keys.append("set gpu.link_gb_s, for which plans assume 25")
+    if keys:
+        yield f"{MEASURE}, or {' and '.join(keys)}"
     if gpu.memory_bytes is None:
         yield "nvidia-smi should show the memory of the GPU; without it no rank is planned there"
     if details.link_width and details.link_width < (details.link_width_max or 0):
@@ -63,7 +66,7 @@ def _remedies(gpu: Gpu, details: GpuDetails) -> Iterator[str]:
 def _link(details: GpuDetails) -> str:
     """The link at its highest generation, and as it is negotiated now where that differs."""
     if not (details.link_generation_max and details.link_width):
-        return "link unknown"
+        return "PCIe unknown"
     best = f"PCIe {details.link_generation_max} x{details.link_width}"
     now = details.link_generation
     return best if now in (None, details.link_generation_max) else f"{best} (idle: PCIe {now})"

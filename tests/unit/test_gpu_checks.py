@@ -31,22 +31,22 @@ def test_a_gpu_in_one_line() -> None:
     assert (found.name, found.status, found.remedy) == ("GPU 0", "ok", "")
     assert found.found == (
         "NVIDIA GeForce RTX 5090, 31.8 GiB, driver 590.44, NUMA node 1, PCIe 5 x16 (idle: PCIe 1), "
-        "memory bandwidth 1,523 GB/s computed (1,523 table), link 50 GB/s computed (51 table), "
-        "bf16 126 TFLOP/s table (134 computed)"
+        "memory bandwidth 1,523 GB/s computed (1,523 table), "
+        "link bandwidth 50 GB/s computed (51 table), bf16 126 TFLOP/s table (134 computed)"
     )
 
 
 def test_measured_figures_come_first() -> None:
     found = check(replace(GPU, rates=GpuRates(1.6e12, 56e9, 55e9))).found
     assert "memory bandwidth 1,600 GB/s measured (1,523 computed; 1,523 table)" in found
-    assert "link 56 GB/s measured (50 computed; 51 table)" in found
+    assert "link bandwidth 56 GB/s measured (50 computed; 51 table)" in found
 
 
 @pytest.mark.parametrize(
     ("changed", "found", "remedy"),
     [
         ({"memory_bus_bits": None}, "memory bandwidth unknown", "set gpu.bandwidth_gb_s to 85 %"),
-        ({"link_generation_max": None}, "link unknown", "set gpu.link_gb_s"),
+        ({"link_generation_max": None}, "PCIe unknown", "set gpu.link_gb_s"),
         ({"link_width": 8}, "PCIe 5 x8", "the link uses 8 of 16 lanes"),
     ],
 )
