@@ -18,6 +18,7 @@ from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.config_sources import ENVIRONMENT_VARIABLE
 from ray_hetero.names import BACKEND
 from ray_hetero.preflight.checks import ENOUGH_FILES, LEAST_SHM_BYTES
+from ray_hetero.runtime.credentials import is_secret
 from ray_hetero.runtime.ray_arguments import RAY_SETTINGS, ray_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ def compose() -> dict[str, Any]:
 def test_the_engine_in_a_container_has_what_it_needs(name: str, compose: dict[str, Any]) -> None:
     service = compose["services"][name]
     assert f"--distributed-executor-backend={BACKEND}" in service["command"]
-    assert service["cap_add"] == ["SYS_NICE"]
+    assert (service["cap_drop"], service["cap_add"]) == (["ALL"], ["SYS_NICE"])
     assert bytes_of(service["shm_size"]) > 4 * LEAST_SHM_BYTES + GIB
     assert service["ulimits"]["nofile"] >= ENOUGH_FILES
     assert service["restart"] == "unless-stopped"
@@ -71,6 +72,15 @@ def test_the_engine_in_a_container_has_what_it_needs(name: str, compose: dict[st
     assert service["build"]["args"]["EXTRA"] == ("cpu" if name.endswith("cpu") else "cuda")
     has_gpus = "gpu" in str(service.get("deploy"))
     assert has_gpus == (name == "engine")
+
+
+def test_no_container_gains_privileges(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["cap_drop"] == ["ALL"], name
+        # Of this host only.
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+        assert not service.get("privileged")
 
 
 def test_images_that_are_not_built_here_have_a_version(compose: dict[str, Any]) -> None:
@@ -155,6 +165,12 @@ def pods(path: Path) -> Iterator[dict[str, Any]]:
             yield group["template"]
 
 
+def user_of_the_image() -> int:
+    found = re.search(r"--uid (\d+) ", (CONTAINER / "Containerfile").read_text(encoding="utf-8"))
+    assert found
+    return int(found[1])
+
+
 MANIFESTS = sorted(KUBERNETES.glob("*.yaml"))
 
 
@@ -162,7 +178,14 @@ MANIFESTS = sorted(KUBERNETES.glob("*.yaml"))
 def test_a_pod_of_an_engine_has_what_it_needs(path: Path) -> None:
     for pod in pods(path):
         (container,) = pod["spec"]["containers"]
-        assert container["securityContext"]["capabilities"]["add"] == ["SYS_NICE"]
+        security = container["securityContext"]
+        assert security["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
+        assert security["allowPrivilegeEscalation"] is False
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        whole = pod["spec"]["securityContext"]
+        assert whole["runAsNonRoot"] is True
+        assert whole["runAsUser"] == user_of_the_image()
+        assert whole["seccompProfile"] == {"type": "RuntimeDefault"}
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
         assert limits["memory"] == requests["memory"]
         assert "cpu" not in limits
@@ -185,7 +208,7 @@ def test_kubernetes_knows_every_field(path: Path) -> None:
     # A job of KubeRay is no resource of Kubernetes; its pods are checked above.
     found += [one for one in loaded(path) if one["kind"] != "RayJob"]
     kinds = {one["kind"] for one in found}
-    assert kinds - {"Deployment"} == {"Pod", "ConfigMap", "Service"}
+    assert kinds - {"Deployment"} == {"Pod", "ConfigMap", "NetworkPolicy", "Service"}
     for resource in found:
         kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
 
@@ -215,6 +238,29 @@ def test_the_service_leads_to_the_server(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_only_the_server_is_for_everybody(path: Path) -> None:
+    (policy,) = [one for one in loaded(path) if one["kind"] == "NetworkPolicy"]
+    chosen = policy["spec"]["podSelector"]["matchLabels"].items()
+    found = list(pods(path))
+    assert all(chosen <= pod["metadata"]["labels"].items() for pod in found)
+    open_to_all = [rule for rule in policy["spec"]["ingress"] if "from" not in rule]
+    assert [[port["port"] for port in rule["ports"]] for rule in open_to_all] in (
+        [["http"]],
+        [[8000]],
+    )
+    for rule in policy["spec"]["ingress"]:
+        for peer in rule.get("from", ()):
+            assert peer["podSelector"]["matchLabels"]
+        if "from" in rule and "ports" not in rule:
+            # The pods of one cluster among themselves.
+            assert [peer["podSelector"]["matchLabels"].items() for peer in rule["from"]] == [chosen]
+
+
+def test_ray_on_kubernetes_asks_for_a_token(job: dict[str, Any]) -> None:
+    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_the_configuration_of_a_pod_is_one(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +270,11 @@ def test_the_configuration_of_a_pod_is_one(
     assert is_configuration(tmp_path / name, monkeypatch)
     for pod in pods(path):
         (container,) = pod["spec"]["containers"]
-        named = {entry["name"]: entry["value"] for entry in container["env"]}
+        named = {entry["name"]: entry.get("value") for entry in container["env"]}
+        # A secret is named, and not written out; and Ray's workers inherit what its pods have.
+        secret = [entry["name"] for entry in container["env"] if "valueFrom" in entry]
+        assert secret == (["VLLM_API_KEY"] if path.name == "deployment.yaml" else [])
+        assert not any(is_secret(*entry) for entry in named.items() if entry[1])
         folder = next(m["mountPath"] for m in container["volumeMounts"] if m["name"] == "config")
         assert named[ENVIRONMENT_VARIABLE] == f"{folder}/{name}"
 
@@ -250,7 +300,7 @@ def test_ray_starts_with_what_the_command_prints_there(job: dict[str, Any]) -> N
         # KubeRay takes the number of GPUs from the container's limits.
         printed.pop("num-gpus", None)
         assert group["rayStartParams"] == printed
-        named = {entry["name"]: entry["value"] for entry in container["env"]}
+        named = {entry["name"]: entry.get("value") for entry in container["env"]}
         assert named.items() >= RAY_SETTINGS.items()
 
 
@@ -281,6 +331,10 @@ def test_the_unit_starts_again_and_ends_in_order() -> None:
     # The server ends its ranks itself.
     assert found["KillMode"] == ["mixed"]
     assert int(found["LimitNOFILE"][0]) >= ENOUGH_FILES
+    assert (found["UMask"], found["NoNewPrivileges"]) == (["0077"], ["yes"])
+    assert found["CapabilityBoundingSet"] == [""]
+    protected = {name for name in found if name.startswith(("Protect", "Restrict"))}
+    assert len(protected) >= 7
     environment = " ".join(found["Environment"]).split()
     assert {f"{name}={value}" for name, value in RAY_SETTINGS.items()} <= set(environment)
 
