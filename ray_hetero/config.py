@@ -195,6 +195,25 @@ class ExpertsConfig(_Section):
     one expert if that is more."""
 
 
+class WorkloadConfig(_Section):
+    """What the engine is to be fast at, and how much it must hold at the same time."""
+
+    users: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = "auto"
+    """Number of sequences that are decoded together, for which layout and layers are planned; auto
+    is 1, or 8 for the objective throughput."""
+    context: Annotated[int, Field(ge=1, le=1_000_000_000)] | Auto = "auto"
+    """Number of tokens of each of these sequences; auto is 4096, or the longest length if that is
+    less. If users or context is a number, the KV cache must have room for users x context
+    tokens; otherwise it gets room for 32768 tokens if they fit, and always for one sequence of the
+    longest length."""
+    sequences: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = "auto"
+    """Number of sequences of the longest length (--max-model-len) that the KV cache must have room
+    for; auto is what users and context need."""
+    first_token_s: Annotated[float, Field(gt=0, le=86400)] = 10
+    """Longest acceptable time in seconds until the first token of a prompt of 4096 tokens. A layout
+    that is predicted to take longer is not chosen for its decode step if another one does not."""
+
+
 class PlacementConfig(_Section):
     """Discovery and reservation."""
 
@@ -261,6 +280,7 @@ class HeteroConfig(_Section):
     gpu: GpuConfig = GpuConfig()
     cpu: CpuConfig = CpuConfig()
     experts: ExpertsConfig = ExpertsConfig()
+    workload: WorkloadConfig = WorkloadConfig()
     placement: PlacementConfig = PlacementConfig()
     startup: StartupConfig = StartupConfig()
     warmup: WarmupConfig = WarmupConfig()

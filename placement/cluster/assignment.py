@@ -134,6 +134,38 @@ def assign(
     return _seat_all(layout, _places(nodes), nodes, expert_ranks, near_gpus)
 
 
+def has_room(layout: Layout, nodes: Sequence[Node], engines: int, expert_ranks: int = 0) -> bool:
+    """Whether so many engines of one layout can be seated together.
+
+    Args:
+        layout: kinds of all ranks of each.
+        nodes: the cluster.
+        engines: how many.
+        expert_ranks: sockets for experts, of each.
+
+    """
+    places = _places(nodes)
+    try:
+        for _ in range(engines):
+            _seat_all(layout, places, nodes, expert_ranks, True)
+    except LayoutError:
+        return False
+    return True
+
+
+def share_of(nodes: Sequence[Node], engines: int) -> tuple[Node, ...]:
+    """What each of several engines may plan with: some of the nodes, or a part of each node."""
+    if engines <= len(nodes):
+        ordered = sorted(nodes, key=lambda node: (not node.is_driver, node.address))
+        return tuple(ordered[: len(nodes) // engines])
+    return tuple(
+        replace(
+            node, gpus=node.gpus // engines, sockets=node.sockets[: len(node.sockets) // engines]
+        )
+        for node in nodes
+    )
+
+
 def _places(nodes: Sequence[Node]) -> list[_Free]:
     return [
         _Free(node, node.gpus, list(node.sockets))

@@ -57,3 +57,20 @@ def prefill_passes(tokens: int, chunk: int) -> tuple[tuple[int, Pass], ...]:
     whole = (number, prefill_pass(chunk, (number - 1) * chunk // 2)) if number else None
     last = (1, prefill_pass(rest, number * chunk)) if rest else None
     return tuple(one for one in (whole, last) if one is not None)
+
+
+def prompts_passes(prompts: int, tokens: int, chunk: int) -> tuple[tuple[int, Pass], ...]:
+    """Prompts that arrive at once, each of so many tokens: how often each kind of pass.
+
+    As many whole prompts as a pass has room for are in one; longer ones come one after another.
+    """
+    together = min(prompts, chunk // tokens)
+    if together < 2:
+        return tuple((prompts * times, run) for times, run in prefill_passes(tokens, chunk))
+    number, rest = divmod(prompts, together)
+    passes = ((number, together), (1, rest))
+    return tuple(
+        (times, Pass(some * tokens, some, max(1, tokens // 2), some))
+        for times, some in passes
+        if some
+    )

@@ -11,6 +11,7 @@ from placement.plan.devices import RankDevice
 from placement.plan.drafts import Speculation
 from placement.plan.split import Split
 from placement.plan.stage_plan import ExpertPlan
+from placement.plan.users import UserTimes
 from placement.units import GB, GIB
 from placement.words import duration, plural
 
@@ -32,6 +33,8 @@ class Plan:
     """The expert ranks, if there are any."""
     family: str | None = None
     """Sentence on what was tested of the model's family; None where nothing is said."""
+    users: tuple[UserTimes, ...] = ()
+    """Times of several users who are served at the same time; none with drafts."""
 
     @property
     def idle(self) -> tuple[RankDevice, ...]:
@@ -102,6 +105,7 @@ class Plan:
             "slowest_stage_s": split.slowest_s,
             "tokens_per_s": split.tokens_per_s,
             "prefill_s": split.prefill_s,
+            "users": [asdict(one) for one in self.users],
             "layer_partition": list(split.layers),
             "stages": [_stage_dict(split, index) for index in range(len(split.stages))],
             "experts": [_expert_dict(one) for one in self.experts],

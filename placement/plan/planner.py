@@ -31,7 +31,7 @@ from placement.plan.stage_plan import (
     kv_room,
     objective_value,
 )
-from placement.plan.step_time import Step, total_step
+from placement.plan.step_time import PICO, Step, total_step
 from placement.plan.workload import Workload, asked_sequences, asked_tokens
 
 Order = Literal["auto", "fixed"]
@@ -131,6 +131,14 @@ class Planner:
             )
             first += count
         return self._budgeted(tuple(stages))
+
+    def pass_seconds(self, layers: Sequence[int], run: Pass) -> list[float]:
+        """Seconds of one pass in each stage, in the order given, with these layers."""
+        found, first = [], 0
+        for place, count in enumerate(layers):
+            found.append(self._time(self.stages, place, first, count, run).total / PICO)
+            first += count
+        return found
 
     def _budgeted(self, stages: tuple[StagePlan, ...]) -> Split:
         ranks = [rank for stage in stages for rank in stage.ranks]

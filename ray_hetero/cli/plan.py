@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,14 +31,19 @@ from ray_hetero.planning.engine_facts import (
 )
 from ray_hetero.planning.family import family_of
 from ray_hetero.planning.machine import Machine
-from ray_hetero.planning.model_plan import plan_model, refuse_model
+from ray_hetero.planning.model_plan import plan_model
 from ray_hetero.planning.model_sizes import sizes_of
 from ray_hetero.planning.quantise_first import quantised_forms
-from ray_hetero.planning.split_search import PRICED_CONTEXT, Asked
+from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 MOST_TOKENS = 1_000_000_000
 MOST_SEQUENCES = 1_000_000
 CLUSTER_TIMEOUT_S = 60.0
+AUTO = "auto"
+LENGTH_UNITS = {
+    "": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30
+}  # fmt: skip
+"""Letters behind a number of tokens, as vLLM reads them."""
 MOST_DRAFTED = 64
 """Drafts of a request in a step."""
 
@@ -73,9 +79,10 @@ def plan(
         ),
     ] = None,
     max_model_len: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1, max=MOST_TOKENS, help="Longest sequence in tokens; default is the model's own."
+            help="Longest sequence in tokens, like 32768 or 32k; auto is the longest that fits. "
+            "Default is the model's own."
         ),
     ] = None,
     max_num_seqs: Annotated[
@@ -87,24 +94,26 @@ def plan(
     gpu_memory_utilization: Annotated[
         float, typer.Option(min=0.01, max=1, help="vLLM's --gpu-memory-utilization.")
     ] = DEFAULT_GPU_SHARE,
-    batch: Annotated[
+    users: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_SEQUENCES, help="Sequences in one decode step; default is the engine's."
+            "--users",
+            "--batch",
+            min=1,
+            max=MOST_SEQUENCES,
+            help="Sequences that are decoded together (workload.users).",
         ),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MOST_TOKENS, help="Tokens that each of them has when the step is priced."
-        ),
+        typer.Option(min=1, max=MOST_TOKENS, help="Tokens of each of them (workload.context)."),
     ] = None,
     max_sequences: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MOST_SEQUENCES,
-            help="Sequences of the longest length that must fit; default is the engine's.",
+            help="Sequences of the longest length that must fit (workload.sequences).",
         ),
     ] = None,
     objective: Annotated[
@@ -146,6 +155,9 @@ def plan(
     """Show ranks, layers, budgets and the predicted step of a model, as the engine plans it."""
     try:
         settings = _settings(objective, layers, layout, experts)
+        workload = {"users": users, "context": context, "sequences": max_sequences}
+        if asked := {key: value for key, value in workload.items() if value is not None}:
+            settings["workload"] = asked
         config = load_config({"ray_hetero": settings})
         path = machines.hub_config(model)
         content = read_config(path)
@@ -162,7 +174,7 @@ def plan(
                     shape,
                     machine.nodes,
                     dtype=computed,
-                    max_model_len=max_model_len,
+                    max_model_len=_length(max_model_len),
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens,
                     gpu_memory_utilization=gpu_memory_utilization,
@@ -171,11 +183,12 @@ def plan(
                 config,
                 pipeline_parallel_size=pipeline_parallel_size or _stages_of(config),
                 tensor_parallel_size=tensor_parallel_size,
-                asked=_asked(batch, context, max_sequences),
+                checkpoint=CheckpointOnCpus.of_config(content, config.cpu.linear_kernel),
                 acceptance=acceptance,
                 quantised=quantised_forms(content, computed, kv_cache_dtype),
+                in_8_bits=shape_of(path, computed, "fp8") if kv_cache_dtype == "auto" else None,
+                is_length_auto=max_model_len == AUTO,
             )
-        refuse_model(content, config.cpu.linear_kernel, found.layers)
         if svg is not None:
             _write(svg, plan_svg(found.plan))
     except (PlacementError, RayHeteroError) as error:
@@ -262,11 +275,21 @@ def _machine(topology: Path | None, config: HeteroConfig, *, cluster: bool) -> I
             )
 
 
-def _asked(batch: int | None, context: int | None, max_sequences: int | None) -> Asked | None:
-    if batch is None and context is None and max_sequences is None:
+def _length(text: str | None) -> int | None:
+    """Tokens that --max-model-len asks for; None for the model's own length, and for auto.
+
+    vLLM reads 1k as 1,000 and 1K as 1,024 tokens.
+    """
+    if text is None or text == AUTO:
         return None
-    batch = batch or 1
-    return Asked(batch, context or PRICED_CONTEXT, max_sequences or batch)
+    found = re.fullmatch(r"([0-9]{1,10})([kKmMgG]?)", text)
+    tokens = int(found[1]) * LENGTH_UNITS[found[2]] if found else 0
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise LayoutError(
+            f"--max-model-len: expected a number from 1 to {MOST_TOKENS:,}, like 32768, 32k or "
+            f"{AUTO}; got {shown(text)}"
+        )
+    return tokens
 
 
 def _drafter(

@@ -33,9 +33,9 @@ from ray_hetero.preflight.heads import refuse_heads
 from ray_hetero.preflight.refusals import (
     DRAFTING_OF_CPU_RANKS,
     ENGINES_OF_CPU_RANKS,
-    MODELS_OF_CPU_RANKS,
     SCHEDULING_OF_CPU_RANKS,
     refuse_first,
+    refuse_ranks,
 )
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 from ray_hetero.preflight.unsupported_drafters import Drafting
@@ -182,10 +182,11 @@ class EnginePlanner:
         model_config = self._vllm_config.model_config
         refuse_heads(model_config, world.layout)
         linear_kernel = self._config.cpu.linear_kernel
-        if world.has_cpu:
-            refuse_first(
-                MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_model(model_config, linear_kernel)
-            )
+        refuse_ranks(
+            CheckpointOnCpus.of_model(model_config, linear_kernel),
+            has_cpu=world.has_cpu,
+            has_experts=bool(world.experts),
+        )
         if world.is_stock:
             return
         refuse_first(ENGINES_OF_CPU_RANKS, self._vllm_config.parallel_config)
@@ -197,9 +198,8 @@ class EnginePlanner:
             )
             if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
                 draft_model = speculative.draft_model_config
-                refuse_first(
-                    MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_model(draft_model, linear_kernel)
-                )
+                drafter = CheckpointOnCpus.of_model(draft_model, linear_kernel)
+                refuse_ranks(drafter, has_cpu=True, has_experts=False)
 
     def _settle_dtype(self, world: World) -> None:
         """Say in which dtype the model is computed and why, or give a world of GPUs vLLM's own.

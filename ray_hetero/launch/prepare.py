@@ -31,6 +31,7 @@ from ray_hetero.launch.early_layout import (
     refuse_missing_sockets,
     resolve_auto_layout,
 )
+from ray_hetero.launch.found_machine import is_elsewhere
 from ray_hetero.observability import metrics
 from ray_hetero.planning.activation_dtype import dtype_with_cpus
 from ray_hetero.preflight.ray_version import check_ray_version
@@ -96,7 +97,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     engine_args.distributed_executor_backend = HeteroExecutor
     if config.max_restarts and isinstance(engine_args, AsyncEngineArgs):
         api_server.turn_away_while_unhealthy()
-    if spec.ray_address is not None:
+    if spec.ray_address is not None or is_elsewhere():
         # A forked engine would take this process's connection to Ray for its own.
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, is_stock=is_stock)

@@ -131,10 +131,16 @@ def facts_of_checkpoint(
     )
 
 
-def facts_of_model(engine_args: EngineArgs, defaults: ServerDefaults) -> EngineFacts:
-    """The same before vLLM has built its configuration: what it has of the model, and defaults."""
+def model_of(engine_args: EngineArgs) -> ModelConfig:
+    """What vLLM finds out of the model that its arguments name."""
     # It notes what it has found in the arguments, which are vLLM's to read once more.
-    model = copy.copy(engine_args).create_model_config()
+    return copy.copy(engine_args).create_model_config()
+
+
+def facts_of_model(
+    engine_args: EngineArgs, model: ModelConfig, defaults: ServerDefaults
+) -> EngineFacts:
+    """The same before vLLM has built its configuration: what it has of the model, and defaults."""
     layers = model.get_total_num_hidden_layers()
     shape, why = _shape(model, str(engine_args.kv_cache_dtype), layers)
     asked = {

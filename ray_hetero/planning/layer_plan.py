@@ -37,7 +37,7 @@ from ray_hetero.planning.prompt_gpus import (
 from ray_hetero.planning.rank_devices import can_read_experts, expert_devices, rank_devices
 from ray_hetero.planning.seat_devices import Described, UnknownDeviceError
 from ray_hetero.planning.socket_rows import MeasureRows
-from ray_hetero.planning.split_search import Asked, SplitSearch
+from ray_hetero.planning.split_search import SplitSearch
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
     KV_SHARE_OF_FREE,
@@ -67,7 +67,6 @@ def plan_layers(
     partition: str | None,
     measure: Measure,
     turn: Turn = ALONE,
-    asked: Asked | None = None,
     described: Described | None = None,
     links: Links | None = None,
     measure_rows: MeasureRows | None = None,
@@ -84,7 +83,6 @@ def plan_layers(
         partition: VLLM_PP_LAYER_PARTITION, if set.
         measure: measures what neither the configuration nor the model of a device tells.
         turn: the engine's place among those that start together.
-        asked: the step to price and the sequences to hold; None is the engine's own choice.
         described: what a description of the cluster says of a seat's device.
         links: the ways between ranks; None is what is assumed of them.
         measure_rows: measures what several rows cost CPU ranks; called only where drafts are to be
@@ -111,7 +109,6 @@ def plan_layers(
                 partition=partition,
                 measure=measure,
                 turn=turn,
-                asked=asked,
                 described=described,
                 links=links,
                 measure_rows=measure_rows,
@@ -140,7 +137,7 @@ def plan_layers(
         world = replace(world, expert_layers=facts.hidden_layers if remote is None else remote)
     is_given = config.layers != "auto" or bool(partition)
     return _plan_stages(
-        config, world, nodes, facts, threads, measure, measure_rows, asked, described, links,
+        config, world, nodes, facts, threads, measure, measure_rows, described, links,
         explained=explained, is_given=is_given,
     )  # fmt: skip
 
@@ -164,7 +161,6 @@ def _plan_stages(
     threads: dict[int, tuple[int, ...]],
     measure: Measure,
     measure_rows: MeasureRows | None,
-    asked: Asked | None,
     described: Described | None,
     links: Links | None,
     *,
@@ -187,7 +183,7 @@ def _plan_stages(
             world, None, warning=warning, unknown=str(error), threads=threads,
             expert_bytes=expert_bytes,
         )  # fmt: skip
-    search = SplitSearch(config, facts, facts.shape, stages, asked, links, explained)
+    search = SplitSearch(config, facts, facts.shape, stages, links, explained)
     if world.experts:
         return _beside_experts(config, world, search, threads)
     if is_chosen:

@@ -2,32 +2,46 @@
 
 A model that fits on one GPU, or on the fewest GPUs of one node, runs on them alone.  Otherwise
 every layout worth a look is priced by `plan_layers`, as the engine itself would plan it, and the
-shortest step wins.  For a model with experts, GPUs with expert ranks beside them are looked at too;
+shortest step wins among those whose first token comes in time.  Layouts whose ranks cannot compute
+the model are refused by the rows of preflight/refusals.py, and never chosen.  For a model with
+experts, GPUs with expert ranks beside them are looked at too;
 they are chosen where `experts.ranks` is auto or a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from placement.cluster.assignment import Node
+from placement.cluster.assignment import Node, has_room, share_of
 from placement.cluster.layout import Kind, Layout, divides_heads
 from placement.errors import DoesNotFitError, PlacementError
+from placement.model.config import UnknownModelError
 from placement.model.shape import ModelShape
+from placement.plan.users import first_token_s
 from placement.words import duration, plural
-from ray_hetero.config import HeteroConfig
+from ray_hetero.config import HeteroConfig, WorkloadConfig
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.expert_ranks import sockets_for_experts, with_expert_ranks
 from ray_hetero.planning.layer_plan import Measure, plan_layers
 from ray_hetero.planning.planned_layers import LayerPlan
+from ray_hetero.planning.seat_devices import UnknownDeviceError
+from ray_hetero.planning.split_search import PRICED_CONTEXT
 from ray_hetero.planning.world_plan import with_chosen_sockets
+from ray_hetero.preflight.refusals import refuse_ranks
+from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 EXPERTS_KEY = '"experts": {"ranks": "auto"}'
 """Setting to type for layouts with expert ranks."""
 WORTH_A_RANK = 0.99
 """Factor on the step of fewer ranks, which are taken where it is no longer than the shortest."""
+
+NEARLY_AS_SOON = 1.1
+"""Factor on the soonest first token, within which others count as in time where none is."""
+SHORT_CONTEXT = 2048
+"""Tokens of the one sequence with which a model is said to fit but for its KV cache."""
 
 Stages = tuple[tuple[Kind, ...], ...]
 
@@ -45,6 +59,10 @@ class Candidate:
     """Why there is no plan."""
     is_unknown: bool = False
     """Whether that is because speed or memory of a device is not known."""
+    is_refused: bool = False
+    """Whether that is because these ranks cannot compute the model."""
+    first_token_s: float = 0
+    """Seconds until the first token of a prompt of usual length (`PRICED_CONTEXT`)."""
 
     @property
     def step_s(self) -> float:
@@ -106,8 +124,15 @@ class Choice:
 
 
 def choose_layout(
-    config: HeteroConfig, nodes: Sequence[Node], facts: EngineFacts, *, measure: Measure, **how: Any
-) -> Choice | None:
+    config: HeteroConfig,
+    nodes: Sequence[Node],
+    facts: EngineFacts,
+    *,
+    measure: Measure,
+    checkpoint: CheckpointOnCpus | None = None,
+    engines: int = 1,
+    **how: Any,
+) -> Choice:
     """Choose the stages for an engine of which nobody has said any.
 
     Args:
@@ -115,25 +140,32 @@ def choose_layout(
         nodes: the cluster.
         facts: the model and the engine.
         measure: as of `plan_layers`.
+        checkpoint: the model as refusals look at it; None refuses nothing.
+        engines: engines that start together; there must be room for all.
         how: further arguments of `plan_layers`.
 
-    Returns:
-        None where nothing is known to choose by: the model's sizes, or any device's speed.
-
     Raises:
+        UnknownModelError: the model's sizes are not known.
+        UnknownDeviceError: speed or memory of a device is not known.
+        UnsupportedError: what fits cannot compute the model.
         DoesNotFitError: no layout fits; the error of the one with the most ranks.
 
     """
-    if facts.shape is None or config.layers != "auto":
-        return None
+    if facts.shape is None:
+        raise UnknownModelError(facts.why_no_shape)
     free = with_chosen_sockets(config.cpu, nodes)
 
     def priced(layout: Layout, experts: int, *, explained: bool = False) -> Candidate:
         asked = with_expert_ranks(config, experts)
-        return _priced(layout, asked, free, facts, measure, how | {"explained": explained})
+        found = _priced(layout, asked, free, facts, measure, how | {"explained": explained})
+        return found if checkpoint is None else _unless_refused(found, checkpoint)
 
     asked = config.experts.ranks
-    layouts = layouts_to_try(free, facts.shape)
+    layouts = [
+        one
+        for one in layouts_to_try(share_of(free, engines), facts.shape)
+        if engines == 1 or has_room(one, free, engines)
+    ]
     found = [priced(*one) for one in with_experts_to_try(free, facts.shape, layouts, asked)]
     unasked: list[Candidate] = []
     if asked in (0, "auto"):
@@ -144,24 +176,74 @@ def choose_layout(
             unasked = with_experts
         else:
             found += with_experts
+    if unknown := [one for one in found if one.is_unknown]:
+        raise UnknownDeviceError(unknown[0].problem)
     fitting = [one for one in found if one.plan is not None]
-    if any(one.is_unknown for one in found):
-        return None
     if not fitting:
-        if not found:
-            raise DoesNotFitError("there is no device to plan on")
-        widest = max(found, key=lambda one: one.layout.world_size)
-        raise DoesNotFitError(priced(widest.layout, widest.experts, explained=True).problem)
-    alone = [one for one in fitting if not (one.layout.count("cpu") or one.experts)]
+        _say_what_does_not_fit(found, priced)
+    alone = [one for one in fitting if _is_gpus_alone(one)]
     if alone and len(alone[0].layout.stages) == 1:
         chosen = alone[0]
         gpus = "one GPU" if chosen.layout.world_size == 1 else "GPUs"
         why = f"the model fits on {gpus} alone"
     else:
-        chosen = _shortest(fitting)
-        why = _reason(chosen, found)
+        chosen = _shortest(_in_time(fitting, config.workload.first_token_s))
+        brief = config.model_copy(update={"workload": WorkloadConfig()})
+        short = replace(facts, max_model_len=min(SHORT_CONTEXT, facts.max_model_len))
+        holds_weights = any(
+            _priced(one.layout, with_expert_ranks(brief, 0), free, short, measure, how).plan
+            for one in found
+            if _is_gpus_alone(one) and one.plan is None and not one.is_refused
+        )
+        why = _reason(chosen, found, holds_weights=holds_weights)
+        if chosen is not _shortest(fitting):
+            why += (
+                f" with a first token within {config.workload.first_token_s:g} s "
+                "(workload.first_token_s), or the soonest"
+            )
     others = [one for one in found if one is not chosen]
     return Choice(chosen, _ordered(others), why, _ordered(unasked))
+
+
+def _is_gpus_alone(one: Candidate) -> bool:
+    return not (one.layout.count("cpu") or one.experts)
+
+
+def _unless_refused(found: Candidate, checkpoint: CheckpointOnCpus) -> Candidate:
+    """A candidate that fits, or whose speed is not known, unless its ranks are refused."""
+    if found.plan is None and not found.is_unknown:
+        return found
+    try:
+        refuse_ranks(
+            checkpoint,
+            has_cpu=bool(found.layout.count("cpu")),
+            has_experts=bool(found.experts),
+        )
+    except UnsupportedError as error:
+        return replace(found, plan=None, problem=str(error), is_unknown=False, is_refused=True)
+    return found
+
+
+def _say_what_does_not_fit(found: Sequence[Candidate], priced: Callable[..., Candidate]) -> None:
+    """Raise for candidates none of which can be taken."""
+    if not found:
+        raise DoesNotFitError("there is no device to plan on")
+    refused = [one for one in found if one.is_refused]
+    others = [one for one in found if not one.is_refused]
+    if not others:
+        raise UnsupportedError(refused[0].problem)
+    widest = max(others, key=lambda one: one.layout.world_size)
+    problem = priced(widest.layout, widest.experts, explained=True).problem
+    if refused:
+        problem += f"\nOther layouts are refused: {refused[0].problem}"
+    raise DoesNotFitError(problem)
+
+
+def _in_time(fitting: Sequence[Candidate], limit_s: float) -> list[Candidate]:
+    """The candidates whose first token comes in time; those with the soonest where none does."""
+    soonest = min(one.first_token_s for one in fitting)
+    limit_s = max(limit_s, NEARLY_AS_SOON * soonest)
+    return [one for one in fitting if one.first_token_s <= limit_s]
 
 
 def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -171,10 +253,25 @@ def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     )
 
 
-def _reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
-    layout = chosen.layout
+def _reason(chosen: Candidate, found: Sequence[Candidate], *, holds_weights: bool) -> str:
+    """Why a layout was chosen, where the GPUs of one node do not serve the model alone.
+
+    Args:
+        chosen: the layout.
+        found: all that were looked at.
+        holds_weights: whether it is only for the KV cache that GPUs alone do not suffice.
+
+    """
+    layout, step = chosen.layout, "this is the shortest step"
     if chosen.experts or (layout.count("gpu") and layout.count("cpu")):
-        return "the model does not fit on the GPUs alone, and this is the shortest step"
+        if any(one.plan is not None and _is_gpus_alone(one) for one in found):
+            return f"the model does not fit on the GPUs of one node alone, and {step}"
+        if holds_weights:
+            return (
+                "the weights fit on the GPUs alone, but not with the KV cache that is asked for, "
+                f"and {step}"
+            )
+        return f"the model does not fit on the GPUs alone, and {step}"
     if layout.count("gpu"):
         return "the model does not fit on the GPUs of one node"
     has_gpus = any(one.layout.count("gpu") for one in found)
@@ -217,8 +314,11 @@ def _priced(
     if plan.split is None:
         problem = plan.warning or plan.unknown
         return Candidate(layout, experts, problem=problem, is_unknown=not plan.is_too_large)
+    assert facts.shape is not None
+    tokens = min(PRICED_CONTEXT, facts.max_model_len)
+    seconds = first_token_s(plan.shape(facts.shape), plan.split, tokens, how.get("links"))
     # All experts may fit on the GPUs.
-    return Candidate(layout, len(plan.world.experts), plan)
+    return Candidate(layout, len(plan.world.experts), plan, first_token_s=seconds)
 
 
 def layouts_to_try(nodes: Sequence[Node], shape: ModelShape) -> list[Layout]:

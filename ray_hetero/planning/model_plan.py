@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from placement.cluster.assignment import Node
 from placement.cluster.layout import heads_problem
-from placement.errors import DoesNotFitError, LayoutError
+from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
 from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.plan import Plan
-from placement.plan.split import price_drafts
+from placement.plan.split import Split, price_drafts
+from placement.plan.users import UserTimes, price_users
 from placement.words import plural, size
 from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.planning.context_fit import shorter_context, with_fitting_length
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.layout_choice import Choice, choose_layout
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
-from ray_hetero.planning.split_search import Asked
-from ray_hetero.preflight.refusals import MODELS_OF_CPU_RANKS, refuse_first
+from ray_hetero.planning.seat_devices import UnknownDeviceError
+from ray_hetero.preflight.refusals import refuse_ranks
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
+
+USUAL_USERS = (1, 4, 16, 64)
+"""Users who are served at the same time, as a plan prices them where nobody asks for others."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,11 @@ def plan_model(
     pipeline_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
     partition: str | None = None,
-    asked: Asked | None = None,
+    checkpoint: CheckpointOnCpus | None = None,
     acceptance: float | None = None,
     quantised: tuple[Quantised, ...] = (),
+    in_8_bits: ModelShape | None = None,
+    is_length_auto: bool = False,
 ) -> ModelPlan:
     """Plan a model; without sizes and a layout, its stages are chosen too.
 
@@ -60,47 +67,77 @@ def plan_model(
         pipeline_parallel_size: stages.
         tensor_parallel_size: ranks of the largest stage.
         partition: VLLM_PP_LAYER_PARTITION, if set.
-        asked: the step to price and the sequences to hold; None is the engine's own choice.
+        checkpoint: the model as refusals look at it; None refuses nothing.
         acceptance: chance that a draft is accepted, to price what drafts bring.
         quantised: forms of the model in fewer bits, to say where these would be much faster.
+        in_8_bits: the model with keys and values in 8 bits, to say where that would be; None where
+            they are already.
+        is_length_auto: whether the longest sequence is to be as long as fits, up to that of
+            `facts`.
 
     Raises:
         LayoutError: there are too few devices, or nothing is known to plan by.
         DoesNotFitError: no split fits.
-        UnsupportedError: a stage's ranks do not divide the heads of the model.
+        UnsupportedError: a stage's ranks do not divide the heads of the model, or these ranks
+            cannot compute it.
+        UnknownDeviceError: speed or memory of a device is not known.
 
     """
     assert facts.shape is not None
     how: dict[str, Any] = {
-        "asked": asked, "described": machine.described, "links": machine.links,
+        "described": machine.described, "links": machine.links,
         "measure_rows": machine.measure_rows,
     }  # fmt: skip
     sizes = (pipeline_parallel_size, tensor_parallel_size)
 
-    def freely(shape: ModelShape) -> LayerPlan | None:
+    def freely(other: EngineFacts) -> LayerPlan:
         experts = config.experts if config.experts.ranks == "auto" else ExpertsConfig(ranks=0)
         free = config.model_copy(update={"layout": "auto", "layers": "auto", "experts": experts})
-        smaller = replace(facts, shape=shape)
-        choice = choose_layout(free, machine.nodes, smaller, measure=machine.measure, **how)
-        return None if choice is None else choice.chosen.plan
+        choice = choose_layout(
+            free, machine.nodes, other, measure=machine.measure, checkpoint=checkpoint, **how
+        )
+        assert choice.chosen.plan is not None
+        return choice.chosen.plan
 
+    def of_shape(shape: ModelShape) -> LayerPlan:
+        return freely(replace(facts, shape=shape))
+
+    if is_length_auto:
+        facts = with_fitting_length(facts, freely)
     try:
-        found, choice = _planned(machine, facts, config, sizes, partition, how)
+        found, choice = _planned(machine, facts, config, sizes, partition, checkpoint, how)
     except DoesNotFitError as error:
-        if remark := quantise_first(quantised, None, freely):
-            raise DoesNotFitError(f"{error}\n{remark}") from None
-        raise
-    shape = facts.shape
+        remarks = [shorter_context(facts, None, in_8_bits, freely)]
+        remarks.append(quantise_first(quantised, None, of_shape))
+        raise DoesNotFitError("\n".join([str(error), *filter(None, remarks)])) from None
     assert found.split is not None
-    remarks = tuple(_remarks(facts, found, choice))
-    if remark := quantise_first(quantised, found, freely):
-        remarks = (remark, *remarks)
+    assert facts.shape is not None
+    shape = found.shape(facts.shape)
+    remarks = [quantise_first(quantised, found, of_shape)]
+    if choice is not None:
+        remarks.append(shorter_context(facts, found, in_8_bits, freely))
+    remarks += _remarks(facts, found, choice)
     speculation = None
-    if facts.drafter is not None and acceptance is not None:
+    users: tuple[UserTimes, ...] = ()
+    if facts.drafter is None:
+        users = price_users(
+            shape, found.split, _users(config, found.split),
+            kv_tokens=found.kv_tokens, links=machine.links,
+        )  # fmt: skip
+    elif acceptance is not None:
         speculation = price_drafts(shape, found.split, facts.drafter, acceptance, machine.links)
-    devices = tuple(_devices(machine, found))
-    shown = Plan(name, shape, found.held_split, devices, remarks, speculation, found.experts)
+    shown = Plan(
+        name, facts.shape, found.held_split, tuple(_devices(machine, found)),
+        tuple(filter(None, remarks)), speculation, found.experts, users=users,
+    )  # fmt: skip
     return ModelPlan(shown, found, choice)
+
+
+def _users(config: HeteroConfig, split: Split) -> tuple[int, ...]:
+    """Numbers of users to price: the one that was asked for, or some."""
+    if config.workload.users != "auto":
+        return (config.workload.users,)
+    return tuple(users for users in USUAL_USERS if users <= split.work.max_num_seqs)
 
 
 def _planned(
@@ -109,35 +146,39 @@ def _planned(
     config: HeteroConfig,
     sizes: tuple[int, int],
     partition: str | None,
+    checkpoint: CheckpointOnCpus | None,
     how: dict[str, Any],
 ) -> tuple[LayerPlan, Choice | None]:
     """The plan, and how its stages were chosen if they were."""
     choice = None
-    if (*sizes, config.layout) == (1, 1, "auto"):
-        choice = choose_layout(config, machine.nodes, facts, measure=machine.measure, **how)
-    if choice is not None:
-        assert choice.chosen.plan is not None
-        found = choice.chosen.plan
-    else:
-        if config.layout != "auto":
-            sizes = len(config.layout), max(map(len, config.layout))
-        found = plan_layers(
-            config,
-            machine.nodes,
-            facts,
-            pipeline_parallel_size=sizes[0],
-            tensor_parallel_size=sizes[1],
-            partition=partition,
-            measure=machine.measure,
-            **how,
+    if (*sizes, config.layout, config.layers) == (1, 1, "auto", "auto"):
+        choice = choose_layout(
+            config, machine.nodes, facts, measure=machine.measure, checkpoint=checkpoint, **how
         )
+        assert choice.chosen.plan is not None
+        return choice.chosen.plan, choice
+    if config.layout != "auto":
+        sizes = len(config.layout), max(map(len, config.layout))
+    found = plan_layers(
+        config,
+        machine.nodes,
+        facts,
+        pipeline_parallel_size=sizes[0],
+        tensor_parallel_size=sizes[1],
+        partition=partition,
+        measure=machine.measure,
+        **how,
+    )
     shape = facts.shape
     assert shape is not None
     if problem := heads_problem(found.world.layout, shape.num_heads, shape.num_kv_heads):
         raise UnsupportedError(problem)
+    if checkpoint is not None:
+        refuse_ranks(checkpoint, has_cpu=found.world.has_cpu, has_experts=bool(found.world.experts))
     if found.split is None:
-        wrong = DoesNotFitError if found.is_too_large else LayoutError
-        raise wrong(found.unknown or found.warning)
+        if found.unknown:
+            raise UnknownDeviceError(found.unknown)
+        raise DoesNotFitError(found.warning)
     return found, choice
 
 
@@ -173,19 +214,3 @@ def _all(node: Node) -> Iterator[RankDevice]:
         memory = socket.memory_bytes or 0
         figures = DeviceFigures(node.host.cpu_model or "CPU", "cpu", 0, 0, memory)
         yield RankDevice(node.host.name, f"socket {socket.id}", figures, memory)
-
-
-def refuse_model(config: Mapping[str, Any], linear_kernel: str, found: LayerPlan) -> None:
-    """Refuse a checkpoint that the engine would refuse on these ranks.
-
-    Args:
-        config: `config.json` of the checkpoint.
-        linear_kernel: setting `cpu.linear_kernel`.
-        found: the ranks.
-
-    Raises:
-        UnsupportedError: its layers have no kernel on CPU ranks.
-
-    """
-    if found.world.has_cpu:
-        refuse_first(MODELS_OF_CPU_RANKS, CheckpointOnCpus.of_config(config, linear_kernel))

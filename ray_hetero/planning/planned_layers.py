@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from placement.model.shape import ModelShape
 from placement.plan.split import Split, rows_of_sockets
 from placement.plan.stage_plan import ExpertPlan
 from placement.plan.step_time import PICO
@@ -30,6 +31,10 @@ class LayerPlan:
     """Logical CPUs of each CPU rank's compute threads, by rank."""
     expert_bytes: int = 0
     """Bytes of the experts that each expert rank holds, as the checkpoint has them."""
+
+    def shape(self, model: ModelShape) -> ModelShape:
+        """The model as the stages hold it, without the experts that lie on expert ranks."""
+        return model.with_remote_experts(self.world.expert_layers) if self.world.experts else model
 
     @property
     def experts(self) -> tuple[ExpertPlan, ...]:

@@ -16,6 +16,7 @@ from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
 from placement.units import GIB
 from placement.words import duration, plural
+from ray_hetero.errors import RayHeteroError
 from ray_hetero.planning.planned_layers import LayerPlan
 
 FP8_IN_BLOCKS: Mapping[str, Any] = {
@@ -77,15 +78,14 @@ def quantised_forms(
 def quantise_first(
     forms: tuple[Quantised, ...],
     found: LayerPlan | None,
-    plan: Callable[[ModelShape], LayerPlan | None],
+    plan: Callable[[ModelShape], LayerPlan],
 ) -> str:
     """What to say of quantised forms beside a plan; empty where there is nothing to say.
 
     Args:
         forms: of the same model.
         found: the plan of the model as it is; None where it does not fit.
-        plan: plans a model with freely chosen stages on the same machine; None where nothing is
-            known to choose by.
+        plan: plans a model with freely chosen stages on the same machine.
 
     """
     if found is not None and not _on_sockets(found):
@@ -94,9 +94,7 @@ def quantise_first(
     for form in forms:
         try:
             planned = plan(form.shape)
-        except PlacementError:
-            continue
-        if planned is None or planned.split is None:
+        except (PlacementError, RayHeteroError):
             continue
         if not _on_sockets(planned):
             return _said(form, planned, found)

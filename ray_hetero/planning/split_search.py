@@ -1,4 +1,8 @@
-"""What is asked of `choose_split`: the step to price, and what the KV cache must hold."""
+"""What is asked of `choose_split`: the step to price, and what the KV cache must hold.
+
+Both follow from the configuration's `workload` and from the engine's limits, so that a command and
+an engine with the same settings plan alike.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from placement.model.shape import ModelShape
 from placement.plan.devices import Links, StageDevices
 from placement.plan.split import Split, choose_split
 from ray_hetero.config import HeteroConfig
+from ray_hetero.errors import ConfigError
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.expert_ranks import fewest_layers
 
@@ -17,19 +22,49 @@ PRICED_CONTEXT = 4096
 PRICED_BATCH = 8
 """Sequences in that step for the objective `throughput`, where they fit; one for `latency`."""
 WANTED_KV_TOKENS = 32768
-"""Tokens that the KV cache has room for where they fit, in whole sequences; one sequence always."""
+"""Tokens that the KV cache has room for where they fit and nobody says how many, in whole
+sequences; one sequence always."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A step to price and what the KV cache must hold, where somebody asks for other than usual."""
+    """A decode step to price, and what the KV cache must hold."""
 
     batch: int
     """Sequences in the decode step."""
     context: int
     """Tokens of each of them."""
-    max_sequences: int
-    """Sequences of the longest length that must have room."""
+    sequences: int
+    """Sequences of the longest length that must have room; those of the step have it too."""
+
+
+def asked_in_turn(config: HeteroConfig, facts: EngineFacts) -> tuple[Asked, ...]:
+    """What a configuration asks of an engine, and what is enough where that does not fit.
+
+    Args:
+        config: its `workload` and `objective`.
+        facts: of the world; the limits of sequences and tokens count.
+
+    Returns:
+        The first is to be taken if it fits; where numbers are given there is no other.
+
+    Raises:
+        ConfigError: more users than a step has sequences.
+
+    """
+    workload, longest = config.workload, facts.max_model_len
+    context = min(PRICED_CONTEXT if workload.context == "auto" else workload.context, longest)
+    if (workload.users, workload.context, workload.sequences) == ("auto",) * 3:
+        many = min(PRICED_BATCH, facts.max_num_seqs) if config.objective == "throughput" else 1
+        wanted = max(1, min(facts.max_num_seqs, WANTED_KV_TOKENS // longest))
+        return tuple(dict.fromkeys((Asked(many, context, wanted), Asked(1, context, 1))))
+    users = 1 if workload.users == "auto" else workload.users
+    if users > facts.max_num_seqs:
+        raise ConfigError(
+            f"workload.users: {users} sequences are to be decoded together, but a step has at most "
+            f"{facts.max_num_seqs}. Give --max-num-seqs {users}, or fewer users."
+        )
+    return (Asked(users, context, 1 if workload.sequences == "auto" else workload.sequences),)
 
 
 @dataclass(frozen=True)
@@ -40,7 +75,6 @@ class SplitSearch:
     facts: EngineFacts
     shape: ModelShape
     stages: tuple[StageDevices, ...]
-    asked: Asked | None = None
     links: Links | None = None
     explained: bool = True
 
@@ -48,23 +82,10 @@ class SplitSearch:
         """The best split with room for what is wanted, else for one sequence.
 
         Raises:
-            DoesNotFitError: not even one sequence fits.
+            DoesNotFitError: not even one sequence fits, or not what was asked for.
 
         """
-        if self.asked is not None:
-            return self._choose(self.asked.batch, self.asked.max_sequences)
-        many = self.config.objective == "throughput"
-        batch = min(PRICED_BATCH, self.facts.max_num_seqs) if many else 1
-        try:
-            return replace(self, explained=False)._choose(batch, self._wanted_sequences)
-        except DoesNotFitError:
-            return self._choose(1, 1)
-
-    @property
-    def _wanted_sequences(self) -> int:
-        """Sequences of the longest length that the KV cache has room for where they fit."""
-        facts = self.facts
-        return max(1, min(facts.max_num_seqs, WANTED_KV_TOKENS // facts.max_model_len))
+        return self._first_that_fits()
 
     def with_fewest_remote_experts(self, layers: tuple[int, ...]) -> SplitSearch | None:
         """The search with the experts of as few layers as possible on expert ranks.
@@ -83,33 +104,44 @@ class SplitSearch:
         def with_experts_of(count: int) -> SplitSearch:
             return replace(self, shape=self.shape.with_remote_experts(count), explained=False)
 
-        def fits(count: int, sequences: int) -> bool:
+        def fits(count: int, asked: Asked) -> bool:
             try:
-                with_experts_of(count)._choose(1, sequences, layers)
+                with_experts_of(count)._choose(asked, layers)
             except DoesNotFitError:
                 return False
             return True
 
-        wanted = self._wanted_sequences if self.asked is None else self.asked.max_sequences
-        for sequences in (wanted, 1):
-            count = fewest_layers(len(self.shape.layers), lambda n, s=sequences: fits(n, s))  # type: ignore[misc]
+        for asked in asked_in_turn(self.config, self.facts):
+            count = fewest_layers(len(self.shape.layers), lambda n, a=asked: fits(n, a))  # type: ignore[misc]
             if count is not None:
                 return replace(with_experts_of(count), explained=self.explained)
         return None
 
     def priced(self, layers: tuple[int, ...]) -> Split:
-        """The split with these layers."""
-        asked = self.asked or Asked(1, PRICED_CONTEXT, 1)
-        return self._choose(asked.batch, asked.max_sequences, layers)
+        """The split with these layers.
 
-    def _choose(self, batch: int, sequences: int, layers: tuple[int, ...] | None = None) -> Split:
-        context = PRICED_CONTEXT if self.asked is None else self.asked.context
+        Raises:
+            DoesNotFitError: not even one sequence fits, or not what was asked for.
+
+        """
+        return self._first_that_fits(layers)
+
+    def _first_that_fits(self, layers: tuple[int, ...] | None = None) -> Split:
+        *others, last = asked_in_turn(self.config, self.facts)
+        for asked in others:
+            try:
+                return replace(self, explained=False)._choose(asked, layers)
+            except DoesNotFitError:
+                continue
+        return self._choose(last, layers)
+
+    def _choose(self, asked: Asked, layers: tuple[int, ...] | None = None) -> Split:
         return choose_split(
             self.shape,
             self.stages,
-            batch=batch,
-            context=min(context, self.facts.max_model_len),
-            max_sequences=sequences,
+            batch=asked.batch,
+            context=asked.context,
+            max_sequences=asked.sequences,
             objective=self.config.objective,
             layers=layers,
             # A user who wrote the layout wants its order.

@@ -23,9 +23,12 @@ from ray_hetero.preflight.settings import check_settings
 from ray_hetero.preflight.unsupported_checkpoints import (
     CheckpointOnCpus,
     architecture_without_kernel,
+    experts_without_gate,
     experts_without_kernel,
     layers_only_streamed,
     layers_without_kernel,
+    router_without_kernel,
+    sparse_attention,
 )
 from ray_hetero.preflight.unsupported_drafters import (
     METHODS,
@@ -245,8 +248,41 @@ MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
         "vLLM's CPU kernels lack their selective scan",
         "Write a layout without CPU ranks.",
     ),
+    Refusal(
+        "a model with {found}",
+        sparse_attention,
+        "neither vLLM nor this project has CPU kernels for it",
+        "Keep attention on GPUs: leave the layout out where they hold all but the routed experts, "
+        "which expert ranks compute, or write a layout without CPU ranks.",
+        seen="The ranks ended while they loaded the model: vLLM's CPU platform has no such "
+        "backend.",
+    ),
+    Refusal(
+        "a mixture of experts with {found}",
+        router_without_kernel,
+        "vLLM's router on CPUs knows sigmoids in groups only, and ends the rank otherwise",
+        "Write a layout without CPU ranks, or one of GPUs beside expert ranks.",
+        seen="The ranks ended while they warmed up.",
+    ),
+    Refusal(
+        "a mixture of experts {found}",
+        experts_without_gate,
+        "nobody's CPU kernel computes experts without a gate",
+        "Write a layout without CPU ranks.",
+        seen="vLLM's CPU experts refuse them.",
+    ),
 )
 """Models that are refused in a world with CPU ranks."""
+
+MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
+    Refusal(
+        "experts.ranks for a mixture of experts {found}",
+        experts_without_gate,
+        "this project's kernels compute experts with a gate only",
+        'Leave the experts on the GPUs: "experts": {"ranks": 0}.',
+    ),
+)
+"""Models that are refused where expert ranks are to compute their experts."""
 
 ENGINES_OF_CPU_RANKS: Sequence[Refusal[ParallelConfig]] = (
     Refusal(
@@ -317,7 +353,7 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
         *SCHEDULING_OF_CPU_RANKS,
     ),
     "with `max_restarts`": WITH_RESTARTS,
-    "with `experts.ranks`": WITH_EXPERT_RANKS,
+    "with `experts.ranks`": (*WITH_EXPERT_RANKS, *MODELS_OF_EXPERT_RANKS),
 }
 """All rows, by the worlds in which they are refused."""
 
@@ -365,3 +401,24 @@ def refuse_first(rows: Sequence[Refusal[Asked]], asked: Asked) -> None:
     """
     for refusal in rows:
         refusal.check(asked)
+
+
+def refuse_ranks(checkpoint: CheckpointOnCpus, *, has_cpu: bool, has_experts: bool) -> None:
+    """Raise for a model that CPU ranks or expert ranks cannot compute.
+
+    The engine asks before it starts ranks, the choice of a layout and `ray-hetero plan` before
+    they propose them.
+
+    Args:
+        checkpoint: the model.
+        has_cpu: whether a rank of a stage is a CPU socket.
+        has_experts: whether there are expert ranks.
+
+    Raises:
+        UnsupportedError: says what they lack, and what to do instead.
+
+    """
+    if has_cpu:
+        refuse_first(MODELS_OF_CPU_RANKS, checkpoint)
+    if has_experts:
+        refuse_first(MODELS_OF_EXPERT_RANKS, checkpoint)

@@ -6,7 +6,7 @@ Which formats of quantised checkpoints have one is said in compat/checkpoint_for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from placement.model.config import EXPERT_KEYS
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = {"mamba": "Mamba"}
 """Architectures without a kernel → what the layers are: their selective scan is not there."""
+GATELESS = ("relu2",)
+"""Activations by which a configuration says that its MLPs have no gate."""
 KEPT = ("ignore", "modules_to_not_convert", "exclude_modules")
 """Keys under which a checkpoint names modules that it does not quantise."""
 
@@ -34,6 +36,8 @@ class CheckpointOnCpus:
     """Whether it is a mixture of experts."""
     linear_kernel: str
     """Setting `cpu.linear_kernel`."""
+    text: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration of the language model: `text_config`, or the whole."""
 
     @classmethod
     def of_model(cls, model: ModelConfig, linear_kernel: str) -> CheckpointOnCpus:
@@ -45,18 +49,22 @@ class CheckpointOnCpus:
             model.hf_config.model_type,
             has_experts=model.get_num_experts() > 0,
             linear_kernel=linear_kernel,
+            text=model.hf_text_config.to_dict(),
         )
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], linear_kernel: str) -> CheckpointOnCpus:
         """Take what the `config.json` of a checkpoint says."""
         scheme = config.get("quantization_config") or {}
+        nested = config.get("text_config")
+        text = nested if isinstance(nested, Mapping) else config
         return cls(
             str(scheme.get("quant_method", "")),
             scheme,
             str(config.get("model_type", "")),
-            has_experts=any(config.get(key) for key in EXPERT_KEYS),
+            has_experts=any(text.get(key) for key in EXPERT_KEYS),
             linear_kernel=linear_kernel,
+            text=text,
         )
 
 
@@ -88,6 +96,33 @@ def _first(checkpoint: CheckpointOnCpus, lacks: Callable[[CheckpointFormat], boo
 def architecture_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
     """What layers of an architecture have no CPU kernel; None where all have, or nobody knows."""
     return MODEL_TYPES.get(checkpoint.model_type)
+
+
+def sparse_attention(checkpoint: CheckpointOnCpus) -> str | None:
+    """The sparse attention of a model, as its configuration names it; None where it has none.
+
+    DeepSeek V3.2 and V4, GLM-5 and their relatives say how many tokens their indexer keeps;
+    MiniMax M3 has a section of its own.
+    """
+    kept = checkpoint.text.get("index_topk")
+    if kept:
+        return f"sparse attention (an indexer keeps {kept} tokens)"
+    return "sparse attention" if checkpoint.text.get("sparse_attention_config") else None
+
+
+def router_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
+    """What scores of a router vLLM's CPU router does not know; None where it knows them."""
+    text = checkpoint.text
+    if not checkpoint.has_experts or text.get("n_group") or text.get("topk_group"):
+        return None
+    return "sigmoid routing without groups" if text.get("scoring_func") == "sigmoid" else None
+
+
+def experts_without_gate(checkpoint: CheckpointOnCpus) -> str | None:
+    """The activation of routed experts that have no gate; None where they have one."""
+    text = checkpoint.text
+    act = text.get("mlp_hidden_act") or text.get("hidden_act")
+    return f"without a gate ({act})" if checkpoint.has_experts and act in GATELESS else None
 
 
 def _keeps_experts(scheme: Mapping[str, Any]) -> bool:

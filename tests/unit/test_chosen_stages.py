@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 from plan_cases import config_of
 from vllm.engine.arg_utils import EngineArgs
 
+from placement.errors import DoesNotFitError
 from placement.plan.described import described
+from ray_hetero.compat import engine_environment
 from ray_hetero.config import HeteroConfig
 from ray_hetero.launch import chosen_stages
-from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
+from ray_hetero.launch.chosen_stages import AUTO_LENGTH, choose_stages, settle_experts, take_sizes
 from ray_hetero.planning.machine import Machine
 
 XEON = {"part": "Xeon 8480+", "cores": 56, "memory_gib": 512}
@@ -31,7 +35,7 @@ def arguments(tmp_path: Path) -> EngineArgs:
 def on(monkeypatch: pytest.MonkeyPatch, **node: Any) -> None:
     nodes = described({"nodes": [{"name": "a", **node}]}).as_nodes()
     machine = Machine(nodes, lambda seats, threads: {})
-    monkeypatch.setattr(chosen_stages, "_machine", lambda config: machine)
+    monkeypatch.setattr(chosen_stages, "found_machine", lambda config, group: nullcontext(machine))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +103,6 @@ def test_auto_is_no_expert_rank_where_these_are_refused(
 def test_what_was_asked_for_wins(arguments: EngineArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, sockets={**XEON, "count": 2})
     config = HeteroConfig()
-    assert choose_stages(arguments, config, group="a group", engines=1) is config
-    assert choose_stages(arguments, config, group=None, engines=2) is config
     given = HeteroConfig(layout=[["cpu"]])
     assert choose_stages(arguments, given, group=None, engines=1) is given
     arguments.pipeline_parallel_size = 2
@@ -116,10 +118,76 @@ def test_a_layout_gives_the_sizes_that_were_left_out(arguments: EngineArgs) -> N
     assert (arguments.pipeline_parallel_size, arguments.tensor_parallel_size) == (1, 2)
 
 
-@pytest.mark.parametrize("name", ["RAY_ADDRESS", "RAY_OVERRIDE_RESOURCES"])
-def test_a_cluster_that_is_not_connected_to_is_not_guessed(
-    name: str, arguments: EngineArgs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("sockets", "layout"), [(1, None), (2, [["cpu"]]), (4, [["cpu", "cpu"]])])
+def test_engines_of_one_server_share_the_sockets(
+    sockets: int,
+    layout: list[list[str]] | None,
+    arguments: EngineArgs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(name, "x")
+    on(monkeypatch, sockets={**XEON, "count": sockets})
+    if layout is None:
+        with pytest.raises(DoesNotFitError, match="there is no device to plan on"):
+            choose_stages(arguments, HeteroConfig(), group=None, engines=2)
+        return
+    assert choose_stages(arguments, HeteroConfig(), group=None, engines=2).layout == layout
+
+
+def test_a_device_that_is_not_known_is_a_warning_that_says_what_to_type(
+    arguments: EngineArgs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = {"memory_gib": 24, "read_gb_s": 1000, "bf16_tflop_s": 100, "name": "Z9"}
+    on(monkeypatch, gpus=gpu, sockets=XEON)
     config = HeteroConfig()
     assert choose_stages(arguments, config, group=None, engines=1) is config
+    (record,) = (one for one in caplog.records if one.levelname == "WARNING")
+    assert "the memory bandwidth of Z9 on node a is not known" in record.message
+    assert "set gpu.bandwidth_gb_s" in record.message
+    assert "The engine takes one rank" in record.message
+    assert "--pipeline-parallel-size 2" in record.message
+    assert not caplog.records[-1].message.startswith("stages: ")
+
+
+def test_what_does_not_fit_is_an_error_before_anything_is_loaded(
+    arguments: EngineArgs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on(monkeypatch, sockets={**XEON, "memory_gib": 12})
+    with pytest.raises(DoesNotFitError, match="does not fit"):
+        choose_stages(arguments, HeteroConfig(), group=None, engines=1)
+    # What another engine holds may be free by the time that this one plans.
+    nodes = described({"nodes": [{"name": "a", "sockets": {**XEON, "memory_gib": 12}}]}).as_nodes()
+    held = tuple(replace(node, holders=("engine 7",)) for node in nodes)
+    monkeypatch.setattr(
+        chosen_stages, "found_machine",
+        lambda config, group: nullcontext(Machine(held, lambda seats, threads: {})),
+    )  # fmt: skip
+    config = HeteroConfig()
+    assert choose_stages(arguments, config, group=None, engines=1) is config
+    assert "what other engines leave is not enough" in caplog.text
+
+
+def test_the_longest_length_is_what_fits(
+    arguments: EngineArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131072}))
+    on(monkeypatch, gpus={"part": "L40S", "memory_gib": 26}, sockets={**XEON, "count": 2})
+    arguments.max_model_len = AUTO_LENGTH
+    assert choose_stages(arguments, HeteroConfig(), group=None, engines=1).layout == [["gpu"]]
+    # 131,072 bytes a token, in what 15 GiB of weights leave.
+    assert 40_000 < arguments.max_model_len < 70_000
+
+
+def test_processes_of_a_server_take_what_their_parent_has_chosen(
+    arguments: EngineArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, sockets={**XEON, "count": 2})
+    chosen = choose_stages(arguments, HeteroConfig(), group=None, engines=1)
+    # The engine has the sockets by then.
+    on(monkeypatch, sockets={**XEON, "count": 1})
+    arguments.tensor_parallel_size = 1
+    monkeypatch.setattr(chosen_stages.multiprocessing, "parent_process", lambda: "a parent")
+    again = choose_stages(arguments, HeteroConfig(), group=None, engines=1)
+    engine_environment.take_back()
+    assert again == chosen
+    assert arguments.tensor_parallel_size == 2

@@ -220,7 +220,7 @@ def test_a_plan_is_of_what_was_asked(
     }
     if options.keys() & {"--batch", "--context", "--max-sequences"}:
         asked["batch"] = options.get("--batch", 1)
-        asked["max_sequences"] = options.get("--max-sequences", asked["batch"])
+        asked["max_sequences"] = options.get("--max-sequences", 1)
     assert {key: plan[key] for key in asked} == asked
     if "--layers" in options:
         assert plan["layer_partition"] == [int(part) for part in options["--layers"].split(",")]

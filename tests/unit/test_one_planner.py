@@ -13,7 +13,7 @@ from plan_cases import LLAMA_8B, LLAMA_70B, config_of
 from typer.testing import CliRunner
 
 from placement.cluster.assignment import Node
-from placement.model.reading import shape_from_config
+from placement.model.reading import UnknownModelError, shape_from_config
 from placement.plan.described import described
 from ray_hetero.cli.plan import plan as plan_command
 from ray_hetero.config import HeteroConfig
@@ -26,6 +26,7 @@ from ray_hetero.planning.engine_facts import (
 )
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.layout_choice import choose_layout, layout_of, layouts_to_try
+from ray_hetero.planning.seat_devices import UnknownDeviceError
 
 XEON = {"part": "Xeon 8480+", "cores": 56, "memory_gib": 512}
 AMX = {"instruction_sets": ["amx_bf16", "avx512f"]}
@@ -163,13 +164,15 @@ def test_what_is_chosen_where_nothing_is_asked_for(
         assert all(0.99 * choice.chosen.step_s <= other.step_s for other in fitting)
 
 
-def test_a_device_that_is_not_known_leaves_the_choice_to_the_user() -> None:
+def test_what_is_not_known_is_said_where_the_choice_is_left_to_the_user() -> None:
     gpu = {"memory_gib": 80, "read_gb_s": 3000, "bf16_tflop_s": 900, "name": "Z9"}
     # Figures of the description are not handed to the engine, as of a real GPU that is not known.
-    assert chosen(LLAMA_8B, {"name": "a", "gpus": gpu, "sockets": {**XEON, "count": 1}}) is None
+    with pytest.raises(UnknownDeviceError, match=r"of Z9 on node a is .* set gpu\.bandwidth_gb_s"):
+        chosen(LLAMA_8B, {"name": "a", "gpus": gpu, "sockets": {**XEON, "count": 1}})
     nothing = EngineFacts(None, "why", 32, 4096, 256, 2048, 0.92)
     nodes = described({"nodes": MACHINES["two sockets"]}).as_nodes()
-    assert choose_layout(HeteroConfig(), nodes, nothing, measure=unmeasured) is None
+    with pytest.raises(UnknownModelError, match="why"):
+        choose_layout(HeteroConfig(), nodes, nothing, measure=unmeasured)
 
 
 def test_stages_have_sizes_that_divide_the_heads() -> None:

@@ -23,7 +23,6 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.quantise_first import FP8_IN_BLOCKS, INTEGERS_OF_4_BITS
-from ray_hetero.planning.split_search import Asked
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/gpu-host"
 CLOSE = 0.08
@@ -51,11 +50,13 @@ def split_of(
     parts = {key: SOCKET[key] // sockets for key in ("cores", "read_gb_s", "memory_gib")}
     node = {"name": "a", "gpus": GPU, "sockets": {**SOCKET, **parts, "count": sockets}}
     found = plan_layers(
-        HeteroConfig(layout=[list(stage) for stage in layout], layers=[16, 16], cpu=cpu),
+        HeteroConfig(
+            layout=[list(stage) for stage in layout], layers=[16, 16], cpu=cpu,
+            workload={"users": 1, "context": context},
+        ),
         described({"nodes": [node]}).as_nodes(), facts,
         pipeline_parallel_size=2, tensor_parallel_size=max(map(len, layout)), partition=None,
         measure=lambda seats, threads: {seat.rank: 1e9 * parts["read_gb_s"] for seat in seats},
-        asked=Asked(1, context, 1),
     )  # fmt: skip
     assert found.split is not None
     return found.split

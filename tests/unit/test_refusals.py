@@ -23,6 +23,7 @@ from ray_hetero.preflight.refusals import (
     DRAFTING_OF_CPU_RANKS,
     ENGINES_OF_CPU_RANKS,
     MODELS_OF_CPU_RANKS,
+    MODELS_OF_EXPERT_RANKS,
     REFUSALS,
     SCHEDULING_OF_CPU_RANKS,
     WITH_CPU_RANKS,
@@ -88,7 +89,7 @@ def test_every_refusal_is_tested() -> None:
 def test_every_row_is_in_one_table() -> None:
     tables = (
         ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
-        DRAFTING_OF_CPU_RANKS, SCHEDULING_OF_CPU_RANKS, WITH_EXPERT_RANKS,
+        DRAFTING_OF_CPU_RANKS, SCHEDULING_OF_CPU_RANKS, WITH_EXPERT_RANKS, MODELS_OF_EXPERT_RANKS,
     )  # fmt: skip
     options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
     assert sorted(options) == sorted(refusal.option for table in tables for refusal in table)

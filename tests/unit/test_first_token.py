@@ -1,0 +1,99 @@
+"""What the choice of a layout looks at beside its decode step: first tokens, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_cases import config_of
+
+from placement.model.reading import shape_from_config
+from placement.plan.described import described
+from ray_hetero.config import HeteroConfig
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.layout_choice import Choice, choose_layout
+from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
+
+AIR = config_of(
+    "glm4_moe", 46, 4096, 10944, (96, 8), 151552, n_routed_experts=128, num_experts_per_tok=8,
+    moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1, head_dim=128,
+)  # fmt: skip
+SLOW: dict[str, Any] = {
+    "name": "a",
+    "gpus": {"part": "L40S"},
+    "sockets": {"cores": 32, "memory_gib": 512, "read_gb_s": 460, "bf16_tflop_s": 2.9},
+}
+
+
+def chosen(config: dict[str, Any], node: dict[str, Any], length: int, **settings: Any) -> Choice:
+    cluster = described({"nodes": [node]})
+    shape = shape_from_config(config)
+    facts = EngineFacts(shape, "", len(shape.layers), length, 256, 2048, 0.92)
+    return choose_layout(
+        HeteroConfig.model_validate(settings), cluster.as_nodes(), facts,
+        measure=lambda seats, threads: {}, described=cluster.device_of,
+        checkpoint=CheckpointOnCpus.of_config(config, "auto"),
+    )  # fmt: skip
+
+
+def test_a_first_token_that_takes_too_long_loses_to_one_in_time() -> None:
+    patient = chosen(AIR, SLOW, 32768, workload={"first_token_s": 3600})
+    looked_at = (patient.chosen, *patient.others)
+    fitting = [one for one in looked_at if one.plan is not None]
+    soonest = min(fitting, key=lambda one: one.first_token_s)
+    slower = [one for one in fitting if one.first_token_s > 1.2 * soonest.first_token_s]
+    assert slower
+    assert all(0.99 * patient.chosen.step_s <= one.step_s for one in fitting)
+    limit = 1.15 * soonest.first_token_s
+    hurried = chosen(AIR, SLOW, 32768, workload={"first_token_s": limit})
+    assert hurried.chosen.first_token_s <= limit
+    if patient.chosen.first_token_s > limit:
+        assert "workload.first_token_s" in str(hurried)
+    # Nothing comes in time: what comes soonest, and not what decodes fastest.
+    never = chosen(AIR, SLOW, 32768, workload={"first_token_s": 0.001})
+    assert never.chosen.first_token_s <= 1.1 * soonest.first_token_s
+
+
+SPARSE = AIR | {"index_topk": 2048}
+NEMOTRON = AIR | {"hidden_act": "relu2"}
+MINIMAX = AIR | {"scoring_func": "sigmoid"}
+
+
+def test_layouts_that_cannot_compute_the_model_do_not_win() -> None:
+    choice = chosen(SPARSE, SLOW, 32768)
+    assert choice.chosen.experts
+    assert not choice.chosen.layout.count("cpu")
+    refused = [one for one in choice.others if one.is_refused]
+    assert refused
+    assert all(one.plan is None and one.layout.count("cpu") for one in refused)
+    assert "sparse attention (an indexer keeps 2048 tokens)" in refused[0].problem
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (SPARSE, "sparse attention"),
+        (MINIMAX, "sigmoid routing without groups"),
+        (NEMOTRON, r"without a gate \(relu2\)"),
+    ],
+)
+def test_what_no_rank_can_compute_is_refused_and_not_planned(
+    config: dict[str, Any], reason: str
+) -> None:
+    sockets = {**SLOW["sockets"], "count": 2}
+    with pytest.raises(UnsupportedError, match=reason):
+        chosen(config, {"name": "a", "sockets": sockets}, 32768)
+
+
+def test_the_reason_tells_weights_from_the_cache() -> None:
+    small = config_of("llama", 32, 4096, 14336, (32, 8), 128256)
+    gpu = {"part": "L40S", "memory_gib": 24}
+    node = {"name": "a", "gpus": gpu, "sockets": {"part": "EPYC 9654"}}
+    assert "the weights fit on the GPUs alone, but not with the KV cache" in str(
+        chosen(small, node, 131072)
+    )
+    assert "the model fits on one GPU alone" in str(chosen(small, node, 4096))
+    large = config_of("llama", 80, 8192, 28672, (64, 8), 128256)
+    node = {"name": "a", "gpus": gpu, "sockets": {"part": "EPYC 9654", "memory_gib": 512}}
+    assert "the model does not fit on the GPUs alone" in str(chosen(large, node, 8192))
