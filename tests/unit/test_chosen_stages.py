@@ -141,8 +141,8 @@ def test_a_device_that_is_not_known_is_a_warning_that_says_what_to_type(
     config = HeteroConfig()
     assert choose_stages(arguments, config, group=None, engines=1) is config
     (record,) = (one for one in caplog.records if one.levelname == "WARNING")
-    assert "the memory bandwidth of Z9 on node a is not known" in record.message
-    assert "set gpu.bandwidth_gb_s" in record.message
+    assert "Z9 (GPU 0 of node a): its memory bandwidth is not known" in record.message
+    assert "Set gpu.bandwidth_gb_s" in record.message
     assert "The engine takes one rank" in record.message
     assert "--pipeline-parallel-size 2" in record.message
     assert not caplog.records[-1].message.startswith("stages: ")
