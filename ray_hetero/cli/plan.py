@@ -13,7 +13,7 @@ import typer
 
 from placement.errors import LayoutError, PlacementError
 from placement.given import numbers, shown
-from placement.model.reading import read_config
+from placement.model.reading import UnknownModelError, read_config, shape_of
 from placement.model.shape import ModelShape
 from placement.plan.described import read_described
 from placement.plan.drafts import Drafter
@@ -186,7 +186,7 @@ def plan(
                 checkpoint=CheckpointOnCpus.of_config(content, config.cpu.linear_kernel),
                 acceptance=acceptance,
                 quantised=quantised_forms(content, computed, kv_cache_dtype),
-                in_8_bits=shape_of(path, computed, "fp8") if kv_cache_dtype == "auto" else None,
+                in_8_bits=_in_8_bits(path, computed) if kv_cache_dtype == "auto" else None,
                 is_length_auto=max_model_len == AUTO,
             )
         if svg is not None:
@@ -273,6 +273,14 @@ def _machine(topology: Path | None, config: HeteroConfig, *, cluster: bool) -> I
                 bandwidth_probe(nodes, CLUSTER_TIMEOUT_S),
                 measure_rows=rows_probe(nodes, cpu, CLUSTER_TIMEOUT_S),
             )
+
+
+def _in_8_bits(path: Path, dtype: str) -> ModelShape | None:
+    """The model with keys and values in 8 bits; None where only vLLM's class tells its sizes."""
+    try:
+        return shape_of(path, dtype, "fp8")
+    except UnknownModelError:
+        return None
 
 
 def _length(text: str | None) -> int | None:

@@ -167,7 +167,9 @@ def test_what_is_chosen_where_nothing_is_asked_for(
 def test_what_is_not_known_is_said_where_the_choice_is_left_to_the_user() -> None:
     gpu = {"memory_gib": 80, "read_gb_s": 3000, "bf16_tflop_s": 900, "name": "Z9"}
     # Figures of the description are not handed to the engine, as of a real GPU that is not known.
-    with pytest.raises(UnknownDeviceError, match=r"^Z9 \(GPU 0 of node a\): .* Set gpu\.bandwidth_gb_s"):
+    with pytest.raises(
+        UnknownDeviceError, match=r"^Z9 \(GPU 0 of node a\): .* Set gpu\.bandwidth_gb_s"
+    ):
         chosen(LLAMA_8B, {"name": "a", "gpus": gpu, "sockets": {**XEON, "count": 1}})
     nothing = EngineFacts(None, "why", 32, 4096, 256, 2048, 0.92)
     nodes = described({"nodes": MACHINES["two sockets"]}).as_nodes()
