@@ -11,7 +11,8 @@ from __future__ import annotations
 from page_blocks import DOCS, replaced, table
 
 from ray_hetero.compat.fused_architectures import ARCHITECTURES
-from ray_hetero.preflight.refusals import REFUSALS, Refusal
+from ray_hetero.preflight.refusal import Refusal
+from ray_hetero.preflight.refusals import REFUSALS
 
 PAGE = DOCS / "compatibility.md"
 BEGIN = "<!-- refusals: written by tools/write_compatibility_page.py -->"

@@ -30,13 +30,13 @@ from ray_hetero.planning.rank_devices import reads_over_link
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.heads import refuse_heads
+from ray_hetero.preflight.refusal import refuse_first
 from ray_hetero.preflight.refusals import (
     DRAFTING_OF_CPU_RANKS,
     ENGINES_OF_CPU_RANKS,
     SCHEDULING_OF_CPU_RANKS,
-    refuse_first,
-    refuse_ranks,
 )
+from ray_hetero.preflight.refused_models import refuse_ranks
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 from ray_hetero.preflight.unsupported_drafters import Drafting
 from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle

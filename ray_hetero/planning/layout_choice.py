@@ -30,7 +30,7 @@ from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.seat_devices import UnknownDeviceError
 from ray_hetero.planning.split_search import PRICED_CONTEXT
 from ray_hetero.planning.world_plan import with_chosen_sockets
-from ray_hetero.preflight.refusals import refuse_ranks
+from ray_hetero.preflight.refused_models import refuse_ranks
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 EXPERTS_KEY = '"experts": {"ranks": "auto"}'

@@ -25,7 +25,7 @@ from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
 from ray_hetero.planning.seat_devices import UnknownDeviceError
-from ray_hetero.preflight.refusals import refuse_ranks
+from ray_hetero.preflight.refused_models import refuse_ranks
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 USUAL_USERS = (1, 4, 16, 64)

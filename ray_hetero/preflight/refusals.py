@@ -13,23 +13,13 @@ which knows the kernel that the process has).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ray_hetero.config import HeteroConfig
-from ray_hetero.errors import UnsupportedError
+from ray_hetero.preflight.refusal import Refusal, refuse_first
+from ray_hetero.preflight.refused_models import MODELS_OF_CPU_RANKS, MODELS_OF_EXPERT_RANKS
 from ray_hetero.preflight.settings import check_settings
-from ray_hetero.preflight.unsupported_checkpoints import (
-    CheckpointOnCpus,
-    architecture_without_kernel,
-    experts_without_gate,
-    experts_without_kernel,
-    layers_only_streamed,
-    layers_without_kernel,
-    router_without_kernel,
-    sparse_attention,
-)
 from ray_hetero.preflight.unsupported_drafters import (
     METHODS,
     Drafting,
@@ -45,37 +35,6 @@ from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle_to_
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
-
-Asked = TypeVar("Asked")
-"""Type that a refusal looks at: arguments of vLLM's, or a part of its configuration."""
-
-
-@dataclass(frozen=True)
-class Refusal(Generic[Asked]):
-    """One thing that does not work."""
-
-    option: str
-    """Option that is refused; `{found}` stands for what was asked for."""
-    is_asked: Callable[[Asked], object]
-    """Function that returns what was asked for; nothing, or something false, where it was not."""
-    why: str
-    instead: str = "Leave it out."
-    seen: str = ""
-    """Result of trying the option, for the compatibility page."""
-
-    def check(self, asked: Asked) -> None:
-        """Raise if it is asked for.
-
-        Raises:
-            UnsupportedError: says what, why, and what to do instead.
-
-        """
-        if found := self.is_asked(asked):
-            what = self.option.format(found=found)
-            raise UnsupportedError(
-                f"{what} does not work with ray_hetero: {self.why}. {self.instead}"
-            )
-
 
 ALWAYS: Sequence[Refusal[EngineArgs]] = (
     Refusal("--nnodes", lambda args: args.nnodes > 1, "Ray places the ranks; leave it at 1"),
@@ -219,71 +178,6 @@ WITH_RESTARTS: Sequence[Refusal[EngineArgs]] = (
 )
 """Refused where an engine may start its ranks again."""
 
-MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
-    Refusal(
-        "a checkpoint with {found} layers",
-        layers_without_kernel,
-        "vLLM loads them for kernels of GPUs only",
-        "Take the model as 8-bit integers, 4-bit AWQ or GPTQ, or unquantised, or write a layout "
-        "without CPU ranks.",
-        seen="Which formats CPU ranks compute: the tables below.",
-    ),
-    Refusal(
-        "cpu.linear_kernel vllm beside a checkpoint with {found} layers",
-        layers_only_streamed,
-        "vLLM has no CPU kernel for them, and this project's kernels are not to be taken",
-        "Leave cpu.linear_kernel out.",
-    ),
-    Refusal(
-        "a mixture of experts in {found}",
-        experts_without_kernel,
-        "vLLM has no CPU form of experts in this format, which this project's kernel takes the "
-        "place of",
-        "Take the model as FP8 in blocks, as 4-bit integers, or unquantised, or write a layout "
-        "without CPU ranks.",
-    ),
-    Refusal(
-        "a model with {found} layers",
-        architecture_without_kernel,
-        "vLLM's CPU kernels lack their selective scan",
-        "Write a layout without CPU ranks.",
-    ),
-    Refusal(
-        "a model with {found}",
-        sparse_attention,
-        "neither vLLM nor this project has CPU kernels for it",
-        "Keep attention on GPUs: leave the layout out where they hold all but the routed experts, "
-        "which expert ranks compute, or write a layout without CPU ranks.",
-        seen="The ranks ended while they loaded the model: vLLM's CPU platform has no such "
-        "backend.",
-    ),
-    Refusal(
-        "a mixture of experts with {found}",
-        router_without_kernel,
-        "vLLM's router on CPUs knows sigmoids in groups only, and ends the rank otherwise",
-        "Write a layout without CPU ranks, or one of GPUs beside expert ranks.",
-        seen="The ranks ended while they warmed up.",
-    ),
-    Refusal(
-        "a mixture of experts {found}",
-        experts_without_gate,
-        "nobody's CPU kernel computes experts without a gate",
-        "Write a layout without CPU ranks.",
-        seen="vLLM's CPU experts refuse them.",
-    ),
-)
-"""Models that are refused in a world with CPU ranks."""
-
-MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
-    Refusal(
-        "experts.ranks for a mixture of experts {found}",
-        experts_without_gate,
-        "this project's kernels compute experts with a gate only",
-        'Leave the experts on the GPUs: "experts": {"ranks": 0}.',
-    ),
-)
-"""Models that are refused where expert ranks are to compute their experts."""
-
 ENGINES_OF_CPU_RANKS: Sequence[Refusal[ParallelConfig]] = (
     Refusal(
         "--data-parallel-size {found} for a model with experts",
@@ -386,39 +280,3 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stoc
     asked = [*ALWAYS, *(() if is_stock else WITH_CPU_RANKS)]
     asked += WITH_EXPERT_RANKS if config.experts.ranks not in (0, "auto") else ()
     refuse_first((*asked, *(WITH_RESTARTS if config.max_restarts else ())), engine_args)
-
-
-def refuse_first(rows: Sequence[Refusal[Asked]], asked: Asked) -> None:
-    """Raise for the first row of a table that applies.
-
-    Args:
-        rows: such as `MODELS_OF_CPU_RANKS`.
-        asked: what they look at.
-
-    Raises:
-        UnsupportedError: one applies.
-
-    """
-    for refusal in rows:
-        refusal.check(asked)
-
-
-def refuse_ranks(checkpoint: CheckpointOnCpus, *, has_cpu: bool, has_experts: bool) -> None:
-    """Raise for a model that CPU ranks or expert ranks cannot compute.
-
-    The engine asks before it starts ranks, the choice of a layout and `ray-hetero plan` before
-    they propose them.
-
-    Args:
-        checkpoint: the model.
-        has_cpu: whether a rank of a stage is a CPU socket.
-        has_experts: whether there are expert ranks.
-
-    Raises:
-        UnsupportedError: says what they lack, and what to do instead.
-
-    """
-    if has_cpu:
-        refuse_first(MODELS_OF_CPU_RANKS, checkpoint)
-    if has_experts:
-        refuse_first(MODELS_OF_EXPERT_RANKS, checkpoint)

@@ -11,7 +11,8 @@ import pytest
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.launch import data_parallel
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
-from ray_hetero.preflight.refusals import ENGINES_OF_CPU_RANKS, refuse_first
+from ray_hetero.preflight.refusal import refuse_first
+from ray_hetero.preflight.refusals import ENGINES_OF_CPU_RANKS
 
 STARTED = "10.0.0.1:6379"
 

@@ -18,20 +18,19 @@ from ray_hetero.compat.late_tokens import schedule_ahead
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
 from ray_hetero.preflight import unsupported_drafters
+from ray_hetero.preflight.refusal import refuse_first
 from ray_hetero.preflight.refusals import (
     ALWAYS,
     DRAFTING_OF_CPU_RANKS,
     ENGINES_OF_CPU_RANKS,
-    MODELS_OF_CPU_RANKS,
-    MODELS_OF_EXPERT_RANKS,
     REFUSALS,
     SCHEDULING_OF_CPU_RANKS,
     WITH_CPU_RANKS,
     WITH_EXPERT_RANKS,
     WITH_RESTARTS,
-    refuse_first,
     refuse_unsupported,
 )
+from ray_hetero.preflight.refused_models import MODELS_OF_CPU_RANKS, MODELS_OF_EXPERT_RANKS
 from ray_hetero.preflight.unsupported_drafters import METHODS, Drafting
 from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle
 

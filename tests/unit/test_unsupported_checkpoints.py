@@ -9,7 +9,8 @@ import pytest
 
 from ray_hetero.cli.demo.stored import FORMATS
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.preflight.refusals import MODELS_OF_CPU_RANKS, refuse_first
+from ray_hetero.preflight.refusal import refuse_first
+from ray_hetero.preflight.refused_models import MODELS_OF_CPU_RANKS
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 COMPRESSED = "compressed-tensors"

@@ -1,0 +1,103 @@
+"""Models that are refused where CPU ranks or expert ranks are to compute them, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ray_hetero.preflight.refusal import Refusal, refuse_first
+from ray_hetero.preflight.unsupported_checkpoints import (
+    CheckpointOnCpus,
+    architecture_without_kernel,
+    experts_without_gate,
+    experts_without_kernel,
+    layers_only_streamed,
+    layers_without_kernel,
+    router_without_kernel,
+    sparse_attention,
+)
+
+MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
+    Refusal(
+        "a checkpoint with {found} layers",
+        layers_without_kernel,
+        "vLLM loads them for kernels of GPUs only",
+        "Take the model as 8-bit integers, 4-bit AWQ or GPTQ, or unquantised, or write a layout "
+        "without CPU ranks.",
+        seen="Which formats CPU ranks compute: the tables below.",
+    ),
+    Refusal(
+        "cpu.linear_kernel vllm beside a checkpoint with {found} layers",
+        layers_only_streamed,
+        "vLLM has no CPU kernel for them, and this project's kernels are not to be taken",
+        "Leave cpu.linear_kernel out.",
+    ),
+    Refusal(
+        "a mixture of experts in {found}",
+        experts_without_kernel,
+        "vLLM has no CPU form of experts in this format, which this project's kernel takes the "
+        "place of",
+        "Take the model as FP8 in blocks, as 4-bit integers, or unquantised, or write a layout "
+        "without CPU ranks.",
+    ),
+    Refusal(
+        "a model with {found} layers",
+        architecture_without_kernel,
+        "vLLM's CPU kernels lack their selective scan",
+        "Write a layout without CPU ranks.",
+    ),
+    Refusal(
+        "a model with {found}",
+        sparse_attention,
+        "neither vLLM nor this project has CPU kernels for it",
+        "Keep attention on GPUs: leave the layout out where they hold all but the routed experts, "
+        "which expert ranks compute, or write a layout without CPU ranks.",
+        seen="The ranks ended while they loaded the model: vLLM's CPU platform has no such "
+        "backend.",
+    ),
+    Refusal(
+        "a mixture of experts with {found}",
+        router_without_kernel,
+        "vLLM's router on CPUs knows sigmoids in groups only, and ends the rank otherwise",
+        "Write a layout without CPU ranks, or one of GPUs beside expert ranks.",
+        seen="The ranks ended while they warmed up.",
+    ),
+    Refusal(
+        "a mixture of experts {found}",
+        experts_without_gate,
+        "nobody's CPU kernel computes experts without a gate",
+        "Write a layout without CPU ranks.",
+        seen="vLLM's CPU experts refuse them.",
+    ),
+)
+"""Models that are refused in a world with CPU ranks."""
+
+MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
+    Refusal(
+        "experts.ranks for a mixture of experts {found}",
+        experts_without_gate,
+        "this project's kernels compute experts with a gate only",
+        'Leave the experts on the GPUs: "experts": {"ranks": 0}.',
+    ),
+)
+"""Models that are refused where expert ranks are to compute their experts."""
+
+
+def refuse_ranks(checkpoint: CheckpointOnCpus, *, has_cpu: bool, has_experts: bool) -> None:
+    """Raise for a model that CPU ranks or expert ranks cannot compute.
+
+    The engine asks before it starts ranks, the choice of a layout and `ray-hetero plan` before
+    they propose them.
+
+    Args:
+        checkpoint: the model.
+        has_cpu: whether a rank of a stage is a CPU socket.
+        has_experts: whether there are expert ranks.
+
+    Raises:
+        UnsupportedError: says what they lack, and what to do instead.
+
+    """
+    if has_cpu:
+        refuse_first(MODELS_OF_CPU_RANKS, checkpoint)
+    if has_experts:
+        refuse_first(MODELS_OF_EXPERT_RANKS, checkpoint)
