@@ -8,11 +8,9 @@ from ray_hetero.preflight.refusal import Refusal, refuse_first
 from ray_hetero.preflight.unsupported_checkpoints import (
     CheckpointOnCpus,
     architecture_without_kernel,
-    experts_without_gate,
     experts_without_kernel,
     layers_only_streamed,
     layers_without_kernel,
-    router_without_kernel,
     sparse_attention,
 )
 
@@ -54,29 +52,16 @@ MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
         seen="The ranks ended while they loaded the model: vLLM's CPU platform has no such "
         "backend.",
     ),
-    Refusal(
-        "a mixture of experts with {found}",
-        router_without_kernel,
-        "vLLM's router on CPUs knows sigmoids in groups only, and ends the rank otherwise",
-        "Write a layout without CPU ranks, or one of GPUs beside expert ranks.",
-        seen="The ranks ended while they warmed up.",
-    ),
-    Refusal(
-        "a mixture of experts {found}",
-        experts_without_gate,
-        "nobody's CPU kernel computes experts without a gate",
-        "Write a layout without CPU ranks.",
-        seen="vLLM's CPU experts refuse them.",
-    ),
 )
 """Models that are refused in a world with CPU ranks."""
 
 MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
     Refusal(
-        "experts.ranks for a mixture of experts {found}",
-        experts_without_gate,
-        "this project's kernels compute experts with a gate only",
-        'Leave the experts on the GPUs: "experts": {"ranks": 0}.',
+        "experts.ranks for a mixture of experts in {found}",
+        experts_without_kernel,
+        "this project has no kernels for experts in this format",
+        "Take the model as FP8 in blocks, as 4-bit integers, or unquantised, or leave the experts "
+        'on the GPUs: "experts": {"ranks": 0}.',
     ),
 )
 """Models that are refused where expert ranks are to compute their experts."""

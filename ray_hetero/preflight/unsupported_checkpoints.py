@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = {"mamba": "Mamba"}
 """Architectures without a kernel → what the layers are: their selective scan is not there."""
-GATELESS = ("relu2",)
-"""Activations by which a configuration says that its MLPs have no gate."""
 KEPT = ("ignore", "modules_to_not_convert", "exclude_modules")
 """Keys under which a checkpoint names modules that it does not quantise."""
 
@@ -108,21 +106,6 @@ def sparse_attention(checkpoint: CheckpointOnCpus) -> str | None:
     if kept:
         return f"sparse attention (an indexer keeps {kept} tokens)"
     return "sparse attention" if checkpoint.text.get("sparse_attention_config") else None
-
-
-def router_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
-    """What scores of a router vLLM's CPU router does not know; None where it knows them."""
-    text = checkpoint.text
-    if not checkpoint.has_experts or text.get("n_group") or text.get("topk_group"):
-        return None
-    return "sigmoid routing without groups" if text.get("scoring_func") == "sigmoid" else None
-
-
-def experts_without_gate(checkpoint: CheckpointOnCpus) -> str | None:
-    """The activation of routed experts that have no gate; None where they have one."""
-    text = checkpoint.text
-    act = text.get("mlp_hidden_act") or text.get("hidden_act")
-    return f"without a gate ({act})" if checkpoint.has_experts and act in GATELESS else None
 
 
 def _keeps_experts(scheme: Mapping[str, Any]) -> bool:

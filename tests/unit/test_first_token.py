@@ -13,6 +13,7 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layout_choice import Choice, choose_layout
+from ray_hetero.preflight.refused_models import refuse_ranks
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 AIR = config_of(
@@ -56,8 +57,6 @@ def test_a_first_token_that_takes_too_long_loses_to_one_in_time() -> None:
 
 
 SPARSE = AIR | {"index_topk": 2048}
-NEMOTRON = AIR | {"hidden_act": "relu2"}
-MINIMAX = AIR | {"scoring_func": "sigmoid"}
 
 
 def test_layouts_that_cannot_compute_the_model_do_not_win() -> None:
@@ -70,20 +69,20 @@ def test_layouts_that_cannot_compute_the_model_do_not_win() -> None:
     assert "sparse attention (an indexer keeps 2048 tokens)" in refused[0].problem
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (SPARSE, "sparse attention"),
-        (MINIMAX, "sigmoid routing without groups"),
-        (NEMOTRON, r"without a gate \(relu2\)"),
-    ],
-)
-def test_what_no_rank_can_compute_is_refused_and_not_planned(
-    config: dict[str, Any], reason: str
-) -> None:
+def test_what_no_rank_can_compute_is_refused_and_not_planned() -> None:
     sockets = {**SLOW["sockets"], "count": 2}
-    with pytest.raises(UnsupportedError, match=reason):
-        chosen(config, {"name": "a", "sockets": sockets}, 32768)
+    with pytest.raises(UnsupportedError, match="sparse attention"):
+        chosen(SPARSE, {"name": "a", "sockets": sockets}, 32768)
+
+
+def test_experts_in_a_format_without_kernels_are_left_to_the_gpus() -> None:
+    scheme = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    checkpoint = CheckpointOnCpus.of_config(AIR | {"quantization_config": scheme}, "auto")
+    with pytest.raises(
+        UnsupportedError, match=r"experts in MXFP8 .* leave the experts on the GPUs"
+    ):
+        refuse_ranks(checkpoint, has_cpu=False, has_experts=True)
+    refuse_ranks(checkpoint, has_cpu=False, has_experts=False)
 
 
 def test_the_reason_tells_weights_from_the_cache() -> None:

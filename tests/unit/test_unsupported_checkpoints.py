@@ -31,6 +31,7 @@ def _model(
     given = {} if scheme is None else {"quantization_config": scheme}
     return SimpleNamespace(
         quantization=method,
+        hf_text_config=SimpleNamespace(to_dict=dict),
         hf_config=SimpleNamespace(model_type=model_type, **given),
         get_num_experts=lambda: experts,
     )
