@@ -169,7 +169,7 @@ def test_one_module_tells_vllm_the_layers_of_each_stage() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "engine_environment.put"
     }
-    assert put == {"AUTH_MODE", "RUNNER", "START_METHOD", "ray_ahead.VARIABLE"}
+    assert put == {"AUTH_MODE", "CHOSEN", "RUNNER", "START_METHOD", "ray_ahead.VARIABLE"}
 
 
 @pytest.mark.parametrize(
