@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,10 @@ from placement.plan.parts import part_called
 from ray_hetero.planning import socket_bandwidth
 from ray_hetero.planning.reading_together import Readers, reading_together
 from ray_hetero.planning.socket_bandwidth import measure_bandwidth
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import write_parts_page as parts_page
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,11 @@ from ray_hetero.planning.socket_bandwidth import measure_bandwidth
 def test_names_of_parts(name: str | None, part: str | None) -> None:
     found = part_called(name)
     assert (found.name if found else None) == part
+
+
+def test_the_page_has_the_parts() -> None:
+    page = parts_page.PAGE.read_text(encoding="utf-8")
+    assert parts_page.written(page) == page, "type: python tools/write_parts_page.py"
 
 
 class Probe:
