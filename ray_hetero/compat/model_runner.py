@@ -1,10 +1,48 @@
-"""vLLM's model runner on the ranks of a mixed tensor-parallel group."""
+"""vLLM's model runner: seeded requests on CPU ranks, and ranks of a mixed group."""
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from ray_hetero.compat.patching import original, replace
+
+
+def draw_for_kept_tokens_only(model_runner: Any) -> None:
+    """Let a CPU rank draw no number of a seeded request for a token that is not kept.
+
+    A step that computes a chunk of a prompt samples a token behind it, and drops it.  While the
+    runner samples, the generators of such requests are away.
+
+    Replaces: `GPUModelRunner.sample_tokens`.
+    Uses: `GPUModelRunner.discard_request_mask`, `GPUModelRunner.input_batch`,
+    `InputBatch.generators`, `InputBatch.num_reqs`.
+    Why: GPUModelRunner._bookkeeping_sync takes such a draw back by the generator's offset, which
+    torch's CPU generators do not have: their RuntimeError ends the engine, and with it the requests
+    of all other clients.
+    Can go when: vLLM's CPU runner computes a seeded prompt in chunks, with the tokens of one chunk.
+    """
+    for name in ("discard_request_mask", "input_batch"):
+        original(model_runner, name)
+
+    def make(sample_tokens: Any) -> Any:
+        @wraps(sample_tokens)
+        def sample_with_kept_generators(*args: Any, **kwargs: Any) -> Any:
+            batch = model_runner.input_batch
+            generators, dropped = batch.generators, model_runner.discard_request_mask.np
+            away = {
+                index: generators.pop(index)
+                for index in tuple(generators)
+                if index < batch.num_reqs and dropped[index]
+            }
+            try:
+                return sample_tokens(*args, **kwargs)
+            finally:
+                generators.update(away)
+
+        return sample_with_kept_generators
+
+    replace(model_runner, "sample_tokens", make)
 
 
 def share_samples(model_runner: Any) -> None:

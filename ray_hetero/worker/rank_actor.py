@@ -178,6 +178,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 "ray_hetero_whole_embedding": has_whole,
             }
         last_layer.install(self.worker.model_runner, self._vllm_config, world, seat)
+        if self.worker.model_runner.device.type == "cpu":
+            model_runner.draw_for_kept_tokens_only(self.worker.model_runner)
         if world.layout.is_mixed(seat.stage):
             model_runner.share_samples(self.worker.model_runner)
             model_runner.leave_graphs_out_of_profile(self.worker.model_runner)

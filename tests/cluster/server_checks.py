@@ -175,10 +175,15 @@ def test_logprobs_of_the_prompt(servers: Pair) -> None:
 
 
 def test_several_seeded_samples(servers: Pair) -> None:
-    # Short enough for one step: vLLM 0.32 on CPUs ends when it computes a seeded request in chunks.
-    request = {"prompt": long(15, seed=9), "n": 3, "temperature": 0.9, "top_p": 0.9, "seed": 11}
-    ours, stock = servers.complete(**request)
-    other = stock if servers.is_same_kind else complete(servers.ours, **request)
+    prompt = long(3 * CHUNK + 5, seed=9)
+    request = {"prompt": prompt, "n": 3, "temperature": 0.9, "top_p": 0.9, "seed": 11}
+    ours = complete(servers.ours, **request)
+    # vLLM 0.32 on CPUs ends when it computes a seeded request in chunks: stock is left with one.
+    whole = servers.stock if servers.is_same_kind else servers.ours
+    first = complete(whole, prompt=prompt, max_tokens=1)
+    other = complete(whole, **request)
+    assert first.usage.prompt_tokens == len(prompt) > CHUNK
+    assert other.usage.prompt_tokens_details.cached_tokens == 3 * CHUNK
     assert texts(ours) == texts(other)
     assert len(set(texts(ours))) == 3
     assert texts(complete(servers.ours, **{**request, "seed": 12})) != texts(ours)

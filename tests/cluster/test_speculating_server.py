@@ -17,6 +17,7 @@ import pytest
 from engines import STOP_SECONDS, Json, Model, Server, backend
 from leftovers import AGENTS_GONE_SECONDS, Scene, wait_until
 from server_checks import (  # noqa: F401
+    CHUNK,
     Pair,
     ask,
     beside_stock,
@@ -51,7 +52,8 @@ def servers(scene: Scene, logs: Path, model: Model) -> Iterator[Pair]:
 
 
 def test_seeded_samples_are_the_same_each_time(servers: Pair) -> None:
-    request = {"prompt": long(15, seed=9), "temperature": 0.9, "seed": 11, "max_tokens": 32}
+    prompt = long(CHUNK + 15, seed=9)
+    request = {"prompt": prompt, "temperature": 0.9, "seed": 11, "max_tokens": 32}
     said = texts(complete(servers.ours, **request))
     assert texts(complete(servers.ours, **request)) == said
     assert texts(complete(servers.ours, **{**request, "seed": 12})) != said

@@ -99,6 +99,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -254,6 +255,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("worker/warmup_actions", CPUWorker, "get_kv_cache_spec"),
     ("compat/cpu_worker", CPUWorker, "init_device"),
     ("compat/model_runner", GPUModelRunner, "_sample"),
+    ("compat/model_runner", GPUModelRunner, "sample_tokens"),
+    ("compat/model_runner", InputBatch, "num_reqs"),
     ("compat/late_tokens", GPUModelRunner, "_preprocess"),
     ("compat/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
     ("compat/spec_decode", SpecDecodeBaseProposer, "_get_model"),
@@ -518,6 +521,8 @@ ASSIGNED: list[tuple[str, type, str]] = [
         ("compat/late_tokens", GPUModelRunner, name)
         for name in ("requests", "input_batch", "input_ids", "query_start_loc")
     ),
+    ("compat/model_runner", GPUModelRunner, "discard_request_mask"),
+    ("compat/model_runner", InputBatch, "generators"),
     ("compat/lora", BaseLinearLayerWithLoRA, "base_layer"),
     ("compat/lora", BaseLinearLayerWithLoRA, "lora_a_stacked"),
     ("compat/lora", BaseLinearLayerWithLoRA, "lora_b_stacked"),
