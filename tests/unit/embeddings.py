@@ -62,7 +62,7 @@ class EmbeddedSteps:
             given: more arguments of `Steps`.
 
         """
-        steps = Steps(monkeypatch, layers=3, blocks=160, **{"most": 512} | given)
+        steps = Steps(monkeypatch, **{"layers": 3, "blocks": 160, "most": 512} | given)
         layer = embedding()
         rows = look_up_for(
             steps.kernel.prompts, model_of(layer), takes_tokens_only=takes_tokens_only
@@ -84,10 +84,15 @@ class EmbeddedSteps:
         monkeypatch.setattr(steps, "begin", begin_embedded)
         return made
 
-    def request(self, tokens: int, factor: float = 1) -> Conversation:
-        """A request, whose rows the model multiplies by a factor."""
-        request = self.steps.request(tokens)
+    def request(
+        self, tokens: int, factor: float = 1, after: Conversation | None = None, shared: int = 0
+    ) -> Conversation:
+        """A request, whose rows the model multiplies by a factor; others as of `Steps.request`."""
+        request = self.steps.request(tokens, after, shared)
         self.tokens[request] = torch.randint(VOCABULARY, (tokens,))
+        if after is not None:
+            cached = shared * self.steps.block
+            self.tokens[request][:cached] = self.tokens[after][:cached]
         request.inputs.copy_(self.layer.weight[self.tokens[request]] * factor)
         return request
 

@@ -20,6 +20,7 @@ import torch
 from decoder_parts import HEAD, Product, attends, known_layers, layers_of, model
 from native_module import native
 from paged_steps import CPU, SCALE, Conversation, Steps
+from vllm import _custom_ops as ops
 from vllm.v1.attention.backends import cpu_attn
 
 from ray_hetero.distributed import shared_prompts
@@ -130,7 +131,7 @@ class Rank:
             attention.isa, attention._k_scale_float, attention._v_scale_float = whole.isa, 1.0, 1.0
             theirs_cache = whole.caches[number]
             shape = (len(theirs_cache), 1, *theirs_cache.shape[2:])
-            self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
+            self.caches.append(torch.full(shape, whole.unwritten, dtype=torch.bfloat16))
         if own and is_shared:
             self._share_caches()
         self.linears = linears
@@ -192,6 +193,8 @@ class GroupSteps(Steps):
         kv_heads: of all ranks, each of which has one; None is one for each rank.
         share: of the layers of a decode step that the device computes.
         wide: columns of a rank's MLP.
+        blocks: of a cache.
+        unwritten: as for `Steps`.
         parts: other arguments of `decoder_parts.model`.
 
     """
@@ -201,12 +204,13 @@ class GroupSteps(Steps):
         is_compact: bool = False, is_shared: bool = True, limit_s: float = 60.0, least: int = 8,
         most: int = 512, isa: str = "vec", device: torch.device = CPU,
         layers: int = 2, kv_heads: int | None = None, share: float | Literal["auto"] = 0.0,
-        wide: int = 64, **parts: Any,
+        wide: int = 64, blocks: int = 64, unwritten: float = torch.nan, **parts: Any,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", wide * count)
         super().__init__(
             monkeypatch, family=family, heads=HEADS * count, kv_heads=kv_heads or count,
-            least=least, most=most, isa=isa, has_memory=False, layers=layers, **parts,
+            least=least, most=most, isa=isa, has_memory=False, layers=layers, blocks=blocks,
+            unwritten=unwritten, **parts,
         )  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", wide)
         self.count, self.family, self.parts, self.of_layers = count, family, parts, share
@@ -220,6 +224,14 @@ class GroupSteps(Steps):
         monkeypatch.setattr(
             post_attention, "tensor_model_parallel_all_reduce", self.threads.all_reduce
         )
+        # Its memory belongs to the process, which these ranks have in common.
+        stock, lock = ops.cpu_attention_with_kv_cache, threading.Lock()
+
+        def attend_alone(*given: Any, **more: Any) -> Any:
+            with lock:
+                return stock(*given, **more)
+
+        monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", attend_alone)
         self.sums = sums_of(count, limit_s)
         self.ranks = [
             Rank(self, own, sums, is_compact=is_compact, is_shared=is_shared)
@@ -243,6 +255,10 @@ class GroupSteps(Steps):
                     group.columns_of(len(rank.known)),
                 )  # fmt: skip
         return found
+
+    @property
+    def all_caches(self) -> list[torch.Tensor]:
+        return [*self.caches, *(cache for rank in self.ranks for cache in rank.caches)]
 
     def give_columns(self, parts: int) -> list[Any]:
         """Have so many parts of all columns given away; what computes them, by rank."""

@@ -81,6 +81,8 @@ class Steps:
         columns: in place of that, so many parts of the columns of their MLPs.
         most_sent: cached tokens of decoding requests, up to which the cores decode none beside
             prompts.
+        unwritten: what caches have where no request has written; vLLM's own attention multiplies
+            it with 0.
         parts: more arguments of `decoder_parts.model`.
 
     """
@@ -89,9 +91,11 @@ class Steps:
         self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
         least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
         is_compact: bool = False, isa: str = "vec", has_memory: bool = True,
-        share: float = 0.0, last: int = 0, columns: int = 0, most_sent: int = 0, **parts: Any,
+        share: float = 0.0, last: int = 0, columns: int = 0, most_sent: int = 0,
+        unwritten: float = torch.nan, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
+        self.unwritten = unwritten
         monkeypatch.setattr(decoder_layers, "most_sent", lambda layers: most_sent)
         heads, kv_heads = parts.setdefault("heads", 6), parts.setdefault("kv_heads", 2)
         self.block, self.isa = block, isa
@@ -119,7 +123,7 @@ class Steps:
             attention.isa, attention._k_scale_float, attention._v_scale_float = isa, 1.0, 1.0
             # What was never written must not be read.
             shape = (blocks, kv_heads, block, 2 * HEAD)
-            self.caches.append(torch.full(shape, torch.nan, dtype=torch.bfloat16))
+            self.caches.append(torch.full(shape, unwritten, dtype=torch.bfloat16))
         for module in (attention_module, decoder_layers, decode_step):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
         given = Share(1, share, last, columns)
@@ -169,6 +173,18 @@ class Steps:
         while len(made.blocks) * self.block < tokens:
             made.blocks.append(self._free.pop())
         return made
+
+    def free(self, request: Conversation) -> None:
+        """Let other requests have the blocks of one that has ended, and shares none."""
+        for cache in self.all_caches:
+            cache[request.blocks] = self.unwritten
+        self._free += request.blocks
+        request.blocks.clear()
+
+    @property
+    def all_caches(self) -> list[torch.Tensor]:
+        """Caches of all layers, of all ranks."""
+        return self.caches
 
     def expected(self, request: Conversation) -> torch.Tensor:
         """[tokens, hidden]: the sum of what a call gives for the whole sequence."""

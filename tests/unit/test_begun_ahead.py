@@ -12,124 +12,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from embeddings import EmbeddedSteps, embedding, model_of  # noqa: E402
-from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import Conversation  # noqa: E402
-from stage_outputs import offered, pretended_memory, results  # noqa: E402
+from scheduled_steps import LARGE, Engine, GroupEngine  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput  # noqa: E402
 
+from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS, PROMPT_TOKENS  # noqa: E402
 from ray_hetero.kernels.prompts import (  # noqa: E402
     gpu_layers,
     gpu_post_attention,
     gpu_step,
-    kv_transfer,
     prompts_ahead,
 )
-from ray_hetero.kernels.prompts.embedded_prompts import look_up_for  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_step import GpuStep  # noqa: E402
-from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_table import GpuTable  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(120)]
-LARGE = 192
-"""Tokens of a step that cannot be a decode step."""
-Part = tuple[Conversation, int, int]
-
-
-class SentSteps:
-    """Steps whose results stay on the GPU, and the next stage, which reads them there.
-
-    Args:
-        monkeypatch: notes each step that the GPU begins with.
-        layers: of the first rank, whose results are sent.
-
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
-        self.output, self._seen = offered(layers, waits=True)
-        self.done: list[str] = []
-        compute = GpuStep.compute
-
-        def compute_and_note(step: GpuStep, *given: Any) -> Any:
-            self.done.append("begun")
-            return compute(step, *given)
-
-        monkeypatch.setattr(GpuStep, "compute", compute_and_note)
-
-    def results(self, x: Any, total: Any) -> tuple[Any, Any]:
-        """Both results of a step, wherever they are, once nothing of it is left to do.
-
-        Args:
-            x: what the layers return, [tokens, N].
-            total: the same.
-
-        """
-        self.done.append("called")
-        if self.output.holds({"hidden_states": x, "residual": total}):
-            words, number = self._seen.words, self.output.number
-            assert words is not None
-            self.output.settle()
-            words.wait(number)
-            x, total = (one.clone() for one in results(self._seen, len(x)))
-            words.say(number)
-        return x, total
-
-
-def scheduled(tokens: dict[Conversation, torch.Tensor], *parts: Part) -> SchedulerOutput:
-    """A step of vLLM's scheduler, in which each request is a new one."""
-    made = SchedulerOutput.make_empty()
-    names = [str(number) for number in range(len(parts))]
-    made.num_scheduled_tokens = {
-        name: end - begin for name, (_, begin, end) in zip(names, parts, strict=True)
-    }
-    made.total_num_scheduled_tokens = sum(made.num_scheduled_tokens.values())
-    made.scheduled_new_reqs = [
-        NewRequestData(
-            name, tokens[request].tolist(), [], SamplingParams(), None, ([],), begin, None
-        )
-        for name, (request, begin, _) in zip(names, parts, strict=True)
-    ]
-    return made
-
-
-class Engine:
-    """Steps of one rank that vLLM schedules, looks up and has computed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pretended_memory(monkeypatch)
-        # The next layer's keys and values wait until those of the one before are written.
-        monkeypatch.setattr(kv_transfer, "HOST_BUFFERS", 1)
-        self.embedded = EmbeddedSteps.made(monkeypatch)
-        self.steps, self.layers = self.embedded.steps, self.embedded.steps.made
-        self.gpu = self.layers.gpu
-        self.sent = SentSteps(monkeypatch, self.layers)
-        prompts_ahead.use([self.steps.kernel.prompts], self.layers.begin_ahead)
-        self._ahead = PromptsAhead()
-        # What the model does with rows, and what is sent, is known after two steps.
-        for _ in range(2):
-            request = self.request(LARGE)
-            self.step((request, 0, LARGE))
-
-    def request(self, tokens: int) -> Conversation:
-        return self.embedded.request(tokens)
-
-    def schedule(self, *parts: Part) -> None:
-        self._ahead.begin_step(scheduled(self.embedded.tokens, *parts))
-
-    def compute(self, *parts: Part) -> list[str]:
-        """Compute a step, and compare it; what was done since the last one, in its order."""
-        positions, hidden = self.steps.begin(parts)
-        self.steps.compare(*self.sent.results(*self.layers(positions, hidden, None)), parts)
-        done = list(self.sent.done)
-        self.sent.done.clear()
-        return done
-
-    def step(self, *parts: Part) -> list[str]:
-        self.schedule(*parts)
-        return self.compute(*parts)
 
 
 @pytest.fixture(autouse=True)
@@ -314,58 +213,117 @@ def test_a_gpu_that_runs_out_of_memory_leaves_the_step_to_the_cores(
 
 
 def test_the_first_rank_of_a_group_begins_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretended_memory(monkeypatch)
-    group, layer = GroupSteps(monkeypatch, count=2, most=512), embedding()
-    tokens: dict[Conversation, torch.Tensor] = {}
-    tables = []
-    for rank, (prompts, *_) in zip(group.ranks, group.join(), strict=True):
-        own = embedding()
-        own.weight = layer.weight
-        rank.made.embedded = look_up_for(prompts, model_of(own), takes_tokens_only=True)
-        tables.append(own)
-    first = group.ranks[0].made
-    sent = SentSteps(monkeypatch, first)
-    prompts_ahead.use([first._many], first.begin_ahead)
-    ahead = PromptsAhead()
+    engine = GroupEngine(monkeypatch)
+    long, other = engine.request(LARGE + 1), engine.request(100)
+    engine.begins.clear()
+    assert engine.step((long, 0, LARGE)) == ["begun", "called"]
+    assert engine.begins == [True]
+    engine.step((other, 0, 99))
+    assert engine.step((long, LARGE, LARGE + 1), (other, 99, 100)) == ["called"]
+    assert not engine.group.ranks[1].made.begin_ahead([LARGE])
 
-    def request(count: int) -> Conversation:
-        made = group.request(count)
-        tokens[made] = torch.randint(len(layer.weight), (count,))
-        made.inputs.copy_(layer.weight[tokens[made]])
-        return made
 
-    def step(*parts: Part) -> list[str]:
-        sent.done.clear()
-        ahead.begin_step(scheduled(tokens, *parts))
-        asked = torch.cat([tokens[one][begin:end] for one, begin, end in parts])
-        found: list[tuple[Any, Any]] = []
-        with monkeypatch.context() as patched:
-            for place, (rank, table) in enumerate(zip(group.ranks, tables, strict=True)):
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("least", [PROMPT_TOKENS, DECODING_TOKENS + 1])
+@pytest.mark.parametrize("kind", [Engine, GroupEngine])
+def test_short_prompts_that_the_cores_compute_leave_nothing(
+    kind: type[Engine | GroupEngine], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kind(monkeypatch, layers=3)
+    # With another idea of prompts than the layers have, the GPU begins with them.
+    monkeypatch.setattr(prompts_ahead, "PROMPT_TOKENS", least)
+    parts = [(engine.request(PROMPT_TOKENS - 1), 0, PROMPT_TOKENS - 1) for _ in range(4)]
+    assert sum(end for *_, end in parts) > prompts_ahead.READING_TOKENS
+    engine.schedule(*parts)
+    assert (engine.gpu.abandon is not None) == (least < PROMPT_TOKENS)
+    engine.compute(*parts)
+    assert engine.gpu.abandon is None
+    assert engine.gpu.is_settled
+    assert engine.step((engine.request(LARGE), 0, LARGE)) == ["begun", "called"]
 
-                def call(
-                    positions: Any, hidden: Any, residual: Any, made: Any = rank.made,
-                    table: Any = table, is_first: bool = not place,
-                ) -> Any:  # fmt: skip
-                    x, total = made(positions, table(asked), residual)
-                    if is_first:
-                        found.append(sent.results(x, total))
-                    return x, total
 
-                patched.setattr(rank, "made", call)
-            for one in group.step(*parts):
-                if isinstance(one, Exception):
-                    raise one
-        group.compare(*found[0], parts)
-        return sent.done
+def failing_expansion(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """Have the GPU's memory run out where weights are expanded ahead for this time; each time."""
+    expand, calls = GpuPrefill.expand, []
 
-    for _ in range(2):
-        step((request(LARGE), 0, LARGE))
-    long, other = request(LARGE + 1), request(100)
-    begins: list[bool] = []
-    begin = first.begin_ahead
-    prompts_ahead.use([first._many], lambda counts: begins.append(begin(counts)) or begins[-1])
-    assert step((long, 0, LARGE)) == ["begun", "called"]
-    assert begins == [True]
-    step((other, 0, 99))
-    assert step((long, LARGE, LARGE + 1), (other, 99, 100)) == ["called"]
-    assert not group.ranks[1].made.begin_ahead([LARGE])
+    def expand_or_fail(gpu: GpuPrefill, linears: Any) -> None:
+        calls.append(len(calls))
+        if calls[-1] == number:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        expand(gpu, linears)
+
+    monkeypatch.setattr(GpuPrefill, "expand", expand_or_fail)
+    return calls
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("behind", ["a new prompt", "a decode step"])
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("kind", [Engine, GroupEngine])
+def test_memory_that_runs_out_ahead_of_a_step_is_its_cores_work(
+    kind: type[Engine | GroupEngine], number: int, behind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kind(monkeypatch, layers=3, share=0.67)
+    request, tokens = engine.request(LARGE + 4), LARGE
+    engine.step((request, 0, tokens))
+    with monkeypatch.context() as patched:
+        calls = failing_expansion(patched, number)
+        for _ in range(2):
+            engine.schedule((request, tokens, tokens + 1), known=1)
+            engine.compute((request, tokens, tokens + 1))
+            tokens += 1
+            if number in calls:
+                break
+        # The thread orders the first layer of the next step behind this one.
+        engine.gpu.order(lambda: None).result(60)
+        assert number in calls
+    if behind == "a new prompt":
+        engine.step((engine.request(LARGE), 0, LARGE))
+    engine.schedule((request, tokens, tokens + 1), known=1)
+    engine.compute((request, tokens, tokens + 1))
+    engine.step((engine.request(LARGE), 0, LARGE))
+    engine.gpu.settle()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(GpuTable, "__call__"), (GpuPrefill, "read_first"), (gpu_step, "attend")],
+    ids=["rows of the embedding", "first weights", "attention"],
+)
+@pytest.mark.parametrize("kind", [Engine, GroupEngine])
+def test_memory_that_runs_out_before_the_layers_is_the_cores_work(
+    kind: type[Engine | GroupEngine], owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM's own attention multiplies what nobody has written with 0.
+    engine, failed = kind(monkeypatch, layers=3, unwritten=0.0), []
+
+    def fail(*given: Any, **more: Any) -> Any:
+        failed.append(name)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    short = prompts_ahead.READING_TOKENS - 1
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fail)
+        for tokens in (short, LARGE):
+            engine.step((engine.request(tokens), 0, tokens))
+    assert failed
+    engine.step((engine.request(LARGE), 0, LARGE))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", [Engine, GroupEngine])
+def test_requests_decode_beside_prompts_that_the_gpu_has_no_memory_for(
+    kind: type[Engine | GroupEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM's own attention multiplies what nobody has written with 0.
+    engine = kind(monkeypatch, layers=3, unwritten=0.0)
+    request = engine.request(42)
+    engine.step((request, 0, 40))
+    engine.schedule((request, 40, 41), (other := engine.request(LARGE), 0, LARGE), known=1)
+    with engine.gpu.leaving_shortage():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    # The other ranks decode theirs, and wait for the first one meanwhile.
+    engine.compute((request, 40, 41), (other, 0, LARGE))
+    engine.schedule((request, 41, 42), known=1)
+    engine.compute((request, 41, 42))

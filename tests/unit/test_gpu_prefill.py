@@ -27,7 +27,13 @@ from ray_hetero.kernels.formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.linear import streaming_linear  # noqa: E402
 from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill, piece_reader, prompts_ahead  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear  # noqa: E402
+from ray_hetero.kernels.prompts import (  # noqa: E402
+    gpu_prefill,
+    ordering_thread,
+    piece_reader,
+    prompts_ahead,
+)
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
@@ -193,7 +199,7 @@ def test_the_thread_that_orders_work_need_not_wait_for_the_main_one() -> None:
     try:
         sys.setswitchinterval(0.005)
         GpuPrefill(CPU, 64).order(lambda: None).result(timeout=60)
-        assert sys.getswitchinterval() == pytest.approx(gpu_prefill.SWITCH_S)
+        assert sys.getswitchinterval() == pytest.approx(ordering_thread.SWITCH_S)
         # One that was asked for stays.
         sys.setswitchinterval(1e-5)
         GpuPrefill(CPU, 64).order(lambda: None).result(timeout=60)
@@ -428,3 +434,25 @@ def test_a_prompt_gpu_that_cannot_be_had_is_refused() -> None:
         LinearLayers(CpuConfig(linear_kernel="streaming", prefill_on_gpu=True), None, 64)
     with pytest.raises(UnsupportedError, match=r"Type: cpu\.linear_kernel: streaming"):
         LinearLayers(CpuConfig(linear_kernel="vllm", prefill_on_gpu=True), CPU, 64)
+
+
+def test_a_gpu_that_runs_out_of_memory_leaves_products_to_the_cores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = weights()
+    gpu, packed = prompt_gpu(plain)
+    kernel = StreamingLinear(native)
+    kernel.prompts = Prompts(gpu, 8)
+    x = torch.randn(32, SHAPES[0][1]).bfloat16()
+    expected = kernel(x, packed[0], None)
+
+    def fail(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(gpu.memory, "sent_alone", fail)
+    with caplog.at_level(logging.WARNING, "vllm.ray_hetero"):
+        for _ in range(2):
+            found = kernel(x, packed[0], None)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-8, atol=2**-8)
+    assert kernel.prompts is None
+    assert caplog.text.count("from now on the cores compute them") == 1

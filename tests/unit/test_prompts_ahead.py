@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,9 @@ class Gpu:
 
     def read_ahead(self) -> None:
         self.asked += 1
+
+    def leaving_shortage(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _expect(self, tokens: torch.Tensor, stream: str) -> None:
         assert stream is self.computing

@@ -31,8 +31,11 @@ class Columns(Protocol):
     def of_step(self, tokens: int, kept: KeptBlocks) -> AbstractContextManager[None]:
         """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
 
-    def fetch(self, tokens: int, kept: KeptBlocks) -> float:
-        """Have their weights come; seconds until a step waits for none, arguments as `of_step`."""
+    def fetch(self, tokens: int, kept: KeptBlocks, *, is_ahead: bool = False) -> float:
+        """Have their weights come; seconds until a step waits for none, arguments as `of_step`.
+
+        Ahead of the step it is left to that to learn that the GPU's memory has run out.
+        """
 
     def agreed(self, *, takes_part: bool) -> bool:
         """Decide whether the GPU has a part of the next step; the same on all ranks of a group."""

@@ -30,7 +30,7 @@ from ray_hetero.kernels.layers.group_layers import GroupLayers
 from ray_hetero.kernels.layers.layer_parts import PostAttention, QkvInput
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and_norm, norm
 from ray_hetero.kernels.layers.shared_decode import SharedDecode
-from ray_hetero.kernels.layers.step_rows import StepRows, one_prompt, step_rows
+from ray_hetero.kernels.layers.step_rows import PROMPT_TOKENS, StepRows, one_prompt, step_rows
 from ray_hetero.kernels.layers.structures import Calls
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers
@@ -40,9 +40,6 @@ from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.stage_output import StageOutput
 from ray_hetero.log import logger
 
-PROMPT_TOKENS = 16
-"""Least tokens of a request whose attention is worth sending its cached keys to a GPU: for fewer
-queries reading them where they are takes less time."""
 WEIGHTS_FOR_SENT = 16
 """Weights of the layers for each element of the keys and values that a GPU is sent so that the
 cores need not decode beside it: the link takes a tenth longer for these then."""
@@ -107,6 +104,8 @@ class DecoderLayers:
             assert kernel.prompts is not None
             self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
             self._many = kernel.prompts
+        self._begins_on = self.gpu
+        """GPU that may have begun with a step before it is called; None if there is none here."""
 
     @property
     def shared(self) -> SharedDecode | None:
@@ -162,7 +161,7 @@ class DecoderLayers:
             tokens: of the step, in which no request has more than it may decode.
 
         Raises:
-            RuntimeError: what CUDA says.
+            RuntimeError: what CUDA says, but that memory has run out: the step learns of that.
             TimeoutError: ordering the GPU's work takes too long.
 
         """
@@ -174,6 +173,8 @@ class DecoderLayers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute all layers as vLLM's decoder layers do.
 
+        Nothing is left of a step that the GPU has begun with, whoever computes this one.
+
         Args:
             positions: [M].
             hidden: [M, N], bf16.
@@ -183,6 +184,16 @@ class DecoderLayers:
             [M, N], which is still to be added to the residual, and it.
 
         """
+        try:
+            return self._computed(positions, hidden, residual)
+        finally:
+            if self._begins_on is not None:
+                self._begins_on.abandon_begun()
+
+    def _computed(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A call's results, by whatever computes them."""
         if self.embedded is not None:
             self.embedded.meet(hidden)
         positions = positions.to(torch.int64).contiguous()

@@ -327,7 +327,9 @@ class GroupLayers:
         else:
             with ExitStack() as telling:
                 telling.enter_context(self._group.telling(stays=output is not None))
-                found = self._layers(positions, hidden, residual, rows, caches, meanwhile, output)
+                found = self._on_first(
+                    self._layers, positions, hidden, residual, rows, caches, meanwhile, output
+                )
                 if not self._layers.is_written:
                     self._telling = telling.pop_all()
             if output is not None:
@@ -335,6 +337,27 @@ class GroupLayers:
         # The next step overwrites them once all ranks have come to it.
         x, total = _copies(self._group.results[:, : shape[0] * shape[1]])
         return x.view(shape), total.view(shape)
+
+    @staticmethod
+    def _on_first(
+        layers: GpuLayers, positions: torch.Tensor, hidden: torch.Tensor,
+        residual: torch.Tensor | None, rows: StepRows, caches: Caches | None,
+        meanwhile: Callable[[], None], output: StageOutput | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute a step in the first rank, which decodes with the others whatever the GPU does."""
+        has_decoded = False
+
+        def decode() -> None:
+            nonlocal has_decoded
+            has_decoded = True
+            meanwhile()
+
+        try:
+            return layers(positions, hidden, residual, rows, caches, decode, output)
+        except torch.OutOfMemoryError:
+            if not has_decoded:
+                meanwhile()
+            raise
 
     def finish(self) -> None:
         """Write what is left of keys and values, in the first rank; then the others go on.

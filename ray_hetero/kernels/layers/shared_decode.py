@@ -183,16 +183,18 @@ class SharedDecode:
 
     def fetch(self, tokens: int) -> bool:
         """Have what the GPU needs of the next step come; whether the cores alone take longer."""
-        return self._fetch(tokens, self._steady.following(self.shares.of(tokens)))
+        share = self._steady.following(self.shares.of(tokens))
+        return self._fetch(tokens, share, is_ahead=True)
 
     def interrupt(self) -> None:
         """Learn that a prompt has taken the place of weights: the next step may use others."""
         self._steady.interrupt()
 
-    def _fetch(self, tokens: int, share: Share) -> bool:
+    def _fetch(self, tokens: int, share: Share, *, is_ahead: bool = False) -> bool:
         if self._columns is None or not share.columns or tokens > self._behind.tokens:
             return False
-        left_s = self._columns.fetch(tokens, self._kept(self._columns, share.columns))
+        kept = self._kept(self._columns, share.columns)
+        left_s = self._columns.fetch(tokens, kept, is_ahead=is_ahead)
         return left_s <= share.gain_s * len(self._layers)
 
     def prepare_columns(self, tokens: int, parts: int) -> None:

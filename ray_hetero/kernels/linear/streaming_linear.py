@@ -113,8 +113,17 @@ class StreamingLinear:
         tokens = x.numel() // inputs
         many = self.prompts
         if many is not None and tokens >= many.from_tokens and many.gpu.suits(weight.data, tokens):
-            y = many.gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
-            return y.view(*x.shape[:-1], outputs)
+            try:
+                y = many.gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
+                return y.view(*x.shape[:-1], outputs)
+            except torch.OutOfMemoryError as error:
+                logger.warning(
+                    "the GPU that computes linear layers of this rank's prompts has run out of "
+                    "memory (%s): from now on the cores compute them, several times as long. Lower "
+                    "gpu.memory_utilization or --max-num-batched-tokens.",
+                    str(error).splitlines()[0],
+                )
+                self.prompts = None
         return self.on_cores(x, weight, bias)
 
     def on_cores(

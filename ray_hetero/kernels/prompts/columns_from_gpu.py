@@ -54,7 +54,7 @@ class ColumnsFromGpu(RankColumns):
     def prepare(self, tokens: int, kept: KeptBlocks) -> None:
         """Do nothing: the first rank has the GPU's work ordered."""
 
-    def fetch(self, tokens: int, kept: KeptBlocks) -> float:
+    def fetch(self, tokens: int, kept: KeptBlocks, *, is_ahead: bool = False) -> float:
         """Fetch nothing: the first rank does, and knows how long that takes."""
         return 0.0
 

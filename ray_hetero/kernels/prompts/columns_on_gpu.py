@@ -17,6 +17,7 @@ from the first one's tokens; each rank has words and columns of its own, in memo
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -49,9 +50,10 @@ from ray_hetero.kernels.prompts.column_pieces import (
     last_columns,
     last_outputs,
 )
-from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.kernels.prompts.ordering_thread import LIMIT_S
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.step_graphs import Expand, StepGraphs, StepKind
 from ray_hetero.kernels.prompts.weight_pieces import Placed, WholeWeight
@@ -133,14 +135,15 @@ class ColumnsOnGpu(RankColumns):
         """
         kind = StepKind(self._size(tokens), kept, self.begin())
         self.native.room = kind.tokens
-        self._gpu.begin(kind.tokens, is_shared=True)
+        with self._telling():
+            self._gpu.begin(kind.tokens, is_shared=True)
         ordered = self._gpu.order(lambda: self._order(kind))
         try:
             yield
         finally:
             self._end(ordered, kind.first)
 
-    def fetch(self, tokens: int, kept: KeptBlocks) -> float:
+    def fetch(self, tokens: int, kept: KeptBlocks, *, is_ahead: bool = False) -> float:
         """Have a step's pieces come to where they stay, if a larger step has taken their place.
 
         Not before there is a graph of such steps, which says where they stay; and not where decode
@@ -149,6 +152,7 @@ class ColumnsOnGpu(RankColumns):
         Args:
             tokens: of the step.
             kept: blocks that the cores compute.
+            is_ahead: whether the step, to which other ranks come, learns that memory has run out.
 
         Returns:
             Seconds until they are there; 0 also where `of_step` has them come itself.
@@ -164,10 +168,12 @@ class ColumnsOnGpu(RankColumns):
         step = self._pieces_of(kept)
         if not self._gpu.reader.kept.is_of(step.order):
             return 0.0
-        with self._telling(), torch.inference_mode(), current(self._gpu.computing):
+        failing = self._gpu.leaving_shortage() if is_ahead else self._telling()
+        with failing, torch.inference_mode(), current(self._gpu.computing):
             self._gpu.begin(kind.tokens, is_shared=True)
             self._keep(step)
             return self.graphs.fetch(kind) / self._link_rate
+        return math.inf  # memory has run out
 
     def agreed(self, *, takes_part: bool) -> bool:
         """Decide, and tell the other ranks."""

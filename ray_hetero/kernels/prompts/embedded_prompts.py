@@ -72,8 +72,10 @@ def look_up_for(
             return None
         # Only one thread at a time can make a stream the current one.  Where the other one is busy,
         # nothing is sent yet: waiting would raise here what the layers' callers expect from them.
-        stream = gpu.computing if gpu is not None and gpu.is_settled else None
-        return embedded(table, tokens, stream)
+        if gpu is not None and gpu.is_settled:
+            with gpu.leaving_shortage():
+                return embedded(table, tokens, gpu.computing)
+        return embedded(table, tokens)
 
     look_up_with(layer, look_up)
     return embedded

@@ -21,10 +21,11 @@ from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.step_rows import StepRows, new_prompts
 from ray_hetero.kernels.prompts.gpu_angles import GpuAngles
 from ray_hetero.kernels.prompts.gpu_attention import MOST_HEAD_SIZE
-from ray_hetero.kernels.prompts.gpu_prefill import LIMIT_S, GpuPrefill
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.gpu_step import GpuStep
 from ray_hetero.kernels.prompts.kv_transfer import KvReturns, KvUploads
 from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.kernels.prompts.ordering_thread import LIMIT_S
 from ray_hetero.planning.prefill_memory import attention_bytes
 
 if TYPE_CHECKING:

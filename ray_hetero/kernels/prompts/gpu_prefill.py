@@ -12,9 +12,7 @@ holds a few pieces of them and the tokens of one step.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -30,24 +28,18 @@ from ray_hetero.kernels.prompts.gpu_constants import GpuConstants
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
 from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.kernels.prompts.ordering_thread import OrderingThread
 from ray_hetero.kernels.prompts.piece_reader import PieceReader
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.step_memory import StepMemory
 from ray_hetero.kernels.prompts.weight_pieces import Piece, Placed, WholeWeight, cut
 from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, ExpandedWeight, WeightsAhead
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS, ahead_bytes, gpu_bytes
-from ray_hetero.runtime.core_binding import compute_alone
 from ray_hetero.runtime.locked_pages import lock_pages
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer_parts import Linear
 
-LIMIT_S = 600.0
-"""Longest wait for the thread that orders work beside the main one."""
-SWITCH_S = 1e-4
-"""Seconds after which one Python thread of this process makes room for another.  With Python's own
-5 ms, the thread that orders a prompt's work began 1 to 3 ms after it was told, because the main one
-prepared the step."""
 LEAST_BYTES = 1 << 20
 """Least bytes of a weight; smaller ones may share pages, which can be locked only once."""
 
@@ -62,7 +54,7 @@ class PrefillBytes:
     """Memory of the GPU."""
 
 
-class GpuPrefill:
+class GpuPrefill(OrderingThread):
     """What a CPU rank computes linear layers of many tokens with.
 
     Args:
@@ -74,11 +66,8 @@ class GpuPrefill:
     """
 
     def __init__(self, device: torch.device, tokens: int, cores: Collection[int] = ()) -> None:
+        super().__init__(device, cores)
         self._device = device
-        self._ordering = ThreadPoolExecutor(
-            1, thread_name_prefix="GpuPrefill", initializer=_begin_thread,
-            initargs=(device, cores),
-        )  # fmt: skip
         self.uses_triton = choose_expand(device) is expand_with_triton
         """Whether kernels of Triton compute what has one, instead of several operators."""
         self._tokens = tokens
@@ -93,10 +82,6 @@ class GpuPrefill:
         self._ahead = WeightsAhead()
         self.idle: list[IdleMemory] = []
         """Memory for what prompts need beside products, which decode steps leave idle."""
-        self._ordered: Future[None] | None = None
-        """Expansion of weights ahead that another thread orders; None while there is none."""
-        self.abandon: Callable[[], None] | None = None
-        """End of a step that was begun before its layers are called; None without one."""
 
     def add(self, weight: HostWeight) -> None:
         """Have a weight computed here, from `take` on."""
@@ -238,10 +223,6 @@ class GpuPrefill:
         """Wait for what was marked last."""
         self._done.synchronize()
 
-    def order(self, work: Callable[[], Any]) -> Future[Any]:
-        """Have the GPU's work ordered beside this thread."""
-        return self._ordering.submit(work)
-
     def begin(self, tokens: int, *, is_shared: bool = False) -> None:
         """Begin products of a step, once the other thread has ordered everything.
 
@@ -263,11 +244,18 @@ class GpuPrefill:
     def expand_ahead(self, linears: Sequence[Linear]) -> None:
         """Have `expand` called by the other thread, unless all is there.
 
-        What is asked for next waits until it has ordered everything.
+        What is asked for next waits until it has ordered everything, and learns whether memory has
+        run out.
+
+        Raises:
+            RuntimeError: what else CUDA says.
+            TimeoutError: as `settle`.
+
         """
-        self.settle()
-        if not self.has(linears):
-            self._ordered = self.order(lambda: self.expand(linears))
+        with self.leaving_shortage():
+            self.settle()
+            if not self.has(linears):
+                self.order_ahead(lambda: self.expand(linears))
 
     def read_ahead(self) -> None:
         """Have what a prompt needs first come now, in the place of what decode steps would need.
@@ -279,33 +267,13 @@ class GpuPrefill:
             RuntimeError: what CUDA says.
 
         """
-        if self.is_settled and (self._ordered is None or self._ordered.exception() is None):
+        if self.is_settled and not self.has_failed:
             with torch.inference_mode(), current(self._computing):
                 self.read_first()
 
     def read_first(self) -> None:
         """Have what a prompt needs first come; by the thread that orders the prompt's work."""
         self.reader.prepare_next(self.order_of_prompts)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether `settle` would not wait."""
-        return self.abandon is None and (self._ordered is None or self._ordered.done())
-
-    def settle(self) -> None:
-        """Wait until the other thread has ordered everything.
-
-        Raises:
-            RuntimeError: what CUDA has said there.
-            TimeoutError: it takes too long.
-
-        """
-        abandon, self.abandon = self.abandon, None
-        if abandon is not None:
-            abandon()
-        ordered, self._ordered = self._ordered, None
-        if ordered is not None:
-            ordered.result(timeout=LIMIT_S)
 
     @functools.cached_property
     def link_rate(self) -> float:
@@ -389,10 +357,3 @@ class GpuPrefill:
 
 def _addresses(linears: Sequence[Linear]) -> list[int]:
     return [linear.weight.data.data_ptr() for linear in linears]
-
-
-def _begin_thread(device: torch.device, cores: Collection[int]) -> None:
-    compute_alone(cores)
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

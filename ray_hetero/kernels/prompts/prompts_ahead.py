@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
+from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS, PROMPT_TOKENS
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -98,23 +98,29 @@ class PromptsAhead:
         Args:
             scheduler_output: the step's.
 
+        Raises:
+            RuntimeError: what CUDA says, but that memory has run out: the next call of what the GPU
+                computes learns of that, and does without it.
+            TimeoutError: the GPU takes too long.
+
         """
         self._note(scheduler_output)
         counts = scheduler_output.num_scheduled_tokens.values()
         tokens = sum(count for count in counts if count > DECODING_TOKENS)
         prompts_follow = self._prompts_follow(has_prompts=tokens > 0)
         for gpu, one in _offered.items():
-            if gpu.is_settled:
-                gpu.order_of_prompts.begin(goes_round=prompts_follow)
-            if tokens >= one.from_tokens and gpu.is_settled:
-                found = _only_new_tokens(scheduler_output)
-                if found is not None:
-                    gpu.memory.embedded.expect(found, gpu.computing)
-                    new = _new_prompts(scheduler_output) if tokens > READING_TOKENS else []
-                    if new and any(begin(new) for begin in _begins):
-                        continue  # what the layers need is on its way
-            if one.from_tokens <= tokens <= READING_TOKENS or not self._requests:
-                gpu.read_ahead()
+            with gpu.leaving_shortage():
+                if gpu.is_settled:
+                    gpu.order_of_prompts.begin(goes_round=prompts_follow)
+                if tokens >= one.from_tokens and gpu.is_settled:
+                    found = _only_new_tokens(scheduler_output)
+                    if found is not None:
+                        gpu.memory.embedded.expect(found, gpu.computing)
+                        new = _new_prompts(scheduler_output) if tokens > READING_TOKENS else []
+                        if new and any(begin(new) for begin in _begins):
+                            continue  # what the layers need is on its way
+                if one.from_tokens <= tokens <= READING_TOKENS or not self._requests:
+                    gpu.read_ahead()
         if counts and not tokens and not scheduler_output.scheduled_new_reqs:
             for first in _first:
                 first.fetch_ahead(scheduler_output.total_num_scheduled_tokens)
@@ -149,11 +155,16 @@ class PromptsAhead:
 
 
 def _new_prompts(scheduler_output: Any) -> list[int]:
-    """Tokens of each request of a step of new ones; none if some are cached, or may be decoded."""
+    """Tokens of each request of a step of new ones.
+
+    None if some are cached, or may be decoded, or if the layers take no request for a prompt.
+    """
     new = scheduler_output.scheduled_new_reqs
     counts = [scheduler_output.num_scheduled_tokens[one.req_id] for one in new]
     is_cached = any(one.num_computed_tokens for one in new)
-    return [] if is_cached or min(counts) <= DECODING_TOKENS else counts
+    if is_cached or min(counts) <= DECODING_TOKENS or max(counts) < PROMPT_TOKENS:
+        return []
+    return counts
 
 
 def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:

@@ -1,0 +1,243 @@
+"""Steps as vLLM's engine has them: scheduled, looked up in an embedding, computed, and sent.
+
+The layers are those of one rank (`Engine`) or of the ranks of a group (`GroupEngine`), with the
+pretended GPU; see paged_steps.py and group_steps.py for what is expected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from embeddings import EmbeddedSteps, embedding, model_of
+from group_steps import GroupSteps
+from paged_steps import Conversation
+from stage_outputs import offered, pretended_memory, results
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from ray_hetero.kernels.prompts import kv_transfer, prompts_ahead
+from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
+from ray_hetero.kernels.prompts.gpu_step import GpuStep
+from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead
+
+LARGE = 192
+"""Tokens of a step that cannot be a decode step."""
+Part = tuple[Conversation, int, int]
+"""A request, its first token of a step and the one behind its last."""
+
+
+class SentSteps:
+    """Steps whose results stay on the GPU, and the next stage, which reads them there.
+
+    Args:
+        monkeypatch: notes each step that the GPU begins with.
+        layers: of the first rank, whose results are sent.
+
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
+        self.output, self._seen = offered(layers, waits=True)
+        self.done: list[str] = []
+        compute = GpuStep.compute
+
+        def compute_and_note(step: GpuStep, *given: Any) -> Any:
+            self.done.append("begun")
+            return compute(step, *given)
+
+        monkeypatch.setattr(GpuStep, "compute", compute_and_note)
+
+    def results(self, x: Any, total: Any) -> tuple[Any, Any]:
+        """Both results of a step, wherever they are, once nothing of it is left to do.
+
+        Args:
+            x: what the layers return, [tokens, N].
+            total: the same.
+
+        """
+        self.done.append("called")
+        if self.output.holds({"hidden_states": x, "residual": total}):
+            words, number = self._seen.words, self.output.number
+            assert words is not None
+            self.output.settle()
+            words.wait(number)
+            x, total = (one.clone() for one in results(self._seen, len(x)))
+            words.say(number)
+        return x, total
+
+    def take_done(self) -> list[str]:
+        """What was done since the last call, in its order."""
+        done = list(self.done)
+        self.done.clear()
+        return done
+
+
+def scheduled(
+    tokens: dict[Conversation, torch.Tensor], *parts: Part, known: int = 0
+) -> SchedulerOutput:
+    """A step of vLLM's scheduler, in which each request is a new one, but so many of the first."""
+    made = SchedulerOutput.make_empty()
+    names = [str(number) for number in range(len(parts))]
+    made.num_scheduled_tokens = {
+        name: end - begin for name, (_, begin, end) in zip(names, parts, strict=True)
+    }
+    made.total_num_scheduled_tokens = sum(made.num_scheduled_tokens.values())
+    made.scheduled_cached_reqs = CachedRequestData.make_empty()
+    made.scheduled_cached_reqs.req_ids = names[:known]
+    made.scheduled_new_reqs = [
+        NewRequestData(
+            name, tokens[request].tolist(), [], SamplingParams(), None, ([],), begin, None
+        )
+        for name, (request, begin, _) in [*zip(names, parts, strict=True)][known:]
+    ]
+    return made
+
+
+class Engine:
+    """Steps of one rank that vLLM schedules, looks up and has computed.
+
+    Args:
+        monkeypatch: replaces the memory of GPUs, and what vLLM gives layers.
+        given: more arguments of `EmbeddedSteps.made`.
+
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+        pretended_memory(monkeypatch)
+        # The next layer's keys and values wait until those of the one before are written.
+        monkeypatch.setattr(kv_transfer, "HOST_BUFFERS", 1)
+        self.embedded = EmbeddedSteps.made(monkeypatch, **given)
+        self.steps, self.layers = self.embedded.steps, self.embedded.steps.made
+        self.gpu = self.layers.gpu
+        self.sent = SentSteps(monkeypatch, self.layers)
+        first = None if self.layers.shared is None else self.layers
+        prompts_ahead.use([self.steps.kernel.prompts], self.layers.begin_ahead, first)
+        self._ahead = PromptsAhead()
+        # What the model does with rows, and what is sent, is known after two steps.
+        for _ in range(2):
+            request = self.request(LARGE)
+            self.step((request, 0, LARGE))
+            self.steps.free(request)
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of the cache."""
+        return self.steps.block
+
+    def request(
+        self, tokens: int, after: Conversation | None = None, shared: int = 0
+    ) -> Conversation:
+        """A request of so many tokens, the first blocks of it those of another one."""
+        return self.embedded.request(tokens, after=after, shared=shared)
+
+    def free(self, request: Conversation) -> None:
+        """Let others have the blocks of a request, which has them no more."""
+        self.steps.free(request)
+
+    def schedule(self, *parts: Part, known: int = 0) -> None:
+        """Have a step scheduled; `known` as of `scheduled`."""
+        self._ahead.begin_step(scheduled(self.embedded.tokens, *parts, known=known))
+
+    def compute(self, *parts: Part) -> list[str]:
+        """Compute a step, and compare it; what was done since the last one, in its order."""
+        positions, hidden = self.steps.begin(parts)
+        self.steps.compare(*self.sent.results(*self.layers(positions, hidden, None)), parts)
+        return self.sent.take_done()
+
+    def step(self, *parts: Part) -> list[str]:
+        """Have a step scheduled and computed."""
+        self.schedule(*parts)
+        return self.compute(*parts)
+
+
+class GroupEngine:
+    """The same of the ranks of a group, the first of which has the GPU.
+
+    Args:
+        monkeypatch: as of `Engine`.
+        given: more arguments of `GroupSteps`.
+
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+        pretended_memory(monkeypatch)
+        monkeypatch.setattr(kv_transfer, "HOST_BUFFERS", 1)
+        self._monkeypatch = monkeypatch
+        self.group = GroupSteps(monkeypatch, **{"count": 2, "most": 512, **given})
+        self.table = embedding()
+        self.tokens: dict[Conversation, torch.Tensor] = {}
+        self._tables = []
+        for rank, (prompts, *_) in zip(self.group.ranks, self.group.join(), strict=True):
+            own = embedding()
+            own.weight = self.table.weight
+            rank.made.embedded = look_up_for(prompts, model_of(own), takes_tokens_only=True)
+            self._tables.append(own)
+        self.first = self.group.ranks[0].made
+        self.gpu = self.first.gpu
+        self.sent = SentSteps(monkeypatch, self.first)
+        self.begins: list[bool] = []
+        """Whether the GPU has begun with a step, each time it was asked to."""
+        decodes = None if self.first.shared is None else self.first
+        prompts_ahead.use([self.first._many], self._begin, decodes)
+        self._ahead = PromptsAhead()
+        for _ in range(2):
+            request = self.request(LARGE)
+            self.step((request, 0, LARGE))
+            self.free(request)
+
+    def _begin(self, counts: Any) -> bool:
+        self.begins.append(self.first.begin_ahead(counts))
+        return self.begins[-1]
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of the cache."""
+        return self.group.block
+
+    def request(
+        self, tokens: int, after: Conversation | None = None, shared: int = 0
+    ) -> Conversation:
+        """As of `Engine`."""
+        made = self.group.request(tokens, after, shared)
+        self.tokens[made] = own = torch.randint(len(self.table.weight), (tokens,))
+        if after is not None:
+            own[: shared * self.block] = self.tokens[after][: shared * self.block]
+        made.inputs.copy_(self.table.weight[own])
+        return made
+
+    def free(self, request: Conversation) -> None:
+        """As of `Engine`."""
+        self.group.free(request)
+
+    def schedule(self, *parts: Part, known: int = 0) -> None:
+        """As of `Engine`."""
+        self._ahead.begin_step(scheduled(self.tokens, *parts, known=known))
+
+    def compute(self, *parts: Part) -> list[str]:
+        """As of `Engine`."""
+        asked = torch.cat([self.tokens[one][begin:end] for one, begin, end in parts])
+        found: list[tuple[Any, Any]] = []
+        with self._monkeypatch.context() as patched:
+            for place, (rank, table) in enumerate(zip(self.group.ranks, self._tables, strict=True)):
+
+                def call(
+                    positions: Any, hidden: Any, residual: Any, made: Any = rank.made,
+                    table: Any = table, is_first: bool = not place,
+                ) -> Any:  # fmt: skip
+                    x, total = made(positions, table(asked), residual)
+                    if is_first:
+                        found.append(self.sent.results(x, total))
+                    return x, total
+
+                patched.setattr(rank, "made", call)
+            for one in self.group.step(*parts):
+                if isinstance(one, Exception):
+                    raise one
+        self.group.compare(*found[0], parts)
+        return self.sent.take_done()
+
+    def step(self, *parts: Part) -> list[str]:
+        """As of `Engine`."""
+        self.schedule(*parts)
+        return self.compute(*parts)
