@@ -37,6 +37,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured decode steps count, whoever else computes on these cores: what is done about steps
+    that others disturb has tests of its own."""
+    from ray_hetero.kernels.layers import shared_decode
+
+    monkeypatch.setattr(shared_decode, "had_cores", lambda *given: True)
+
+
+@pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each step whose layers a prompt GPU has computed."""
     from ray_hetero.kernels.prompts.gpu_layers import GpuLayers

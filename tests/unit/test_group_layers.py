@@ -514,6 +514,7 @@ def test_columns_stay_on_the_cores_of_all_ranks_where_the_driver_refuses(
     steps.check((request, 3, 4))
 
 
+@pytest.mark.usefixtures("own_cores")
 def test_ranks_measure_columns_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 160)
     monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 6))
@@ -547,6 +548,7 @@ def test_more_tokens_than_a_sum_of_all_heads_has_room_for(monkeypatch: pytest.Mo
         steps.check(*((request, at, at + 1) for request in requests))
 
 
+@pytest.mark.usefixtures("own_cores")
 def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 6))
     steps = GroupSteps(monkeypatch, layers=3, share="auto")

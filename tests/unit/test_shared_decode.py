@@ -476,6 +476,7 @@ def test_what_fails_while_weights_are_ordered_is_raised(monkeypatch: pytest.Monk
     assert threads[0] is not threading.main_thread()
 
 
+@pytest.mark.usefixtures("own_cores")
 def test_steps_of_these_layers_are_measured(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
@@ -490,6 +491,7 @@ def test_steps_of_these_layers_are_measured(
     assert all(bool(cache.isnan().all()) for cache in steps.caches)
 
 
+@pytest.mark.usefixtures("own_cores")
 def test_steps_are_measured_that_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, share=1.0, most=9)
     assert steps.shared is not None
