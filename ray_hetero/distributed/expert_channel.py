@@ -227,12 +227,16 @@ class ExpertChannel:
     def _look(self) -> None:
         owing: dict[int, int] = {}
         since = time.monotonic()
+        # `select` takes no descriptor above 1,023.
+        ends = {connection.fileno(): at for at, connection in enumerate(self._connections)}
+        poll = select.poll()
+        for descriptor in ends:
+            poll.register(descriptor, select.POLLIN)
         while self.problem is None:
             if self._stop.is_set():
                 return
-            readable, _, _ = select.select(self._connections, [], [], LOOK_SECONDS)
-            if readable:
-                number = self._connections.index(readable[0])
+            if readable := poll.poll(LOOK_SECONDS * 1000):
+                number = ends[readable[0][0]]
                 self.problem = dist.DistNetworkError(
                     f"{self._names[number]} has closed the connection"
                 )

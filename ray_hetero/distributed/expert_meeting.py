@@ -170,13 +170,17 @@ def reach(
     connection = _socket()
     while True:
         try:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
             connection.connect(address_of(meeting, stage))
             break
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, BlockingIOError):
+            # Nobody listens yet, or too many connections wait there.
             if time.monotonic() > deadline:
                 raise StartupError(f"{who} was not there in {limit_s:g} s ({LIMIT})") from None
             time.sleep(POLL_SECONDS)
     with naming(who, limit_s):
+        if user_of(connection) != os.getuid():
+            raise ConnectionRefusedError("a process of another user listens there")
         connection.send(str(number).encode())
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         told, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)

@@ -50,9 +50,14 @@ class SharedMemoryLink:
             return None
         connection = Connection(unix_sockets.unix_socket(terms.timeout_s), neighbour.rank)
         try:
-            connection.socket.connect(b"\0" + name)
-        except OSError:
+            unix_sockets.connect(connection.socket, name)
+        except OSError as error:
             connection.socket.close()
+            # As from another container of the same machine, or with strangers in the way.
+            logger.warning(
+                "stage boundary: the memory of rank %d, on this machine, is out of reach (%s); "
+                "messages go through the network", neighbour.rank, error,
+            )  # fmt: skip
             return None
         return SharedMemoryReached(connection, terms)
 

@@ -107,7 +107,7 @@ def _begin(own: int, members: int, size: int, gather: Gather, limit_s: float) ->
             descriptor = sealed_memory.made("ray_hetero-sums", size)
             stack.callback(os.close, descriptor)
             listener = stack.enter_context(unix_sockets.unix_socket(limit_s))
-            address = machine_id().encode(), unix_sockets.bind_abstract(listener, members)
+            address = machine_id().encode(), unix_sockets.bind_abstract(listener)
             memory = sealed_memory.mapped(descriptor, size)
         except OSError as error:
             logger.warning("no memory can be shared: %s", error)
@@ -155,7 +155,8 @@ def _is_connected(connection: socket.socket, machine: bytes, name: bytes) -> boo
     if not machine or machine != machine_id().encode():
         return False
     try:
-        connection.connect(b"\0" + name)
-    except OSError:
+        unix_sockets.connect(connection, name)
+    except OSError as error:
+        logger.warning("the memory for sums, on this machine, is out of reach: %s", error)
         return False
     return True

@@ -68,6 +68,11 @@ class RayAhead:
             )
         threading.Thread(target=self._wait, daemon=True, name="RayAhead").start()
 
+    @property
+    def folder(self) -> str:
+        """Path of its folder, which is there as long as it is."""
+        return str(self._folder.path)
+
     def end(self) -> None:
         """End it, where there will be no engine."""
         assert self._process.stdin is not None
@@ -102,7 +107,7 @@ class OwnedRay:
             return None
         connection = unix_sockets.unix_socket(READY_SECONDS)
         try:
-            connection.connect(f"\0{name}")
+            unix_sockets.connect(connection, name.encode())
             # Once a keeper is gone, anybody may listen in its place.
             is_ours = unix_sockets.user_of(connection) == os.getuid()
             answer = connection.recv(ANSWER_BYTES) if is_ours else b""
@@ -185,9 +190,14 @@ def keep(descriptor: int, folder: str) -> None:
 
 def _owner(listener: socket.socket) -> socket.socket | None:
     """The engine, once it asks; None where its starter is gone, or none has asked in time."""
-    ready, _, _ = select.select([listener, sys.stdin], [], [], UNCLAIMED_SECONDS)
-    if listener not in ready:
+    poll = select.poll()
+    for file in (listener, sys.stdin):
+        poll.register(file, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poll.poll(UNCLAIMED_SECONDS * 1000)]
+    if listener.fileno() not in ready:
         return None
+    # Strangers may have come before it; nor does the limit of the starter's own end hold here.
+    listener.settimeout(UNCLAIMED_SECONDS)
     with listener:
         owner = unix_sockets.accepted(listener)
     owner.settimeout(None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import threading
@@ -309,3 +311,29 @@ def test_rows_that_fill_a_captured_step_up_have_no_experts() -> None:
         signals.write_ids(given, to[:4])
         assert torch.equal(to[:3], ids[:3])
         assert to[3:].tolist() == [[-1] * 3] + [[0] * 3] * 4
+
+
+HIGH = 1500
+"""A descriptor that `select` does not take."""
+
+
+def test_a_rank_with_many_descriptors_is_watched_too() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * HIGH, hard), hard))
+    try:
+        geometry = Geometry.of(LAYERS, ranks=1, tokens=5, dtype=torch.float32)
+        descriptor = HandoverMemory.made(geometry)
+        memory = HandoverMemory(descriptor, geometry)
+        os.close(descriptor)
+        low, other = socket.socketpair()
+        mine = socket.socket(fileno=fcntl.fcntl(low.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH))
+        low.close()
+        sender = ExpertChannel(memory, LAYERS, [mine], ["expert rank 0"], LIMIT_S)
+        try:
+            other.close()
+            # Without a watch, a GPU would wait for this rank for ever.
+            assert isinstance(fails(sender), dist.DistNetworkError)
+        finally:
+            sender.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
