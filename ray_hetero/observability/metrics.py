@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -174,6 +175,12 @@ class FiguresWriter:
             # As where Ray's processes are another user's, or in another container.
             logger.warning("the server's /metrics will not show the ranks: %s", error)
 
+    def close(self) -> None:
+        """Write no more; safe to call twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def write(self, ranks: Iterable[tuple[RankInfo, StepTotals]]) -> None:
         """Replace what is there."""
         if self._descriptor is None:
@@ -182,6 +189,12 @@ class FiguresWriter:
         content = json.dumps([asdict(row) for row in rows]).encode()
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
+
+
+def forget_figures(path: str) -> None:
+    """Take an engine that has ended off its server's metrics; nothing where that is gone."""
+    with suppress(OSError):
+        os.truncate(path, 0)
 
 
 class RankCollector(Collector):

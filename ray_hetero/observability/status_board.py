@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_hetero.log import logger
 from ray_hetero.names import board_name
 from ray_hetero.observability.engine_info import EngineInfo
-from ray_hetero.observability.metrics import FiguresWriter, RayMetrics
+from ray_hetero.observability.metrics import FiguresWriter, RayMetrics, forget_figures
 from ray_hetero.observability.step_clock import StepTotals
 
 REPORT_SECONDS = 2.0
@@ -90,6 +90,7 @@ class StatusBoard:
     """The actor class: keeps the last report of every rank."""
 
     def __init__(self, info: EngineInfo) -> None:
+        self._figures: FiguresWriter | None = None
         self.begin(info)
 
     def begin(self, info: EngineInfo) -> None:
@@ -97,6 +98,8 @@ class StatusBoard:
         self._info = info
         self._state: State = "starting"
         self._histories: dict[int, _History] = {}
+        if self._figures is not None:
+            self._figures.close()
         self._figures = FiguresWriter(info.metrics_path, info.engine)
 
     def serve(self) -> None:
@@ -106,6 +109,7 @@ class StatusBoard:
     def report(self, report: RankReport) -> None:
         """What a rank says of itself."""
         self._histories.setdefault(report.rank, _History()).add(report, time.monotonic())
+        assert self._figures is not None
         ranks = ((self._info.ranks[r], known.report) for r, known in self._histories.items())
         self._figures.write((info, known.totals) for info, known in ranks)
 
@@ -121,9 +125,11 @@ class EngineBoard:
 
     def __init__(self) -> None:
         self._actor: Any = None
+        self._metrics_path = ""
 
     def starting(self, info: EngineInfo) -> None:
         """Put the board up, or tell the one that is up that other ranks start; returns at once."""
+        self._metrics_path = info.metrics_path
         if self._actor is not None:
             self._actor.begin.remote(info)
             return
@@ -144,6 +150,8 @@ class EngineBoard:
         """Stop the board; nothing to do where Ray is gone already."""
         if self._actor is not None and ray.is_initialized():
             ray.kill(self._actor)
+        if self._actor is not None:
+            forget_figures(self._metrics_path)
         self._actor = None
 
 
@@ -179,9 +187,12 @@ class RankReporter:
                 "`ray-hetero status` does not show this rank: the engine's status actor is gone"
             )
             return
+        told: Any = None
         while not self._stop.is_set():
-            # Not waited for: a board that is gone must not hold up the rank.
             report = self._report()
-            board.report.remote(report)
+            # Not waited for: a board that hangs or is gone must not hold up the rank, and what it
+            # has not taken yet must not pile up here.
+            if told is None or ray.wait([told], timeout=0)[0]:
+                told = board.report.remote(report)
             self._metrics.tell(report.totals)
             self._stop.wait(REPORT_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ray_hetero.observability.engine_info import RankInfo
-from ray_hetero.observability.metrics import FIGURES, PREFIX, FiguresWriter, RankCollector
+from ray_hetero.observability.metrics import (
+    FIGURES,
+    PREFIX,
+    FiguresWriter,
+    RankCollector,
+    forget_figures,
+)
 from ray_hetero.observability.step_clock import StepTotals
 
 TOTALS = StepTotals(steps=7, tokens=56, busy_s=1.5, waiting_s=0.25, exchange_s=0.125,
@@ -94,3 +101,22 @@ def test_a_server_that_cannot_be_reached_is_a_warning(caplog: pytest.LogCaptureF
     writer = FiguresWriter("/proc/1/fd/no-such", "one")
     writer.write([(info(0), TOTALS)])
     assert "/metrics will not show the ranks" in caplog.text
+
+
+def test_an_engine_that_has_ended_is_not_shown() -> None:
+    collector = RankCollector()
+    path = collector.add_engine()
+    FiguresWriter(path, "one").write([(info(0), TOTALS)])
+    assert scraped(collector)
+    forget_figures(path)
+    assert scraped(collector) == []
+    # A server that is gone has nothing to be forgotten.
+    forget_figures("/proc/1/fd/no-such")
+
+
+def test_a_writer_gives_its_descriptor_back() -> None:
+    path, before = RankCollector().add_engine(), len(os.listdir("/proc/self/fd"))
+    writer = FiguresWriter(path, "one")
+    writer.close()
+    writer.close()
+    assert len(os.listdir("/proc/self/fd")) == before
