@@ -12,6 +12,8 @@ JOBS ?= 2
 # Hide what this processor has beyond it from the tests: avx2, avx512 or avx512_bf16.
 MAX_CPU_ISA ?=
 REPORT ?= gpu-report
+# Options of the matrix, and names of architectures; all without.
+FAMILIES ?=
 
 BIN := $(VENV)/bin
 MASK := $(if $(MAX_CPU_ISA),RAY_HETERO_MAX_CPU_ISA=$(MAX_CPU_ISA) PYTHONPATH=$(CURDIR)/tests/masked)
@@ -19,7 +21,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := cpu,test,docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-unit test-gpu fuzz check docs dist lock clean
+.PHONY: help env demo test test-slow test-unit test-gpu families fuzz check docs dist lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -56,6 +58,9 @@ test-unit: env ## Run the tests that need neither Ray nor vLLM engines
 
 test-gpu: ## Run the tests that need a GPU, on a host that has one; the report goes to REPORT
 	$(PYTHON) tests/gpu/run_all.py --report '$(REPORT)'
+
+families: env ## Compare every architecture of vLLM's registry with stock vLLM; takes hours, and goes on where it ended
+	cd tests && $(abspath $(BIN))/python -m families.matrix --work '$(CURDIR)/.demo/families' $(FAMILIES)
 
 fuzz: env ## Give configuration and command line thousands of inputs
 	$(BIN)/python -m pytest tests/unit/test_fuzz_config.py tests/unit/test_fuzz_cli.py \

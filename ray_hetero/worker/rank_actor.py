@@ -40,6 +40,7 @@ from ray_hetero.compat import (
     model_inputs,
     model_runner,
     parallel_state,
+    pipeline_models,
 )
 from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, set_world
@@ -143,6 +144,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 lora.leave_tokens_without_adapter()
             has_whole = keep_embeddings(self._vllm_config, world.layout, seat.stage)
         layer_partition.set_partition(world.layers)
+        pipeline_models.prepare_loading()
         speculation = Speculation.of(self._vllm_config, world, seat)
         if speculation is not None:
             speculation.before_loading()
@@ -162,6 +164,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             is_driver_worker=seat.tensor_rank == 0,
         )
         loaded = time.perf_counter()
+        pipeline_models.read_per_layer_inputs()
         if speculation is not None:
             speculation.loaded(self.worker.model_runner)
         if self._remote_experts is not None:

@@ -95,7 +95,14 @@ def _written(architecture: str, model_type: str, given: Json) -> Json:
         del chosen["num_hidden_layers"], given["num_hidden_layers"]
     config = made_by(**chosen)
     written: Json = json.loads(config.to_json_string(use_diff=False))
-    for key in ("_name_or_path", "transformers_version", "dtype", "id2label", "label2id"):
+    for key in (
+        "_name_or_path",
+        "transformers_version",
+        "dtype",
+        "id2label",
+        "label2id",
+        "time_step_limit",
+    ):
         written.pop(key, None)
     # Keys that the class does not know, and parts whose own classes would write more.
     written |= {

@@ -198,7 +198,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "layer_rope_theta": [10000.0] * LAYERS,
     },
     "GraniteSWAForCausalLM": {"layer_types": ALTERNATING, "layer_rope_theta": [10000.0] * LAYERS},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": MOE_INNER},
     "HrmTextForCausalLM": {"num_layers_per_stack": 2},
     "InklingForCausalLM": {"model_type": "inkling_model", **INKLING},
     "InklingForConditionalGeneration": {
@@ -236,6 +236,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {
         "layer_types": CONVOLUTIONS,
         "full_attn_idxs": [1, 3],
+        "block_dim": HIDDEN,
+        "block_ff_dim": INNER,
         "conv_dim": HIDDEN,
         "conv_dim_out": HIDDEN,
     },
@@ -250,6 +252,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": MAMBA_2,
     "MiniCPM3ForCausalLM": {"kv_lora_rank": 64, "v_head_dim": 64},
     "MiniMaxM3SparseForCausalLM": {"model_type": "minimax_m3_vl_text"},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
+    "NemotronForCausalLM": {"num_key_value_heads": KV_HEADS},
     "NemotronHForCausalLM": NEMOTRON_H,
     "NemotronHPuzzleForCausalLM": NEMOTRON_H | {"model_type": "nemotron_h"},
     "OlmoHybridForCausalLM": {"layer_types": LINEAR},

@@ -65,10 +65,14 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models import gemma4
 from vllm.model_executor.models import registry as model_registry
+from vllm.model_executor.models import utils as model_utils
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
@@ -259,6 +263,12 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/model_runner", InputBatch, "num_reqs"),
     ("compat/late_tokens", GPUModelRunner, "_preprocess"),
     ("compat/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
+    ("compat/pipeline_models", DefaultModelLoader, "get_all_weights"),
+    ("compat/pipeline_models", ParallelLMHead, "tie_weights"),
+    ("compat/pipeline_models", model_utils.PPMissingLayer, "forward"),
+    ("compat/pipeline_models", model_utils, "is_pp_missing_parameter"),
+    ("compat/pipeline_models", model_utils.WeightsMapper, "map_name"),
+    ("compat/pipeline_models", gemma4.Gemma4Model, "__call__"),
     ("compat/spec_decode", SpecDecodeBaseProposer, "_get_model"),
     ("compat/spec_decode", SpecDecodeBaseProposer, "propose"),
     ("compat/spec_decode", SpecDecodeBaseProposer, "dummy_run"),

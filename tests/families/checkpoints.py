@@ -1,0 +1,91 @@
+"""Small random checkpoints of the architectures in vLLM's registry."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from families.configurations import config_class, small_config
+
+SIMILAR = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
+    "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
+    "OrionForCausalLM": "LlamaForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "SolarForCausalLM": "LlamaForCausalLM",
+    "TeleChat3ForCausalLM": "LlamaForCausalLM",
+    "TeleFLMForCausalLM": "LlamaForCausalLM",
+}
+"""Architectures whose weights have the names and shapes of another's, for which Transformers has a
+class."""
+
+
+class NoCheckpointError(Exception):
+    """There is no small checkpoint of an architecture; the message says why."""
+
+
+def write_checkpoint(directory: Path, architecture: str, seed: int = 0) -> Path:
+    """Write `config.json` and random weights in float32.
+
+    Args:
+        directory: where to; made if it is not there.
+        architecture: a name of vLLM's registry.
+        seed: each weight depends on this and on its own name only.
+
+    Returns:
+        The directory.
+
+    Raises:
+        NoCheckpointError: there is no small configuration, or no class that names the weights.
+
+    """
+    import torch
+
+    config = small_config(architecture)
+    if isinstance(config, str):
+        raise NoCheckpointError(config)
+    made_by = _model_class(architecture)
+    model_type = config["model_type"]
+    made_from = config_class(model_type).from_dict(dict(config))
+    with torch.device("cpu"):
+        model = made_by._from_config(made_from, dtype=torch.float32)
+    _fill(model, seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
+def _model_class(architecture: str) -> Any:
+    import transformers
+
+    found = getattr(transformers, SIMILAR.get(architecture, architecture), None)
+    if found is None:
+        raise NoCheckpointError("Transformers has no class that names its weights")
+    return found
+
+
+def _fill(model: Any, seed: int) -> None:
+    """Weights under which each layer changes the next token."""
+    import numpy
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            generator = numpy.random.default_rng(zlib.crc32(f"{seed}/{name}".encode()))
+            noise = torch.from_numpy(generator.standard_normal(weight.shape, dtype="float32"))
+            if weight.dim() < 2:
+                # Norms, biases, decays: near what the class begins with.
+                weight.add_(0.1 * noise)
+            elif "embed" in name or name.endswith("wte.weight"):
+                weight.copy_(0.3 * noise)
+            else:
+                weight.copy_(1.5 * noise / weight.shape[-1] ** 0.5)

@@ -1,0 +1,168 @@
+"""All architectures of vLLM's registry, asked with stock vLLM and with each kind of ranks.
+
+    python -m families.matrix --results results.json --work DIR [ARCHITECTURE …]
+
+What is in the results already is not asked again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from families.checkpoints import NoCheckpointError
+from families.configurations import architectures
+from families.one_engine import KINDS, STAGES, WRITE, ask
+
+Json = dict[str, Any]
+
+EQUAL, REFUSED, STOCK_FAILS, FAILS, WRONG, NONE = (
+    "equal", "refused", "stock fails too", "fails", "wrong", "none",
+)  # fmt: skip
+NEAR_TIE = 1e-3
+"""Of logprobs in float32: tokens that are nearer to each other may change places."""
+REFUSALS = ("UnsupportedError", "ConfigError", "PlacementError")
+VLLM_REFUSES = ("Pipeline parallelism is not supported for this model",)
+
+KEEPER = """
+import json, sys, time, ray
+found = ray.init(num_cpus=2, num_gpus=4, object_store_memory=100 << 20, include_dashboard=False)
+print(found.address_info["address"], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def kept_ray() -> Iterator[None]:
+    """A Ray cluster with pretended GPUs that all engines share; its address is in RAY_ADDRESS."""
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as keeper:
+        assert keeper.stdout is not None
+        lines = (line.strip() for line in keeper.stdout)
+        os.environ["RAY_ADDRESS"] = next(line for line in lines if line.count(":") == 1)
+        yield
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+
+
+def environment(work: Path) -> dict[str, str]:
+    """Variables of all engines."""
+    for name in ("claims", "tmp"):
+        (work / name).mkdir(parents=True, exist_ok=True)
+    return {
+        "HF_HUB_OFFLINE": "1",
+        # Threads of so small a model would only wait for each other.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": os.urandom(16).hex(),
+        "RAY_HETERO_CLAIM_DIR": str(work / "claims"),
+        "RAY_HETERO_PRETEND_GPU": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TMPDIR": tempfile.mkdtemp(prefix="families-", dir="/tmp"),
+    }
+
+
+def first_sentence(error: str) -> str:
+    """The line of an error that tells most: the last that names one, else the first."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return (lines or ["no message"])[0][:300]
+
+
+def compared(stock: Json, ours: Json) -> Json:
+    """Outcome of one engine beside stock vLLM's."""
+    if "error" in ours:
+        refused = ours["type"] in REFUSALS or any(text in ours["error"] for text in VLLM_REFUSES)
+        return {
+            "outcome": REFUSED if refused else FAILS,
+            "sentence": f"{ours['type']}: {first_sentence(ours['error'])}",
+        }
+    if "tokens" not in ours:
+        return {"outcome": EQUAL}
+    for place, (left, right) in enumerate(zip(stock["tokens"], ours["tokens"], strict=True)):
+        for at, (one, other) in enumerate(zip(left, right, strict=True)):
+            if one == other:
+                continue
+            best = sorted(stock["logprobs"][place][at].values(), reverse=True)
+            if best[0] - best[1] < NEAR_TIE:
+                break
+            return {
+                "outcome": WRONG,
+                "sentence": f"prompt {place}, token {at}: {other} where stock has {one}",
+            }
+    return {"outcome": EQUAL}
+
+
+def has_experts(directory: Path) -> bool:
+    """Whether a checkpoint has routed experts."""
+    config = json.loads((directory / "config.json").read_text())
+    config = config.get("text_config") or config
+    names = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+    return any(config.get(name) for name in names) or "ffn_config" in config
+
+
+def row(architecture: str, kinds: Sequence[str], known: Json, work: Path, limit_s: float) -> Json:
+    """Outcomes of one architecture, those that are known included."""
+    directory, logs = work / "checkpoints" / architecture, work / "logs" / architecture
+    if not (directory / "config.json").exists():
+        written = ask(WRITE, directory, logs, limit_s)
+        if "error" in written:
+            reason = first_sentence(written["error"])
+            expected = written["type"] == NoCheckpointError.__name__
+            return {NONE: reason if expected else f"{written['type']}: {reason}"}
+    wanted = [
+        kind
+        for kind in kinds
+        if kind not in known and (kind != "experts" or has_experts(directory))
+    ]
+    if not wanted:
+        return known
+    stock = ask("stock", directory, logs, limit_s) if set(wanted) - {STAGES} else {}
+    if "error" in stock:
+        return {"stock": f"{stock['type']}: {first_sentence(stock['error'])}"}
+    for kind in wanted:
+        ours = ask(kind, directory, logs, limit_s)
+        known = known | {kind: compared(stock, ours) | {"seconds": ours["seconds"]}}
+    return known
+
+
+def main() -> int:
+    """Ask what is not known yet, and write it down after each architecture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("architectures", nargs="*")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results.json"))
+    parser.add_argument("--work", type=Path, default=Path(".demo/families"))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS[1:], default=list(KINDS[1:]))
+    parser.add_argument("--limit-s", type=float, default=240.0)
+    parser.add_argument("--again", action="store_true", help="ask what is known, too")
+    given = parser.parse_args()
+    work = given.work.resolve()
+    os.environ.update(environment(work))
+    import vllm  # noqa: F401
+
+    results: Json = json.loads(given.results.read_text()) if given.results.exists() else {}
+    with kept_ray() if set(given.kinds) - {STAGES} else contextlib.nullcontext():
+        for name in given.architectures or architectures():
+            known = {} if given.again else results.get(name, {})
+            if NONE in known or "stock" in known:
+                continue
+            results[name] = row(name, given.kinds, known, work, given.limit_s)
+            print(name, json.dumps(results[name]), flush=True)
+            given.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The two stages of a pipeline beside the whole model, in one process.
+
+The stages are vLLM's own models, loaded from the checkpoint as ranks load them; only the groups are
+pretended.  There is no KV cache: attention and recurrent layers give nothing, as in vLLM's dummy
+runs, and what is compared is everything else, the tensors between the stages among it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+STAGES = 2
+TOKENS = 7
+BOUND = 1e-4
+"""Largest difference of hidden states in float32, by their largest value."""
+
+
+class StageError(Exception):
+    """The stages are not the whole model; the message says how they differ."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline group as a rank of one stage sees it."""
+
+    rank_in_group: int
+    world_size: int
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank_in_group == self.world_size - 1
+
+
+@contextlib.contextmanager
+def _as_stage(stage: int, stages: int) -> Iterator[None]:
+    from vllm.distributed import parallel_state
+
+    with patch.object(parallel_state, "_PP", Stage(stage, stages)):
+        yield
+
+
+def _config(directory: Path, stages: int) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=256,
+        enforce_eager=True, pipeline_parallel_size=stages, distributed_executor_backend="mp",
+    ).create_engine_config()  # fmt: skip
+
+
+def _loaded(directory: Path, stage: int, stages: int) -> tuple[Any, Any]:
+    """vLLM's configuration, and the model of one stage with its weights."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import (
+        initialize_model,
+        process_weights_after_loading,
+    )
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = _config(directory, stages)
+    with (
+        _as_stage(stage, stages),
+        set_current_vllm_config(config),
+        set_default_torch_dtype(torch.float32),
+    ):
+        model = initialize_model(config)
+        get_model_loader(config.load_config).load_weights(model, config.model_config)
+        parameters = {name: value.clone() for name, value in model.named_parameters()}
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return config, (model.eval(), parameters)
+
+
+def _run(config: Any, model: Any, stage: int, stages: int, given: Any) -> Any:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    tokens = torch.arange(8, 8 + TOKENS)
+    with (
+        torch.inference_mode(),
+        _as_stage(stage, stages),
+        set_current_vllm_config(config),
+        set_forward_context(None, config, num_tokens=TOKENS),
+        # What layers without a KV cache leave as it is must be the same in all models.
+        patch.object(torch, "empty", torch.zeros),
+        patch.object(torch, "empty_like", torch.zeros_like),
+        # vLLM's runner for CPUs does the same.
+        patch.object(torch.accelerator, "empty_cache", lambda: None),
+    ):
+        return model(tokens, torch.arange(TOKENS), given)
+
+
+def _compare_weights(whole: dict[str, Any], stages: list[dict[str, Any]]) -> None:
+    import torch
+
+    for name, weight in whole.items():
+        found = [one[name] for one in stages if name in one]
+        if not found:
+            raise StageError(f"no stage has the weight {name}")
+        if not all(torch.equal(weight, one) for one in found):
+            raise StageError(f"the weight {name} of a stage is another one")
+        if len(found) > 1 and ".layers." in name:
+            raise StageError(f"{len(found)} stages have the weight {name}")
+
+
+def check(directory: Path) -> None:
+    """Compare the stages of a checkpoint with the whole model.
+
+    Args:
+        directory: a small checkpoint in float32.
+
+    Raises:
+        StageError: a weight is on no stage, on two, or differs, or the hidden states differ.
+        Exception: whatever vLLM raises where a stage cannot be built, loaded or computed.
+
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import (
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    from ray_hetero.compat import pipeline_models
+
+    config = _config(directory, 1)
+    with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as meeting:
+        init_distributed_environment(1, 0, f"file://{meeting.name}-", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    config, (model, whole) = _loaded(directory, 0, 1)
+    expected = _run(config, model, 0, 1, None)
+    pipeline_models.prepare_loading()
+    found: Any = None
+    weights = []
+    for stage in range(STAGES):
+        config, (model, parameters) = _loaded(directory, stage, STAGES)
+        pipeline_models.read_per_layer_inputs()
+        weights.append(parameters)
+        found = _run(config, model, stage, STAGES, found)
+    _compare_weights(whole, weights)
+    if not isinstance(found, torch.Tensor):
+        found, expected = found[0], expected[0]
+    scale = float(expected.abs().max())
+    differs = float((expected - found).abs().max())
+    if not differs <= BOUND * scale:
+        raise StageError(f"hidden states of {scale:.3g} differ by {differs:.3g}")
