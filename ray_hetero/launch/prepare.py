@@ -19,6 +19,7 @@ from ray_hetero.compat import (
     engine_clients,
     engine_environment,
     engine_processes,
+    input_processor,
     model_dtype,
     model_inspection,
 )
@@ -95,6 +96,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         metrics_path=metrics.show_engine(),
     )
     engine_args.distributed_executor_backend = HeteroExecutor
+    input_processor.refuse_prompts_that_end_ranks()
     if config.max_restarts and isinstance(engine_args, AsyncEngineArgs):
         api_server.turn_away_while_unhealthy()
     if spec.ray_address is not None or is_elsewhere():

@@ -15,6 +15,7 @@ import pytest
 import ray
 from PIL import Image
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
 LEFT: list[LLM] = []
@@ -72,6 +73,14 @@ def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     if "columns" in batch:
         layers: list[int] = engine.collective_rpc(_share_columns, args=(batch["columns"],))
         return [{"layers": count} for count in layers]
+    if "refused" in batch:
+        left = []
+        for token in batch["refused"]:
+            given = [{"prompt_token_ids": one} for one in ([8, 9], [8, token, 9], [9, 8])]
+            with pytest.raises(VLLMValidationError, match="out of vocabulary"):
+                engine.generate(given, SamplingParams(max_tokens=2), use_tqdm=False)
+            left.append({"requests": engine.llm_engine.get_num_unfinished_requests()})
+        return left
     if wanted := batch.get("metrics"):
         return [
             {metric.name: getattr(metric, "value", None) or getattr(metric, "values", 0)}

@@ -174,6 +174,11 @@ def batch(given: Sequence[Sequence[int]], **sampling: Any) -> Json:
     return {"prompts": [list(one) for one in given], "sampling": {**defaults, **sampling}}
 
 
+REFUSED: Json = {"refused": [100_000, -1, 2**40]}
+"""A batch in which each of these tokens comes behind prompts that are right, and is refused; its
+answer is how many requests the engine has then, each time."""
+
+
 def metrics(prefix: str) -> Json:
     """A batch that is answered by the engine's metrics of such names, one entry each.
 

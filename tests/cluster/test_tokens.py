@@ -18,6 +18,7 @@ import torch
 from dequantised import dequantised
 from engines import (
     IN_THIS_PROCESS,
+    REFUSED,
     TOTALS,
     Json,
     Model,
@@ -68,10 +69,12 @@ def _run(scene: Scene, directory: Path, model: Model, cases: list[tuple[str, int
             compilation_config={"mode": 0} if how == [UNCOMPILED] else {},
             **hetero(cpu={"ranks_per_socket": pipeline * tensor, "linear_kernel": "vllm"}),
         )
-        runs.append((arguments, [batch(prompts())]))
+        runs.append((arguments, [REFUSED, batch(prompts())]))
     # Faster; the engines of the other modules have a process of their own.
     answers = run_engines(scene, directory, runs, extra=IN_THIS_PROCESS)
-    return {name: tokens(found[0]) for (name, _, _), found in zip(cases, answers, strict=True)}
+    for refused, _ in answers:
+        assert refused == [{"requests": 0}] * 3
+    return {name: tokens(found[1]) for (name, _, _), found in zip(cases, answers, strict=True)}
 
 
 @pytest.fixture(scope="module")

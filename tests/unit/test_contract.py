@@ -92,6 +92,7 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
@@ -259,6 +260,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("worker/warmup_actions", CPUWorker, "get_kv_cache_spec"),
     ("compat/cpu_worker", CPUWorker, "init_device"),
     ("compat/model_runner", GPUModelRunner, "_sample"),
+    ("compat/input_processor", InputProcessor, "_validate_model_input"),
     ("compat/model_runner", GPUModelRunner, "sample_tokens"),
     ("compat/model_runner", InputBatch, "num_reqs"),
     ("compat/late_tokens", GPUModelRunner, "_preprocess"),
@@ -531,6 +533,7 @@ ASSIGNED: list[tuple[str, type, str]] = [
         ("compat/late_tokens", GPUModelRunner, name)
         for name in ("requests", "input_batch", "input_ids", "query_start_loc")
     ),
+    ("compat/input_processor", InputProcessor, "model_config"),
     ("compat/model_runner", GPUModelRunner, "discard_request_mask"),
     ("compat/model_runner", InputBatch, "generators"),
     ("compat/lora", BaseLinearLayerWithLoRA, "base_layer"),
