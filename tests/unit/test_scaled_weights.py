@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -282,6 +283,12 @@ def test_scales_that_are_no_numbers_are_refused(wrong: float) -> None:
     codes.scales[3, 1] = wrong
     with pytest.raises(UnsupportedError, match=r"int8: 1 of 64 scales are infinite, NaN or above"):
         Int8Weight.stored(codes, native)
+
+
+def test_a_factor_that_is_no_number_is_refused() -> None:
+    codes = replace(made(Fp4Weight, 32, 64, 16, scales="float8_e4m3fn"), factor=torch.nan)
+    with pytest.raises(UnsupportedError, match=r"fp4: the factor of all scales is nan"):
+        Fp4Weight.stored(codes, native)
 
 
 def test_nan_weights_are_refused() -> None:

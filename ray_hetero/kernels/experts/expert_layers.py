@@ -128,16 +128,19 @@ class ExpertLayers:
                     "ranks have no kernel for them. Write a layout without CPU ranks."
                 )
             activation = activation_of(layer)
-            made = RoutedExperts.of_weights(
-                held(stored, self._kernel.native, activation.order),
-                len(stored.w13),
-                getattr(layer, "w13_bias", None),
-                getattr(layer, "w2_bias", None),
-                native=self._kernel.native,
-                level=self._kernel.level,
-                activation=activation,
-                room=self._room,
-            )
+            try:
+                made = RoutedExperts.of_weights(
+                    held(stored, self._kernel.native, activation.order),
+                    len(stored.w13),
+                    getattr(layer, "w13_bias", None),
+                    getattr(layer, "w2_bias", None),
+                    native=self._kernel.native,
+                    level=self._kernel.level,
+                    activation=activation,
+                    room=self._room,
+                )
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{layer.layer_name}, {error}") from None
             self._bytes_before += stored.w13.nbytes + stored.w2.nbytes
             experts.layer_number = self._add(made)
             quantised_experts.forget_tensors(layer)

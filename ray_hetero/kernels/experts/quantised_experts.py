@@ -55,10 +55,13 @@ def held(
     for expert in range(len(stored.w13)):
         gate_up, down = codes_of(stored, expert)
         filling = -down.shape[1] % MULTIPLE
-        yield (
-            kind.stored(_paired(gate_up, order), native),
-            kind.stored(_filled(down, filling), native),
-        )
+        try:
+            yield (
+                kind.stored(_paired(gate_up, order), native),
+                kind.stored(_filled(down, filling), native),
+            )
+        except UnsupportedError as error:
+            raise UnsupportedError(f"expert {expert}: {error}") from None
 
 
 def codes_of(stored: StoredExperts, expert: int) -> tuple[Codes, Codes]:

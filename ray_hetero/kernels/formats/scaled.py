@@ -225,6 +225,10 @@ class ScaledWeight(HostWeight):
             raise UnsupportedError(
                 f"{cls.name}: expected scales as {' or '.join(cls.scale_types)}, got {kind}"
             )
+        if not abs(codes.factor) <= LARGEST_SCALE:
+            raise UnsupportedError(
+                f"{cls.name}: the factor of all scales is {codes.factor}; the checkpoint is damaged"
+            )
         scales = codes.scales.float()
         wrong = int((~(scales.abs() <= LARGEST_SCALE)).sum())
         if wrong:
