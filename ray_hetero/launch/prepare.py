@@ -19,6 +19,7 @@ from ray_hetero.compat import (
     engine_clients,
     engine_environment,
     engine_processes,
+    image_libraries,
     input_processor,
     model_dtype,
     model_inspection,
@@ -104,6 +105,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, is_stock=is_stock)
     model_inspection.inspect_here()
+    image_libraries.load_models_without_torchvision()
     return spec
 
 

@@ -42,12 +42,14 @@ def built(folder: str, dtype: str = "auto", *, trust_remote_code: bool = False) 
     """
     from vllm.engine.arg_utils import EngineArgs
 
+    from ray_hetero.compat.image_libraries import load_models_without_torchvision
     from ray_hetero.compat.meta_model import made, make_without_kernels
     from ray_hetero.compat.model_inspection import inspect_here
     from ray_hetero.compat.model_parts import parts_of
 
     make_without_kernels()
     inspect_here()
+    load_models_without_torchvision()
 
     def parts(folder: str) -> dict[str, Any]:
         args = EngineArgs(

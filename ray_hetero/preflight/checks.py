@@ -103,7 +103,7 @@ def check_torchvision(torch: str | None, companions: dict[str, str]) -> Check:
         found = f"{', '.join(wrong)}: CUDA builds beside torch {torch}; transformers cannot load"
         return Check("torchvision", "fail", found, f"pip uninstall --yes {' '.join(wrong)}")
     names = ", ".join(f"{name} {release}" for name, release in companions.items())
-    return Check("torchvision", "ok", names or "not installed, not needed")
+    return Check("torchvision", "ok", names or "not installed: models compute text without it")
 
 
 def check_ipex(ipex: str | None, torch: str | None) -> Check:

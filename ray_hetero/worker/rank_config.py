@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from placement.cluster.layout import Layout
 from placement.units import GIB
-from ray_hetero.compat import model_inspection, parallel_config
+from ray_hetero.compat import image_libraries, model_inspection, parallel_config
 from ray_hetero.errors import AgreementError
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE
 from ray_hetero.runtime.process_state import Place
@@ -112,6 +112,7 @@ def build_rank_config(rank: RankSpec) -> VllmConfig:
 
     # The cache of what is known of a model is one of this node, on others it may be empty.
     model_inspection.inspect_here()
+    image_libraries.load_models_without_torchvision()
     args = copy.copy(rank.engine.engine_args)
     shared, config = rank.shared, rank.engine.config
     # vLLM's GPU worker checks local ranks against nnodes for every other backend name.

@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from families.configurations import config_class, small_config
+from families.configurations import small_config
 
 SIMILAR = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
@@ -47,13 +47,16 @@ def write_checkpoint(directory: Path, architecture: str, seed: int = 0) -> Path:
 
     """
     import torch
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     config = small_config(architecture)
     if isinstance(config, str):
         raise NoCheckpointError(config)
     made_by = _model_class(architecture)
     model_type = config["model_type"]
-    made_from = config_class(model_type).from_dict(dict(config))
+    own = CONFIG_MAPPING if model_type in CONFIG_MAPPING else _CONFIG_REGISTRY
+    made_from = own[model_type].from_dict(dict(config))
     with torch.device("cpu"):
         model = made_by._from_config(made_from, dtype=torch.float32)
     _fill(model, seed)

@@ -21,6 +21,7 @@ from typing import Any
 from families.checkpoints import NoCheckpointError
 from families.configurations import architectures
 from families.one_engine import KINDS, STAGES, WRITE, ask
+from families.stages import StockError
 
 Json = dict[str, Any]
 
@@ -84,6 +85,8 @@ def first_sentence(error: str) -> str:
 def compared(stock: Json, ours: Json) -> Json:
     """Outcome of one engine beside stock vLLM's."""
     if "error" in ours:
+        if ours["type"] == StockError.__name__:
+            return {"outcome": STOCK_FAILS, "sentence": first_sentence(ours["error"])}
         refused = ours["type"] in REFUSALS or any(text in ours["error"] for text in VLLM_REFUSES)
         return {
             "outcome": REFUSED if refused else FAILS,

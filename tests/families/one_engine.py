@@ -13,6 +13,8 @@ from typing import Any
 
 from families import stages
 from families.checkpoints import write_checkpoint
+from families.stock import stock_arguments
+from ray_hetero.compat import image_libraries
 
 Json = dict[str, Any]
 
@@ -39,18 +41,7 @@ def prompts(vocabulary: int = 500) -> list[list[int]]:
 
 def arguments(kind: str, directory: Path) -> Json:
     """Arguments of vLLM's for an engine of one of `KINDS`."""
-    config = json.loads((directory / "config.json").read_text())
-    given: Json = {
-        "model": str(directory),
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "dtype": "float32",
-    }
-    if config.get("kv_lora_rank"):
-        # vLLM's backend of latent attention for AMX computes no float32.
-        given["attention_backend"] = "CPU_MLA"
+    given = stock_arguments(directory)
     if kind == "stock":
         return given
     ours: Json = {
@@ -71,6 +62,8 @@ def _answer(kind: str, directory: Path) -> Json:
     if kind == WRITE:
         write_checkpoint(directory, directory.name)
         return {}
+    # Stock vLLM, too, is to load models that read images.
+    image_libraries.load_models_without_torchvision()
     if kind == STAGES:
         stages.check(directory)
         return {}

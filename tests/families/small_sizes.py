@@ -131,6 +131,8 @@ ROWS: dict[str, dict[str, Any]] = {
         },
     },
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": TOP_K},
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "num_key_value_heads": HEADS},
+    "DeepseekV32ForCausalLM": SPARSE | {"topk_method": "noaux_tc"},
     "DeepseekV4ForCausalLM": {
         "compress_ratios": [0, 4, 128, 4],
         "compress_rope_theta": 160000.0,

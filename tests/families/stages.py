@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from families.stock import stock_arguments
+
 STAGES = 2
 TOKENS = 7
 BOUND = 1e-4
 """Largest difference of hidden states in float32, by their largest value."""
+
+
+class StockError(Exception):
+    """vLLM cannot build, load or compute the whole model either; the message says why."""
 
 
 class StageError(Exception):
@@ -52,10 +58,10 @@ def _as_stage(stage: int, stages: int) -> Iterator[None]:
 def _config(directory: Path, stages: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
+    given = stock_arguments(directory)
     return EngineArgs(
-        model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=256,
-        enforce_eager=True, pipeline_parallel_size=stages, distributed_executor_backend="mp",
-    ).create_engine_config()  # fmt: skip
+        **given, pipeline_parallel_size=stages, distributed_executor_backend="mp"
+    ).create_engine_config()
 
 
 def _loaded(directory: Path, stage: int, stages: int) -> tuple[Any, Any]:
@@ -122,6 +128,7 @@ def check(directory: Path) -> None:
         directory: a small checkpoint in float32.
 
     Raises:
+        StockError: the whole model cannot be had.
         StageError: a weight is on no stage, on two, or differs, or the hidden states differ.
         Exception: whatever vLLM raises where a stage cannot be built, loaded or computed.
 
@@ -135,12 +142,18 @@ def check(directory: Path) -> None:
 
     from ray_hetero.compat import pipeline_models
 
+    # Compiled parts would keep what is pretended here.
+    torch._dynamo.config.disable = True
     config = _config(directory, 1)
     with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as meeting:
         init_distributed_environment(1, 0, f"file://{meeting.name}-", 0, "gloo")
         initialize_model_parallel(1, 1)
-    config, (model, whole) = _loaded(directory, 0, 1)
-    expected = _run(config, model, 0, 1, None)
+    try:
+        config, (model, whole) = _loaded(directory, 0, 1)
+        expected = _run(config, model, 0, 1, None)
+    # Whatever it is, it is not what the stages have.
+    except Exception as error:
+        raise StockError(f"{type(error).__name__}: {error}") from error
     pipeline_models.prepare_loading()
     found: Any = None
     weights = []

@@ -37,7 +37,7 @@ JUDGED: list[tuple[Callable[..., Check], tuple[object, ...], str, str]] = [
     (checks.check_ray, ("2.55.0",), "ok", "2.55.0"),
     (checks.check_ray, ("2.54.1",), "fail", "2.54.1, needed is 2.55 or newer"),
     (checks.check_ray, (None,), "fail", "not installed"),
-    (checks.check_torchvision, ("2.13.0+cpu", {}), "ok", "not needed"),
+    (checks.check_torchvision, ("2.13.0+cpu", {}), "ok", "text without it"),
     (checks.check_torchvision, ("2.13.0+cpu", {"torchvision": "0.28.0+cpu"}), "ok", "0.28.0"),
     (checks.check_torchvision, ("2.13.0", {"torchvision": "0.28.0"}), "ok", "0.28.0"),
     (checks.check_torchvision, ("2.13.0+cpu", {"torchvision": "0.28.0"}), "fail", "CUDA builds"),

@@ -265,6 +265,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/model_runner", InputBatch, "num_reqs"),
     ("compat/late_tokens", GPUModelRunner, "_preprocess"),
     ("compat/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
+    ("compat/image_libraries", model_registry, "_LazyRegisteredModel"),
+    ("compat/image_libraries", model_registry._LazyRegisteredModel, "load_model_cls"),
     ("compat/pipeline_models", DefaultModelLoader, "get_all_weights"),
     ("compat/pipeline_models", ParallelLMHead, "tie_weights"),
     ("compat/pipeline_models", model_utils.PPMissingLayer, "forward"),

@@ -1,0 +1,24 @@
+"""Arguments of vLLM's for a small checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def stock_arguments(directory: Path) -> dict[str, Any]:
+    """Arguments of an engine of one process, without a backend of this project."""
+    config = json.loads((directory / "config.json").read_text())
+    given: dict[str, Any] = {
+        "model": str(directory),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "dtype": "float32",
+    }
+    if config.get("kv_lora_rank"):
+        # vLLM's backend of latent attention for AMX computes no float32.
+        given["attention_backend"] = "CPU_MLA"
+    return given
