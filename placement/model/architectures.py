@@ -46,6 +46,8 @@ class Architecture:
     """How one family builds its layers."""
 
     layer: Callable[[Config, int], Iterator[Part]]
+    classes: tuple[str, ...]
+    """Entries of `architectures` that mean these layers; forks keep the type and change them."""
     tied: bool = False
     """Whether embeddings are tied where the config does not say."""
     prefix: str = "model.layers."
@@ -268,31 +270,52 @@ def _gemma3_window(config: Config, index: int) -> bool:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_llama),
-    "mistral": Architecture(_mistral, window=lambda config, index: True),
-    "qwen2": Architecture(_qwen2, window=_qwen_window),
-    "qwen3": Architecture(_qwen3, window=_qwen_window),
-    "gemma": Architecture(_llama, tied=True, vocabulary_everywhere=True),
+    "llama": Architecture(_llama, ("LlamaForCausalLM", "LLaMAForCausalLM")),
+    "mistral": Architecture(
+        _mistral, ("MistralForCausalLM",), window=lambda config, index: True
+    ),
+    "qwen2": Architecture(_qwen2, ("Qwen2ForCausalLM",), window=_qwen_window),
+    "qwen3": Architecture(_qwen3, ("Qwen3ForCausalLM",), window=_qwen_window),
+    "gemma": Architecture(
+        _llama, ("GemmaForCausalLM",), tied=True, vocabulary_everywhere=True
+    ),
     "gemma2": Architecture(
-        _gemma2, tied=True, vocabulary_everywhere=True, window=lambda config, index: index % 2 == 0
+        _gemma2, ("Gemma2ForCausalLM",), tied=True, vocabulary_everywhere=True,
+        window=lambda config, index: index % 2 == 0,
     ),
     "gemma3_text": Architecture(
-        _gemma3, tied=True, vocabulary_everywhere=True, window=_gemma3_window
+        _gemma3, ("Gemma3ForCausalLM",), tied=True, vocabulary_everywhere=True,
+        window=_gemma3_window,
     ),
     "opt": Architecture(
-        _opt, tied=True, prefix="model.decoder.layers.", vocabulary_everywhere=True
+        _opt, ("OPTForCausalLM",), tied=True, prefix="model.decoder.layers.",
+        vocabulary_everywhere=True,
     ),
     "mixtral": Architecture(
-        _mixtral, vocabulary_everywhere=True, window=lambda config, index: True
+        _mixtral, ("MixtralForCausalLM",), vocabulary_everywhere=True,
+        window=lambda config, index: True,
     ),
-    "qwen3_moe": Architecture(_qwen3_moe, vocabulary_everywhere=True, window=_qwen_window),
-    "qwen2_moe": Architecture(_qwen2_moe, vocabulary_everywhere=True, window=_qwen_window),
-    "glm4_moe": Architecture(_glm4_moe),
-    "gpt_oss": Architecture(_gpt_oss, vocabulary_everywhere=True),
-    "deepseek_v2": Architecture(_deepseek),
-    "deepseek_v3": Architecture(_deepseek),
-    "kimi_k2": Architecture(_deepseek),
-}
+    "qwen3_moe": Architecture(
+        _qwen3_moe, ("Qwen3MoeForCausalLM",), vocabulary_everywhere=True, window=_qwen_window
+    ),
+    "qwen2_moe": Architecture(
+        _qwen2_moe, ("Qwen2MoeForCausalLM",), vocabulary_everywhere=True, window=_qwen_window
+    ),
+    "glm4_moe": Architecture(_glm4_moe, ("Glm4MoeForCausalLM",)),
+    "gpt_oss": Architecture(_gpt_oss, ("GptOssForCausalLM",), vocabulary_everywhere=True),
+    "deepseek_v2": Architecture(_deepseek, ("DeepseekV2ForCausalLM",)),
+    "deepseek_v3": Architecture(_deepseek, ("DeepseekV3ForCausalLM",)),
+    "kimi_k2": Architecture(_deepseek, ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
+}  # fmt: skip
+
+
+def architecture_of(config: Config) -> Architecture | None:
+    """How the layers of a decoder are built; None where its config alone does not tell."""
+    known = ARCHITECTURES.get(config.model_type)
+    names = config.values.get("architectures")
+    if known is None or not isinstance(names, list) or not names:
+        return known
+    return known if names[0] in known.classes else None
 
 
 def window_of(config: Config, index: int) -> int | None:
@@ -307,8 +330,7 @@ def window_of(config: Config, index: int) -> int | None:
             )
         slides = types[index] == "sliding_attention"
     else:
-        rule = (
-            ARCHITECTURES[config.model_type].window if config.model_type in ARCHITECTURES else None
-        )
+        known = ARCHITECTURES.get(config.model_type)
+        rule = None if known is None else known.window
         slides = rule is not None and rule(config, index)
     return config.number("sliding_window") if slides else None

@@ -39,9 +39,10 @@ def shape_from_parts(
     around: dict[str, list[Tensor]] = defaultdict(list)
     for one in parts["parameters"]:
         tensor = _tensor(one, int(parts["kv_heads"]), bits_of(config))
-        if one["layer"] is not None and one["layer"] < count:
-            held[one["layer"]].append(tensor)
-        elif one["layer"] is None:
+        for index in one["layers"]:
+            if index < count:
+                held[index].append(tensor)
+        if not one["layers"]:
             around[one["place"]].append(tensor)
     caches = caches_of(parts["caches"], count, kv_dtype, width)
     latents = [int(size) for size in parts["latents"]]
@@ -100,7 +101,7 @@ def caches_of(
     """What each layer caches; None where it caches nothing of its own.
 
     Args:
-        caches: those of all layers, each with the number of its layer.
+        caches: those of all layers, each with the numbers of the layers that have it.
         layers: decoder layers of the model.
         kv_dtype: vLLM's `--kv-cache-dtype`.
         width: bytes of a value of the model.
@@ -108,9 +109,11 @@ def caches_of(
     """
     of_layers: list[list[KvCache]] = [[] for _ in range(layers)]
     for one in caches:
-        index = one["layer"]
-        if one["kind"] != "shared" and index is not None and index < layers:
-            of_layers[index].append(_cache(one, kv_dtype, width))
+        if one["kind"] != "shared":
+            cache = _cache(one, kv_dtype, width)
+            for index in one["layers"]:
+                if index < layers:
+                    of_layers[index].append(cache)
     return tuple(_merged(found) for found in of_layers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from placement.model.architectures import ARCHITECTURES, window_of
+from placement.model.architectures import ARCHITECTURES, architecture_of, window_of
 from placement.model.config import Config
 from placement.model.shape import Mla
 from placement.model.tensors import KvCache
@@ -35,7 +35,7 @@ def caches_only_vllm_knows(config: Config) -> str:
         config: of the decoder.
 
     """
-    if config.model_type in ARCHITECTURES:
+    if architecture_of(config) is not None:
         return ""
     odd = sorted(
         key

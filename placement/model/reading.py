@@ -18,6 +18,7 @@ from placement.model.architectures import (
     Experts,
     Matrix,
     Vector,
+    architecture_of,
 )
 from placement.model.built import decoder_config
 from placement.model.caches import cache_of, latents_of
@@ -116,14 +117,14 @@ def shape_from_config(
 
     """
     reader = decoder_config(config)
-    architecture = ARCHITECTURES.get(reader.model_type)
+    architecture = architecture_of(reader)
     towers = [
         key for key in config if key.endswith("_config") and key not in DECODER and config[key]
     ]
     if architecture is None or (reader.values is not config and towers):
         raise UnknownModelError(
             f"config.json: model_type {shown(config.get('model_type'))} is not known from its "
-            f"config alone (known: {', '.join(sorted(ARCHITECTURES))})"
+            f"config alone{_of_class(config)} (known: {', '.join(sorted(ARCHITECTURES))})"
         )
     width = dtype_bytes(dtype, config)
     quantised = quantised_from(reader, width)
@@ -142,6 +143,13 @@ def shape_from_config(
         for parts in (around.embedding, around.final_norm, around.output_head, ())
     )
     return _shape(reader, "config", layers, rest, width)
+
+
+def _of_class(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if config.get("model_type") not in ARCHITECTURES or not isinstance(names, list) or not names:
+        return ""
+    return f" with the architecture {shown(names[0])}"
 
 
 def shape_from_safetensors(
@@ -196,7 +204,7 @@ def _shape(
     rest: tuple[tuple[Tensor, ...], ...],
     width: int,
 ) -> ModelShape:
-    architecture = ARCHITECTURES.get(config.model_type)
+    architecture = architecture_of(config)
     embedding, final_norm, head, extra = rest
     experts = config.experts
     if not experts and any(tensor.role == "expert" for x in layers for tensor in x.tensors):

@@ -58,7 +58,7 @@ def make_without_kernels() -> None:
     Replaces: `KERNEL_MAKERS` and `KERNEL_CHOICE` of vllm.model_executor.kernels.linear; the
     functions in `BACKENDS` of vllm.model_executor.layers.fused_moe.oracle;
     `CpuPlatform.get_attn_backend_cls`, `FusedMoEConfig.__post_init__`; and torch's events and
-    streams of CUDA, how it moves modules, and how it reads a tensor's only value.
+    streams of CUDA, how it moves modules, and how it reads tensors.
     Why: a layer chooses its kernel when it is made, and refuses to be made without one, though
     its parameters follow from the format alone.
     Can go when: a model can be made without kernels.
@@ -80,7 +80,8 @@ def make_without_kernels() -> None:
     setattr(torch.cuda, "Event", _Anything)  # noqa: B010
     setattr(torch.cuda, "Stream", _Anything)  # noqa: B010
     replace(torch.nn.Module, "to", _in_place)
-    replace(torch.Tensor, "item", _zero_without_memory)
+    for name in ("item", "tolist"):
+        replace(torch.Tensor, name, _zero_without_memory)
 
 
 def _without_sparse(stock: Any) -> Any:
@@ -101,10 +102,12 @@ def _whatever_the_platform(stock: Any) -> Any:
 
 
 def _zero_without_memory(stock: Any) -> Any:
-    def item(self: Any) -> Any:
-        return 0.0 if self.is_meta else stock(self)
+    def values(self: Any) -> Any:
+        import torch
 
-    return item
+        return stock(torch.zeros(self.shape, device="cpu") if self.is_meta else self)
+
+    return values
 
 
 def _in_place(stock: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from math import ceil, prod
@@ -43,9 +44,20 @@ def parts_of(model: nn.Module, vllm_config: VllmConfig) -> Values:
         "active_experts": max((one.top_k for one in experts), default=0),
         "expert_inner": max((one.intermediate_size_per_partition for one in experts), default=0),
         "latents": [int(getattr(text, name, 0) or 0) for name in LATENTS],
-        "parameters": list(_parameters(model, layers)),
-        "caches": list(_caches(vllm_config, layers)),
+        "parameters": _grouped(_parameters(model, layers)),
+        "caches": _grouped(_caches(model, vllm_config, layers)),
     }
+
+
+def _grouped(found: Iterator[Values]) -> list[Values]:
+    """Each value once, with the numbers of all layers that have it; none outside of the layers."""
+    groups: dict[str, Values] = {}
+    for one in found:
+        index = one.pop("layer")
+        group = groups.setdefault(json.dumps(one, sort_keys=True), {"layers": [], **one})
+        if index is not None:
+            group["layers"].append(index)
+    return list(groups.values())
 
 
 LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -151,7 +163,7 @@ def _is_replicated(module: nn.Module) -> bool:
     return not isinstance(module, divided)
 
 
-def _caches(vllm_config: VllmConfig, layers: str) -> Iterator[Values]:
+def _caches(model: nn.Module, vllm_config: VllmConfig, layers: str) -> Iterator[Values]:
     """What each layer caches; nothing of layers that read the cache of another one.
 
     Uses: `CompilationConfig.static_forward_context`, `AttentionLayerBase.get_kv_cache_spec`,
@@ -162,10 +174,12 @@ def _caches(vllm_config: VllmConfig, layers: str) -> Iterator[Values]:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
+    # The name of a cache may have another number than the layer, so that none occurs twice.
+    paths = {id(module): path for path, module in model.named_modules()}
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if not isinstance(layer, AttentionLayerBase):
             continue
-        known = {"layer": _number_in(name, layers)}
+        known = {"layer": _number_in(paths.get(id(layer), name), layers)}
         if getattr(layer, "kv_sharing_target_layer_name", None):
             yield known | {"kind": "shared"}
             continue
@@ -190,7 +204,7 @@ def _caches(vllm_config: VllmConfig, layers: str) -> Iterator[Values]:
 
 
 def _number_in(name: str, layers: str) -> int | None:
-    """Number of the decoder layer in the name that a cache has, whatever is before it there."""
+    """Number of the decoder layer in a path, whatever is before it there."""
     last = layers.rsplit(".", 1)[-1]
     parts = name.split(".")
     for before, number in pairwise(parts):

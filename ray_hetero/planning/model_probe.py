@@ -22,13 +22,15 @@ from placement.model.shape import ModelShape
 from ray_hetero.log import logger
 from ray_hetero.supported import installed_vllm
 
+MODULE = "ray_hetero.planning.built_model"
+"""Program of the process."""
 LIMIT_S = 240.0
 """Seconds that the process may take; it imports vLLM, which takes 10 to 40."""
-FORM = 1
+FORM = 2
 """Number of the form of kept answers; another one is not read."""
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
 }  # fmt: skip
 """Settings with which vLLM takes its CPU platform, whatever the host has, and asks no hub."""
 BESIDE = "*.json"
@@ -128,8 +130,7 @@ def _built(
         (folder / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
         request.write_text(json.dumps({"folder": str(folder), **asked}), encoding="utf-8")
-        module = "ray_hetero.planning.built_model"
-        command = [sys.executable, "-m", module, str(request), str(answer)]
+        command = [sys.executable, "-m", MODULE, str(request), str(answer)]
         try:
             ended = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S,
