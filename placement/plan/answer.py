@@ -16,20 +16,39 @@ def answer(plan: Plan) -> Iterator[tuple[str, str]]:
     split, work = plan.split, plan.split.work
     yield "Speed", _speed(plan)
     yield "Layout", _layout(plan)
-    yield (
-        "First token",
-        f"{duration(split.prefill_s)} after a prompt of {plural(work.context, 'token')}"
-        f"{_on_gpu(split)}",
-    )
+    yield "First token", f"{_first_token(plan)}{_on_gpu(split)}"
     room = split.kv_tokens / work.max_model_len
     yield (
         "Memory",
         f"{plan.shape.weight_bytes / GIB:,.1f} GiB of weights; KV cache for "
         f"{plural(split.kv_tokens, 'token')}, room for {room:,.1f} "
-        f"sequence{'' if f'{room:.1f}' == '1.0' else 's'} of {work.max_model_len:,}",
+        f"sequence{'' if f'{room:.1f}' == '1.0' else 's'} of {work.max_model_len:,}"
+        f"{_room(plan)}",
     )
     if plan.family is not None:
         yield "Tested", plan.family
+
+
+def _first_token(plan: Plan) -> str:
+    """For one prompt, or for those of all users who were asked for, arriving at once."""
+    split = plan.split
+    prompt = f"a prompt of {plural(split.work.context, 'token')}"
+    alone = f"{duration(split.prefill_s)} after {prompt}"
+    if len(plan.users) != 1 or plan.users[0].users == 1:
+        return alone
+    (users,) = plan.users
+    return (
+        f"{duration(users.first_token_s)} for the last of {plural(users.users, 'user')} who send "
+        f"{prompt} at once, {duration(split.prefill_s)} for one alone"
+    )
+
+
+def _room(plan: Plan) -> str:
+    """Room for users of a context that was asked for."""
+    work = plan.split.work
+    if len(plan.users) != 1 or work.context == work.max_model_len:
+        return ""
+    return f", {plan.users[0].room:,.1f} of {work.context:,}"
 
 
 def _layout(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from placement.plan.picture import shown_parts
 from placement.plan.plan import Plan
 from placement.plan.stage_plan import ExpertPlan, RankPlan, StagePlan
 from placement.units import GIB
-from placement.words import plural
+from placement.words import duration, plural
 
 COLUMNS = ("rank", "stage", "device", "layers", "weights", "KV", "other", "room", "step")
 LEFT = frozenset(("device", "layers"))
@@ -36,11 +36,18 @@ def plan_report(plan: Plan) -> RenderableType:
     Weights, KV cache and other memory together are no more than the room that there is.
     """
     parts: list[RenderableType] = [_title(plan), _lines(plan)]
-    parts += [_table(plan), Padding(Text(LEGEND, style="dim"), (0, 0, 0, 1)), Text("")]
-    parts += [_parts(plan), Text("")]
+    if len(plan.users) > 1:
+        each = f"Users served at the same time, each with {plan.split.work.context:,} tokens:"
+        parts += [Text(""), _indented(Text(each)), _indented(_users(plan))]
+    parts += [Text(""), _indented(_table(plan)), Text("")]
+    parts += [_indented(Text(LEGEND, style="dim")), Text(""), _parts(plan), Text("")]
     drafts = () if plan.speculation is None else plan.speculation.lines()
     parts += [Text(line) for line in (*drafts, *plan.notes)]
     return Group(*parts)
+
+
+def _indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 0, 1))
 
 
 def _title(plan: Plan) -> Text:
@@ -61,8 +68,20 @@ def _lines(plan: Plan) -> Table:
     return grid
 
 
+def _users(plan: Plan) -> Table:
+    """One row a number of users who are served at the same time."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("users", "tokens/s each", "in all", "last first token", "KV room for"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in plan.users:
+        figures = (one.tokens_per_s, one.total_per_s, one.room)
+        each, total, room = (f"{figure:,.1f}" for figure in figures)
+        table.add_row(f"{one.users:,}", each, total, duration(one.first_token_s), room)
+    return table
+
+
 def _table(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     for column in COLUMNS:
         side = "left" if column in LEFT else "right"
         table.add_column(column, justify=side, no_wrap=column != "device")  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from placement.plan.plan import Plan
 from placement.plan.table import plan_report
-from placement.words import duration, plural
+from placement.words import duration
 from ray_hetero.planning.layout_choice import EXPERTS_KEY, Candidate, Choice
 
 WIDTH_WITHOUT_TERMINAL = 100
@@ -32,9 +32,6 @@ def print_plan(plan: Plan, choice: Choice | None, command: str | None) -> None:
     if not (console.is_terminal or os.environ.get("COLUMNS")):
         console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
     console.print(plan_report(plan))
-    if plan.users:
-        console.print()
-        console.print(_users(plan))
     if choice is not None:
         console.print()
         console.print(_comparison(choice))
@@ -71,26 +68,6 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "prefill_s": split.prefill_s,
         "kv_tokens": one.plan.kv_tokens,
     }
-
-
-def _users(plan: Plan) -> Table:
-    """One row a number of users who are served at the same time."""
-    context = plan.split.work.context
-    table = Table(
-        title=f"Users served at the same time, each with {plural(context, 'token')}",
-        title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-    )  # fmt: skip
-    for column in ("users", "tokens/s each", "in all", "last first token", "KV room for"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for one in plan.users:
-        table.add_row(
-            f"{one.users:,}",
-            f"{one.tokens_per_s:,.1f}",
-            f"{one.total_per_s:,.1f}",
-            duration(one.first_token_s),
-            f"{one.room:,.1f}",
-        )
-    return table
 
 
 def _comparison(choice: Choice) -> RenderableType:

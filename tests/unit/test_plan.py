@@ -276,6 +276,16 @@ def test_the_answer_for_several_sequences_is_first_and_the_command_last(model: P
     assert found is not None
     assert float(found[1]) == pytest.approx(16 * float(found[2]), rel=0.05)
     assert last.startswith("Run: vllm serve ")
+    text = " ".join(result.stdout.split())
+    assert re.search(r"First token [\d.]+ m?s for the last of 16 users who send a prompt of", text)
+    assert re.search(r"room for [\d.]+ sequences? of [\d,]+, [\d.]+ of 512 ", text)
+    assert "Users served at the same time" not in text
+    alone = run(model, *TOPOLOGY, "--layout", "[[cpu],[gpu]]", "--max-model-len", 8192)
+    answered, _, table = alone.stdout.partition("\n rank ")
+    assert "Users served at the same time, each with 4,096 tokens:" in answered
+    first = [line.split()[0] for line in answered.splitlines() if line.strip()]
+    assert first[-4:] == ["1", "4", "16", "64"]
+    assert table
 
 
 @pytest.mark.parametrize(
