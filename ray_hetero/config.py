@@ -244,6 +244,9 @@ class ServingConfig(_Section):
     step_timeout_s: Seconds | None = None
     """Longest wait in seconds until every rank has finished a step of the engine; null means vLLM's
     VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, whose default is 300."""
+    heartbeat_timeout_s: Seconds = 30
+    """Longest time in seconds that the engine's process may not move, as when it is stopped, before
+    `/health` and new requests get 503.  A step may take as long as `serving.step_timeout_s`."""
 
 
 class PipelineConfig(_Section):

@@ -32,6 +32,8 @@ class EngineSpec:
     """Whether that process is the kernel of a notebook."""
     metrics_path: str = ""
     """File on the calling process's host that the ranks' figures are to be written to."""
+    heartbeat_path: str = ""
+    """File on the calling process's host that the engine's heartbeat is to be written to."""
 
 
 @dataclass(frozen=True)

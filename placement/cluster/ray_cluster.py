@@ -175,6 +175,11 @@ def _alive() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
+def gone(node_ids: Iterable[str]) -> frozenset[str]:
+    """Those of these nodes that Ray takes for dead; they do not come back under their ids."""
+    return frozenset(node_ids) - _alive().keys()
+
+
 def _name(node: dict[str, Any]) -> str:
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 

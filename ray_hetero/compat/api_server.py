@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from ray_hetero.compat.patching import original
 
 
-def turn_away_while_unhealthy() -> None:
-    """In the API server: answer 503 while the engine has told it that it is not healthy.
+def turn_away_while_unhealthy(late: Callable[[Any], str | None]) -> None:
+    """In the API server: answer 503 while the engine says that it is not healthy, or says nothing.
 
     Replaces: `AsyncLLM.check_admission`, `AsyncLLM.check_health`,
     `GenerateBaseServing._raise_if_error`.
     Uses: `AsyncMPClient._engine_status`.
     Why: AsyncLLM keeps the status that an engine's sentinel pushes, and shows it on
     /fault_tolerance/status only; requests would wait, and those in flight end as internal errors.
-    Can go when: check_admission and check_health look at the status.
+    And an engine process that is stopped or hangs is healthy to it for ever.
+    Can go when: check_admission and check_health look at the status, and notice a stopped engine.
+
+    Args:
+        late: tells, of the configuration of an engine, what is wrong with one that does not go on.
+
     """
     from http import HTTPStatus
 
@@ -33,13 +39,13 @@ def turn_away_while_unhealthy() -> None:
 
     @functools.wraps(admit)
     def check_admission(self: Any, *args: Any, **kwargs: Any) -> None:
-        if fault := _fault_of(self):
+        if fault := _fault_of(self) or late(self.vllm_config):
             raise GracefulHTTPError(fault, HTTPStatus.SERVICE_UNAVAILABLE)
         admit(self, *args, **kwargs)
 
     @functools.wraps(check)
     async def check_health(self: Any) -> None:
-        if _fault_of(self):
+        if _fault_of(self) or late(self.vllm_config):
             # What /health turns into a 503.
             raise EngineDeadError
         await check(self)

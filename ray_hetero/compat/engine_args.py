@@ -70,13 +70,18 @@ def spec_of(vllm_config: VllmConfig) -> EngineSpec:
         UnsupportedError: the plugin did not run in the process that built the configuration.
 
     """
-    spec = getattr(vllm_config, SPEC_ATTRIBUTE, None)
+    spec = found_spec(vllm_config)
     if spec is None:
         raise UnsupportedError(
             "the ray_hetero plugin was not loaded: VLLM_PLUGINS is "
             f"{os.environ.get('VLLM_PLUGINS')!r}; add ray_hetero to it or unset it"
         )
-    return spec  # type: ignore[no-any-return]
+    return spec
+
+
+def found_spec(vllm_config: VllmConfig) -> EngineSpec | None:
+    """The same; None for an engine of another backend."""
+    return getattr(vllm_config, SPEC_ATTRIBUTE, None)
 
 
 def limit_batches_in_flight(vllm_config: VllmConfig, batches: int) -> None:

@@ -15,7 +15,7 @@ from ray_hetero.compat.patching import original
 
 
 def end_engines_at_exit(
-    killed: Callable[[int, int], None],
+    ended: Callable[[int, int], None],
     while_starting: Callable[[Any], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Shut this process's engines down when the interpreter ends, while Ray is still there.
@@ -26,11 +26,12 @@ def end_engines_at_exit(
     Uses: `MPClient.resources`, `InprocClient.shutdown`, `MPClient.shutdown`.
     Why: vLLM leaves that to finalizers.  They run after Ray's own exit handler, which stops a
     cluster that this process has started; the engine then reports that its ranks have died.  And
-    to vLLM's API server an engine process that was killed is an ordinary end.
+    to vLLM's API server an engine process that has ended is an ordinary end.
     Can go when: vLLM's clients have an exit handler of their own, and say what an engine died of.
 
     Args:
-        killed: called before, for each engine process that a signal has ended: its id, the signal.
+        ended: called before, for each engine process that has ended without being asked to: its
+            id, and its exit status as `multiprocessing` has it, less than 0 for a signal.
         while_starting: entered with an engine's configuration while its process starts.
 
     """
@@ -49,7 +50,7 @@ def end_engines_at_exit(
         )
     # Handlers run in the reverse order of their registration, and Ray is imported already.
     atexit.register(_shut_down, clients)
-    atexit.register(_tell_killed, managers, killed)
+    atexit.register(_tell_ended, managers, ended)
 
 
 def _remembering(
@@ -79,13 +80,13 @@ def _remembering(
     return make_and_remember
 
 
-def _tell_killed(managers: Sequence[Any], killed: Callable[[int, int], None]) -> None:
+def _tell_ended(managers: Sequence[Any], ended: Callable[[int, int], None]) -> None:
     for manager in managers:
         # The name of a process that has ended without being asked to.
         failed = original(manager, "failed_proc_name")
         for process in getattr(manager, "processes", ()):
-            if process.name == failed and process.pid and (process.exitcode or 0) < 0:
-                killed(process.pid, -process.exitcode)
+            if process.name == failed and process.pid and process.exitcode is not None:
+                ended(process.pid, process.exitcode)
 
 
 def _shut_down(clients: weakref.WeakSet[Any]) -> None:

@@ -84,6 +84,34 @@ def _take_what_comes(engine: EngineCoreProc) -> None:
         engine._handle_client_request(*message)
 
 
+def tell_of_steps(
+    vllm_config: VllmConfig, begin: Callable[[], object], end: Callable[[], object]
+) -> None:
+    """In the engine's process: call two functions around each step of its loop.
+
+    Replaces: `EngineCoreProc._process_engine_step`.
+    Why: nobody outside can tell a loop that hangs in a step from one that waits for requests.
+    Can go when: vLLM's engine tells its clients what its loop does.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def make(stock: Callable[[EngineCoreProc], bool]) -> Callable[[EngineCoreProc], bool]:
+        @wraps(stock)
+        def process_engine_step(engine: EngineCoreProc) -> bool:
+            # A process that is forked off with this patch in it may be that of another engine.
+            if engine.vllm_config is not vllm_config:
+                return stock(engine)
+            begin()
+            try:
+                return stock(engine)
+            finally:
+                end()
+
+        return process_engine_step
+
+    replace(EngineCoreProc, "_process_engine_step", make)
+
+
 def ask_when_a_step_fails(vllm_config: VllmConfig, sentinel: type) -> None:
     """In the engine's process: let its loop ask our sentinel what to do about an error.
 

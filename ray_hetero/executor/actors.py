@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from placement.cluster import ray_cluster
 from placement.cluster.ray_cluster import Reservation
 from placement.errors import PlacementError
 from ray_hetero.config import StartupConfig
@@ -65,6 +66,10 @@ def environment_of(rank: RankSpec, software: NodeSoftware) -> dict[str, str]:
         # Gloo would take what the host's name resolves to, which may be the loopback.
         interface = software.interfaces.get(rank.seat.address, "")
     return environment | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+
+
+NODES_SECONDS = 5.0
+"""Interval at which a wait for ranks looks whether their nodes are there, in seconds."""
 
 
 class RankActors:
@@ -269,11 +274,13 @@ def gather(
         processes: the ranks' processes, once they are known.
 
     Raises:
-        StartupError: an actor died, answered with an error, or is late; names the rank.
+        StartupError: an actor died, answered with an error, or is late, or its node is gone; names
+            the rank.
         RayHeteroError, PlacementError: what the rank itself raised for the user.
 
     """
     deadline = time.monotonic() + timeout_s
+    look = time.monotonic() + NODES_SECONDS
     pending = {ref: rank for rank, ref in enumerate(refs)}
     while pending:
         done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
@@ -285,6 +292,9 @@ def gather(
             raise _error(world, found, what, processes)
         for ref in done:
             del pending[ref]
+        if pending and time.monotonic() > look:
+            look = time.monotonic() + NODES_SECONDS
+            refuse_dead_nodes(world, what)
         if pending and time.monotonic() > deadline:
             late = "; ".join(world.describe(rank) for rank in sorted(pending.values()))
             doing = f" {processes.look()}." if processes else ""
@@ -293,6 +303,21 @@ def gather(
                 "Look at that rank's log, or raise the limit."
             )
     return [ray.get(ref) for ref in refs]
+
+
+def refuse_dead_nodes(world: World, what: str) -> None:
+    """Refuse to wait for ranks in vain.
+
+    Raises:
+        StartupError: Ray takes the node of a rank for dead.
+
+    """
+    dead = ray_cluster.gone(world.node_ids)
+    lost = "; ".join(
+        world.describe(rank) for rank, seat in enumerate(world.members) if seat.node_id in dead
+    )
+    if lost:
+        raise StartupError(f"{what}: Ray has lost the node of {lost}. Look at Ray's logs there.")
 
 
 def _error(

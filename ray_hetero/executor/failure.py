@@ -71,10 +71,10 @@ def ending(rank: int, cause: Exception) -> Ending:
         return Ending(rank, Severity.FAILED, f"failed: {cause}", cause)
     has_lost_peer = isinstance(cause, dist.DistError) or "gloo" in str(cause)
     severity = Severity.LOST_A_PEER if has_lost_peer else Severity.FAILED
-    return Ending(rank, severity, f"failed: {_said_by(cause)}")
+    return Ending(rank, severity, f"failed: {said_by(cause)}")
 
 
-def _said_by(error: Exception) -> str:
+def said_by(error: Exception) -> str:
     """Put an error into one line: CUDA's go on with advice for its own developers."""
     first, *more = str(error).splitlines() or [""]
     return f"{type(error).__name__}({first!r})" if more else repr(error)

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from ray_hetero.compat import engine_core, layer_partition
 from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.compat.parallel_config import set_parallel_sizes
 from ray_hetero.errors import RayHeteroError
-from ray_hetero.executor.actors import RankActors
+from ray_hetero.executor.actors import RankActors, refuse_dead_nodes
 from ray_hetero.executor.engine_plan import EnginePlan, EnginePlanner
 from ray_hetero.executor.kv_shares import KvShares
 from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue
@@ -155,6 +155,7 @@ class HeteroExecutor(GuardedExecutor):
         with self._progress.step("discover") as step:
             if self._connection is None:
                 self._connection = RayConnection(self._spec.ray_address)
+                self._connection.watch(self._on_ray_gone)
             nodes = ray_cluster.discover(
                 unit=self._config.cpu.unit,
                 shares=self._config.cpu.ranks_per_socket,
@@ -314,6 +315,7 @@ class HeteroExecutor(GuardedExecutor):
         compilation.encoder_compilation_time = max((encoder for _, encoder in times), default=0.0)
         logger.info("duration of each start-up step\n%s", as_text(self._progress.times.table()))
         self._board.serving()
+        self._begin_heartbeat()
 
     def _warm_up(self, phase: Phase) -> dict[int, dict[int, Any]]:
         if not self._is_set_up:
@@ -342,19 +344,22 @@ class HeteroExecutor(GuardedExecutor):
 
         Raises:
             RayHeteroError, PlacementError: they do not come up; none of them is left.
+            RuntimeError, OSError, RayError: the same, as a rank, the system or Ray says.
 
         """
         assert self._connection is not None
         self.restarts_left -= 1
         self._close_ranks()
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._close_ranks)
+            if ray_cluster.gone(self.world.node_ids):
+                self.restarts_left = 0  # nodes do not come back
+                refuse_dead_nodes(self.world, "starting the ranks again")
             # Processes inherit their cores from the Ray that starts them.
             self._connection.keep_off(range(os.cpu_count() or 1))
             self._connect(self._spawn())
             self._set_up_again()
-        except (RayHeteroError, PlacementError):
-            self._close_ranks()
-            raise
+            on_failure.pop_all()
         self._board.serving()
 
     def shutdown(self) -> None:
@@ -363,6 +368,7 @@ class HeteroExecutor(GuardedExecutor):
             if self.shutting_down:
                 return
             self.shutting_down = True
+        self._end_heartbeat()
         atexit.unregister(self._at_exit)
         with sigterm_held():
             self._give_back()

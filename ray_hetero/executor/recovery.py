@@ -24,6 +24,7 @@ import gc
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from ray.exceptions import RayError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineStatusType
 from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
@@ -32,6 +33,7 @@ from placement.errors import PlacementError
 from ray_hetero.compat import engine_core
 from ray_hetero.compat.engine_args import spec_of
 from ray_hetero.errors import RayHeteroError
+from ray_hetero.executor.failure import said_by
 from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
 
@@ -65,6 +67,10 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
                 except (RayHeteroError, PlacementError) as error:
                     report = f"the ranks do not start again: {error}"
                     logger.error("ray_hetero: %s", report)
+                except (RuntimeError, OSError, RayError) as error:
+                    # Of a rank in a call, of the system, of Ray: the next try may do better.
+                    report = f"the ranks do not start again: {said_by(error)}"
+                    logger.exception("ray_hetero: %s", report)
         finally:
             if not is_up:
                 exit_reason.leave(report)
@@ -81,7 +87,9 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
     def _turn_away(self, report: str) -> None:
         """End all requests with an error, and let the API server refuse new ones."""
         left = self.engine.model_executor.restarts_left
-        fault = f"{report}. The engine starts its ranks again, {left} tries left; please retry"
+        # Clients are told what they can do; what has failed where is the operator's.
+        logger.error("ray_hetero: starting the ranks again, %d tries left: %s", left, report)
+        fault = f"the engine starts its ranks again, {left} tries left; please retry"
         self._tell(EngineStatusType.UNHEALTHY, {"fault_info": fault})
         engine_core.end_all_requests(self.engine)
 

@@ -11,13 +11,19 @@ import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import FutureWrapper
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
+from ray_hetero.compat import engine_core
 from ray_hetero.compat.late_tokens import sampled_tokens
 from ray_hetero.config import HeteroConfig
 from ray_hetero.executor.rank_set import Call, RankSet
 from ray_hetero.log import logger
 from ray_hetero.runtime import exit_reason
+from ray_hetero.runtime.heartbeat import Heartbeat
+from ray_hetero.runtime.parent_watch import end_within, in_engine_process
 from ray_hetero.worker.driver_calls import TELL_TOKENS
+from ray_hetero.world import EngineSpec
 
+GONE_SECONDS = 15.0
+"""Longest time, in seconds, that the engine's process takes to end once its Ray is gone."""
 STEP_METHODS = frozenset(
     ("execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids")
 )
@@ -28,6 +34,7 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
     """What an executor does with the ranks that it has, and about those that end."""
 
     _config: HeteroConfig
+    _spec: EngineSpec
 
     def _guard(self, restarts: int) -> None:
         """Begin without ranks; with so many restarts, a failure is not the end of the engine."""
@@ -37,6 +44,7 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         self._ranks: RankSet | None = None
         self._setup: list[Callable[[], Any]] = []
         self._is_set_up = False
+        self._heart: Heartbeat | None = None
         self._steps = 0
         self._tells_tokens = False
 
@@ -130,6 +138,31 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
     def _on_stopped(self) -> None:
         if self.failure_callback is not None:
             self.failure_callback()
+
+    def _on_ray_gone(self, report: str) -> None:
+        """End the engine: without its Ray no rank can be called, nor started again."""
+        self.restarts_left = 0
+        if in_engine_process():
+            # Calls to Ray may wait for what is gone.
+            end_within(GONE_SECONDS)
+        if self._ranks is None:
+            self._on_failure(report)
+        else:
+            self._ranks.fail(report)
+
+    def _begin_heartbeat(self) -> None:
+        """Let the API servers see from now on that this process goes on."""
+        if self._spec.heartbeat_path and in_engine_process():
+            index = self.parallel_config.data_parallel_index
+            self._heart = Heartbeat(self._spec.heartbeat_path, index)
+            engine_core.tell_of_steps(
+                self.vllm_config, self._heart.begin_step, self._heart.end_step
+            )
+
+    def _end_heartbeat(self) -> None:
+        """Say that this process ends, which takes as long as it takes."""
+        if self._heart is not None:
+            self._heart.end()
 
     def _stop_ranks(self) -> None:
         """End the processes of all ranks, whatever they are waiting for."""

@@ -19,6 +19,9 @@ from ray_hetero.runtime.ray_address import MODE as AUTH_MODE
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable that names the folder of the sockets between vLLM's processes on one host."""
+
 
 @contextmanager
 def started_for(vllm_config: VllmConfig) -> Iterator[None]:
@@ -34,6 +37,9 @@ def started_for(vllm_config: VllmConfig) -> Iterator[None]:
     engine_environment.put(AUTH_MODE, os.environ.get(AUTH_MODE, "token"))
     started = ray_ahead.RayAhead()
     engine_environment.put(ray_ahead.VARIABLE, started.address)
+    if SOCKETS not in os.environ:
+        # Those of vLLM's queues go with the folder, and nobody else can connect to them.
+        engine_environment.put(SOCKETS, started.folder)
     with ExitStack() as failed:
         failed.callback(started.end)
         yield

@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
+from vllm import envs
 
 from placement.cluster import ray_cluster
 from placement.cluster.layout import Layout
@@ -24,6 +25,7 @@ from ray_hetero.compat import (
     model_dtype,
     model_inspection,
 )
+from ray_hetero.compat.engine_args import found_spec
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch import early_ray
 from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
@@ -38,7 +40,7 @@ from ray_hetero.observability import metrics
 from ray_hetero.planning.activation_dtype import dtype_with_cpus
 from ray_hetero.preflight.ray_version import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
-from ray_hetero.runtime import exit_reason
+from ray_hetero.runtime import exit_reason, heartbeat, ray_ahead
 from ray_hetero.world import EngineSpec
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     from ray_hetero.executor.hetero_executor import HeteroExecutor
 
     exit_reason.catch()
-    engine_clients.end_engines_at_exit(exit_reason.engine_was_killed, early_ray.started_for)
+    ray_ahead.wait_at_exit()
+    engine_clients.end_engines_at_exit(exit_reason.engine_ended, early_ray.started_for)
     engine_processes.wait_for_engines_to_end()
     check_ray_version()
     group = ray_cluster.current_group()
@@ -95,11 +98,12 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         engines=engines,
         in_notebook="ipykernel" in sys.modules,
         metrics_path=metrics.show_engine(),
+        heartbeat_path=heartbeat.new_path() if isinstance(engine_args, AsyncEngineArgs) else "",
     )
     engine_args.distributed_executor_backend = HeteroExecutor
     input_processor.refuse_prompts_that_end_ranks()
-    if config.max_restarts and isinstance(engine_args, AsyncEngineArgs):
-        api_server.turn_away_while_unhealthy()
+    if isinstance(engine_args, AsyncEngineArgs):
+        api_server.turn_away_while_unhealthy(_late)
     if spec.ray_address is not None or is_elsewhere():
         # A forked engine would take this process's connection to Ray for its own.
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
@@ -107,6 +111,16 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     model_inspection.inspect_here()
     image_libraries.load_models_without_torchvision()
     return spec
+
+
+def _late(vllm_config: Any) -> str | None:
+    """What is wrong with an engine of this backend that does not go on; None for any other."""
+    spec = found_spec(vllm_config)
+    if spec is None:
+        return None
+    serving = spec.config.serving
+    step_limit_s = serving.step_timeout_s or envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+    return heartbeat.late(spec.heartbeat_path, serving.heartbeat_timeout_s, step_limit_s)
 
 
 def _as_written(engine_args: EngineArgs) -> EngineArgs:

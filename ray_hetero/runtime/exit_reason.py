@@ -68,11 +68,23 @@ def leave(reason: str) -> None:
                 Path(name).write_text(reason, encoding="utf-8")
 
 
-def engine_was_killed(pid: int, number: int) -> None:
-    """In the process of the command: say what ended the engine's, which could not."""
-    ended_by = signal.Signals(number)
-    hint = LOOK_AT.get(ended_by, ".")
-    leave(f"the engine's process, pid {pid}, was ended by {ended_by.name}{hint}")
+def engine_ended(pid: int, status: int) -> None:
+    """In the process of the command: say how the engine's has ended, which could not.
+
+    Args:
+        pid: of the engine's process.
+        status: with which it ended without being asked to; less than 0 for a signal.
+
+    """
+    if status < 0:
+        ended_by = signal.Signals(-status)
+        hint = LOOK_AT.get(ended_by, ".")
+        leave(f"the engine's process, pid {pid}, was ended by {ended_by.name}{hint}")
+    else:
+        leave(
+            f"the engine's process, pid {pid}, ended with status {status} without being asked to. "
+            "Its last lines are above; Ray ends it so when the cluster's head (gcs_server) is gone."
+        )
 
 
 def is_command() -> bool:

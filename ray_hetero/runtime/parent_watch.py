@@ -29,19 +29,35 @@ def end_with_parent(stop_ranks: Callable[[], object]) -> None:
 
     """
     parent = multiprocessing.parent_process()
-    if parent is not None and multiprocessing.current_process().name.startswith(ENGINE_PROCESS):
+    if parent is not None and in_engine_process():
         threading.Thread(
             target=_wait, args=(parent.sentinel, stop_ranks), daemon=True, name="ParentWatch"
         ).start()
+
+
+def in_engine_process() -> bool:
+    """Whether this is a process that vLLM has started for an engine, and for nothing else."""
+    name = multiprocessing.current_process().name
+    return multiprocessing.parent_process() is not None and name.startswith(ENGINE_PROCESS)
+
+
+def end_within(limit_s: float) -> None:
+    """Kill this process in a while, should it not have ended by itself before.
+
+    Args:
+        limit_s: seconds until then.
+
+    """
+    killer = threading.Timer(limit_s, os.kill, (os.getpid(), signal.SIGKILL))
+    killer.daemon = True
+    killer.start()
 
 
 def _wait(parent: int, stop_ranks: Callable[[], object]) -> None:
     wait([parent])
     logger.error("ray_hetero: the process that started this engine is gone; stopping")
     # Should anything below take too long: Ray's reaper sweeps up behind this process.
-    killer = threading.Timer(END_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
-    killer.daemon = True
-    killer.start()
+    end_within(END_SECONDS)
     stop_ranks()
     # vLLM's own way to end an engine process.
     os.kill(os.getpid(), signal.SIGTERM)

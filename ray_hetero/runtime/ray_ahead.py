@@ -8,7 +8,9 @@ ends when that is gone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import select
@@ -45,6 +47,27 @@ KEEP = (
 
 # --- in the process that starts the engine -----------------------------------------------------
 
+_started: list[RayAhead] = []
+"""All that this process has started."""
+
+
+@functools.cache
+def wait_at_exit() -> None:
+    """Have this process see its Rays end before itself, so that its last words come last.
+
+    Exit handlers run in the reverse order of their registration: this is to be called before one
+    ends the engines, and after one prints the reason.
+    """
+    owner = os.getpid()
+
+    def wait() -> None:
+        # Forked children inherit the handler.
+        if os.getpid() == owner:
+            for ahead in _started:
+                ahead.wait()
+
+    atexit.register(wait)
+
 
 class RayAhead:
     """A Ray that is on its way up for an engine that is about to start."""
@@ -66,7 +89,9 @@ class RayAhead:
                 # of its `sched_yield` would give the core to that rank.
                 process_group=0,
             )
-        threading.Thread(target=self._wait, daemon=True, name="RayAhead").start()
+        self._thread = threading.Thread(target=self._wait, daemon=True, name="RayAhead")
+        self._thread.start()
+        _started.append(self)
 
     @property
     def folder(self) -> str:
@@ -77,6 +102,11 @@ class RayAhead:
         """End it, where there will be no engine."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Wait until it is gone, with its folder; it ends a moment after its engine."""
+        self.end()
+        self._thread.join(END_SECONDS)
 
     def _wait(self) -> None:
         """Leave no zombie, whenever it ends, and no folder where it was killed."""

@@ -9,17 +9,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import psutil
 import ray
 
 from ray_hetero.errors import StartupError
 from ray_hetero.log import logger
-from ray_hetero.runtime import local_ray
+from ray_hetero.runtime import exit_reason, local_ray
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.ray_address import connect
 from ray_hetero.runtime.ray_ahead import OwnedRay
+from ray_hetero.runtime.ray_watch import RayWatch, servers_among
 
 
 def connected_address() -> str | None:
@@ -36,7 +37,8 @@ def start_shared() -> str:
     ends with this process.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    RayConnection(None)
+    # Ray ends the engines without a word when this is gone.
+    RayConnection(None).watch(exit_reason.leave)
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler stops Ray at once, before the engines.
         signal.signal(signal.SIGTERM, handler)
@@ -81,6 +83,7 @@ class RayConnection:
         self.is_own_connection = not ray.is_initialized()
         self.is_local = False
         self._ahead: OwnedRay | None = None
+        self._watch: RayWatch | None = None
         if not self.is_own_connection:
             return
         show_lines_at_once()
@@ -127,8 +130,26 @@ class RayConnection:
             if process.pid not in besides:
                 move_process(process.pid, cpus)
 
+    def watch(self, on_end: Callable[[str], object]) -> None:
+        """Have it told, from another thread, when a Ray that was started here is gone.
+
+        Args:
+            on_end: called once, with one line about the process that has ended.
+
+        """
+        if not self.is_local:
+            return
+        if self._ahead is None:
+            # Not theirs in turn: another engine's keeper may be among them.
+            servers = servers_among(psutil.Process().children(), None)
+        else:
+            servers = servers_among(self._ahead.processes(), self._ahead.pid)
+        self._watch = RayWatch(servers, on_end)
+
     def close(self) -> None:
         """Leave the cluster, and stop it if it was started here; safe to call twice."""
+        if self._watch is not None:
+            self._watch.stop()
         if self.is_own_connection and ray.is_initialized():
             if self.is_local and self._ahead is None:
                 local_ray.stop()

@@ -71,14 +71,18 @@ def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyP
     for name in ("make_client", "make_async_mp_client"):
         monkeypatch.setattr(EngineCoreClient, name, staticmethod(lambda vllm_config: Client()))
     monkeypatch.setattr(engine_clients.atexit, "register", lambda *call: at_exit.append(call))
-    killed: list[tuple[int, int]] = []
+    ended: list[tuple[int, int]] = []
     for _ in range(2):
-        engine_clients.end_engines_at_exit(lambda pid, number: killed.append((pid, number)))
+        engine_clients.end_engines_at_exit(lambda pid, status: ended.append((pid, status)))
     left, dropped = EngineCoreClient.make_client(1), EngineCoreClient.make_async_mp_client(2)
     (function, clients), (tell, managers, what) = at_exit
     managers[1].failed_proc_name = None
     tell(managers, what)
-    assert killed == [(40, signal.SIGBUS)]
+    assert ended == [(40, -signal.SIGBUS)]
+    # As Ray ends a process whose cluster has lost its head.
+    managers[0].processes[1].exitcode = 1
+    tell(managers, what)
+    assert ended[1:] == [(40, 1)]
     assert len(clients) == 2
     del dropped
     function(clients)

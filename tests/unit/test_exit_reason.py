@@ -92,3 +92,20 @@ def test_a_reason_for_a_command_that_is_gone_goes_nowhere(
             end()
             monkeypatch.setenv(exit_reason.VARIABLE, f"/proc/{gone.pid}/fd/3")
             exit_reason.leave("rank 1 died")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (-signal.SIGKILL, "was ended by SIGKILL. If nobody did that, memory ran out"),
+        (1, "ended with status 1 without being asked to. Its last lines are above; Ray ends it so"),
+    ],
+)
+def test_however_the_engines_process_ends_it_is_told(
+    tmp_path: Path, status: int, said: str
+) -> None:
+    ran = run(tmp_path, f"exit_reason.engine_ended(40, {status})")
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1].startswith(
+        f"ray_hetero: the engine's process, pid 40, {said}"
+    )

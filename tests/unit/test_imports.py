@@ -112,6 +112,7 @@ WRITERS = {
     "ray_hetero.compat.layer_partition": "the layers of each stage, for vLLM",
     "ray_hetero.runtime.credentials": "secrets, kept from processes that are being started",
     "ray_hetero.runtime.exit_reason": "where the engine's process leaves why it ended",
+    "ray_hetero.runtime.heartbeat": "where a command's engines and API servers meet",
     "ray_hetero.runtime.local_ray": "settings of a Ray that is started here",
     "ray_hetero.runtime.ray_ahead": "a Ray that was started ahead, which is asked for once",
     "ray_hetero.runtime.ray_connection": "no reports of usage",
@@ -169,7 +170,8 @@ def test_one_module_tells_vllm_the_layers_of_each_stage() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "engine_environment.put"
     }
-    assert put == {"AUTH_MODE", "CHOSEN", "RUNNER", "START_METHOD", "ray_ahead.VARIABLE"}
+    sites = {"AUTH_MODE", "CHOSEN", "RUNNER", "SOCKETS", "START_METHOD", "ray_ahead.VARIABLE"}
+    assert put == sites
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,15 @@ def test_signals_to_all_processes_of_a_service_leave_it_to_the_engine(ahead: Ray
     owned.end()
 
 
+def test_its_folder_goes_with_it_however_it_ends(ahead: RayAhead) -> None:
+    folder = Path(ahead.folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    # As Ray ends it when its head is gone.
+    ahead._process.kill()
+    ahead.wait()
+    assert not folder.exists()
+
+
 def test_without_an_engine_it_ends_with_its_starter(ahead: RayAhead, stopped: Path) -> None:
     ahead.end()
     assert ahead._process.wait(SECONDS) == 0
@@ -135,6 +144,7 @@ class Started:
 
     all: list[Started] = []  # noqa: RUF012
     address = "name"
+    folder = "/tmp/rh-1"
 
     def __init__(self) -> None:
         self.is_ended = False
@@ -146,7 +156,7 @@ class Started:
 
 @pytest.fixture
 def spawning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", VARIABLE):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "VLLM_RPC_BASE_PATH", VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setattr(ray_ahead, "RayAhead", Started)
@@ -169,6 +179,7 @@ def test_the_process_of_an_engine_is_told_of_its_ray() -> None:
     with early_ray.started_for(engine()), early_ray.started_for(engine()):
         assert os.environ[VARIABLE] == "name"
         assert os.environ["RAY_AUTH_MODE"] == "token"
+        assert os.environ["VLLM_RPC_BASE_PATH"] == Started.folder
     (started,) = Started.all
     assert not started.is_ended
     engine_environment.take_back()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RaySystemError
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.v1.engine import FT_STATUS_CALL_ID, EngineCoreRequestType
 from vllm.v1.fault_tolerance import fault_tolerant_wrapper
@@ -26,6 +27,8 @@ REPORT = "rank 1 died"
 class Executor:
     """Ranks that have died, and come up when they have been started so many times."""
 
+    error: Exception = StartupError("rank 0: no answer")
+
     def __init__(self, restarts: int, good: int = 1, report: str | None = REPORT) -> None:
         self.restarts_left, self._good, self._report = restarts, good, report
 
@@ -36,7 +39,7 @@ class Executor:
         self.restarts_left -= 1
         self._good -= 1
         if self._good:
-            raise StartupError("rank 0: no answer")
+            raise self.error
 
 
 class Scheduler:
@@ -121,7 +124,9 @@ def test_every_api_server_hears_what_is_wrong_and_when_it_is_over() -> None:
     for client in (0, 1):
         unhealthy, healthy = _recover(Executor(restarts=2)).statuses(client)
         assert unhealthy["status"] == "unhealthy"
-        assert REPORT in unhealthy["fault_info"]
+        # Clients learn what they can do, and nothing of nodes, processes and exceptions.
+        assert "retry" in unhealthy["fault_info"]
+        assert REPORT not in unhealthy["fault_info"]
         assert healthy == {"id": 0, "status": "healthy"}
 
 
@@ -136,6 +141,34 @@ def test_a_start_that_fails_is_tried_again_while_restarts_are_left(exit_reason: 
     with pytest.raises(RuntimeError, match="Executor failed"):
         _recover(Executor(restarts=2, good=3))
     assert exit_reason == ["the ranks do not start again: rank 0: no answer"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("rank 1 (cpu) failed with: no"),
+            "RuntimeError('rank 1 (cpu) failed with: no')",
+        ),
+        (OSError(28, "No space left on device"), "OSError(28, 'No space left on device')"),
+        (TimeoutError("late"), "TimeoutError('late')"),
+        (RaySystemError(ConnectionError("gone")), "RaySystemError"),
+    ],
+)
+def test_whatever_a_start_fails_with_it_is_tried_again_and_told(
+    error: Exception, said: str, exit_reason: list[str]
+) -> None:
+    executor = Executor(restarts=3, good=2)
+    executor.error = error
+    _recover(executor)
+    assert (executor.restarts_left, exit_reason) == (1, [])
+    executor = Executor(restarts=2, good=3)
+    executor.error = error
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        _recover(executor)
+    assert executor.restarts_left == 0
+    assert exit_reason[0].startswith("the ranks do not start again: ")
+    assert said in exit_reason[0]
 
 
 def test_without_restarts_and_for_errors_of_others_the_engine_ends(exit_reason: list[str]) -> None:

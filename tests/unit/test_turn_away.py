@@ -26,7 +26,7 @@ def _patched(monkeypatch: pytest.MonkeyPatch) -> None:
         (GenerateBaseServing, "_raise_if_error"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    api_server.turn_away_while_unhealthy()
+    api_server.turn_away_while_unhealthy(lambda vllm_config: vllm_config.late)
 
 
 class Engine(AsyncLLM):
@@ -34,10 +34,11 @@ class Engine(AsyncLLM):
 
     errored = False
 
-    def __init__(self, statuses: dict[int, Any]) -> None:
+    def __init__(self, statuses: dict[int, Any], late: str | None = None) -> None:
         self.engine_core = SimpleNamespace(_engine_status=statuses)
         nothing = {"max_num_queued_reqs": None, "max_num_queued_tokens": None}
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(**nothing))
+        limits = SimpleNamespace(**nothing)
+        self.vllm_config: Any = SimpleNamespace(scheduler_config=limits, late=late)
         self.scheduler_config = self.vllm_config.scheduler_config
 
     def __del__(self) -> None:
@@ -60,6 +61,15 @@ def test_an_unhealthy_engine() -> None:
     with pytest.raises(RetryableRequestError, match="rank 1 died"):
         _serving(engine)._raise_if_error("error", "request")
     _serving(engine)._raise_if_error("stop", "request")
+
+
+def test_an_engine_that_does_not_go_on() -> None:
+    engine = Engine({}, "the engine's process has not moved for 31 s")
+    with pytest.raises(GracefulHTTPError, match="has not moved for 31 s") as refused:
+        engine.check_admission()
+    assert refused.value.http_status == 503
+    with pytest.raises(EngineDeadError):
+        asyncio.run(engine.check_health())
 
 
 @pytest.mark.parametrize("statuses", WELL)
