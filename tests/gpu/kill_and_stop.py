@@ -1,0 +1,142 @@
+"""kill -9 and SIGSTOP of each process that belongs to an engine on this host, in ten minutes.
+
+    python tests/gpu/kill_and_stop.py                  [[gpu], [cpu]], and a GPU with expert ranks
+    python tests/gpu/kill_and_stop.py --layout cpu     two CPU ranks, on a host without a GPU
+
+Ranks, engine, API server, and the raylet, head and keeper of the engine's own Ray.  Each ending is
+checked for its reason, status, time, and for what it leaves behind.  The exit status is 0 if all
+are as they should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE), str(HERE.parent / "cluster")]
+
+from faulty_server import FaultyServer  # noqa: E402
+from gpu_host import SHARES, confined, environment, gpu_state  # noqa: E402
+from leftovers import clean_scene, wait_until  # noqa: E402
+from process_faults import LIMITS, OTHERS, RESTARTS, all_faults  # noqa: E402
+
+from ray_hetero.cli.demo.model import write_demo_model  # noqa: E402
+
+GPU_SECONDS = 30.0
+"""Longest wait for the memory of a GPU to be free again."""
+GPU_OPTIONS = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(1 << 30))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A kind of engine."""
+
+    architecture: str
+    sizes: tuple[int, int]
+    options: tuple[str, ...] = ()
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "cpu": Layout("llama", (2, 1)),
+    "pipeline": Layout("llama", (2, 1), GPU_OPTIONS, {"layout": [["gpu"], ["cpu"]]}),
+    "experts": Layout(
+        "mixtral", (1, 1), GPU_OPTIONS,
+        {"layout": [["gpu"]], "experts": {"ranks": 1, "layers": "all"}},
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Work:
+    """What threads take from: kinds of engine with the process that is killed last."""
+
+    models: dict[str, Path]
+    folder: Path
+    left: queue.SimpleQueue[tuple[str, str]] = field(default_factory=queue.SimpleQueue)
+    failed: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    def run(self, lane: int, lanes: int) -> None:
+        """Take what is left until there is nothing."""
+        with confined(lane, lanes):
+            while not self.left.empty():
+                try:
+                    name, last = self.left.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    self._faults(name, last)
+                # Whatever it is, the others go on.
+                except BaseException as error:  # noqa: BLE001
+                    self.failed.append(f"{name}, {last}: {error}")
+                    self._say(name, f"FAILED, {last}: {type(error).__name__}: {error}")
+
+    def _say(self, name: str, text: object) -> None:
+        print(f"{time.monotonic() - self.began:6.0f} s  {name:<9} {text}", flush=True)
+
+    def _faults(self, name: str, last: str) -> None:
+        layout = LAYOUTS[name]
+        with clean_scene() as scene:
+            server = FaultyServer(
+                scene, self.folder / f"{name}-{last.replace(' ', '-')}",
+                self.models[layout.architecture], sizes=layout.sizes,
+                more=("--dtype", "float32", *layout.options), extra=environment(),
+                max_restarts=RESTARTS, **LIMITS, **layout.keys,
+                cpu={"ranks_per_socket": SHARES},
+            )  # fmt: skip
+            try:
+                # The one whose end is the slowest lives through nothing else.
+                for fault in all_faults(server, last, lives=last == "engine"):
+                    self._say(name, fault)
+            except BaseException:
+                print(server.server.child.tail(), flush=True)
+                raise
+
+
+def main() -> int:
+    """Run all; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layout", action="append", choices=LAYOUTS, default=None)
+    parser.add_argument("--kill", action="append", choices=OTHERS, default=None)
+    parser.add_argument("--lanes", type=int, default=1, help="servers at the same time")
+    given = parser.parse_args()
+    names = given.layout or ["pipeline", "experts"]
+    before = None if names == ["cpu"] else gpu_state()
+    with tempfile.TemporaryDirectory(prefix="kill-and-stop-", dir="/tmp") as root:
+        folder = Path(root)
+        models = {one: folder / one for one in {LAYOUTS[name].architecture for name in names}}
+        for architecture, path in models.items():
+            write_demo_model(path, architecture, dtype="f32")
+        work = Work(models, folder)
+        for last in given.kill or OTHERS:
+            for name in names:
+                work.left.put((name, last))
+        lanes = [
+            threading.Thread(target=work.run, args=(lane, given.lanes))
+            for lane in range(given.lanes)
+        ]
+        for thread in lanes:
+            thread.start()
+        for thread in lanes:
+            thread.join()
+    if before is not None:
+        most = before.used_mib + 64
+        if not wait_until(lambda: gpu_state().used_mib <= most, GPU_SECONDS):
+            work.failed.append(f"GPU memory: {before} before, {gpu_state()} after")
+    print(f"{len(work.failed)} failed, {time.monotonic() - work.began:.0f} s")
+    for line in work.failed:
+        print(line)
+    return bool(work.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
