@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from families.configurations import small_config
+from families.own_weights import model_of, named_weights
 
 SIMILAR = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
@@ -17,7 +19,6 @@ SIMILAR = {
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
     "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
-    "OrionForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "SolarForCausalLM": "LlamaForCausalLM",
     "TeleChat3ForCausalLM": "LlamaForCausalLM",
@@ -43,46 +44,45 @@ def write_checkpoint(directory: Path, architecture: str, seed: int = 0) -> Path:
         The directory.
 
     Raises:
-        NoCheckpointError: there is no small configuration, or no class that names the weights.
+        NoCheckpointError: there is no small configuration.
 
     """
     import torch
+    import transformers
+    from safetensors.torch import save_file
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     config = small_config(architecture)
     if isinstance(config, str):
         raise NoCheckpointError(config)
-    made_by = _model_class(architecture)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    made_by = getattr(transformers, SIMILAR.get(architecture, architecture), None)
+    if made_by is None:
+        weights = dict(named_weights(model_of(directory)))
+        _fill(weights.items(), seed)
+        save_file(weights, directory / "model.safetensors")
+        return directory
     model_type = config["model_type"]
     own = CONFIG_MAPPING if model_type in CONFIG_MAPPING else _CONFIG_REGISTRY
     made_from = own[model_type].from_dict(dict(config))
     with torch.device("cpu"):
         model = made_by._from_config(made_from, dtype=torch.float32)
-    _fill(model, seed)
-    directory.mkdir(parents=True, exist_ok=True)
+    _fill(model.named_parameters(), seed)
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     return directory
 
 
-def _model_class(architecture: str) -> Any:
-    import transformers
-
-    found = getattr(transformers, SIMILAR.get(architecture, architecture), None)
-    if found is None:
-        raise NoCheckpointError("Transformers has no class that names its weights")
-    return found
-
-
-def _fill(model: Any, seed: int) -> None:
+def _fill(weights: Iterable[tuple[str, Any]], seed: int) -> None:
     """Weights under which each layer changes the next token."""
     import numpy
     import torch
 
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in weights:
             generator = numpy.random.default_rng(zlib.crc32(f"{seed}/{name}".encode()))
             noise = torch.from_numpy(generator.standard_normal(weight.shape, dtype="float32"))
             if weight.dim() < 2:

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from families.checkpoints import NoCheckpointError
-from families.configurations import architectures
+from families.configurations import architectures, small_config
 from families.one_engine import KINDS, STAGES, WRITE, ask
 from families.stages import StockError
 
@@ -116,15 +115,27 @@ def has_experts(directory: Path) -> bool:
     return any(config.get(name) for name in names) or "ffn_config" in config
 
 
+def without_checkpoint(architecture: str, why: str, work: Path, limit_s: float) -> Json:
+    """Row of an architecture whose weights cannot be written: whether vLLM computes it at all."""
+    config = small_config(architecture)
+    if isinstance(config, str):
+        return {NONE: config}
+    directory = work / "checkpoints" / architecture
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    stock = ask("stock", directory, work / "logs" / architecture, limit_s)
+    if "error" in stock:
+        return {"stock": f"{stock['type']}: {first_sentence(stock['error'])}"}
+    return {NONE: f"no checkpoint: {why}"}
+
+
 def row(architecture: str, kinds: Sequence[str], known: Json, work: Path, limit_s: float) -> Json:
     """Outcomes of one architecture, those that are known included."""
     directory, logs = work / "checkpoints" / architecture, work / "logs" / architecture
-    if not (directory / "config.json").exists():
+    if not any(directory.glob("*.safetensors")):
         written = ask(WRITE, directory, logs, limit_s)
         if "error" in written:
-            reason = first_sentence(written["error"])
-            expected = written["type"] == NoCheckpointError.__name__
-            return {NONE: reason if expected else f"{written['type']}: {reason}"}
+            return without_checkpoint(architecture, first_sentence(written["error"]), work, limit_s)
     wanted = [
         kind
         for kind in kinds

@@ -99,7 +99,7 @@ MIMO_V2: tuple[str, dict[str, Any]] = (
         "swa_v_head_dim": HEAD_SIZE,
         "v_head_dim": HEAD_SIZE,
         "swa_rope_theta": 10000.0,
-        "add_swa_attention_sink_bias": True,
+        "add_swa_attention_sink_bias": False,
         "attention_bias": False,
         "partial_rotary_factor": 0.5,
     },
@@ -179,7 +179,7 @@ OWN_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         ROUTED | SIGMOID | {"head_dim": HEAD_SIZE, "rope_theta": 10000.0, "rope_scaling": None},
     ),
-    "PhiMoEForCausalLM": ("phimoe", {}),
+    "PhiMoEForCausalLM": ("phimoe", {"attention_bias": True}),
     "Plamo3ForCausalLM": (
         "llama",
         {
@@ -196,7 +196,7 @@ OWN_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "SarvamMoEForCausalLM": ("llama", BAILING | SIGMOID | {"use_qk_norm": True}),
     "SolarForCausalLM": (
         "llama",
-        {"bskcn_1": [0], "bskcn_2": [1], "bskcn_3": [2], "bskcn_4": [3], "bskcn_tv": [0.9, 0.8]},
+        {"bskcn_1": [1], "bskcn_2": [2], "bskcn_3": [2], "bskcn_4": [3], "bskcn_tv": [0.9, 0.8]},
     ),
     "Step1ForCausalLM": ("llama", {"num_attention_groups": KV_HEADS}),
     "Step3TextForCausalLM": (

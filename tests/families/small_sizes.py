@@ -130,7 +130,7 @@ ROWS: dict[str, dict[str, Any]] = {
             "hidden_size": HIDDEN,
         },
     },
-    "DeepseekV2ForCausalLM": {"num_experts_per_tok": TOP_K},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": TOP_K, "n_group": 1, "topk_group": 1},
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "num_key_value_heads": HEADS},
     "DeepseekV32ForCausalLM": SPARSE | {"topk_method": "noaux_tc"},
     "DeepseekV4ForCausalLM": {
@@ -167,7 +167,6 @@ ROWS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "vocab_size": VOCABULARY,
     },
-    "FalconForCausalLM": {"num_kv_heads": KV_HEADS, "new_decoder_architecture": True},
     "FalconH1ForCausalLM": {
         "mamba_d_ssm": 2 * HIDDEN,
         "mamba_n_heads": 8,
@@ -200,7 +199,11 @@ ROWS: dict[str, dict[str, Any]] = {
         "layer_rope_theta": [10000.0] * LAYERS,
     },
     "GraniteSWAForCausalLM": {"layer_types": ALTERNATING, "layer_rope_theta": [10000.0] * LAYERS},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": MOE_INNER},
+    "HYV3ForCausalLM": {
+        "first_k_dense_replace": 1,
+        "expert_hidden_dim": MOE_INNER,
+        "route_norm": True,
+    },
     "HrmTextForCausalLM": {"num_layers_per_stack": 2},
     "InklingForCausalLM": {"model_type": "inkling_model", **INKLING},
     "InklingForConditionalGeneration": {
@@ -244,7 +247,11 @@ ROWS: dict[str, dict[str, Any]] = {
         "conv_dim_out": HIDDEN,
     },
     "Lfm2MoeForCausalLM": {"layer_types": CONVOLUTIONS, "num_dense_layers": 1},
-    "Llama4ForCausalLM": {"intermediate_size_mlp": INNER, "attention_chunk_size": 64},
+    "Llama4ForCausalLM": {
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": INNER,
+        "attention_chunk_size": 64,
+    },
     "LongcatFlashForCausalLM": {
         "zero_expert_num": 4,
         "zero_expert_type": "identity",
@@ -254,7 +261,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": MAMBA_2,
     "MiniCPM3ForCausalLM": {"kv_lora_rank": 64, "v_head_dim": 64},
     "MiniMaxM3SparseForCausalLM": {"model_type": "minimax_m3_vl_text"},
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid"},
     "NemotronForCausalLM": {"num_key_value_heads": KV_HEADS},
     "NemotronHForCausalLM": NEMOTRON_H,
     "NemotronHPuzzleForCausalLM": NEMOTRON_H | {"model_type": "nemotron_h"},

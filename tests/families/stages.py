@@ -8,6 +8,7 @@ runs, and what is compared is everything else, the tensors between the stages am
 from __future__ import annotations
 
 import contextlib
+import inspect
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,7 +106,10 @@ def _run(config: Any, model: Any, stage: int, stages: int, given: Any) -> Any:
         # vLLM's runner for CPUs does the same.
         patch.object(torch.accelerator, "empty_cache", lambda: None),
     ):
-        return model(tokens, torch.arange(TOKENS), given)
+        # Models without pipelines have no such argument.
+        takes = "intermediate_tensors" in inspect.signature(model.forward).parameters
+        further = {"intermediate_tensors": given} if takes else {}
+        return model(input_ids=tokens, positions=torch.arange(TOKENS), **further)
 
 
 def _compare_weights(whole: dict[str, Any], stages: list[dict[str, Any]]) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 
 def stock_arguments(directory: Path) -> dict[str, Any]:
-    """Arguments of an engine of one process, without a backend of this project."""
+    """Arguments of an engine of one process, without a backend of this project.
+
+    A folder without weights makes vLLM take dummy ones.
+    """
     config = json.loads((directory / "config.json").read_text())
     given: dict[str, Any] = {
         "model": str(directory),
@@ -18,6 +21,8 @@ def stock_arguments(directory: Path) -> dict[str, Any]:
         "max_num_seqs": 8,
         "dtype": "float32",
     }
+    if not any(directory.glob("*.safetensors")):
+        given["load_format"] = "dummy"
     if config.get("kv_lora_rank"):
         # vLLM's backend of latent attention for AMX computes no float32.
         given["attention_backend"] = "CPU_MLA"

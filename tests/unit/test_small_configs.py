@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from families.configurations import architectures, small_config
 from families.own_classes import OWN_CLASSES
 from families.small_sizes import NONE, ROWS
+from write_families_page import PAGE, RESULTS, written
 
 REASONS = {"DeciLMForCausalLM", "HCXVisionV2ForCausalLM"}
 
@@ -41,3 +44,13 @@ def test_sizes_are_small() -> None:
                 for key in ("vocab_size", "padded_vocab_size", "hidden_size", "d_model", "n_embd")
             }
             assert max(size for size in sizes if size is not None) <= 1024, name
+
+
+def test_the_page_shows_the_results() -> None:
+    page = PAGE.read_text()
+    assert written(page) == page, "type: python tools/write_families_page.py"
+    results = json.loads(RESULTS.read_text())
+    assert set(results) <= set(architectures())
+    rows = [one for row in results.values() for one in row.values() if isinstance(one, dict)]
+    outcomes = [one["outcome"] for one in rows]
+    assert "wrong" not in outcomes
