@@ -9,6 +9,10 @@ Kernels:
 
     packed, compact  this project's, of weights in bf16 that are held in that format
     fp8              this project's, of a checkpoint in FP8 with scales for blocks of 128 x 128
+    mxfp4, mxfp8, nvfp4
+                     this project's, of random codes with scales as these formats have them
+    mxfp4-zeros      the same as mxfp4 with scales of 0, whose products would be denormal: it takes
+                     the time of mxfp4
     vllm             vLLM's for CPUs, of weights in bf16
     kt-kernel        kt-kernel's, of weights in bf16
     kt-kernel-fp8    kt-kernel's, of the weights of `fp8`
@@ -55,8 +59,9 @@ from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.experts.activations import Order
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts, paired
 from ray_hetero.kernels.formats import FORMATS
+from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.fp8 import Fp8Weight
-from ray_hetero.kernels.formats.scaled import Codes
+from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight
 
 KT_KINDS = {"kt-kernel": "AMXBF16_MOE", "kt-kernel-fp8": "AMXFP8_MOE"}
 """kt-kernel's classes by kernel; each is in its builds for AMX and for AVX512-BF16."""
@@ -107,6 +112,58 @@ def fp8_weight(weight: BlockScaled, *, is_gate_up: bool) -> Fp8Weight:
     if is_gate_up:
         codes, scales = (paired(one, Order.HALVES) for one in (codes, scales))
     return Fp8Weight.stored(Codes(codes, scales, SCALE_BLOCK), native)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A format of codes with scales for groups."""
+
+    kind: type[ScaledWeight]
+    group: int
+    scales: Callable[[tuple[int, int]], torch.Tensor]
+    """Scales of a shape."""
+
+
+def exponents(first: int, last: int) -> Callable[[tuple[int, int]], torch.Tensor]:
+    """Scales as powers of two, whose codes are from `first` up to `last`."""
+    return lambda shape: torch.randint(first, last + 1, shape, dtype=torch.uint8).view(
+        torch.float8_e8m0fnu
+    )
+
+
+CODED = {
+    "mxfp4": Coded(Fp4Weight, 32, exponents(118, 124)),
+    "mxfp4-zeros": Coded(Fp4Weight, 32, exponents(0, 0)),
+    "mxfp8": Coded(Fp8Weight, 32, exponents(114, 118)),
+    "nvfp4": Coded(
+        Fp4Weight, 16, lambda shape: torch.rand(shape).add_(0.5).to(torch.float8_e4m3fn)
+    ),
+}
+"""Formats whose codes are random: their time does not depend on values."""
+FACTOR = 2.0**-6
+"""Factor of scales in E4M3."""
+
+
+def coded_layer(shape: Shape, name: str, level: Any) -> Layer:
+    """This project's kernel, of random codes."""
+    coded = CODED[name]
+    # No code is NaN.
+    most = 16 if coded.kind.bits == Fp4Weight.bits else 0x7F
+
+    def weight(outputs: int, inputs: int) -> ScaledWeight:
+        codes = torch.randint(most, (outputs, inputs), dtype=torch.uint8)
+        scales = coded.scales((outputs, inputs // coded.group))
+        return coded.kind.stored(Codes(codes, scales, coded.group, factor=FACTOR), native)
+
+    few = [
+        (weight(2 * shape.inner, shape.hidden), weight(shape.hidden, shape.inner))
+        for _ in range(VARIANTS)
+    ]
+    experts = RoutedExperts.of_weights(
+        itertools.islice(itertools.cycle(few), shape.experts), shape.experts,
+        native=native, level=level,
+    )  # fmt: skip
+    return Layer(experts, experts.nbytes / shape.experts)
 
 
 def vllm_layer(shape: Shape) -> Layer:
@@ -175,11 +232,13 @@ def measured(layers: list[Layer], shape: Shape, tokens: int, repeats: int) -> tu
 
 def maker(name: str, shape: Shape, options: argparse.Namespace) -> Callable[[], Layer]:
     """What makes the layers of a kernel."""
-    if name in FORMATS or name == Fp8Weight.name:
+    if name in FORMATS or name in CODED or name == Fp8Weight.name:
         level = native.level(options.level) if options.level else native.levels()[-1]
         print(f"{name}: {level}", flush=True)
         if name == Fp8Weight.name:
             return functools.partial(fp8_layer, shape, level)
+        if name in CODED:
+            return functools.partial(coded_layer, shape, name, level)
         return functools.partial(own_layer, shape, name, level)
     if name == "vllm":
         from vllm.platforms import current_platform
@@ -195,7 +254,7 @@ def maker(name: str, shape: Shape, options: argparse.Namespace) -> Callable[[], 
         return functools.partial(
             kt_layer, shape, kernel, max(options.tokens), is_fp8=name == "kt-kernel-fp8"
         )
-    known = ", ".join((*FORMATS, Fp8Weight.name, "vllm"))
+    known = ", ".join((*FORMATS, Fp8Weight.name, *CODED, "vllm"))
     sys.exit(f"{name}: expected {known}, or {' or '.join(KT_KINDS)} with --kt-kernel")
 
 

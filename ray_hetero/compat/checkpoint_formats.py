@@ -38,10 +38,10 @@ class CheckpointFormat:
     """Whether there is a kernel for routed experts."""
 
 
-MXFP8 = CheckpointFormat("MXFP8", Kernel.NOBODY)
+MXFP8 = CheckpointFormat("MXFP8", Kernel.STREAMED, has_experts=True)
 FBGEMM_FP8 = CheckpointFormat("FBGEMM FP8", Kernel.NOBODY)
 GPTQ_OF_BYTES = CheckpointFormat("8-bit GPTQ", Kernel.NOBODY)
-NVFP4 = CheckpointFormat("NVFP4", Kernel.STREAMED)
+NVFP4 = CheckpointFormat("NVFP4", Kernel.STREAMED, has_experts=True)
 NVFP4_ALONE = CheckpointFormat("NVFP4 weight-only", Kernel.NOBODY)
 BYTES_ALONE = {
     kind: CheckpointFormat(f"8-bit {kind} weight-only", Kernel.STREAMED)
@@ -98,6 +98,8 @@ def _compressed(group: Mapping[str, Any], stored: object) -> Iterator[Checkpoint
     kind = weights.get("type", "")
     if stored == "nvfp4-pack-quantized":
         yield NVFP4 if activations else NVFP4_ALONE
+    elif stored == "mxfp8-quantized":
+        yield MXFP8
     elif weights.get("num_bits") != 8:
         return
     elif not activations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ class StoredExperts:
     """The tensors of a layer of experts as its checkpoint holds them."""
 
     scheme: str
-    """fp8, int4, int8 or mxfp4."""
+    """fp8, int4, int8, mxfp4 or nvfp4."""
     w13: torch.Tensor
     """[E, 2 · inner, …]: gate and up."""
     w2: torch.Tensor
@@ -42,6 +43,9 @@ class StoredExperts:
     w2_zero: torch.Tensor | None = None
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale; None where the tensors' shapes say it."""
+    w13_factor: torch.Tensor | None = None
+    """[E], float32: factor of all scales of an expert, of NVFP4."""
+    w2_factor: torch.Tensor | None = None
     layout: str = "compressed-tensors"
     """Packing of integers of four bits, by who packs them so: compressed-tensors, gptq or awq."""
 
@@ -94,6 +98,69 @@ def use_quantised_experts(kernel: Callable[..., None], activations: Collection[s
     int8 = original(cpu_moe, "CPUExpertsInt8")
     replace(int8, "process_weights_after_loading", lambda _stock: lambda _self, _layer: None)
     replace(int_wna16, "_process_weights_cpu", lambda _stock: lambda *_args: None)
+    _choose_for_four_bits(kernel, activations)
+    _choose_for_mx()
+
+
+@functools.cache
+def nvfp4_experts() -> Any:
+    """The class that stands for experts in NVFP4, of which vLLM has none for CPUs."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    return type("CPUExpertsNvfp4", (original(cpu_moe, "CPUExpertsMxfp4"),), {})
+
+
+def _choose_for_four_bits(kernel: Callable[..., None], activations: Collection[str]) -> None:
+    """Have experts in NVFP4 computed on a CPU rank, of ModelOpt's and compressed-tensors' layout.
+
+    Replaces: `modelopt.select_nvfp4_moe_backend`, `modelopt.convert_to_nvfp4_moe_kernel_format`,
+    the same two of `compressed_tensors_moe_w4a4_nvfp4`.
+    Uses: `NvFp4MoeBackend.EMULATION`.
+    Why: vLLM has kernels for them on GPUs only, and raises when a layer is made.
+    Can go when: vLLM chooses among kernels for CPUs too.
+    """
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4,
+    )
+
+    experts = nvfp4_experts()
+    replace(experts, "apply", computing(kernel))
+    support_activations(experts, activations)
+    chosen = original(NvFp4MoeBackend, "EMULATION"), experts
+
+    def kept(
+        nvfp4_backend: Any, layer: Any, w13: Any, w13_scale: Any, w13_scale_2: Any, a13_scale: Any,
+        w2: Any, w2_scale: Any, w2_scale_2: Any, a2_scale: Any, **_: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        # The activations' factors are of no use here, where activations are not quantised.
+        return w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale
+
+    for module in (modelopt, compressed_tensors_moe_w4a4_nvfp4):
+        replace(module, "select_nvfp4_moe_backend", lambda _stock: lambda *_, **_how: chosen)
+        replace(module, "convert_to_nvfp4_moe_kernel_format", lambda _stock: kept)
+
+
+def _choose_for_mx() -> None:
+    """Have experts in MXFP8 computed as those in FP8, whose blocks are of 1 and 32 then.
+
+    Replaces: `modelopt.select_mxfp8_moe_backend`,
+    `compressed_tensors_moe_w8a8_mxfp8.select_mxfp8_moe_backend`.
+    Uses: `Fp8MoeBackend.CPU`.
+    Why: vLLM has kernels for them on GPUs only, and raises when a layer is made.
+    Can go when: vLLM chooses among kernels for CPUs too.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_mxfp8,
+    )
+
+    chosen = original(Fp8MoeBackend, "CPU"), original(cpu_moe, "CPUExpertsFp8")
+    for module in (modelopt, compressed_tensors_moe_w8a8_mxfp8):
+        replace(module, "select_mxfp8_moe_backend", lambda _stock: lambda *_, **_how: chosen)
 
 
 def _is_known(key: Any) -> bool:
@@ -118,7 +185,7 @@ def quantised_layers(model: Any) -> Iterator[tuple[Any, Any, StoredExperts]]:
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    classes = tuple(original(cpu_moe, name) for name in CLASSES)
+    classes = (*(original(cpu_moe, name) for name in CLASSES), nvfp4_experts())
     for layer in routed_layers(model):
         experts = experts_of(layer)
         if isinstance(experts, classes):
@@ -132,6 +199,10 @@ def _stored(layer: Any, name: str) -> StoredExperts:
     w13_scale, w2_scale = (getattr(layer, f"{part}_{end}").data for part in ("w13", "w2"))
     scheme = name.removeprefix("CPUExperts").lower()
     block = getattr(layer, "weight_block_size", None) if scheme == "fp8" else None
+    factors = [
+        getattr(layer, f"{part}_weight_scale_2").data if scheme == "nvfp4" else None
+        for part in ("w13", "w2")
+    ]
     return StoredExperts(
         scheme,
         layer.w13_weight.data,
@@ -139,6 +210,8 @@ def _stored(layer: Any, name: str) -> StoredExperts:
         w13_scale,
         w2_scale,
         block=None if block is None else (block[0], block[1]),
+        w13_factor=factors[0],
+        w2_factor=factors[1],
     )
 
 

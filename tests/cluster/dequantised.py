@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight neighbouring outputs lies in a word."""
-MXFP4_BIAS = 127
+MX_BIAS = 127
 
 
 def dequantised(quantised: Path, plain: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -54,6 +54,9 @@ def weight_of(parts: dict[str, torch.Tensor], scheme: dict[str, Any]) -> torch.T
     if method == "awq":
         codes, zeros = (_words(parts[name], AWQ_PLACES).t() for name in ("qweight", "qzeros"))
         return (codes - _spread(zeros, codes)) * _spread(parts["scales"].t(), codes)
+    if parts["weight_scale"].dtype == torch.uint8 and "weight" in parts:
+        exponents = parts["weight_scale"].float() - MX_BIAS
+        return parts["weight"].float() * _spread(torch.exp2(exponents), parts["weight"])
     packed = parts["weight"] if "weight_scale_2" in parts else parts.get("weight_packed")
     if packed is None:
         return parts["weight"].float() * parts["weight_scale"]
@@ -64,7 +67,7 @@ def weight_of(parts: dict[str, torch.Tensor], scheme: dict[str, Any]) -> torch.T
             return values * _spread(parts["weight_scale"], codes) / parts["weight_global_scale"]
         if "weight_scale_2" in parts:
             return values * _spread(parts["weight_scale"], codes) * parts["weight_scale_2"]
-        exponents = parts["weight_scale"].float() - MXFP4_BIAS
+        exponents = parts["weight_scale"].float() - MX_BIAS
         return values * _spread(torch.exp2(exponents), codes)
     (group,) = scheme["config_groups"].values()
     bits = group["weights"]["num_bits"]

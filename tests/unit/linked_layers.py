@@ -139,6 +139,9 @@ def stored(kind: str, w13: torch.Tensor, w2: torch.Tensor) -> StoredExperts:
         if kind == "mxfp4":
             scales = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
             return torch.randint(256, (experts, outputs, inputs // 2), dtype=torch.uint8), scales
+        if kind == "nvfp4":
+            scales = (torch.rand(experts, outputs, inputs // 16) + 0.5).to(torch.float8_e4m3fn)
+            return torch.randint(256, (experts, outputs, inputs // 2), dtype=torch.uint8), scales
         if kind == "int8":
             scales = torch.rand(experts, outputs, 1) * 0.002
             return torch.randint(-128, 128, weight.shape, dtype=torch.int8), scales
@@ -148,7 +151,12 @@ def stored(kind: str, w13: torch.Tensor, w2: torch.Tensor) -> StoredExperts:
 
     (gate_up, gate_up_scale), (down, down_scale) = codes(w13), codes(w2)
     block = (32, 32) if kind == "fp8" else None
-    return StoredExperts(kind, gate_up, down, gate_up_scale, down_scale, block=block)
+    # An expert has factors of its own.
+    factors = [torch.rand(EXPERTS) * 0.05 + 0.01 if kind == "nvfp4" else None for _ in range(2)]
+    return StoredExperts(
+        kind, gate_up, down, gate_up_scale, down_scale, block=block, w13_factor=factors[0],
+        w2_factor=factors[1],
+    )  # fmt: skip
 
 
 def dequantised(given: StoredExperts) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,6 +56,8 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router import zero_expert_router
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
@@ -63,6 +65,11 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4,
+    compressed_tensors_moe_w8a8_mxfp8,
+)
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -379,6 +386,17 @@ PRIVATE: list[tuple[str, Any, str]] = [
         )
     ),
     ("compat/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
+    *(
+        ("compat/quantised_experts", module, name)
+        for module in (modelopt, compressed_tensors_moe_w4a4_nvfp4)
+        for name in ("select_nvfp4_moe_backend", "convert_to_nvfp4_moe_kernel_format")
+    ),
+    *(
+        ("compat/quantised_experts", module, "select_mxfp8_moe_backend")
+        for module in (modelopt, compressed_tensors_moe_w8a8_mxfp8)
+    ),
+    ("compat/quantised_experts", NvFp4MoeBackend, "EMULATION"),
+    ("compat/quantised_experts", Fp8MoeBackend, "CPU"),
     ("compat/quantised_experts", cpu_moe.CPUExpertsInt8, "process_weights_after_loading"),
     ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
     ("compat/quantised_experts", int_wna16, "_process_weights_cpu"),

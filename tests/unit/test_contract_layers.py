@@ -87,6 +87,9 @@ CHOICES: dict[str, Callable[[], Any]] = {
     ),
     "_POSSIBLE_MXFP4_KERNELS": linear_kernels.init_mxfp4_linear_kernel,
     "_POSSIBLE_NVFP4_KERNELS": linear_kernels.init_nvfp4_linear_kernel,
+    "_POSSIBLE_MXFP8_KERNELS": lambda: linear_kernels.init_mxfp8_linear_kernel(
+        weight_shape=(32, 32)
+    ),
 }
 """How vLLM makes a kernel, by the list of those that are asked."""
 

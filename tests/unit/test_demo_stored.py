@@ -68,6 +68,7 @@ def test_the_config_says_so_and_the_planner_reads_it(tmp_path: Path) -> None:
         ("gptq", "gptq", 0.29),
         ("awq", "awq", 0.29),
         ("mxfp4", "compressed-tensors", 0.26),
+        ("mxfp8", "compressed-tensors", 0.51),
         ("nvfp4", "compressed-tensors", 0.28),
         ("nvfp4-modelopt", "modelopt", 0.28),
     ],

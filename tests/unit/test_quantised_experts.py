@@ -70,7 +70,21 @@ def stored(name: str, inner: int, outputs: int = 0) -> StoredExperts:
             for _, outputs, inputs in (w13, w2)
         )
         return StoredExperts("fp8", fp8(w13), fp8(w2), *scales, block=(rows, columns))
+    if name == "mxfp8":
+        exponents = (
+            torch.randint(118, 122, (*shape[:2], shape[2] // 32), dtype=torch.uint8)
+            for shape in (w13, w2)
+        )
+        return StoredExperts("fp8", fp8(w13), fp8(w2), *exponents, block=(1, 32))
     codes = [torch.randint(16, shape, dtype=torch.uint8) for shape in (w13, w2)]
+    if name == "nvfp4":
+        parts = (words(one).view(torch.uint8) for one in codes)
+        scales = (
+            torch.rand(*shape[:2], shape[2] // 16).add_(0.5).to(torch.float8_e4m3fn)
+            for shape in (w13, w2)
+        )
+        factors = (small((EXPERTS,)), small((EXPERTS,)))
+        return StoredExperts("nvfp4", *parts, *scales, w13_factor=factors[0], w2_factor=factors[1])
     if name == "mxfp4":
         exponents = (
             torch.randint(121, 125, (*shape[:2], shape[2] // 32), dtype=torch.uint8)
@@ -141,6 +155,8 @@ def plain(given: StoredExperts, **how: Any) -> Given:
         "fp8-channel",
         "fp8-block",
         "mxfp4",
+        "mxfp8",
+        "nvfp4",
         "int4",
         "int4-zeros",
         "gptq",
@@ -202,6 +218,17 @@ def test_experts_take_the_bytes_of_their_codes() -> None:
     weights = EXPERTS * 3 * inner * HIDDEN
     # Half a byte a weight, and an exponent for each 32.
     assert made.nbytes == pytest.approx(weights / 2 + weights / 32, rel=0.01)
+
+
+def test_powers_of_two_stay_bytes() -> None:
+    """MXFP8 takes a byte for the scale of 32 weights, NVFP4 for that of 16."""
+    weights = EXPERTS * 3 * 96 * HIDDEN
+    for name, bytes_each in (("mxfp8", 1 + 1 / 32), ("nvfp4", 1 / 2 + 1 / 16)):
+        made = RoutedExperts.of_weights(
+            held(stored(name, 96), native, Order.HALVES), EXPERTS,
+            native=native, level=native.level(LEVELS[-1]),
+        )  # fmt: skip
+        assert made.nbytes == pytest.approx(weights * bytes_each, rel=0.01)
 
 
 def test_a_damaged_scale_and_an_unknown_shape_are_refused() -> None:

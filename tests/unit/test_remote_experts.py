@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from dequantised import dequantised  # noqa: E402
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
+from ray_hetero.compat import remote_experts  # noqa: E402
 from ray_hetero.config import HeteroConfig  # noqa: E402
 from ray_hetero.distributed import expert_memory  # noqa: E402
 from ray_hetero.distributed.stage_experts import are_remote  # noqa: E402
@@ -56,6 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
     "gpt_oss in mxfp4": LINKED,
     "fp8": LINKED,
+    "mxfp8": LINKED,
+    "nvfp4": LINKED,
+    "nvfp4-modelopt": SPLIT,
     "w4a16": {**SPLIT, "kernel": "auto"},
 }
 RANKS = 2
@@ -241,3 +246,16 @@ def test_the_last_layers_experts_are_remote(asked: Any, remote: list[int]) -> No
     names = [f"language_model.model.layers.{layer}.mlp.experts" for layer in range(6)]
     assert [layer for layer, name in enumerate(names) if is_remote(name)] == remote
     assert not is_remote("model.experts")
+
+
+def test_weights_on_the_input_are_applied_before_tokens_are_handed_over() -> None:
+    """Llama 4 multiplies a token, not a result, with the weight of its one expert."""
+    method = object.__new__(remote_experts._remote_method())
+    method._compute = lambda x, weights, ids, compute_shared: (x, weights)
+    x, ids = torch.randn(5, 8).bfloat16(), torch.zeros((5, 1), dtype=torch.int32)
+    weights = torch.rand(5, 1)
+    for is_on_input in (False, True):
+        layer = SimpleNamespace(apply_router_weight_on_input=is_on_input)
+        handed, left = method.apply(layer, x, weights, ids, None, None)
+        assert torch.equal(handed, x * weights.bfloat16() if is_on_input else x)
+        assert torch.equal(left, torch.ones(5, 1) if is_on_input else weights)

@@ -46,7 +46,6 @@ def _refuse(model: Any, linear_kernel: str = "auto") -> None:
     [
         ("modelopt_fp4", {"quant_algo": "W4A16_NVFP4"}, "NVFP4 weight-only"),
         ("modelopt_fp4", {"quant_algo": "NVFP4", **_compressed(*NVFP4)}, "NVFP4 weight-only"),
-        ("modelopt", {"quant_algo": "MXFP8"}, "MXFP8"),
         ("fbgemm_fp8", {}, "FBGEMM FP8"),
         ("auto_gptq", {"bits": 8}, "8-bit GPTQ"),
         (COMPRESSED, _compressed(*NVFP4), "NVFP4 weight-only"),
@@ -66,7 +65,9 @@ def test_refused_with_any_kernels(method: str, given: dict[str, Any], layers: st
     [
         ("modelopt_fp4", {}, "NVFP4"),
         ("modelopt_fp4", {"quant_algo": "NVFP4"}, "NVFP4"),
+        ("modelopt", {"quant_algo": "MXFP8"}, "MXFP8"),
         (COMPRESSED, _compressed(*NVFP4, activations=True), "NVFP4"),
+        (COMPRESSED, _compressed("mxfp8-quantized", 8, "float", activations=True), "MXFP8"),
         (COMPRESSED, _compressed("pack-quantized", 8), "8-bit int weight-only"),
         (COMPRESSED, _compressed("float-quantized", 8, "float"), "8-bit float weight-only"),
     ],
@@ -79,6 +80,9 @@ def test_refused_where_this_projects_kernels_are_not_taken(
     said = f"linear_kernel vllm beside a checkpoint with {layers} layers .* Leave cpu.linear_kernel"
     with pytest.raises(UnsupportedError, match=said):
         _refuse(_model(method, given), "vllm")
+    if layers in ("NVFP4", "MXFP8"):
+        _refuse(_model(method, given, experts=8))
+        return
     with pytest.raises(UnsupportedError, match=rf"a mixture of experts in {layers} .* Take the"):
         _refuse(_model(method, given, experts=8))
     kept = {**given, "ignore": ["re:.*mlp.experts.*"]}

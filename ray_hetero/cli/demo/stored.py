@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_hetero.cli.demo import awq, fp8, gptq, int8, mxfp4, nvfp4, w4a16
+from ray_hetero.cli.demo import awq, fp8, gptq, int8, mxfp4, mxfp8, nvfp4, w4a16
 
 UNQUANTISED = ("lm_head",)
 """Linear layers that stay as they are, as in most checkpoints."""
@@ -46,6 +46,7 @@ FORMATS = {
     "gptq": Stored(gptq.scheme, gptq.tensors),
     "awq": Stored(awq.scheme, awq.tensors),
     "mxfp4": Stored(mxfp4.scheme, mxfp4.tensors),
+    "mxfp8": Stored(mxfp8.scheme, mxfp8.tensors),
     "nvfp4": Stored(nvfp4.scheme, nvfp4.tensors),
     "nvfp4-modelopt": Stored(nvfp4.modelopt_scheme, nvfp4.modelopt_tensors),
 }

@@ -25,6 +25,7 @@ from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight
 from ray_hetero.kernels.linear.quantised_linear import (
     block_floats,
     micro_floats,
+    nano_floats,
     row_floats,
     unpacked,
 )
@@ -33,6 +34,7 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in a word of AutoAWQ's of each of eight neighbouring outputs."""
 KINDS: dict[str, type[ScaledWeight]] = {
     "fp8": Fp8Weight, "int4": Int4Weight, "int8": Int8Weight, "mxfp4": Fp4Weight,
+    "nvfp4": Fp4Weight,
 }  # fmt: skip
 """Formats by `StoredExperts.scheme`."""
 
@@ -72,19 +74,36 @@ def codes_of(stored: StoredExperts, expert: int) -> tuple[Codes, Codes]:
 
     """
     return (
-        _codes(stored, stored.w13[expert], stored.w13_scale[expert], stored.w13_zero, expert),
-        _codes(stored, stored.w2[expert], stored.w2_scale[expert], stored.w2_zero, expert),
+        _codes(
+            stored,
+            stored.w13[expert],
+            stored.w13_scale[expert],
+            stored.w13_zero,
+            stored.w13_factor,
+            expert,
+        ),
+        _codes(
+            stored,
+            stored.w2[expert],
+            stored.w2_scale[expert],
+            stored.w2_zero,
+            stored.w2_factor,
+            expert,
+        ),
     )
 
 
 def _codes(
     stored: StoredExperts, weight: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None,
-    expert: int,
+    factor: torch.Tensor | None, expert: int,
 ) -> Codes:  # fmt: skip
     if stored.scheme == "int4":
         return _integers(stored.layout, weight, scale, None if zeros is None else zeros[expert])
     if stored.scheme == "mxfp4":
         return micro_floats(weight, scale)
+    if stored.scheme == "nvfp4":
+        assert factor is not None, "vLLM registers a factor for each expert"
+        return nano_floats(weight, scale, float(factor[expert]))
     # Outputs of gate and up are put in another order.
     if stored.block is not None:
         return block_floats(weight, scale, stored.block, by_output=True)

@@ -19,6 +19,10 @@ from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
     MPLinearLayerConfig,
 )
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
+from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import (
+    Mxfp8LinearKernel,
+    Mxfp8LinearLayerConfig,
+)
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
@@ -52,7 +56,7 @@ INTEGERS: dict[Any, type[ScaledWeight]] = {
     scalar_types.uint8: Int8Weight,
 }
 """vLLM's types with a zero point in the middle of the codes, or with stored ones."""
-MXFP4_GROUP, NVFP4_GROUP = 32, 16
+MX_GROUP, NVFP4_GROUP = 32, 16
 
 _hold: list[Hold] = []
 """Receiver of the kernels' weights in this process, the last one set; vLLM makes the kernels."""
@@ -298,13 +302,25 @@ class StreamedNvFloats(_FourBitsOnCpus, NvFp4LinearKernel):  # type: ignore[misc
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Take the checkpoint's floats and scales."""
-        codes = Codes(
-            unpacked(layer.weight.data, Fp4Weight.bits),
-            layer.weight_scale.data,
-            NVFP4_GROUP,
-            factor=float(layer.weight_global_scale),
+        codes = nano_floats(
+            layer.weight.data, layer.weight_scale.data, float(layer.weight_global_scale)
         )
         _replace(layer, "weight", Fp4Weight, codes)
+        _forget(layer, "weight_scale")
+
+
+class StreamedMxBytes(_OnCpus, Mxfp8LinearKernel):  # type: ignore[misc]
+    """MXFP8."""
+
+    @classmethod
+    def can_implement(cls, c: Mxfp8LinearLayerConfig) -> Answer:
+        """Whether a layer can be computed."""
+        return _computes(*c.weight_shape)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Take the checkpoint's floats and scales."""
+        codes = block_floats(layer.weight.data, layer.weight_scale.data, (1, MX_GROUP))
+        _replace(layer, "weight", Fp8Weight, codes)
         _forget(layer, "weight_scale")
 
 
@@ -316,6 +332,7 @@ KERNELS: dict[str, type] = {
     "_POSSIBLE_INT8_KERNELS": StreamedBytes,
     "_POSSIBLE_MXFP4_KERNELS": StreamedMxFloats,
     "_POSSIBLE_NVFP4_KERNELS": StreamedNvFloats,
+    "_POSSIBLE_MXFP8_KERNELS": StreamedMxBytes,
 }
 """Kernels by the list of vLLM's that each belongs to."""
 
@@ -331,7 +348,12 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 def micro_floats(weight: torch.Tensor, scales: torch.Tensor) -> Codes:
     """MXFP4: floats of four bits [N, K / 2], two in a byte, with exponents [N, groups], uint8."""
     exponents = scales.view(torch.float8_e8m0fnu)
-    return Codes(unpacked(weight, Fp4Weight.bits), exponents, MXFP4_GROUP)
+    return Codes(unpacked(weight, Fp4Weight.bits), exponents, MX_GROUP)
+
+
+def nano_floats(weight: torch.Tensor, scales: torch.Tensor, factor: float) -> Codes:
+    """NVFP4: floats of four bits [N, K / 2], with scales [N, groups], E4M3, times a factor."""
+    return Codes(unpacked(weight, Fp4Weight.bits), scales, NVFP4_GROUP, factor=factor)
 
 
 def block_floats(
@@ -341,7 +363,7 @@ def block_floats(
 
     Args:
         weight: [N, K], E4M3.
-        scales: [N / rows, K / columns], rounded up.
+        scales: [N / rows, K / columns], rounded up; E8M0 also as uint8.
         shape: rows and columns of a block.
         by_output: whether each output is to have scales of its own, so that outputs can be put in
             another order.
@@ -351,7 +373,12 @@ def block_floats(
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     same = BLOCK if rows % BLOCK == 0 and not by_output else 1
-    of_outputs = scales.float().repeat_interleave(rows // same, 0)[: len(weight) // same]
+    if scales.dtype == torch.float8_e8m0fnu and same == 1:
+        # A byte each, as the checkpoint has them.
+        exponents = scales.contiguous().view(torch.uint8)
+        of_outputs = exponents.repeat_interleave(rows, 0)[: len(weight)].view(scales.dtype)
+    else:
+        of_outputs = scales.float().repeat_interleave(rows // same, 0)[: len(weight) // same]
     return Codes(weight.contiguous().view(torch.uint8), of_outputs, columns)
 
 
