@@ -150,7 +150,7 @@ def test_a_job(scene: Scene, logs: Path, model: Path, share: float) -> None:
         "submit", "--no-wait", "--submission-id", JOB,
         "--runtime-env-json", json.dumps({"env_vars": environment()}),
         "--", *vllm_command(), "serve", str(model), "--served-model-name", NAME,
-        "--host", "127.0.0.1", "--port", str(port), *FLAG, "--pipeline-parallel-size", "2",
+        "--host", "127.0.0.1", "--port", str(port), *FLAG,
         "--gpu-memory-utilization", str(share), "--skip-tokenizer-init",
     )  # fmt: skip
 
@@ -170,5 +170,6 @@ def test_a_job(scene: Scene, logs: Path, model: Path, share: float) -> None:
         check_server(url)
         log = job("logs", JOB).stdout
         assert job("stop", JOB).returncode == 0
+    assert re.search(CHOSEN, log)
     assert set(re.findall(r"started rank \d+ \((\w+),", log)) == {"cpu", "gpu"}
     scene.assert_clean()

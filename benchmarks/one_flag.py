@@ -1,0 +1,269 @@
+"""Engines with the one flag on models that do not fit the GPU, beside what the command says.
+
+    python benchmarks/one_flag.py --out FOLDER                    on a host with a GPU
+    python benchmarks/one_flag.py --out FOLDER --tiny             a rehearsal on any host
+
+Models are published shapes, cut to some layers, with vLLM's dummy weights; routers get weights of
+their own once an engine is up, because dummy ones choose the same experts in all layers.  The GPU's
+memory is limited.  Each engine is a process with a time limit.  For each, one line has the engine's
+choice beside that of `ray-hetero plan`, and measured decode steps beside predicted ones; all of it
+is in FOLDER/one_flag.json, and logs of the engines beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MODELS = ROOT / "tests" / "unit" / "data" / "models"
+FLAG = "ray_hetero"
+LONGEST = 4096
+SEQUENCES, TOKENS = 16, 2048
+PROMPT, OUTPUT, ROUNDS = 256, 32, 3
+USERS = (1, 8)
+WITHIN = 0.25
+"""Share by which a measured step may be off the predicted one."""
+END_SECONDS = 15
+FP8 = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published model, cut to what a host holds."""
+
+    file: str
+    layers: int
+    usable_gib: float
+    """Of the GPU's memory."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, *, tiny: bool) -> dict[str, Any]:
+        """Its config.json; with few small experts and a small vocabulary for a rehearsal."""
+        config = json.loads((MODELS / self.file).read_text()) | self.changed
+        layers = min(4, self.layers) if tiny else self.layers
+        config["num_hidden_layers"] = layers
+        config["max_position_embeddings"] = LONGEST
+        config.pop("num_nextn_predict_layers", None)
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+        if tiny:
+            small = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 16,
+                     "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 512}  # fmt: skip
+            config |= {key: value for key, value in small.items() if key in config}
+        return config
+
+
+CASES = {
+    "gpt-oss": Case("gpt-oss-120b.json", 18, 20),
+    "llama-70b-fp8": Case("llama-3.3-70b.json", 16, 12, {"quantization_config": FP8}),
+    "deepseek-v3-fp8": Case("deepseek-r1.json", 4, 12),
+    "qwen3-next": Case(
+        "qwen3-next-80b-a3b.json", 8, 20, engine={"gdn_prefill_backend": "triton"}
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure the cases that were asked for, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, default=230, help="of each engine")
+    parser.add_argument("--all-s", type=float, default=840, help="of all of them")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        measure(json.loads(options.engine))
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    ends, found = time.monotonic() + options.all_s, {}
+    for name in options.cases:
+        left = min(options.limit_s, ends - time.monotonic())
+        if left < END_SECONDS:
+            found[name] = {"error": "no time was left"}
+        else:
+            found[name] = run_case(name, options, left)
+        print(said(name, found[name]), flush=True)
+        (options.out / "one_flag.json").write_text(json.dumps(found, indent=1))
+
+
+def run_case(name: str, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    """The command's plan, the engine's choice, and steps of both."""
+    case = CASES[name]
+    folder = options.out / name
+    folder.mkdir(exist_ok=True)
+    config = case.config(tiny=options.tiny)
+    (folder / "config.json").write_text(json.dumps(config))
+    share = share_of_gpu(case.usable_gib)
+    began = time.monotonic()
+    planned = plan(folder, share)
+    found: dict[str, Any] = {"plan_s": round(time.monotonic() - began, 1)}
+    if "error" in planned:
+        return found | planned
+    found["planned"] = layout_of_notes(planned["notes"])
+    log = folder / "log"
+    engine = case.engine | {"model": str(folder), "gpu_memory_utilization": share}
+    found |= run_engine(engine, options, log, limit_s)
+    text = log.read_text(errors="replace")
+    chosen = re.findall(r"stages: (.*?) – ", text)
+    found["chosen"] = chosen[0] if chosen else None
+    for users, step in found.pop("steps", {}).items():
+        answer = plan(folder, share, fixed(planned, int(users)))
+        predicted = answer.get("decode_step_s")
+        found[f"step_{users}"] = {
+            "measured_ms": round(step, 2),
+            "predicted_ms": None if predicted is None else round(1e3 * predicted, 2),
+        }
+    return found
+
+
+def share_of_gpu(usable_gib: float) -> float:
+    """--gpu-memory-utilization for so many GiB of the first GPU; vLLM's own without one."""
+    from placement.host.gpus import read_gpus
+
+    gpus = read_gpus()
+    memory = gpus[0].memory_bytes if gpus else None
+    return 0.92 if memory is None else round(usable_gib * 2**30 / memory, 4)
+
+
+def plan(folder: Path, share: float, settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What `ray-hetero plan --json` answers; what it says where it fails."""
+    environment = dict(os.environ)
+    if settings is not None:
+        file = folder / "fixed.json"
+        file.write_text(json.dumps(settings))
+        environment["RAY_HETERO_CONFIG"] = str(file)
+    words = [
+        str(Path(sys.executable).with_name("ray-hetero")), "plan", str(folder), "--json",
+        "--max-model-len", str(LONGEST), "--max-num-seqs", str(SEQUENCES),
+        "--max-num-batched-tokens", str(TOKENS), "--gpu-memory-utilization", str(share),
+    ]  # fmt: skip
+    ran = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    if ran.returncode:
+        return {"error": ran.stderr.strip()[-800:]}
+    answer: dict[str, Any] = json.loads(ran.stdout)
+    return answer
+
+
+def fixed(planned: dict[str, Any], users: int) -> dict[str, Any]:
+    """The configuration that places a model as it was planned, to price another step of it."""
+    settings: dict[str, Any] = {
+        "layout": [[rank["kind"] for rank in stage["ranks"]] for stage in planned["stages"]],
+        "layers": planned["layer_partition"],
+        "workload": {"users": users, "context": PROMPT + OUTPUT // 2, "sequences": 1},
+    }
+    if experts := planned["experts"]:
+        settings["experts"] = {"ranks": len(experts), "layers": experts[0]["layers"]}
+    return settings
+
+
+def layout_of_notes(notes: list[str]) -> str | None:
+    """The layout that the command has chosen, in its words."""
+    found = [re.match(r"Layout \(automatic\): (.*?) – ", note) for note in notes]
+    return next((one[1] for one in found if one), None)
+
+
+def run_engine(
+    engine: dict[str, Any], options: argparse.Namespace, log: Path, limit_s: float
+) -> dict[str, Any]:
+    """Steps of an engine in a process of its own, which is ended after its time."""
+    words = [sys.executable, __file__, "--out", str(options.out), "--engine", json.dumps(engine)]
+    began = time.monotonic()
+    with log.open("w") as file:
+        child = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
+        try:
+            child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGTERM)
+        finally:
+            try:
+                child.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+    found: dict[str, Any] = {"engine_s": round(time.monotonic() - began, 1)}
+    results = re.findall(r"^RESULT (.*)$", log.read_text(errors="replace"), re.MULTILINE)
+    for line in results:
+        found |= json.loads(line)
+    if not results:
+        tail = log.read_text(errors="replace").strip().splitlines()[-3:]
+        found["error"] = f"status {child.returncode}: {' | '.join(tail)[-800:]}"
+    return found
+
+
+def measure(given: dict[str, Any]) -> None:
+    """In the engine's process: start it with the one flag, and time decode steps."""
+    from engine_run import Point, run_requests
+    from vllm import LLM
+
+    began = time.monotonic()
+    llm = LLM(
+        distributed_executor_backend=FLAG, load_format="dummy", skip_tokenizer_init=True,
+        max_model_len=LONGEST, max_num_seqs=SEQUENCES, max_num_batched_tokens=TOKENS,
+        enable_prefix_caching=False,
+        compilation_config={"cudagraph_capture_sizes": list(USERS)}, **given,
+    )  # fmt: skip
+    started_s = round(time.monotonic() - began, 1)
+    print("RESULT " + json.dumps({"start_s": started_s}), flush=True)
+    llm.collective_rpc(spread_routers)
+    steps: dict[int, float] = {}
+    for users in USERS:
+        point = Point(users, PROMPT, OUTPUT)
+        run_requests(llm, point, 1)
+        rounds = [run_requests(llm, point, salt) for salt in range(2, 2 + ROUNDS)]
+        between = [step for one in rounds for step in one.between_steps]
+        steps[users] = 1000 * statistics.median(between)
+        first_token_s = statistics.median(one.all_started for one in rounds)
+        result = {"steps": steps, f"first_token_{users}_s": round(first_token_s, 3)}
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+def spread_routers(worker: Any) -> int:
+    """In a rank: routers of different layers choose different experts; answers how many."""
+    import torch
+
+    model, changed = worker.model_runner.model, 0
+    for name, parameter in model.named_parameters():
+        if re.search(r"\.(router|gate)\.weight$", name):
+            torch.manual_seed(changed)
+            parameter.data.copy_(torch.randn(parameter.shape).to(parameter))
+            changed += 1
+    return changed
+
+
+def said(name: str, found: dict[str, Any]) -> str:
+    """One line of a case."""
+    if "chosen" not in found:
+        return f"{name}: {found.get('error')}"
+    is_same = "as planned" if found["chosen"] == found["planned"] else "NOT AS PLANNED"
+    line = f"{name}: {found['chosen']} ({is_same}: {found['planned']})"
+    for key, step in found.items():
+        if key.startswith("step_") and step["predicted_ms"]:
+            off = step["measured_ms"] / step["predicted_ms"] - 1
+            verdict = "" if abs(off) <= WITHIN else ", TOO FAR"
+            line += (
+                f"; {key[5:]} users: {step['measured_ms']} ms, predicted {step['predicted_ms']} "
+                f"({off:+.0%}{verdict})"
+            )
+    return line + (f"; {found['error']}" if "error" in found else "")
+
+
+if __name__ == "__main__":
+    main()
