@@ -36,9 +36,10 @@ from shapes import SHAPES
 
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
 from ray_hetero.kernels.formats.compact_on_gpu import choose_expand
-from ray_hetero.kernels.layers.layer_parts import Norm, PostAttention, Scores
+from ray_hetero.kernels.layers.kv_layouts import Caches
+from ray_hetero.kernels.layers.layer_parts import AttentionShape, Norm, PostAttention, Scores
 from ray_hetero.kernels.layers.step_rows import Request, StepRows
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape, Caches, GpuLayers
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, GpuLayers
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.weight_pieces import WholeWeight
 

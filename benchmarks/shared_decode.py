@@ -57,12 +57,19 @@ from ray_hetero.kernels.layers.decode_shares import (
 )
 from ray_hetero.kernels.layers.decode_step import StepRequests, address_of
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
-from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, QkvInput, Scores
+from ray_hetero.kernels.layers.layer_parts import (
+    AttentionShape,
+    Linear,
+    Norm,
+    PostAttention,
+    QkvInput,
+    Scores,
+)
 from ray_hetero.kernels.layers.shared_decode import BLOCK, SharedDecode, step_seconds
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
 from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu, columns_of
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 STEPS = 12

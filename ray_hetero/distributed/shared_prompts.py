@@ -45,7 +45,7 @@ from ray_hetero.runtime.shared_pages import SharedPages
 from ray_hetero.runtime.unix_sockets import NOTE
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.layers.layer_parts import Linear
     from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 

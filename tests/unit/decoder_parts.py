@@ -19,7 +19,7 @@ from ray_hetero.compat import decoder_classes
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import fusible_layers
-from ray_hetero.kernels.layers.decoder_layers import Layer
+from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.layers.structures import Calls
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear

@@ -248,7 +248,7 @@ class GroupSteps(Steps):
             if isinstance(groups, Exception):
                 raise groups
             group = None if groups is None else groups[0]
-            rank.made = DecoderLayers(rank.known, rank.kernel, group=group)
+            rank.made = DecoderLayers(rank.known, rank.kernel, group, group)
             if group is not None and not group.shares.is_empty:
                 rank.made.shared = SharedDecode(
                     rank.known, rank.kernel, group.behind, group.shares,

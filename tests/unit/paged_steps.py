@@ -29,7 +29,7 @@ from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import OnGpu
 from ray_hetero.kernels.prompts.columns_on_gpu import columns_of
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, shape_of
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, GpuLayers, shape_of
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 CPU = torch.device("cpu")
@@ -150,7 +150,8 @@ class Steps:
         shape = shape_of(self.known)
         assert shape is not None
         memory = AttentionMemory(gpu, shape) if has_memory else None
-        made = DecoderLayers(self.known, kernel, memory)
+        on_gpu = None if memory is None else GpuLayers(self.known, gpu, memory)
+        made = DecoderLayers(self.known, kernel, on_gpu, kernel.prompts)
         self.shared: SharedDecode | None = None
         if not (shares := Shares((share,))).is_empty:
             assert memory is not None

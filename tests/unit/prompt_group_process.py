@@ -72,7 +72,7 @@ class Rank:
             groups = shared_prompts.joined(group, sums, self.rank.offer)
         assert groups is not None
         self.from_tokens = groups[0].from_tokens
-        self.rank.made = DecoderLayers(self.rank.known, kernel, group=groups[0])
+        self.rank.made = DecoderLayers(self.rank.known, kernel, groups[0], groups[0])
 
     def _measure(self, patch: pytest.MonkeyPatch, link: float) -> None:
         """Have both measured, the link so many times as slow as the cores."""

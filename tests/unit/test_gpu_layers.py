@@ -27,6 +27,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers import decoder_layers, layer_fusion, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
+from ray_hetero.kernels.layers.layer_parts import AttentionShape  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.step_rows import Request, one_prompt, step_rows  # noqa: E402
 from ray_hetero.kernels.prompts import (  # noqa: E402
@@ -37,7 +38,7 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     kv_transfer,
 )
 from ray_hetero.kernels.prompts.gpu_attention import Lengths, attend, put_together  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import attention_bytes  # noqa: E402

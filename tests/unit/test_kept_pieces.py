@@ -19,7 +19,7 @@ from native_module import needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
-from ray_hetero.kernels.prompts.column_memory import KeptBlocks  # noqa: E402
+from ray_hetero.kernels.layers.layer_parts import KeptBlocks  # noqa: E402
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory, KeptPieces  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402

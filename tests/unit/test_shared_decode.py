@@ -37,6 +37,7 @@ from ray_hetero.kernels.layers.decode_shares import (  # noqa: E402
     kept_blocks,
     most_parts,
 )
+from ray_hetero.kernels.layers.layer_parts import KeptBlocks  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
@@ -49,7 +50,7 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     gpu_prefill,
     step_memory,
 )
-from ray_hetero.kernels.prompts.column_memory import PHASE, KeptBlocks  # noqa: E402
+from ray_hetero.kernels.prompts.column_memory import PHASE  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import stream_words  # noqa: E402

@@ -20,9 +20,10 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.layers import steady_share  # noqa: E402
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
+from ray_hetero.kernels.layers.layer_parts import KeptBlocks  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.kernels.prompts import columns_on_gpu, step_graphs  # noqa: E402
-from ray_hetero.kernels.prompts.column_memory import PHASES, KeptBlocks  # noqa: E402
+from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
 from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu  # noqa: E402
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory  # noqa: E402
 from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402

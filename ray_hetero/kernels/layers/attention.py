@@ -21,10 +21,9 @@ from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope impo
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from ray_hetero.kernels.layers.layer_parts import Norm, Scores
+from ray_hetero.kernels.layers.layer_parts import AttentionShape, Norm, Scores
 from ray_hetero.kernels.layers.structures import LayerModules
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.gpu_layers import AttentionShape
 
 HEAD_MULTIPLE = 16
 """Divisor of a head's size: a vector's elements."""

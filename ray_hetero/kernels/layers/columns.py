@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.prompts.column_memory import KeptBlocks
+    from ray_hetero.kernels.layers.layer_parts import KeptBlocks
 
 
 class Columns(Protocol):

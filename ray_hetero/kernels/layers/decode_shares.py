@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ray_hetero.kernels.prompts.column_memory import KeptBlocks
+from ray_hetero.kernels.layers.layer_parts import KeptBlocks
 from ray_hetero.log import logger
 
 LATE_LAYERS = 2

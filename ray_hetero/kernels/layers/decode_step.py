@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
@@ -21,17 +21,14 @@ from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.adapters import Adapters
 from ray_hetero.kernels.layers.attention import SPAN, Attention
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
-from ray_hetero.kernels.layers.layer_parts import QkvInput
+from ray_hetero.kernels.layers.layer_parts import CacheAddress, KeptBlocks, QkvInput
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
+from ray_hetero.kernels.layers.protocols import SharesDecode
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.linear.token_rows import is_few_rows, token_rows
-from ray_hetero.kernels.prompts.column_memory import KeptBlocks
 from ray_hetero.log import logger
-
-if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.shared_decode import SharedDecode
 
 Context = tuple[Any, Any, torch.Tensor, torch.Tensor]
 """Metadata of a step, vLLM's attention, its cache, and where its keys and values go."""
@@ -69,11 +66,6 @@ class StepRequests:
             cache_blocks=cache.shape[0],
             tiles=isa == TILES,
         )
-
-
-CacheAddress = tuple[int, int, int, int]
-"""Address of a layer's keys and values, strides of blocks and of heads, and which of the requests
-of `NativeLayers.run` are its own."""
 
 
 def address_of(cache: torch.Tensor, number: int = 0) -> CacheAddress:
@@ -169,7 +161,7 @@ class DecodeStep:
         self._names = [attention.name for attention, _ in layers]
         self._adapters = adapters
         self._layers = NativeLayers(kernel, first, layers)
-        self.shared: SharedDecode | None = None
+        self.shared: SharesDecode | None = None
         """Steps in which a GPU computes some layers; None where none does."""
 
     def __call__(
@@ -238,7 +230,7 @@ class DecodeStep:
     def _run(
         self, requests: Sequence[StepRequests], groups: Sequence[Context],
         contexts: Sequence[Context], hidden: torch.Tensor, residual: torch.Tensor | None,
-        slots: torch.Tensor | None = None, shared: SharedDecode | None = None,
+        slots: torch.Tensor | None = None, shared: SharesDecode | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()

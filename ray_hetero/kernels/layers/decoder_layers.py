@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,20 +24,19 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.kernels.layers import adapters, decode_step, layer_tokens
-from ray_hetero.kernels.layers.attention import Attention
 from ray_hetero.kernels.layers.decode_step import DecodeStep
-from ray_hetero.kernels.layers.group_layers import GroupLayers
-from ray_hetero.kernels.layers.layer_parts import PostAttention, QkvInput
+from ray_hetero.kernels.layers.kv_layouts import Caches, can_be_copied
+from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and_norm, norm
-from ray_hetero.kernels.layers.shared_decode import SharedDecode
+from ray_hetero.kernels.layers.protocols import (
+    EmbedsRows,
+    LayersOnGpu,
+    SharesDecode,
+    StageRows,
+    Threshold,
+)
 from ray_hetero.kernels.layers.step_rows import PROMPT_TOKENS, StepRows, one_prompt, step_rows
-from ray_hetero.kernels.layers.structures import Calls
-from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
-from ray_hetero.kernels.prompts import gpu_layers
-from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, Caches, GpuLayers
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-from ray_hetero.kernels.prompts.stage_output import StageOutput
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
 
 WEIGHTS_FOR_SENT = 16
@@ -49,39 +48,25 @@ _runs: list[DecoderLayers] = []
 """Runs of layers of this process, by the number that the operator is called with."""
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """The parts of a decoder layer."""
-
-    input: QkvInput
-    attention: Attention
-    parts: PostAttention
-    """Parts behind the attention, as if no layer followed."""
-    calls: Calls = Calls.RESIDUAL
-    """Form in which the model calls the layer."""
-    mlp: Any = None
-    """vLLM's module that computes what comes behind `parts`, if something does."""
-
-
 class DecoderLayers:
     """Computes layers that follow one another.
 
     Args:
         layers: at least one.
         kernel: what computes linear layers.
-        memory: for attention on the GPU that computes prompts, if it computes whole layers.
-        group: what computes prompts for all ranks of this one's group.
+        on_gpu: a GPU that computes whole layers in large steps, for this rank or for its group.
+        many: holder of the number of tokens from which it computes a step.
 
     """
 
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear,
-        memory: AttentionMemory | None = None, group: GroupLayers | None = None,
+        on_gpu: LayersOnGpu | None = None, many: Threshold | None = None,
     ) -> None:  # fmt: skip
         self._kernel = kernel
-        self.output: StageOutput | None = None
+        self.output: StageRows | None = None
         """Output of the stage, which stays on that GPU, if these are the stage's last layers."""
-        self.embedded: EmbeddedRows | None = None
+        self.embedded: EmbedsRows | None = None
         """Rows of the model's embedding, if these layers get them from there."""
         self._input = layers[0].input
         following = [*(layer.input for layer in layers[1:]), None]
@@ -96,30 +81,24 @@ class DecoderLayers:
             if all(attention.scores is not None for attention, _ in self._layers)
             else None
         )
-        self._on_gpu: GpuLayers | GroupLayers | None = group
-        self._many: Prompts | GroupLayers | None = group
-        """Holder of the number of tokens from which the GPU computes a step."""
+        self._on_gpu, self._many = on_gpu, many
         self._most_sent = most_sent(layers)
-        if memory is not None:
-            assert kernel.prompts is not None
-            self._on_gpu = GpuLayers(layers, kernel.prompts.gpu, memory)
-            self._many = kernel.prompts
         self._begins_on = self.gpu
         """GPU that may have begun with a step before it is called; None if there is none here."""
 
     @property
-    def shared(self) -> SharedDecode | None:
+    def shared(self) -> SharesDecode | None:
         """Decode steps with a GPU's help; None where the cores compute all of them."""
         return None if self._decode_step is None else self._decode_step.shared
 
     @shared.setter
-    def shared(self, shared: SharedDecode | None) -> None:
+    def shared(self, shared: SharesDecode | None) -> None:
         assert self._decode_step is not None
         self._decode_step.shared = shared
 
     @property
-    def gpu(self) -> GpuPrefill | None:
-        """The GPU that computes prompts for this rank; None if there is none here."""
+    def gpu(self) -> Any:
+        """The GPU that computes whole layers in large steps; None if this process has none."""
         return None if self._on_gpu is None else self._on_gpu.gpu
 
     def begin_ahead(self, counts: Sequence[int]) -> bool:
@@ -225,7 +204,7 @@ class DecoderLayers:
             self.embedded.fill()
 
     def _with_gpu(
-        self, on_gpu: GpuLayers | GroupLayers, positions: torch.Tensor, hidden: torch.Tensor,
+        self, on_gpu: LayersOnGpu, positions: torch.Tensor, hidden: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
         """Prompts on the GPU and decoding requests on the cores; None if the step is another."""
@@ -302,7 +281,7 @@ class DecoderLayers:
             or not metadata.causal
             or metadata.dynamic_causal is not None
             or slots.dtype != torch.int64
-            or not gpu_layers.is_known(cache, first.isa)
+            or not can_be_copied(cache, first.isa)
             or any(one is not metadata or other.stride() != cache.stride()
                    for one, _, other, _ in contexts)
         ):  # fmt: skip

@@ -27,9 +27,9 @@ from ray_hetero.compat.lora import base_layer
 from ray_hetero.kernels.layers import attention
 from ray_hetero.kernels.layers.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.layers.attention import Attention, as_norm
-from ray_hetero.kernels.layers.decoder_layers import Layer
 from ray_hetero.kernels.layers.latent_fusion import latent_layer_of
 from ray_hetero.kernels.layers.latent_layers import LatentLayer
+from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import Activation, Linear, PostAttention, QkvInput
 from ray_hetero.kernels.layers.structures import Calls, LayerModules, layers_attribute, structure_of
 from ray_hetero.kernels.linear.rank_sums import RankSums, why_not_added

@@ -19,7 +19,8 @@ import torch
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers.columns import MakeColumns
 from ray_hetero.kernels.layers.decode_shares import Shares
-from ray_hetero.kernels.layers.layer_parts import Linear, QkvInput
+from ray_hetero.kernels.layers.kv_layouts import Caches
+from ray_hetero.kernels.layers.layer_parts import AttentionShape, Linear, QkvInput
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
@@ -27,8 +28,6 @@ from ray_hetero.kernels.prompts.column_memory import ColumnMemory
 from ray_hetero.kernels.prompts.column_pieces import inner_of
 from ray_hetero.kernels.prompts.gpu_layers import (
     AttentionMemory,
-    AttentionShape,
-    Caches,
     GpuLayers,
     shape_of,
 )
@@ -40,7 +39,7 @@ from ray_hetero.planning.prefill_memory import BF16_BYTES
 from ray_hetero.runtime.locked_pages import lock_pages
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.prompts.stage_output import StageOutput
 
 

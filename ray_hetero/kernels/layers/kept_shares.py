@@ -32,7 +32,7 @@ from ray_hetero.kernels.layers.decode_shares import LATE_LAYERS, MOST_PARTS, Sha
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
     from ray_hetero.kernels.prompts.behind_attention import BehindAttention
 

@@ -18,7 +18,7 @@ from ray_hetero.kernels.layers import decoder_layers, latent_layers, shared_deco
 from ray_hetero.kernels.layers.adapters import Adapters
 from ray_hetero.kernels.layers.columns import MakeColumns
 from ray_hetero.kernels.layers.decode_shares import Shares, parts_text
-from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, Layer, register
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, register
 from ray_hetero.kernels.layers.fused_modules import (
     MODULES,
     WITH_MODULES,
@@ -27,13 +27,15 @@ from ray_hetero.kernels.layers.fused_modules import (
 )
 from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
 from ray_hetero.kernels.layers.group_layers import GroupLayers
+from ray_hetero.kernels.layers.layer import Layer
+from ray_hetero.kernels.layers.layer_parts import AttentionShape
 from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
 from ray_hetero.kernels.prompts.columns_on_gpu import maker_of
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, AttentionShape
+from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, GpuLayers
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.stage_output import StageOutput
 from ray_hetero.log import logger
@@ -91,11 +93,12 @@ def install(
     adapters: Adapters | None = None
     shares: Shares | None = None
     first: DecoderLayers | None = None
-    on_gpu: list[tuple[Prompts | GroupLayers, nn.Module, DecoderLayers]] = []
+    on_gpu: list[tuple[Prompts[GpuPrefill] | GroupLayers, nn.Module, DecoderLayers]] = []
     for place, run in enumerate(found.runs):
         of_group = None if group is None else group[place]
         memory = _memory(run.layers, kernel, memories) if of_group is None else None
-        made = DecoderLayers(run.layers, kernel, memory, of_group)
+        gpu, many = _on_gpu(run.layers, kernel, memory, of_group)
+        made = DecoderLayers(run.layers, kernel, gpu, many)
         first = first or made
         if of_group is not None:
             shares = of_group.shares
@@ -108,10 +111,9 @@ def install(
                 )
             _share(made, run.layers, kernel, behind, shares, make)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
-            made.output = _output(made.gpu)
-        prompts = kernel.prompts if memory is not None else of_group
-        if prompts is not None and run.is_whole:
-            on_gpu.append((prompts, run.decoder, made))
+            made.output = _output(None if gpu is None else gpu.gpu)
+        if many is not None and run.is_whole:
+            on_gpu.append((many, run.decoder, made))
         layers = getattr(run.decoder, run.attribute)
         adapters = run.adapters or adapters
         for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
@@ -154,6 +156,19 @@ def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:
     of_first, of_others = MODULES[first.calls]
     yield of_first(run)
     yield from (of_others() for _ in layers[1:])
+
+
+def _on_gpu(
+    layers: Sequence[Layer], kernel: StreamingLinear, memory: AttentionMemory | None,
+    group: GroupLayers | None,
+) -> tuple[GpuLayers | GroupLayers | None, Prompts[GpuPrefill] | GroupLayers | None]:  # fmt: skip
+    """The GPU that computes whole layers in large steps, and the holder of its threshold."""
+    if group is not None:
+        return group, group
+    if memory is None:
+        return None, None
+    assert kernel.prompts is not None
+    return GpuLayers(layers, kernel.prompts.gpu, memory), kernel.prompts
 
 
 def _memory(

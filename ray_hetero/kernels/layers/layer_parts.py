@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -208,3 +208,36 @@ class Scores:
             soft_cap=self.soft_cap,
             sinks=0 if self.sinks is None else self.sinks.data_ptr(),
         )
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of a layer's attention."""
+
+    heads: int
+    kv_heads: int
+    size: int
+
+    @property
+    def queries(self) -> int:
+        """Elements of a token's queries."""
+        return self.heads * self.size
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys, and of its values."""
+        return self.kv_heads * self.size
+
+
+class KeptBlocks(NamedTuple):
+    """Blocks of 32 that the cores compute of an MLP in a step."""
+
+    columns: int
+    """Blocks of columns, the first ones."""
+    outputs: int = 0
+    """Blocks of the MLP's outputs, the first ones; 0 for all."""
+
+
+CacheAddress = tuple[int, int, int, int]
+"""Address of a layer's keys and values, strides of blocks and of heads, and which of the requests
+of `NativeLayers.run` are its own."""

@@ -17,7 +17,6 @@ from ray_hetero.kernels.layers import adapters
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts import gpu_post_attention
 
 
 class PostAttentionBlock:
@@ -54,7 +53,7 @@ class PostAttentionBlock:
             and tokens >= many.from_tokens
             and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
         ):
-            return gpu_post_attention.post_attention(many.gpu, self.parts, attended, residual)
+            return many.gpu.post_attention(self.parts, attended, residual)  # type: ignore[no-any-return]
         if tokens > self._kernel.few_tokens:
             return self.one_by_one(attended, residual)
         attended, residual = attended.contiguous(), residual.contiguous()

@@ -42,24 +42,19 @@ from ray_hetero.kernels.layers.decode_shares import (
     most_parts,
     undisturbed,
 )
-from ray_hetero.kernels.layers.decode_step import (
-    CacheAddress,
-    NativeLayers,
-    StepRequests,
-    address_of,
-)
+from ray_hetero.kernels.layers.decode_step import NativeLayers, StepRequests, address_of
 from ray_hetero.kernels.layers.kept_shares import Agree, KeptShares, key_of
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
+from ray_hetero.kernels.layers.layer_parts import CacheAddress, KeptBlocks
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.layers.steady_share import SteadyShare
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts.behind_attention import BehindAttention
-from ray_hetero.kernels.prompts.column_memory import KeptBlocks
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer import Layer
 
 MEASURED_LAYERS = 16
 """Number of the first layers of a run that are measured.  Of 8, steps take a fifth less time a

@@ -42,7 +42,7 @@ MULTIPLE = 32
 
 
 def settle(
-    kernel: StreamingLinear, prompts: Prompts, layers: Sequence[Sequence[Linear]], *,
+    kernel: StreamingLinear, prompts: Prompts[GpuPrefill], layers: Sequence[Sequence[Linear]], *,
     has_steps: bool = True,
 ) -> None:  # fmt: skip
     """Leave steps to whichever is faster, the GPU with its link or the cores.

@@ -13,7 +13,7 @@ import functools
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -22,7 +22,6 @@ from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats import HostWeight, PackedWeight
 from ray_hetero.kernels.linear.rank_sums import RankSums
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.log import logger
 
 try:
@@ -36,11 +35,40 @@ MULTIPLE = 32
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 
 
-@dataclass(eq=False)
-class Prompts:
-    """What computes steps of many tokens."""
+class ManyTokens(Protocol):
+    """A GPU that computes linear layers of many tokens from weights in host memory."""
 
-    gpu: GpuPrefill
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a step."""
+
+    def suits(self, packed: torch.Tensor, tokens: int) -> bool:
+        """Whether a weight was given to the GPU, and there is room for so many tokens."""
+
+    def linear(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y = x · Wᵀ + bias.
+
+        Args:
+            x: [M, K], bf16, in host memory.
+            packed: `HostWeight.data` of W [N, K], one that `suits`.
+            bias: [N], float32.
+
+        Returns:
+            [M, N], bf16, in host memory.
+
+        """
+
+
+Gpu = TypeVar("Gpu", bound=ManyTokens)
+
+
+@dataclass(eq=False)
+class Prompts(Generic[Gpu]):
+    """The GPU that computes steps of many tokens, and the least number of these tokens."""
+
+    gpu: Gpu
     from_tokens: int
     """Least tokens of such a step.  Whoever has the GPU compute one reads them in each step: where
     the link turns out to be slow they are raised after the layers are made (step_limit.py)."""
@@ -71,7 +99,7 @@ class StreamingLinear:
         """Most tokens of a step that is to do nothing but read weights."""
         self.step_tokens: int = native.STEP_TOKENS
         """Most tokens of a decode step that is one native call."""
-        self.prompts: Prompts | None = None
+        self.prompts: Prompts[Any] | None = None
         """Computation of steps of many tokens; set once the weights are loaded."""
         self.sums: RankSums | None = None
         """Sums of a tensor-parallel group in native calls; set once weights are loaded."""

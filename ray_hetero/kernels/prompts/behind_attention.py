@@ -22,7 +22,7 @@ from ray_hetero.kernels.prompts.prompt_group import RESULTS, PromptGroup
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer import Layer
 
 STATUS_ELEMENTS = 16
 """Elements of a sum by which ranks tell each other how something went: a vector's."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -34,15 +33,6 @@ PHASES = 3
 ahead of those of the next one as behind: the least difference that tells has half of all values."""
 PHASE = VALUES // PHASES
 """Difference between two of these numbers, many times the layers of a step."""
-
-
-class KeptBlocks(NamedTuple):
-    """Blocks of 32 that the cores compute of an MLP in a step."""
-
-    columns: int
-    """Blocks of columns, the first ones."""
-    outputs: int = 0
-    """Blocks of the MLP's outputs, the first ones; 0 for all."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from ray_hetero.kernels.prompts.weight_pieces import Part, Piece, Placed, WholeW
 if TYPE_CHECKING:
     import torch
 
-    from ray_hetero.kernels.layers.decoder_layers import Layer
-    from ray_hetero.kernels.layers.layer_parts import PostAttention
-    from ray_hetero.kernels.prompts.column_memory import KeptBlocks
+    from ray_hetero.kernels.layers.layer import Layer
+    from ray_hetero.kernels.layers.layer_parts import KeptBlocks, PostAttention
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 LEAST_COLUMNS = 512

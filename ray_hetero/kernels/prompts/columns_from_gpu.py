@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ray_hetero.kernels.layers.layer_parts import KeptBlocks
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts import column_memory
 from ray_hetero.kernels.prompts.column_memory import (
     OUT_OF_MEMORY,
     ColumnMemory,
-    KeptBlocks,
     RankColumns,
 )
 from ray_hetero.kernels.prompts.column_pieces import inner_of
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer import Layer
 
 FIRST_RANK = "on the first rank of this group"
 """Place of what fails in the GPU's work, for messages."""

@@ -28,6 +28,7 @@ import torch
 
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.layers.layer_parts import KeptBlocks
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.prompts import gpu_post_attention
 from ray_hetero.kernels.prompts.column_memory import (
@@ -37,7 +38,6 @@ from ray_hetero.kernels.prompts.column_memory import (
     PHASES,
     WORDS_BYTES,
     ColumnMemory,
-    KeptBlocks,
     RankColumns,
 )
 from ray_hetero.kernels.prompts.column_pieces import (
@@ -65,7 +65,7 @@ from ray_hetero.runtime.stream_words import words_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.layers.layer_parts import PostAttention
 
 TILE = 32

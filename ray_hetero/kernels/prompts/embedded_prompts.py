@@ -27,10 +27,11 @@ from ray_hetero.kernels.prompts.gpu_table import table_of
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.group_layers import GroupLayers
+    from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
 
 def look_up_for(
-    prompts: Prompts | GroupLayers, model: nn.Module, *, takes_tokens_only: bool = False
+    prompts: Prompts[GpuPrefill] | GroupLayers, model: nn.Module, *, takes_tokens_only: bool = False
 ) -> EmbeddedRows | None:
     """Have a model's embedding leave prompts where a GPU reads them.
 

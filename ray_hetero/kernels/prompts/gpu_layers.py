@@ -17,7 +17,8 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
+from ray_hetero.kernels.layers.kv_layouts import Caches
+from ray_hetero.kernels.layers.layer_parts import AttentionShape
 from ray_hetero.kernels.layers.step_rows import StepRows, new_prompts
 from ray_hetero.kernels.prompts.gpu_angles import GpuAngles
 from ray_hetero.kernels.prompts.gpu_attention import MOST_HEAD_SIZE
@@ -29,7 +30,7 @@ from ray_hetero.kernels.prompts.ordering_thread import LIMIT_S
 from ray_hetero.planning.prefill_memory import attention_bytes
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.decoder_layers import Layer
+    from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.prompts.stage_output import StageOutput
 
 FIRST_LAYER_S = 0.005
@@ -37,48 +38,6 @@ FIRST_LAYER_S = 0.005
 step that is begun ahead.  The main thread prepares the step next, for which it needs Python's lock
 as much: on an H100, the first product of 8,192 tokens came 8 to 13 ms after the request, when
 everything had been there after 6."""
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Heads of a layer's attention."""
-
-    heads: int
-    kv_heads: int
-    size: int
-
-    @property
-    def queries(self) -> int:
-        """Elements of a token's queries."""
-        return self.heads * self.size
-
-    @property
-    def keys(self) -> int:
-        """Elements of a token's keys, and of its values."""
-        return self.kv_heads * self.size
-
-
-@dataclass(frozen=True)
-class Caches:
-    """Caches for keys and values of a step: vLLM's forward context of each layer."""
-
-    modules: tuple[Any, ...]
-    """vLLM's attention of each layer."""
-    caches: tuple[torch.Tensor, ...]
-    slots: torch.Tensor
-    """[tokens that the GPU computes], int64."""
-    others: tuple[tuple[torch.Tensor, ...], ...] = ()
-    """Caches of all layers of each other rank of the group whose prompts are computed here."""
-
-    @property
-    def by_layer(self) -> list[tuple[torch.Tensor, ...]]:
-        """Caches of all ranks, by layer."""
-        return list(zip(self.caches, *self.others, strict=True))
-
-    @property
-    def isa(self) -> str:
-        """Layout of keys and values in a block."""
-        return str(self.modules[0].isa)
 
 
 class AttentionMemory:
@@ -345,13 +304,3 @@ def shape_of(layers: Sequence[Layer]) -> AttentionShape | None:
         return None
     (shape,) = shapes
     return shape if shape.size <= MOST_HEAD_SIZE else None
-
-
-def is_known(cache: torch.Tensor, isa: str) -> bool:
-    """Whether blocks of a cache can be copied and read here."""
-    return (
-        isa in {TILES, ROWS}
-        and cache.dtype == torch.bfloat16
-        and cache.ndim == 4
-        and cache[0].is_contiguous()
-    )

@@ -24,6 +24,7 @@ from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK, HostWeight
 from ray_hetero.kernels.formats.compact_on_gpu import choose_expand, expand_with_triton
+from ray_hetero.kernels.prompts import gpu_post_attention
 from ray_hetero.kernels.prompts.gpu_constants import GpuConstants
 from ray_hetero.kernels.prompts.gpu_identity import gpu_of
 from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
@@ -38,7 +39,7 @@ from ray_hetero.planning.prefill_memory import SHARED_TOKENS, ahead_bytes, gpu_b
 from ray_hetero.runtime.locked_pages import lock_pages
 
 if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.layer_parts import Linear
+    from ray_hetero.kernels.layers.layer_parts import Linear, PostAttention
 
 LEAST_BYTES = 1 << 20
 """Least bytes of a weight; smaller ones may share pages, which can be locked only once."""
@@ -201,6 +202,12 @@ class GpuPrefill(OrderingThread):
             y = self._multiply(self.memory.sent_alone(x), packed, bias)
             (y_host,) = self.received(y)
         return y_host
+
+    def post_attention(
+        self, parts: PostAttention, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute parts of a layer as `PostAttentionBlock` does; everything is in host memory."""
+        return gpu_post_attention.post_attention(self, parts, attended, residual)
 
     def received(
         self, *results: torch.Tensor, into: Sequence[torch.Tensor] | None = None

@@ -17,8 +17,9 @@ from ray_hetero.kernels.prompts.link_reader import current
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.attention import Attention
+    from ray_hetero.kernels.layers.kv_layouts import Caches
     from ray_hetero.kernels.layers.step_rows import StepRows
-    from ray_hetero.kernels.prompts.gpu_layers import Caches, GpuLayers
+    from ray_hetero.kernels.prompts.gpu_layers import GpuLayers
     from ray_hetero.kernels.prompts.stage_output import StageOutput
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.prompts.column_memory import KeptBlocks
+from ray_hetero.kernels.layers.layer_parts import KeptBlocks
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 from ray_hetero.kernels.prompts.link_reader import Slot, current
 from ray_hetero.kernels.prompts.weight_pieces import Piece
