@@ -45,6 +45,7 @@ DAY_BEFORE = "gpu-host/2026-11-22-two-h200-half"
 PROMPTS = "gpu-host/2026-11-28-h200-one-gpu-half"
 SMALL_HOST = "gpu-host/2026-11-22-h100-decode-step-half"
 EXPERTS = "gpu-host/2026-11-23-h200-14-cores-experts"
+EXPERTS_AND_UVA = "gpu-host/2026-11-26-h200-experts16"
 FORMATS = {"H200, 30 cores": "gpu-host/2026-11-28-h200-nine-rounds-formats-half",
            "the same, slower memory": "gpu-host/2026-11-28-h200-formats-half",
            "H100, 30 cores": "gpu-host/2026-11-27-h100-formats-half",
@@ -199,21 +200,40 @@ def floors() -> str:
 
 
 def expert_engine() -> str:
-    """Engines with the experts of half of a mixture's layers on a socket, or the layers whole."""
-    ways, output = (EXPERT_RANKS, OURS, PREFETCH), 24
+    """Experts of half of a mixture's layers on a socket, beside both ways of streaming them."""
+    ways = (EXPERT_RANKS, UVA, PREFETCH)
+    rows = []
+    for batch, prompt, output in ((1, 128, 32), (8, 128, 32), (32, 128, 32), (8, 1024, 1)):
+        step, *streamed = (step_ms(EXPERTS_AND_UVA, way, batch, prompt, output) for way in ways)
+        known = [one for one in streamed if one is not None]
+        first = (first_token_ms(EXPERTS_AND_UVA, way, batch, prompt, output) for way in ways)
+        rows.append((
+            load(batch, prompt),
+            f"**{ms(step)}**" if known else NONE,
+            *(ms(one) if known else NONE for one in streamed),
+            ratio(min(known, default=None), step),
+            *map(ms, first),
+        ))  # fmt: skip
     return table(
-        ("requests × prompt", "experts only: step, ms", "whole layers", "prefetching",
-         "times as fast", "first token, ms", "whole layers", "prefetching"),
+        ("requests × prompt", "experts on the socket: step, ms", "UVA", "prefetching",
+         "times as fast as the faster", "first token, ms", "UVA", "prefetching"),
+        rows,
+    )  # fmt: skip
+
+
+def whole_layers() -> str:
+    """Experts of half of a mixture's layers on a socket, beside the layers whole."""
+    ways, output = (EXPERT_RANKS, OURS), 24
+    return table(
+        ("requests × prompt", "experts on the socket: step, ms", "whole layers",
+         "first token, ms", "whole layers"),
         (
             (
                 load(*one),
-                f"**{ms(steps[0])}**",
-                *map(ms, steps[1:]),
-                ratio(steps[2], steps[0]),
+                *(ms(step_ms(EXPERTS, way, *one, output)) for way in ways),
                 *(ms(first_token_ms(EXPERTS, way, *one, output)) for way in ways),
             )
             for one in ((1, 128), (8, 128), (32, 128), (8, 1024))
-            for steps in [[step_ms(EXPERTS, way, *one, output) for way in ways]]
         ),
     )  # fmt: skip
 
@@ -445,13 +465,13 @@ def kernels_compared() -> str:
 HEADS = {
     "README.md": (
         "GPU and compute cores", "model, and what is outside the GPU",
-        "step of 1, 8, 32 sequences", "vLLM's prefetching",
+        "step of 1, 8, 32 sequences", "vLLM's prefetching", "vLLM's UVA",
         ("8B, dense: 16 of 32 layers", "30B-A3B cut to 16 layers: the experts of 8"),
         "{} cores (Xeon, AMX)",
     ),
     "README.ko.md": (
         "GPU와 계산 코어", "모델, GPU 밖에 둔 부분",
-        "시퀀스 1, 8, 32개의 스텝", "vLLM의 prefetch",
+        "시퀀스 1, 8, 32개의 스텝", "vLLM의 prefetch", "vLLM의 UVA",
         ("8B, dense: 32개 레이어 중 16개", "16개 레이어로 줄인 30B-A3B: 그중 8개 레이어의 전문가"),
         "코어 {}개 (Xeon, AMX)",
     ),
@@ -470,11 +490,12 @@ def hosts(page: str) -> str:
         tuple(str(one) for one in head),
         (
             (f"H200, {cores.format(30)}", dense, f"**{steps(NEWEST, OURS)}**",
-             steps(NEWEST_PREFETCH, PREFETCH)),
+             steps(NEWEST_PREFETCH, PREFETCH), steps(DAY_BEFORE, UVA)),
             (f"H100, {cores.format(14)}", dense, f"**{steps(SMALL_HOST, OURS)}**",
-             steps(SMALL_HOST, PREFETCH)),
-            (f"H200, {cores.format(14)}", mixture, f"**{steps(EXPERTS, EXPERT_RANKS, 24)}**",
-             steps(EXPERTS, PREFETCH, 24)),
+             steps(SMALL_HOST, PREFETCH), NONE),
+            (f"H200, {cores.format(24)}", mixture,
+             f"**{steps(EXPERTS_AND_UVA, EXPERT_RANKS)}**",
+             steps(EXPERTS_AND_UVA, PREFETCH), steps(EXPERTS_AND_UVA, UVA)),
         ),
     )  # fmt: skip
 
@@ -489,6 +510,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "small host": small_host,
         "floors": floors,
         "experts": expert_engine,
+        "whole layers": whole_layers,
         "budget": budget,
         "handover": handovers,
         "expert kernels": expert_kernels,
