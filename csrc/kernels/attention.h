@@ -202,13 +202,12 @@ class Attention {
   // second-level cache meanwhile.
   void attend(const Span& span, const Span& next, const std::uint16_t* q, std::int64_t query,
               std::int64_t heads, const Kept& to) const {
-    const std::int64_t size = rotation_.size, of_group = parts_.request(span.group);
-    float scores[kGroup * kChunk];
+    const std::int64_t size = rotation_.size;
+    float scores[kGroup * kChunk + kSpan];  // the last: read, and not used
     score(span, next, q + query * size, heads, scores);
     for (std::int64_t head = 0; head < heads; ++head) {
-      const std::int64_t all = query + head, request = of_group + all / each_;
-      const std::int64_t tokens =
-          std::min(span.tokens, requests_.lengths[request] - span.begin);
+      const std::int64_t all = query + head, request = request_of(span, all);
+      const std::int64_t tokens = tokens_of(span, all);
       float* own = scores + head * kChunk;
       if (tokens > 0) {
         float& largest = to.largest[all];
@@ -222,7 +221,16 @@ class Attention {
         std::fill_n(own, kChunk, 0.0f);
       }
     }
-    add_values(span, next, heads, scores, to.sums + query * size);
+    add_values(span, next, query, heads, scores, to.sums + query * size);
+  }
+
+  // Of a head of a group's queries: its request, and how many of some tokens that one sees.
+  std::int64_t request_of(const Span& span, std::int64_t head) const {
+    return parts_.request(span.group) + head / each_;
+  }
+  std::int64_t tokens_of(const Span& span, std::int64_t head) const {
+    const std::int64_t left = requests_.lengths[request_of(span, head)] - span.begin;
+    return std::clamp<std::int64_t>(left, 0, span.tokens);
   }
 
   // Where keys and values of 32 tokens are, from one on.
@@ -253,17 +261,39 @@ class Attention {
     }
   }
 
-  void add_values(const Span& span, const Span& next, std::int64_t heads, const float* shares,
-                  float* sums) const {
+  // Of heads from `query` on, whose requests become longer.  What one does not see may be NaN, and
+  // must not be multiplied, not even with 0.  Values come in pairs of tokens, as where it is alone.
+  void add_values(const Span& span, const Span& next, std::int64_t query, std::int64_t heads,
+                  float* shares, float* sums) const {
+    const std::int64_t least = tokens_of(span, query), most = tokens_of(span, query + heads - 1);
+    const std::int64_t together = least == most ? most : least / 2 * 2;
+    for (std::int64_t token = 0; token < together; token += kSpan) {
+      const Place own = place(span, token), ahead = place_ahead(next, token, own);
+      add_values(own, ahead, std::min(kSpan, together - token), heads, shares + token, sums);
+    }
+    if (least == most) return;
+    std::fill_n(shares + kGroup * kChunk, kSpan, 0.0f);
+    for (std::int64_t token = together; token < span.tokens; token += 2) {
+      const Place own = place(span, token);
+      for (std::int64_t head = 0, end = 0; head < heads; head = end) {
+        const std::int64_t seen = std::min<std::int64_t>(tokens_of(span, query + head) - token, 2);
+        do ++end; while (end < heads && (seen == 2 || tokens_of(span, query + end) - token == seen));
+        if (seen > 0) {
+          add_values(own, own, seen, end - head, shares + head * kChunk + token,
+                     sums + head * rotation_.size);
+        }
+      }
+    }
+  }
+
+  // Up to 32 tokens' values to the sums of some heads.
+  void add_values(const Place& own, const Place& ahead, std::int64_t tokens, std::int64_t heads,
+                  const float* shares, float* sums) const {
     const std::int64_t size = rotation_.size, block = requests_.block;
     const std::int64_t step = requests_.layout == Layout::kTiles ? block : 1;
-    for (std::int64_t token = 0; token < span.tokens; token += kSpan) {
-      const Place own = place(span, token), ahead = place_ahead(next, token, own);
-      for (std::int64_t i = 0; i < size; i += kSpan) {
-        kernels().add_values[heads - 1](shares + token, own.values + i * step, block,
-                                        std::min(kSpan, span.tokens - token), size,
-                                        ahead.values + i * step, sums + i);
-      }
+    for (std::int64_t i = 0; i < size; i += kSpan) {
+      kernels().add_values[heads - 1](shares, own.values + i * step, block, tokens, size,
+                                      ahead.values + i * step, sums + i);
     }
   }
 

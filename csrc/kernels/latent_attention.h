@@ -140,6 +140,7 @@ class LatentAttention {
     for (std::int64_t token = begin; token < end; token += kChunk) {
       const LatentChunk some = chunks_.at(group, token, begin, end);
       chunks_.pack(some, latents);
+      const std::int64_t spoilt = chunks_.drop_not_finite(some, latents);
       for (std::int64_t block = 0; block < lanes_.blocks(group); ++block) {
         const std::int64_t lane = block * kBlock;
         const std::int64_t lanes = std::min<std::int64_t>(kBlock, lanes_.count(group) - lane);
@@ -148,6 +149,7 @@ class LatentAttention {
         for (std::int64_t at = 0; at < lanes; at += kTile) {
           soften(some, lane + at, at, std::min<std::int64_t>(kTile, lanes - at), own, to);
         }
+        if (spoilt < some.tokens) spoil(some, spoilt, lane, lanes, to);
         add_values(some, lanes, latents, own.shares, to.sums);
       }
     }
@@ -200,13 +202,15 @@ class LatentAttention {
     }
     store_floats(to.largest + at, most);
     const std::int64_t pairs = (chunk.tokens + kSpan - 1) / kSpan * kTile;
+    // Lanes that see nothing of a chunk: what is hidden from them leaves 0 there too.
+    const Floats from = larger_of_first(spread(kHidden / 2), most, kLanes);
     Floats sum = zeros();
     for (std::int64_t pair = 0; pair < pairs; ++pair) {
       Floats of[2];
       for (int i = 0; i < 2; ++i) {
         const std::int64_t token = 2 * pair + i;
         of[i] = token < chunk.tokens
-                    ? power_of_two(minus(load_floats(scores + token * kBlock), most))
+                    ? power_of_two(minus(load_floats(scores + token * kBlock), from))
                     : zeros();
         sum = plus(sum, of[i]);
       }
@@ -243,6 +247,16 @@ class LatentAttention {
       if (chunk.begin + token >= requests_.lengths[request]) all[i] = kHidden;
     }
     return load_floats(all);
+  }
+
+  // Make NaN what lanes become that see a token which was dropped.
+  void spoil(const LatentChunk& chunk, std::int64_t token, std::int64_t lane, std::int64_t lanes,
+             const Kept& to) const {
+    for (std::int64_t i = 0; i < lanes; ++i) {
+      const std::int64_t request = parts_.request(chunk.group) + (lane + i) / shape_.heads;
+      if (chunk.begin + token >= requests_.lengths[request]) continue;
+      to.shares[i] = std::numeric_limits<float>::quiet_NaN();
+    }
   }
 
   void scale_sums(float* sums, float by) const {

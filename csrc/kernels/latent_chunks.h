@@ -57,7 +57,33 @@ class LatentChunks {
     }
   }
 
+  // Make packed tokens 0 that some requests of the group do not see, and whose latents are not
+  // finite: all lanes of a block multiply them.  Returns the first of them; all of the chunk's
+  // tokens if there is none.
+  std::int64_t drop_not_finite(const LatentChunk& chunk, std::uint16_t* packed) const {
+    const std::int64_t seen = requests_.lengths[parts_.request(chunk.group)] - chunk.begin;
+    std::int64_t found = chunk.tokens;
+    for (std::int64_t token = chunk.tokens - 1; token >= std::max<std::int64_t>(seen, 0); --token) {
+      if (is_finite(chunk.tiles[token / kTile] + token % kTile * cache_.token_stride)) continue;
+      found = token;
+      for (std::int64_t i = 0; i < shape_.latent; i += kBlock) {
+        std::uint16_t* row = packed + (i / kBlock * kChunkPairs + token / 2) * kRow;
+        for (std::int64_t at = token % 2; at < kRow; at += 2) row[at] = 0;
+      }
+    }
+    return found;
+  }
+
  private:
+  bool is_finite(const std::uint16_t* latent) const {
+    Floats left = zeros();
+    for (std::int64_t i = 0; i < shape_.latent; i += kTile) {
+      const Floats here = load_bf16(latent + i);
+      left = plus(left, minus(here, here));
+    }
+    return sum_of(left) == 0;
+  }
+
   // 32 elements of 16 tokens.
   void pack_tile(const std::uint16_t* from, std::int64_t tokens, std::uint16_t* to) const {
     const std::int64_t pairs = tokens / 2;

@@ -294,6 +294,45 @@ def test_what_is_not_written_is_not_read_together(
         torch.testing.assert_close(one[:3].float(), other[:3].float(), **CLOSE)
 
 
+def expect_rows_apart(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], isa: str, level: str, left: float
+) -> None:
+    """Check that a token which is not finite reaches no row but those that come behind it."""
+    rows = [8, 2, 5]
+    requests = Requests(
+        monkeypatch, TOGETHER, block=128, rows=rows, heads=heads[0], kv_heads=heads[1]
+    )
+    layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=True)
+    assert layers._decode_step is not None
+    requests.begin(isa)
+    expected = layers._decode_step(requests.positions, hidden, residual)
+    assert expected is not None
+    begins, request = requests.starts.tolist(), torch.arange(3).repeat_interleave(requests.rows)
+    # In the first token of a part, in one behind it, and in the last one.
+    for bad in (begins[0] + 4, begins[0] + 5, begins[1], begins[2] + 1, begins[3] - 1):
+        spoilt = hidden.clone()
+        spoilt[bad] = left
+        requests.begin(isa)
+        found = layers._decode_step(requests.positions, spoilt, residual)
+        assert found is not None
+        at = torch.arange(requests.tokens)
+        others = (request != request[bad]) | (at < bad)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one[others], other[others])
+        # Whoever attends to it learns that.
+        assert not found[0][~others].isfinite().any()
+
+
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("left", [float("nan"), float("inf")])
+@pytest.mark.parametrize("heads", [(6, 2), (10, 1), (4, 4)], ids=str)
+def test_a_token_that_is_not_finite_stays_with_those_behind_it(
+    heads: tuple[int, int], left: float, isa: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_rows_apart(monkeypatch, heads, isa, level, left)
+
+
 def with_a_block_of_another(requests: Requests) -> Requests:
     """The first request begins with the block that the last one fills in this step."""
     requests.blocks[0, 0] = requests.blocks[-1, 0]

@@ -25,7 +25,13 @@ from decoder_parts import (  # noqa: E402
     model,
 )
 from native_module import HALF_LEVELS, TESTED_HALF, level_of, native, needs_native  # noqa: E402
-from test_decode_step import WITH_RESIDUAL, Requests, expect_the_same, kernel_of  # noqa: E402
+from test_decode_step import (  # noqa: E402
+    WITH_RESIDUAL,
+    Requests,
+    expect_rows_apart,
+    expect_the_same,
+    kernel_of,
+)
 from vllm.model_executor.kernels import linear  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -247,3 +253,12 @@ def test_no_gpu_computes_prompts_in_float16() -> None:
         CpuConfig(linear_kernel="streaming"), torch.device("cpu"), 64, dtype=torch.float16
     )
     assert asked._gpu is None
+
+
+@pytest.mark.usefixtures("_in_half")
+@pytest.mark.parametrize("level", TESTED_HALF)
+@pytest.mark.parametrize("left", [float("nan"), float("inf")])
+def test_a_draft_that_overflows_stays_with_those_behind_it(
+    left: float, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_rows_apart(monkeypatch, (6, 2), "vec", level, left)

@@ -538,6 +538,30 @@ def test_requests_may_have_several_tokens(
     expect_the_reference(Step(lengths, rows=rows), contexts, level=level)
 
 
+@pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
+@pytest.mark.parametrize("left", [float("nan"), float("inf")])
+@pytest.mark.parametrize("heads", [1, 4, 20])
+def test_a_token_that_is_not_finite_stays_with_those_behind_it(
+    heads: int, left: float, level: str, contexts: dict[str, Any]
+) -> None:
+    # The second request's last part has drafts only; the rows of one head are lanes of one block.
+    step = Step([60, 1284, 1100], rows=[1, 8, 5], heads=heads)
+    cache = step.cache.clone()
+    contexts["layers.0"] = step.context
+    layer = step.made(level)
+    expected = layer(step.positions, step.hidden, step.residual)
+    at = torch.arange(step.tokens)
+    for bad in (4, 5, 8, 10, 13):
+        spoilt = step.hidden.clone()
+        spoilt[bad] = left
+        step.cache.copy_(cache)
+        found = layer(step.positions, spoilt, step.residual)
+        others = (step.request != step.request[bad]) | (at < bad)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one[others], other[others])
+        assert not found[0][~others].isfinite().any()
+
+
 @pytest.mark.skipif("amx" not in LEVELS, reason="needs AMX for vLLM's own kernels")
 @pytest.mark.parametrize("has_tiles", [True, False], ids=["AMX_MLA", "CPU_MLA"])
 @pytest.mark.parametrize("heads", [4, 32])
