@@ -123,7 +123,7 @@ setup(
         Pybind11Extension(
             "ray_hetero._expert_handover",
             ["csrc/handover/expert_handover.cpp"],
-            depends=["csrc/handover/words.h", "csrc/expert_call.h"],
+            depends=[*sorted(glob("csrc/handover/*.h")), "csrc/expert_call.h"],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
             optional=True,

@@ -1,8 +1,7 @@
 // Python's face of the handover of tokens to expert ranks; the typed one is
 // ray_hetero/distributed/expert_handover.py.
 
-#include "../expert_call.h"
-#include "words.h"
+#include "channel.h"
 
 #include <poll.h>
 
@@ -114,12 +113,6 @@ class Sender {
 
 // ---- the expert rank's end -------------------------------------------------------------------
 
-struct Layer {
-  ComputeExperts compute;  // null where Python computes
-  const void* context;
-  std::int64_t hidden, chosen;
-};
-
 // Read by a thread that reports, while another one counts.
 struct Totals {
   using Count = std::atomic<std::int64_t>;
@@ -134,19 +127,6 @@ struct Totals {
 
 std::int64_t nanoseconds(double seconds) { return static_cast<std::int64_t>(1e9 * seconds); }
 
-// What one sender and this expert rank share.
-struct Channel {
-  Words words;
-  std::int64_t rank;  // this one's number among the expert ranks
-  int connection;     // a socket that the system closes when the sender ends
-  const std::uint8_t* x;
-  const std::int32_t* ids;
-  const float* weights;
-  std::uint8_t* y;
-  std::int64_t capacity;  // tokens
-  std::vector<Layer> layers;
-};
-
 class Receiver {
  public:
   using AsLayer = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t>;
@@ -156,7 +136,8 @@ class Receiver {
 
   void add(std::uintptr_t memory, std::int64_t ranks, std::int64_t rank, int connection,
            std::uintptr_t x, std::uintptr_t ids, std::uintptr_t weights, std::uintptr_t y,
-           std::int64_t capacity, const std::vector<AsLayer>& layers) {
+           std::int64_t capacity, std::int64_t elements, std::int64_t routes,
+           const std::vector<AsLayer>& layers) {
     Channel made{Words(pointer<std::uint8_t>(memory), ranks), rank, connection,
                  pointer<const std::uint8_t>(x), pointer<const std::int32_t>(ids),
                  pointer<const float>(weights), pointer<std::uint8_t>(y), capacity, {}};
@@ -164,6 +145,7 @@ class Receiver {
       made.layers.push_back({reinterpret_cast<ComputeExperts>(compute),
                              pointer<const void>(context), hidden, chosen});
     }
+    made.check(ranks, elements, routes);
     channels_.push_back(made);
   }
 
@@ -279,6 +261,10 @@ class Receiver {
     for (std::int64_t i = 0; i < count; ++i) {
       if (ids[i] < 0) continue;
       const std::size_t id = static_cast<std::size_t>(ids[i]);
+      if (id >= kMostExperts) {
+        throw std::runtime_error("a token of expert " + std::to_string(id) + ", expected one below " +
+                                 std::to_string(kMostExperts));
+      }
       if (id >= seen_.size()) seen_.resize(id + 1, 0);
       found += seen_[id] != turn_;
       seen_[id] = turn_;
@@ -379,10 +365,13 @@ PYBIND11_MODULE(_expert_handover, module) {
            "`with_team` is the address of that function of the layers' own module, or 0.")
       .def("add", &Receiver::add, py::kw_only(), py::arg("memory"), py::arg("ranks"),
            py::arg("rank"), py::arg("connection"), py::arg("x"), py::arg("ids"),
-           py::arg("weights"), py::arg("y"), py::arg("capacity"), py::arg("layers"),
-           "Memory is by address; `connection` is a socket that can be read once the sender has\n"
-           "ended.  A layer is (function, its context, hidden size, experts of a token), where\n"
-           "function 0 leaves it to Python.")
+           py::arg("weights"), py::arg("y"), py::arg("capacity"), py::arg("elements"),
+           py::arg("routes"), py::arg("layers"),
+           "Memory is by address, x and y of so many `elements`, ids and weights of so many\n"
+           "`routes`; `connection` is a socket that can be read once the sender has ended.  A layer\n"
+           "is (function, its context, hidden size, experts of a token), where function 0 leaves it\n"
+           "to Python.\n"
+           "Raises ValueError: `capacity` tokens of a layer are more than there is memory for.")
       .def("serve", &Receiver::serve, py::arg("limit_s"),
            "Compute what comes, for so long.  None, or (channel, layer, tokens) for Python to\n"
            "compute and to `finish`.\n"

@@ -31,6 +31,8 @@ except ImportError:
     _native = None
 
 PAGE = 4096
+ROUTE_BYTES = 4
+"""Bytes of an expert's number, and of its weight."""
 MOST_TOKENS = HANDOVER_TOKENS
 """Most tokens of one handover; a step of more tokens is handed over in pieces.  So many are enough
 for the experts' products, and the memory stays small."""
@@ -97,7 +99,7 @@ class Geometry:
     def sizes(self) -> tuple[int, ...]:
         """Bytes of words, tokens, ids, weights, and of each expert rank's results, in pages."""
         rows = self.capacity * self.hidden * self.dtype.itemsize
-        routes = self.capacity * self.chosen * 4
+        routes = self.capacity * self.chosen * ROUTE_BYTES
         parts = (native().words_bytes(self.ranks), rows, routes, routes, *[rows] * self.ranks)
         return tuple(-(-part // PAGE) * PAGE for part in parts)
 

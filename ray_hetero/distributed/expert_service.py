@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ray_hetero.distributed.expert_meeting import Reached
-from ray_hetero.distributed.expert_memory import TokenViews, native
+from ray_hetero.distributed.expert_memory import ROUTE_BYTES, TokenViews, native
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 
@@ -84,6 +84,8 @@ class ExpertService:
             weights=weights.data_ptr(),
             y=results[self._number].data_ptr(),
             capacity=geometry.capacity,
+            elements=min(x.nbytes, results[self._number].nbytes) // geometry.dtype.itemsize,
+            routes=min(ids.nbytes, weights.nbytes) // ROUTE_BYTES,
             layers=[
                 (held.call.function, held.call.context, layer.hidden, layer.chosen)
                 if held.call is not None

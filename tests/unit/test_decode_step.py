@@ -647,3 +647,23 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for change, message in (({"m": 129}, "1 to 128 requests"), ({"block": 16}, "multiples of 32")):
         with pytest.raises(ValueError, match=message):
             native.Requests(**(vars(some) | change))
+
+
+def test_strides_in_which_things_overlap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(monkeypatch, [40, 41])
+    layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
+    attention = layers._layers[0][0]
+    heads = (requests.heads + requests.kv_heads) * HEAD
+    with pytest.raises(ValueError, match=f"a stride of at least {heads} elements, got {HEAD}"):
+        attention.rotation.run(
+            hidden.data_ptr(), HEAD, requests.positions.data_ptr(), 2, native.levels()[-1]
+        )
+    of_head = 2 * 32 * HEAD
+    for strides in ((of_head - 1, of_head), (of_head, of_head - 1)):
+        with monkeypatch.context() as patched:
+            patched.setattr(decode_step, "address_of", lambda cache, number, by=strides: (
+                cache.data_ptr(), *by, number
+            ))  # fmt: skip
+            requests.begin("vec")
+            with pytest.raises(ValueError, match=f"strides of a cache of at least {of_head}"):
+                layers._decode_step(requests.positions, hidden, residual)  # type: ignore[misc]

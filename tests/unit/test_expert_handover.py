@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -337,3 +338,40 @@ def test_a_rank_with_many_descriptors_is_watched_too() -> None:
             sender.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_expert_rank_serves_what_its_memory_has_room_for() -> None:
+    module = expert_memory.native()
+    geometry = Geometry.of(LAYERS, ranks=2, tokens=5, dtype=torch.bfloat16)
+    parts = torch.zeros(geometry.nbytes, dtype=torch.uint8).split(geometry.sizes)
+    words, x, ids, weights, y, _ = parts
+    ours, theirs = socket.socketpair()
+
+    def receiver(**other: Any) -> Any:
+        made = module.Receiver()
+        layer = (module.ECHO, 0, LAYERS[0].hidden, LAYERS[0].chosen)
+        made.add(**{
+            "memory": words.data_ptr(), "ranks": 2, "rank": 0, "connection": ours.fileno(),
+            "x": x.data_ptr(), "ids": ids.data_ptr(), "weights": weights.data_ptr(),
+            "y": y.data_ptr(), "capacity": 5, "elements": 5 * 8, "routes": 5 * 2,
+            "layers": [layer],
+        } | other)  # fmt: skip
+        return made
+
+    for other, said in (
+        ({"rank": 2}, "expected one of 2 expert ranks, got 2"),
+        ({"capacity": 0}, "tokens and at most .* layers, got 0 and 1"),
+        ({"capacity": module.MOST_TOKENS + 1}, f"got {module.MOST_TOKENS + 1} and 1"),
+        ({"capacity": 6}, "memory for 6 tokens of 8 elements and 2 experts, got 40 elements"),
+        ({"routes": 9}, "2 experts, got 40 elements and 9 experts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            receiver(**other)
+    # What another process has written is looked at before anything grows by it.
+    served, sender = receiver(), module.Sender(words.data_ptr(), 2)
+    ids.view(torch.int32)[1] = 2**31 - 1
+    sender.post(0, 1)
+    with pytest.raises(RuntimeError, match="a token of expert 2147483647, expected one below"):
+        served.serve(0.1)
+    ours.close()
+    theirs.close()

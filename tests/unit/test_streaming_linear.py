@@ -252,3 +252,13 @@ def test_the_default_follows_the_processors_best_instructions() -> None:
     assert native is not None
     best = native.levels()[-1].name
     assert (streaming_linear.choose(by_default) is not None) == by_default.streams(best)
+
+
+@needs_native
+def test_tokens_that_overlap_are_refused() -> None:
+    _, weight = packed(32, 64, is_compact=False)
+    x = torch.randn(3, 64).bfloat16()
+    with pytest.raises(ValueError, match="a stride of at least 64 elements, got 63"):
+        compute(x.as_strided((3, 64), (63, 1)), weight, None, LEVELS[-1])
+    # Of one token the stride says nothing.
+    assert compute(x.as_strided((1, 64), (0, 1)), weight, None, LEVELS[-1]).isfinite().all()

@@ -139,6 +139,13 @@ void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests
   std::vector<Cache> made;
   for (const auto& [cache, block_stride, head_stride, group] : caches) {
     if (group >= requests.size()) throw py::value_error("expected requests for each cache");
+    const Rotation& rotation = layers.layers[made.size()].rotation;
+    const std::int64_t of_head = 2 * requests[group].block * rotation.size;
+    if (block_stride < of_head || (rotation.kv_heads > 1 && head_stride < of_head)) {
+      throw py::value_error("expected strides of a cache of at least " + std::to_string(of_head) +
+                            " elements, got " + std::to_string(block_stride) + " and " +
+                            std::to_string(head_stride));
+    }
     made.push_back({pointer<std::uint16_t>(cache), block_stride, head_stride, group});
   }
   const Step step{pointer<const std::uint16_t>(hidden), pointer<const std::uint16_t>(residual),
@@ -170,13 +177,19 @@ void bind_decode_step(py::module_& module) {
           [](const Rotation& rotation, std::uintptr_t qkv, std::int64_t stride,
              std::uintptr_t positions, std::int64_t m, const Level& level) {
             check_positions(rotation, pointer<const std::int64_t>(positions), m);
+            const std::int64_t turned = (rotation.heads + rotation.kv_heads) * rotation.size;
+            if (m > 1 && stride < turned) {
+              throw py::value_error("expected a stride of at least " + std::to_string(turned) +
+                                    " elements, got " + std::to_string(stride));
+            }
             py::gil_scoped_release release;
             level.kernels.rotate(rotation, pointer<std::uint16_t>(qkv), stride,
                                  pointer<const std::int64_t>(positions), m);
           },
           py::arg("qkv"), py::arg("stride"), py::arg("positions"), py::arg("m"), py::arg("level"),
           "Queries and keys of qkv [m, stride], bf16, by address, in place; positions int64.\n"
-          "Raises ValueError: a position that cos_sin does not have.");
+          "Raises ValueError: a position that cos_sin does not have, a stride that is shorter than\n"
+          "queries and keys.");
 
   py::class_<Scores>(module, "Scores", "What an attention does to its scores.")
       .def(py::init(&scores), py::kw_only(), py::arg("scale"), py::arg("window"),
@@ -220,8 +233,8 @@ void bind_decode_step(py::module_& module) {
            "of its requests).  `slots` are as in PostAttention.  With a ColumnShare only the first\n"
            "`kept` blocks of 32 outputs of each MLP's gate and up are computed here, and the first\n"
            "`kept_outputs` blocks of its own outputs, or all if that is 0.\n"
-           "Raises ValueError: not as many caches as layers, a position that cos_sin does not have,\n"
-           "a slot that adapters do not have, `kept` that is none or all, `kept_outputs` that are\n"
+           "Raises ValueError: not as many caches as layers, strides in which they overlap, a position\n"
+           "that cos_sin does not have, a slot that adapters do not have, `kept` that is none or all, `kept_outputs` that are\n"
            "all, or whose MLP has adapters or is added up by ranks, more tokens than a ColumnShare has\n"
            "room for.  Raises MissingColumns: columns were not computed, or not in time.");
 

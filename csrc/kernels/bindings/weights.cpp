@@ -26,6 +26,10 @@ namespace {
 void linear(std::uintptr_t x, std::int64_t stride, std::uintptr_t w, const Encoding& encoding,
             std::uintptr_t bias, std::uintptr_t y, std::int64_t m, const Level& level) {
   if (m < 0) throw py::value_error("expected no negative number of tokens");
+  if (m > 1 && stride < encoding.k()) {
+    throw py::value_error("expected a stride of at least " + std::to_string(encoding.k()) +
+                          " elements, got " + std::to_string(stride));
+  }
   const Task task{pointer<const std::uint16_t>(x), {pointer<const std::uint8_t>(w), &encoding},
                   pointer<const float>(bias), pointer<std::uint16_t>(y), m, stride};
   py::gil_scoped_release release;
@@ -48,7 +52,7 @@ void bind_weights(py::module_& module) {
              "y [m, N] = x [m, K] · Wᵀ + bias, all bf16 but the bias (float32), given by address.\n\n"
              "`stride` is elements between tokens of x; `encoding` says what w is; bias may be 0.\n"
              "Uses the threads of the OpenMP runtime that the process has.\n"
-             "Raises ValueError: a negative number of tokens.");
+             "Raises ValueError: a negative number of tokens, a stride below K.");
   module.def(
       "expand",
       [](std::uintptr_t w, const Encoding& encoding, std::uintptr_t packed, const Level& level) {
