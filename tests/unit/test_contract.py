@@ -421,6 +421,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/api_server", AsyncLLM, "check_health"),
     ("compat/api_server", GenerateBaseServing, "_raise_if_error"),
     ("compat/engine_core", EngineCoreProc, "_process_input_queue"),
+    ("compat/engine_core", EngineCoreProc, "_process_engine_step"),
     ("compat/engine_core", EngineCoreProc, "_handle_client_request"),
     ("compat/engine_core", EngineCoreProc, "is_running"),
     ("compat/engine_core", EngineCoreProc, "_send_error_outputs_to_client"),
