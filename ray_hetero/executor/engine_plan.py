@@ -30,6 +30,7 @@ from ray_hetero.planning.rank_devices import reads_over_link
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.preflight.heads import refuse_heads
+from ray_hetero.preflight.layers_between_stages import refuse_divided_layers
 from ray_hetero.preflight.refusal import refuse_first
 from ray_hetero.preflight.refusals import (
     DRAFTING_OF_CPU_RANKS,
@@ -181,6 +182,7 @@ class EnginePlanner:
     def _refuse(self, world: World) -> None:
         model_config = self._vllm_config.model_config
         refuse_heads(model_config, world.layout)
+        refuse_divided_layers(model_config.hf_text_config.to_dict(), world.layers)
         linear_kernel = self._config.cpu.linear_kernel
         refuse_ranks(
             CheckpointOnCpus.of_model(model_config, linear_kernel),
