@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := cpu,test,docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-unit test-gpu families fuzz check docs dist lock clean
+.PHONY: help env demo test test-slow test-unit test-gpu families families-sizes fuzz check docs dist lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,9 @@ test-gpu: ## Run the tests that need a GPU, on a host that has one; the report g
 
 families: env ## Compare every architecture of vLLM's registry with stock vLLM; takes hours, and goes on where it ended
 	cd tests && $(abspath $(BIN))/python -m families.matrix --work '$(CURDIR)/.demo/families' $(FAMILIES)
+
+families-sizes: env ## Compare planned bytes of every architecture with those that vLLM allocates
+	$(BIN)/python tests/families/compare_sizes.py $(ONLY)
 
 fuzz: env ## Give configuration and command line thousands of inputs
 	$(BIN)/python -m pytest tests/unit/test_fuzz_config.py tests/unit/test_fuzz_cli.py \

@@ -57,7 +57,9 @@ def make_without_kernels() -> None:
 
     Replaces: `KERNEL_MAKERS` and `KERNEL_CHOICE` of vllm.model_executor.kernels.linear; the
     functions in `BACKENDS` of vllm.model_executor.layers.fused_moe.oracle;
-    `CpuPlatform.get_attn_backend_cls`, `FusedMoEConfig.__post_init__`; and torch's events and
+    `CpuPlatform.get_attn_backend_cls`, `CPUAttentionBackendImpl.__init__`,
+    `AttentionBackend.supports_alibi_sqrt`, `FusedMoEConfig.__post_init__`,
+    `allocation.set_triton_allocator` of vllm.triton_utils; and torch's events and
     streams of CUDA, how it moves modules, and how it reads tensors.
     Why: a layer chooses its kernel when it is made, and refuses to be made without one, though
     its parameters follow from the format alone.
@@ -66,6 +68,9 @@ def make_without_kernels() -> None:
     import torch
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import allocation
+    from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     linear = importlib.import_module(KERNELS)
     for name in (*KERNEL_MAKERS, KERNEL_CHOICE):
@@ -75,12 +80,15 @@ def make_without_kernels() -> None:
         for name in names:
             _replace_everywhere(oracle, name, _choosing(oracle, name, backends))
     replace(CpuPlatform, "get_attn_backend_cls", _without_sparse)
+    replace(CPUAttentionBackendImpl, "__init__", _whatever_the_layer)
+    replace(AttentionBackend, "supports_alibi_sqrt", lambda _stock: classmethod(lambda _cls: True))
+    _replace_everywhere(allocation, "set_triton_allocator", lambda *args, **named: None)
     replace(FusedMoEConfig, "__post_init__", _whatever_the_platform)
     # Nothing runs: there are neither streams to wait for nor tensors to copy.
     setattr(torch.cuda, "Event", _Anything)  # noqa: B010
     setattr(torch.cuda, "Stream", _Anything)  # noqa: B010
     replace(torch.nn.Module, "to", _in_place)
-    for name in ("item", "tolist"):
+    for name in ("cpu", "item", "tolist"):
         replace(torch.Tensor, name, _zero_without_memory)
 
 
@@ -90,6 +98,15 @@ def _without_sparse(stock: Any) -> Any:
         return stock(selected, attn_selector_config._replace(use_sparse=False), **named)
 
     return staticmethod(get_attn_backend_cls)
+
+
+def _whatever_the_layer(stock: Any) -> Any:
+    def __init__(self: Any, *args: Any, **named: Any) -> None:  # noqa: N807
+        # It refuses what CPUs do not compute, and is not called.
+        with suppress(NotImplementedError, TypeError, ValueError):
+            stock(self, *args, **named)
+
+    return __init__
 
 
 def _whatever_the_platform(stock: Any) -> Any:

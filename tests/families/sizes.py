@@ -43,7 +43,20 @@ def planned_sizes(folder: Path) -> Sizes:
 
 
 def allocated_sizes(folder: Path) -> Sizes:
-    """Bytes of the parameters of vLLM's model, made in memory on its CPU platform."""
+    """Bytes of the parameters of vLLM's model, made in memory on its CPU platform.
+
+    `only_made` says that vLLM as it is cannot make it there, because no CPU computes it.
+    """
+    try:
+        return _allocated(folder)
+    except Exception:  # noqa: BLE001
+        from ray_hetero.compat.meta_model import make_without_kernels
+
+        make_without_kernels()
+        return _allocated(folder) | {"only_made": True}
+
+
+def _allocated(folder: Path) -> Sizes:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -51,19 +64,23 @@ def allocated_sizes(folder: Path) -> Sizes:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from ray_hetero.compat.image_libraries import load_models_without_torchvision
     from ray_hetero.compat.model_inspection import inspect_here
 
     inspect_here()
+    load_models_without_torchvision()
     args = EngineArgs(
         model=str(folder), dtype=DTYPE, load_format="dummy", skip_tokenizer_init=True,
         enforce_eager=True, max_model_len=256, max_num_seqs=1, kv_cache_memory_bytes=1 << 30,
+        enable_prefix_caching=False,
     )  # fmt: skip
     vllm_config = args.create_engine_config()
     with set_current_vllm_config(vllm_config):
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
-        parallel_state.ensure_model_parallel_initialized(1, 1)
+        if not torch.distributed.is_initialized():
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
+            parallel_state.ensure_model_parallel_initialized(1, 1)
         with set_default_torch_dtype(vllm_config.model_config.dtype):
             model = initialize_model(vllm_config, model_config=vllm_config.model_config)
     parameters = {id(one): one for one in model.parameters()}.values()

@@ -83,6 +83,8 @@ from vllm.model_executor.models import utils as model_utils
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
+from vllm.triton_utils import allocation
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
@@ -238,6 +240,9 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/compilation", decorators, "support_torch_compile"),
     ("compat/meta_model", CpuPlatform, "get_attn_backend_cls"),
     ("compat/meta_model", fused_moe_config.FusedMoEConfig, "__post_init__"),
+    ("compat/meta_model", CPUAttentionBackendImpl, "__init__"),
+    ("compat/meta_model", AttentionBackend, "supports_alibi_sqrt"),
+    ("compat/meta_model", allocation, "set_triton_allocator"),
     *(("compat/meta_model", linear_kernels, name) for name in meta_model.KERNEL_MAKERS),
     ("compat/meta_model", linear_kernels, meta_model.KERNEL_CHOICE),
     *(
