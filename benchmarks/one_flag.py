@@ -203,8 +203,9 @@ def run_engine(
     for line in results:
         found |= json.loads(line)
     if not results:
-        tail = log.read_text(errors="replace").strip().splitlines()[-3:]
-        found["error"] = f"status {child.returncode}: {' | '.join(tail)[-800:]}"
+        text = log.read_text(errors="replace")
+        reasons = re.findall(r"cannot start: (.*)", text) or text.strip().splitlines()[-3:]
+        found["error"] = f"status {child.returncode}: {' | '.join(reasons)[-800:]}"
     return found
 
 

@@ -40,22 +40,24 @@ class CheckpointOnCpus:
     @classmethod
     def of_model(cls, model: ModelConfig, linear_kernel: str) -> CheckpointOnCpus:
         """Take what vLLM knows about a model."""
-        scheme = getattr(model.hf_config, "quantization_config", None) or {}
+        text = model.hf_text_config.to_dict()
+        nested = text.get("quantization_config")
+        scheme = getattr(model.hf_config, "quantization_config", None) or nested or {}
         return cls(
             str(model.quantization),
             scheme,
             model.hf_config.model_type,
             has_experts=model.get_num_experts() > 0,
             linear_kernel=linear_kernel,
-            text=model.hf_text_config.to_dict(),
+            text=text,
         )
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], linear_kernel: str) -> CheckpointOnCpus:
         """Take what the `config.json` of a checkpoint says."""
-        scheme = config.get("quantization_config") or {}
         nested = config.get("text_config")
         text = nested if isinstance(nested, Mapping) else config
+        scheme = config.get("quantization_config") or text.get("quantization_config") or {}
         return cls(
             str(scheme.get("quant_method", "")),
             scheme,
