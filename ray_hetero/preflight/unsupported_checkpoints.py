@@ -57,7 +57,8 @@ class CheckpointOnCpus:
         """Take what the `config.json` of a checkpoint says."""
         nested = config.get("text_config")
         text = nested if isinstance(nested, Mapping) else config
-        scheme = config.get("quantization_config") or text.get("quantization_config") or {}
+        given = config.get("quantization_config") or text.get("quantization_config")
+        scheme = given if isinstance(given, Mapping) else {}
         return cls(
             str(scheme.get("quant_method", "")),
             scheme,
