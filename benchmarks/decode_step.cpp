@@ -32,9 +32,15 @@ namespace {
 using namespace measuring;
 using namespace ray_hetero;
 
+#ifdef RAY_HETERO_SMALL  // tests/native/threads.cpp
+constexpr long kHidden = 256, kWide = 768, kHeads = 12, kKvHeads = 6, kSize = 64;
+constexpr long kBlockTokens = 32, kPositions = 512;
+constexpr int kRounds = 2, kSums = 10;
+#else
 constexpr long kHidden = 4096, kWide = 14336, kHeads = 32, kKvHeads = 8, kSize = 128;
 constexpr long kBlockTokens = 128, kPositions = 16384;
-constexpr int kRounds = 15;
+constexpr int kRounds = 15, kSums = 1000;
+#endif
 
 // bf16 between -2^-7 and 2^-7, of few exponents.
 void fill(Bf16* values, long count) {
@@ -120,15 +126,14 @@ struct Part {
 
 // Sums alone, all ranks together.
 void time_sums(const Level& level, const Part& part) {
-  constexpr int kTimes = 1000;
   auto* x = allocate<float>(kStepTokens * kHidden);
   auto* y = allocate<Bf16>(kStepTokens * kHidden);
   for (const long tokens : {1L, 32L, 128L}) {
     std::vector<double> seconds;
     for (int round = 0; round <= kRounds; ++round) {
       const double start = now();
-      level.kernels.sum_over_ranks(*part.sums, x, tokens * kHidden, y, kTimes);
-      if (round > 0) seconds.push_back((now() - start) / kTimes);
+      level.kernels.sum_over_ranks(*part.sums, x, tokens * kHidden, y, kSums);
+      if (round > 0) seconds.push_back((now() - start) / kSums);
     }
     if (part.prints()) {
       std::printf("sums of %ld × %ld over %d ranks: %.2f µs\n", tokens, kHidden, part.ranks,
