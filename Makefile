@@ -12,6 +12,13 @@ JOBS ?= 2
 # Hide what this processor has beyond it from the tests: avx2, avx512 or avx512_bf16.
 MAX_CPU_ISA ?=
 REPORT ?= gpu-report
+MINUTES ?= 60
+FUZZ_SECONDS ?= 120
+SANITIZED := build/sanitized
+SANITIZED_LEVELS ?= portable,avx2,avx512_bf16,half_avx2,emulated
+SANITIZED_TESTS ?= tests/sanitized $(addprefix tests/unit/test_,$(addsuffix .py,\
+  native streaming_linear weight_formats decode_step post_attention expert_kernels latent_layers \
+  adapters expert_handover))
 # Options of the matrix, and names of architectures; all without.
 FAMILIES ?=
 
@@ -21,7 +28,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := cpu,test,docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-unit test-gpu families families-sizes fuzz check docs dist lock clean
+.PHONY: help env demo test test-slow test-unit test-gpu families families-sizes fuzz sanitize soak check docs dist lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -65,9 +72,25 @@ families: env ## Compare every architecture of vLLM's registry with stock vLLM; 
 families-sizes: env ## Compare planned bytes of every architecture with those that vLLM allocates
 	$(BIN)/python tests/families/compare_sizes.py $(ONLY)
 
-fuzz: env ## Give configuration and command line thousands of inputs
+fuzz: env ## Give configuration, command line and binary files thousands of inputs
 	$(BIN)/python -m pytest tests/unit/test_fuzz_config.py tests/unit/test_fuzz_cli.py \
 	  --hypothesis-profile fuzz --hypothesis-show-statistics $(PYTEST_ARGS)
+	$(BIN)/python -m pip install --quiet 'atheris>=3'
+	for target in headers offers meetings; do \
+	  $(BIN)/python tests/fuzz/fuzz.py $$target -max_total_time=$(FUZZ_SECONDS) || exit; done
+
+sanitize: env ## Run the tests of the native modules with AddressSanitizer, UBSan and ThreadSanitizer
+	$(BIN)/python -m pip install --quiet 'pybind11>=2.13' 'setuptools>=77'
+	RAY_HETERO_LEVELS='$(SANITIZED_LEVELS)' RAY_HETERO_SANITIZERS=address,undefined \
+	  $(BIN)/python setup.py --quiet build_ext --build-lib $(SANITIZED) --build-temp $(SANITIZED).o
+	@# Python itself is not built with them: their runtime has to be there before it.  What Python
+	@# keeps to its end is no leak.
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  RAY_HETERO_SANITIZED='$(CURDIR)/$(SANITIZED)' PYTHONPATH='$(CURDIR)/tests/sanitized' \
+	  $(BIN)/python -m pytest -p no:cacheprovider $(SANITIZED_TESTS) $(PYTEST_ARGS)
+
+soak: env ## Inject faults by seed into engines with ranks of three kinds, for MINUTES
+	$(BIN)/python tests/soak --minutes $(MINUTES)
 
 check: env ## Lint, formatting, types and spelling
 	$(BIN)/ruff check .

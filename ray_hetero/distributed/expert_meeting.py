@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from placement.given import shown
 from ray_hetero.distributed.expert_memory import Geometry, HandoverMemory, RemoteLayer
-from ray_hetero.errors import StartupError
+from ray_hetero.errors import AgreementError, StartupError
 from ray_hetero.runtime.unix_sockets import NOTE, user_of
 
 POLL_SECONDS = 0.05
@@ -130,6 +131,10 @@ class ExpertMeeting:
                 return int(connection.recv(MOST_BYTES) or b"-1"), connection
 
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What Python raises where a message has another form."""
+
+
 class naming:  # noqa: N801
     """Errors of a socket, told of the rank at its other end."""
 
@@ -147,6 +152,11 @@ class naming:  # noqa: N801
             ) from None
         if isinstance(error, OSError):
             raise StartupError(f"{self._who} has closed the connection ({error})") from None
+        if isinstance(error, MALFORMED):
+            raise AgreementError(
+                f"{self._who} has sent something else than was expected "
+                f"({type(error).__name__}: {shown(str(error))}); do all ranks run the same release?"
+            ) from None
 
 
 def reach(
@@ -186,17 +196,25 @@ def reach(
         told, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
         if not descriptors:
             raise ConnectionResetError("end")
-    given = json.loads(told)
-    layers = tuple(RemoteLayer(**layer) for layer in given.pop("layers"))
-    geometry = Geometry(**given | {"dtype": getattr(torch, given["dtype"])})
-    try:
-        memory = HandoverMemory(descriptors[0], geometry)
-    finally:
-        os.close(descriptors[0])
+        try:
+            layers, geometry = _agreed(told)
+            memory = HandoverMemory(descriptors[0], geometry)
+        finally:
+            os.close(descriptors[0])
     if numa_nodes:
         memory.bind(number, numa_nodes)
     connection.settimeout(None)
     return Reached(memory, layers, connection)
+
+
+def _agreed(told: bytes) -> tuple[tuple[RemoteLayer, ...], Geometry]:
+    """What the rank of a stage tells of its layers and of the memory between the two."""
+    given = json.loads(told)
+    layers = tuple(RemoteLayer(**layer) for layer in given.pop("layers"))
+    dtype = getattr(torch, given["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype: {given['dtype']}")
+    return layers, Geometry(**given | {"dtype": dtype})
 
 
 def is_ready(reached: Reached) -> None:

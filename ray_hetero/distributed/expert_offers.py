@@ -81,8 +81,8 @@ def taken(
             first = json.loads(_some(connection.recv(MOST_BYTES)))
             slices = dict(_slice(connection, name) for _ in range(first["layers"]))
             connection.settimeout(None)
-        points = first["points"]
-        rates = None if points is None else CoreRates(tuple((at, took) for at, took in points))
+            points = first["points"]
+            rates = None if points is None else CoreRates(tuple((at, took) for at, took in points))
         offers.append(Offer(rates, slices))
     return tuple(offers)
 
@@ -95,11 +95,11 @@ def _some(message: bytes) -> bytes:
 
 def _slice(connection: socket.socket, name: str) -> tuple[str, LinkedSlice]:
     message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
-    said = json.loads(_some(message))
     try:
+        said = json.loads(_some(message))
         return said["layer"], received(descriptors[0], said["data_bytes"])
     except RuntimeError as error:
-        raise AgreementError(f"experts of {said['layer']} on {name}: {error}") from None
+        raise AgreementError(f"memory of experts on {name}: {error}") from None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

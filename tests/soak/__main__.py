@@ -1,4 +1,4 @@
-"""Faults by seed over an engine with ranks of three kinds: a pretended GPU, a socket, experts.
+"""Faults by seed over engines with ranks of three kinds: pretended GPUs, sockets, experts.
 
     python tests/soak --minutes 60                # prints its seed
     python tests/soak --minutes 10 --seed 1234    # the same faults in the same order
@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
 import httpx
+import openai
 from clients import Clients, Findings, ask, requests
 from engines import Server, is_healthy
 from faults import DISKS, PROCESSES, Fault
@@ -42,14 +43,19 @@ BACK_S = 300.0
 """Longest time from a fault to an engine that serves, or has ended: the limits below together."""
 STOP_S = 120.0
 CLIENTS = 6
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"layout": [["gpu"]], "experts": {"ranks": 2}, "sizes": (1, 1)},
+    {"layout": [["cpu"], ["gpu"]], "sizes": (2, 1)},
+)
+"""Of engines in turns: expert ranks are for stages of GPUs only."""
+FAULTS_OF_AN_ENGINE = 8
+"""Most faults before the other layout has its turn."""
 KEYS: dict[str, Any] = {
-    "layout": [["gpu"], ["cpu"]],
-    "experts": {"ranks": 1},
     "cpu": {"ranks_per_socket": 2, "kv_cache_gib": 0.25},
     "max_restarts": 20,
-    "serving": {"step_timeout_s": 20},
+    "serving": {"step_timeout_s": 60},
     "warmup": {"step_timeout_s": 60},
-    "exchange": {"timeout_s": 10},
+    "exchange": {"timeout_s": 30},
     "startup": {"actor_timeout_s": 90, "load_timeout_s": 90},
 }
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'}
@@ -82,7 +88,9 @@ class Soak:
                 limit_s=BACK_S, count=CLIENTS, seed=self._draw.randrange(2**31),
             )  # fmt: skip
             alive = True
-            while alive and time.monotonic() < self._ends:
+            for _ in range(FAULTS_OF_AN_ENGINE):
+                if not alive or time.monotonic() > self._ends:
+                    break
                 alive = self._fault(server)
             if alive:
                 self._check_answers(server.server)
@@ -92,8 +100,9 @@ class Soak:
     def _start(self) -> FaultyServer:
         self._engines += 1
         server = FaultyServer(
-            self._scene, self._folder / f"engine-{self._engines}", self._model, sizes=(2, 1),
-            more=OPTIONS, extra=PRETENDED, **KEYS,
+            self._scene, self._folder / f"engine-{self._engines}", self._model,
+            more=OPTIONS, extra=PRETENDED | {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / "code")},
+            **KEYS, **LAYOUTS[self._engines % len(LAYOUTS)],
         )  # fmt: skip
         process = server.server.child.process
         up = wait_until(
@@ -105,11 +114,16 @@ class Soak:
             )
         if not self._answers:
             print("answers one by one …", flush=True)
-            found = [ask(server.server, one, BACK_S) for one in self._asked]
-            self._answers = [one for one in found if one is not None]
+            self._answers = [self._answer(server.server, one) for one in self._asked]
             self._ends = time.monotonic() + 60 * self._options.minutes
         self._say(f"engine {self._engines} serves")
         return server
+
+    def _answer(self, server: Server, request: dict[str, Any]) -> list[int]:
+        """The answer of an engine with nothing else to do."""
+        found = ask(server, request, BACK_S)
+        assert found is not None
+        return found
 
     def _fault(self, server: FaultyServer) -> bool:
         """Inject one, and wait until the engine serves again or has ended; whether it lives."""
@@ -152,7 +166,7 @@ class Soak:
     def _check_answers(self, server: Server) -> None:
         """All requests once more, one by one."""
         for number, one in enumerate(self._asked):
-            if ask(server, one, BACK_S) != self._answers[number]:
+            if self._answer(server, one) != self._answers[number]:
                 self._wrong(f"request {number} has another answer in the end")
 
     def _end(self, server: FaultyServer, *, asked: bool) -> None:
@@ -233,7 +247,7 @@ def main() -> int:
                 scene.sweep()
                 if OWN_FILES in os.environ:
                     subprocess.run(["umount", "--lazy", str(scene.temporary)], check=True)
-    except (AssertionError, RuntimeError, httpx.HTTPError) as error:
+    except (AssertionError, RuntimeError, httpx.HTTPError, openai.APIError) as error:
         if found is None:
             raise
         found.findings.violations.append(str(error))

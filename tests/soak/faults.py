@@ -83,7 +83,7 @@ def _kill(*targets: Callable[[FaultyServer], list[tuple[str, int]]]) -> Callable
 def _stop(*targets: Callable[[FaultyServer], list[tuple[str, int]]]) -> Callable[..., str]:
     def inject(server: FaultyServer, draw: random.Random) -> str:
         who, pid = _one_of(draw, draw.choice(targets)(server))
-        seconds = draw.choice([SHORT_S, LONG_S, 3 * LONG_S])
+        seconds = draw.choice([SHORT_S, LONG_S, 6 * LONG_S])
         _signal(pid, signal.SIGSTOP)
         time.sleep(seconds)
         _signal(pid, signal.SIGCONT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,8 @@ needs_native = pytest.mark.skipif(native is None, reason="needs the native modul
 LEVELS: list[str] = [] if native is None else [level.name for level in native.levels()]
 """Sets of instructions that this processor has, by name; some are there for tests on any."""
 EMULATED_FOLDER = Path(__file__).parents[1] / "native/emulated"
+BUILT_FOLDER = Path(os.environ.get("RAY_HETERO_SANITIZED", Path(__file__).parents[2]))
+"""Folder of the modules that are tested; another one with `make sanitize`."""
 
 
 def emulated_levels(function: str = "levels") -> dict[str, Any]:
@@ -26,7 +29,7 @@ def emulated_levels(function: str = "levels") -> dict[str, Any]:
         function: of the module, which gives them.
 
     """
-    built = sorted(EMULATED_FOLDER.glob("_emulated_levels*.so"))
+    built = sorted((BUILT_FOLDER / "tests/native/emulated").glob("_emulated_levels*.so"))
     if native is None or not built:
         return {}
     spec = importlib.util.spec_from_file_location("_emulated_levels", built[0])

@@ -35,6 +35,7 @@ from ray_hetero.distributed.expert_memory import (  # noqa: E402
     HandoverMemory,
     RemoteLayer,
 )
+from ray_hetero.distributed.expert_offers import taken  # noqa: E402
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer  # noqa: E402
 from ray_hetero.distributed.gpu_signals import GpuSignals  # noqa: E402
 from ray_hetero.errors import AgreementError, RankError, StartupError  # noqa: E402
@@ -234,6 +235,29 @@ def test_an_expert_rank_that_fails_ends_the_wait() -> None:
             sender.take(1, 0)
         processes[0].join(LIMIT_S)
         assert processes[0].exitcode == 1
+
+
+def test_an_expert_that_no_layer_has_is_named_before_memory_is_taken_for_it() -> None:
+    with channel(1) as (sender, processes):
+        x, weights, ids = given(0, 2, torch.float32)
+        ids[1, 0] = 2**30
+        sender.hand_over(x, weights, ids, 0)
+        with pytest.raises(dist.DistNetworkError, match="expert rank 0 has closed"):
+            sender.take(2, 0)
+        processes[0].join(LIMIT_S)
+        assert processes[0].exitcode == 1
+
+
+def test_messages_that_are_none_are_told_with_who_has_sent_them() -> None:
+    for message in (
+        b"[", b"[]", b"{}", b"\xff\xfe", b"[" * 9000, b'{"layers": "a", "points": 1}',
+        b'{"layers": 0, "points": [[1]]}', b'{"layers": 0, "points": 1e400}',
+    ):  # fmt: skip
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            theirs.send(message)
+            with pytest.raises(AgreementError, match="expert rank 7 has sent something else"):
+                taken([ours], ["expert rank 7"], 1.0)
 
 
 def test_an_expert_rank_ends_with_its_sender() -> None:
