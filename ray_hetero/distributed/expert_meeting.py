@@ -132,7 +132,7 @@ class ExpertMeeting:
 
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What Python raises where a message has another form."""
+"""Errors of Python where a message has another form."""
 
 
 class naming:  # noqa: N801

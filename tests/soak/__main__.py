@@ -39,7 +39,7 @@ from ray_hetero.cli.demo.model import write_demo_model
 
 START_S = 600.0
 """Longest start of an engine on a busy machine."""
-BACK_S = 300.0
+BACK_S = 480.0
 """Longest time from a fault to an engine that serves, or has ended: the limits below together."""
 STOP_S = 120.0
 CLIENTS = 6
@@ -56,7 +56,7 @@ KEYS: dict[str, Any] = {
     "serving": {"step_timeout_s": 60},
     "warmup": {"step_timeout_s": 60},
     "exchange": {"timeout_s": 30},
-    "startup": {"actor_timeout_s": 90, "load_timeout_s": 90},
+    "startup": {"actor_timeout_s": 180, "load_timeout_s": 180},
 }
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'}
 OPTIONS = ("--dtype", "float32", "--max-num-seqs", "8", "--num-gpu-blocks-override", "24")
