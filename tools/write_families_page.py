@@ -32,11 +32,16 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if "none" in row:
         return (*(NOT_ASKED,) * len(COLUMNS), row["none"])
     if "stock" in row:
-        return (*(NOT_ASKED,) * len(COLUMNS), f"stock vLLM fails on CPUs: {row['stock']}")
+        return (*(NOT_ASKED,) * len(COLUMNS), f"stock vLLM fails on CPUs: {_quoted(row['stock'])}")
     found = [row.get(key, {}) for key in COLUMNS]
     sentences = dict.fromkeys(one["sentence"] for one in found if "sentence" in one)
     outcomes = (one.get("outcome", NOT_ASKED) for one in found)
-    return (*outcomes, "; ".join(sentences))
+    return (*outcomes, "; ".join(map(_quoted, sentences)))
+
+
+def _quoted(sentence: str) -> str:
+    """A message of a program, which may have any words."""
+    return "`" + sentence.replace("`", "'").replace("\n", " ") + "`"
 
 
 def content(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -46,10 +51,7 @@ def content(results: Mapping[str, Mapping[str, Any]]) -> str:
         seen = Counter(row[key]["outcome"] for row in results.values() if key in row)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in seen.most_common())
         lines.append(f"- {title}: {counts or 'not asked yet'}")
-    rows = [
-        (f"`{name}`", *(cell.replace("\n", " ").replace("`", "'") for cell in cells(row)))
-        for name, row in sorted(results.items())
-    ]
+    rows = [(f"`{name}`", *cells(row)) for name, row in sorted(results.items())]
     return "\n".join(lines) + "\n\n" + table(("architecture", *COLUMNS.values(), "why"), rows)
 
 

@@ -261,7 +261,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": MAMBA_2,
     "MiniCPM3ForCausalLM": {"kv_lora_rank": 64, "v_head_dim": 64},
     "MiniMaxM3SparseForCausalLM": {"model_type": "minimax_m3_vl_text"},
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "NemotronForCausalLM": {"num_key_value_heads": KV_HEADS},
     "NemotronHForCausalLM": NEMOTRON_H,
     "NemotronHPuzzleForCausalLM": NEMOTRON_H | {"model_type": "nemotron_h"},

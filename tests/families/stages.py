@@ -148,11 +148,11 @@ def check(directory: Path) -> None:
 
     # Compiled parts would keep what is pretended here.
     torch._dynamo.config.disable = True
-    config = _config(directory, 1)
-    with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as meeting:
-        init_distributed_environment(1, 0, f"file://{meeting.name}-", 0, "gloo")
-        initialize_model_parallel(1, 1)
     try:
+        config = _config(directory, 1)
+        with set_current_vllm_config(config), tempfile.TemporaryDirectory() as meeting:
+            init_distributed_environment(1, 0, f"file://{meeting}/meeting", 0, "gloo")
+            initialize_model_parallel(1, 1)
         config, (model, whole) = _loaded(directory, 0, 1)
         expected = _run(config, model, 0, 1, None)
     # Whatever it is, it is not what the stages have.
