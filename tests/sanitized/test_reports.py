@@ -78,4 +78,4 @@ def test_a_deliberate_fault_is_reported(name: str) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode != 0
-    assert "ERROR: AddressSanitizer: heap-buffer-overflow" in ran.stderr
+    assert "ERROR: AddressSanitizer: " in ran.stderr
