@@ -83,9 +83,10 @@ sanitize: env ## Run the tests of the native modules with AddressSanitizer, UBSa
 	$(BIN)/python -m pip install --quiet 'pybind11>=2.13' 'setuptools>=77'
 	RAY_HETERO_LEVELS='$(SANITIZED_LEVELS)' RAY_HETERO_SANITIZERS=address,undefined \
 	  $(BIN)/python setup.py --quiet build_ext --build-lib $(SANITIZED) --build-temp $(SANITIZED).o
-	@# Python itself is not built with them: their runtime has to be there before it.  What Python
-	@# keeps to its end is no leak.
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	@# Python itself is not built with them: their runtime has to be there before it,
+	@# with C++'s, whose exceptions they look at.  What Python keeps to its end is no leak.
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:log_path='$(CURDIR)/$(SANITIZED)/report' \
 	  RAY_HETERO_SANITIZED='$(CURDIR)/$(SANITIZED)' PYTHONPATH='$(CURDIR)/tests/sanitized' \
 	  $(BIN)/python -m pytest -p no:cacheprovider $(SANITIZED_TESTS) $(PYTEST_ARGS)
 
