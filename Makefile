@@ -88,7 +88,7 @@ sanitize: env ## Run the tests of the native modules with AddressSanitizer, UBSa
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:log_path='$(CURDIR)/$(SANITIZED)/report' \
 	  RAY_HETERO_SANITIZED='$(CURDIR)/$(SANITIZED)' PYTHONPATH='$(CURDIR)/tests/sanitized' \
-	  $(BIN)/python -m pytest -p no:cacheprovider $(SANITIZED_TESTS) $(PYTEST_ARGS)
+	  $(BIN)/python -m pytest -p no:cacheprovider -k 'not lack_of_memory' $(SANITIZED_TESTS) $(PYTEST_ARGS)
 
 soak: env ## Inject faults by seed into engines with ranks of three kinds, for MINUTES
 	$(BIN)/python tests/soak --minutes $(MINUTES)
