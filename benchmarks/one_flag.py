@@ -65,6 +65,9 @@ class Case:
             small = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 16,
                      "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 512}  # fmt: skip
             config |= {key: value for key, value in small.items() if key in config}
+            # Heads of 64, where nothing else says how large they are.
+            if not {"head_dim", "kv_lora_rank"} & config.keys():
+                config |= {"num_attention_heads": 8, "num_key_value_heads": 2}
         return config
 
 
