@@ -99,12 +99,12 @@ def test_on_a_cluster_that_was_not_joined_yet(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("joined", [None, {}], ids=["alone", "joined before"])
+@pytest.mark.parametrize("joined", [None, {"address": "local"}], ids=["alone", "joined before"])
 def test_alone_and_in_a_process_that_has_joined(
     joined: dict[str, Any] | None, scene: Scene, logs: Path, hub: dict[str, str]
 ) -> None:
     expected = planned(scene, hub)
-    folder = logs / f"here-{joined}"
+    folder = logs / f"here-{bool(joined)}"
     run_engines(
         scene, folder, [(ENGINE, [batch(prompts()[:1], max_tokens=2)])], extra=hub, ray=joined
     )
