@@ -68,5 +68,5 @@ def test_more_ranks_than_sockets_are_refused_with_what_to_type() -> None:
 
 def test_a_layout_with_a_gpu_is_refused_where_there_is_none() -> None:
     refuse_missing_sockets(HeteroConfig(layout=[["cpu"]]), 1, 1)
-    with pytest.raises(LayoutError, match="1 GPU "):
+    with pytest.raises(LayoutError, match="asks for 1 GPU, but 0 are free"):
         refuse_missing_sockets(HeteroConfig(layout=[["cpu"], ["gpu"]]), 2, 1)

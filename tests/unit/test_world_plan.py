@@ -98,7 +98,7 @@ def test_given_layers_win_over_vllms_variable() -> None:
     ("layers", "partition", "said"),
     [
         ([2, 3], None, r"2 \+ 3 = 5 in 2 stages, but the model has 4 layers.*add up to 4"),
-        ([4], None, r"4 = 4 in 1 stages.*Give 2 numbers"),
+        ([4], None, r"4 = 4 in 1 stage, but the model has 4 layers.*Give 2 numbers"),
         ([1, 1, 2], None, "in 3 stages"),
         ("auto", "4,0", "at least 1"),
         ("auto", "2;2", r"VLLM_PP_LAYER_PARTITION='2;2': expected numbers with commas"),
