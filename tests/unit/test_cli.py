@@ -188,8 +188,8 @@ def test_kernels_of_exactly_the_installed_version(
 ) -> None:
     asked = {}
 
-    def install(directory: Path, vllm_version: str, *, wheel: Path | None, force: bool) -> CpuSite:
-        asked.update(directory=directory, version=vllm_version, wheel=wheel, force=force)
+    def install(directory: Path, vllm_version: str, **options: object) -> CpuSite:
+        asked.update(directory=directory, version=vllm_version, **options)
         return CpuSite(directory, vllm_version, "==2.13.0+cpu")
 
     monkeypatch.setenv("RAY_HETERO_CPU_SITE", str(tmp_path / "default"))
@@ -197,9 +197,12 @@ def test_kernels_of_exactly_the_installed_version(
     monkeypatch.setattr(cpu_site_install, "install_site", install)
     assert "export" not in run("install-cpu-kernels").output
     assert asked == {
-        "directory": tmp_path / "default", "version": "0.32.0", "wheel": None, "force": False,
+        "directory": tmp_path / "default", "version": "0.32.0", "wheel": None,
+        "sha256": None, "force": False,
     }  # fmt: skip
-    elsewhere = run("install-cpu-kernels", "--site", str(tmp_path / "x"), "--force").output
+    options = ("--site", str(tmp_path / "x"), "--sha256", "ab" * 32, "--force")
+    elsewhere = run("install-cpu-kernels", *options).output
     assert asked["directory"] == tmp_path / "x"
+    assert asked["sha256"] == "ab" * 32
     assert asked["force"] is True
     assert f"export RAY_HETERO_CPU_SITE={tmp_path / 'x'}" in elsewhere
