@@ -76,9 +76,11 @@ def test_what_no_rank_can_compute_is_refused_and_not_planned() -> None:
 
 
 def test_experts_in_a_format_without_kernels_are_left_to_the_gpus() -> None:
-    scheme = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    scheme = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
     checkpoint = CheckpointOnCpus.of_config(AIR | {"quantization_config": scheme}, "auto")
-    with pytest.raises(UnsupportedError, match=r"in MXFP8 .* leave the experts on the GPUs"):
+    with pytest.raises(
+        UnsupportedError, match=r"in NVFP4 weight-only .* leave the experts on the GPUs"
+    ):
         refuse_ranks(checkpoint, has_cpu=False, has_experts=True)
     refuse_ranks(checkpoint, has_cpu=False, has_experts=False)
 
