@@ -451,7 +451,7 @@ def test_the_command_shows_what_expert_ranks_hold(tmp_path: Path) -> None:
     assert parts["experts"] > parts["handover"] > 0
     wrong = command(tmp_path, "--experts", "many")
     assert wrong.exit_code == 1
-    assert "experts.ranks" in wrong.stderr
+    assert "--experts: expected a number or auto, got 'many'" in wrong.stderr
 
 
 def test_a_description_says_what_a_handover_costs() -> None:

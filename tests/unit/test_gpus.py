@@ -12,7 +12,7 @@ from fake_nvidia import CARDS, Card
 from plan_cases import LLAMA_8B
 
 from placement.cluster.assignment import Node
-from placement.errors import LayoutError, TopologyError
+from placement.errors import TopologyError
 from placement.host import gpus, nvml
 from placement.host.gpu_rates import with_gpu_rates
 from placement.host.gpus import read_gpus
@@ -23,6 +23,7 @@ from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model
+from ray_hetero.planning.seat_devices import UnknownDeviceError
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,8 @@ def test_a_gpu_that_nobody_knows_is_named_with_the_key(driver: Driver, tmp_path:
     facts = EngineFacts(LLAMA_8B, "", 32, 4096, 256, 2048, 0.92)
     machine = Machine((node,), lambda seats, threads: dict.fromkeys(threads, 1e11))
     with pytest.raises(
-        LayoutError, match=r"^NVIDIA X1 \(GPU 0 of node a\): its memory bandwidth is not known: "
+        UnknownDeviceError,
+        match=r"^NVIDIA X1 \(GPU 0 of node a\): its memory bandwidth is not known: "
         r".* Set gpu\.bandwidth_gb_s to 85 % of the datasheet's GB/s$",
     ):  # fmt: skip
         plan_model("m", machine, facts, HeteroConfig())
