@@ -22,7 +22,7 @@ from ray_hetero.executor.engine_plan import EnginePlanner
 from ray_hetero.launch.prepare import _has_cpus
 from ray_hetero.log import logger
 from ray_hetero.planning.activation_dtype import dtype_of_config, dtype_with_cpus
-from ray_hetero.planning.engine_facts import facts_of, facts_of_model, server_defaults
+from ray_hetero.planning.engine_facts import facts_of, facts_of_model, model_of, server_defaults
 
 SHAPE = DemoShape(layers=2, hidden=64, heads=2)
 CPUS = {"ray_hetero": {"layout": [["cpu"]]}}
@@ -94,7 +94,7 @@ def test_stages_are_chosen_by_what_cpu_ranks_would_take(named: Any) -> None:
     arguments = EngineArgs(model=str(named("float16")), max_model_len=128)
     for has_cpus in (True, None, False):
         model_dtype.choose_dtype(arguments, dtype_with_cpus, has_cpus=has_cpus)
-        found = facts_of_model(arguments, server_defaults([]))
+        found = facts_of_model(arguments, model_of(arguments), server_defaults([]))
         assert found.is_bf16 == (has_cpus is not False)
     assert arguments.dtype == "auto"
 
