@@ -147,7 +147,11 @@ def shape_from_config(
 
 def _of_class(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
-    if config.get("model_type") not in ARCHITECTURES or not isinstance(names, list) or not names:
+    if (
+        str(config.get("model_type")) not in ARCHITECTURES
+        or not isinstance(names, list)
+        or not names
+    ):
         return ""
     return f" with the architecture {shown(names[0])}"
 
