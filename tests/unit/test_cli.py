@@ -186,7 +186,7 @@ def test_a_cpu_only_install_needs_no_kernels(monkeypatch: pytest.MonkeyPatch) ->
 def test_kernels_of_exactly_the_installed_version(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = {}
+    asked: dict[str, object] = {}
 
     def install(directory: Path, vllm_version: str, **options: object) -> CpuSite:
         asked.update(directory=directory, version=vllm_version, **options)
