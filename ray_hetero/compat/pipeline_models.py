@@ -26,7 +26,7 @@ def leave_out_layers_of_other_stages() -> None:
     """Hand a model no weights of layers that are on other stages.
 
     Replaces: `DefaultModelLoader.get_all_weights`.
-    Uses: `models.utils.is_pp_missing_parameter`, `WeightsMapper.map_name`.
+    Uses: `utils.is_pp_missing_parameter`, `WeightsMapper.map_name`.
     Why: `load_weights` of some models, GraniteMoeHybridModel the first, looks every name up among
     the parameters of its stage, and ends with a KeyError for those of another.
     Can go when: vLLM's loader leaves them out, or every load_weights does.
