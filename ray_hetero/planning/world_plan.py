@@ -318,5 +318,7 @@ def sharing_warning(seats: Sequence[Seat]) -> str | None:
     if max(used.values(), default=1) == 1:
         return None
     ranks = sum(seat.kind == "cpu" for seat in seats)
-    shared = f"{plural(ranks, 'CPU rank')} share {plural(len(used), 'core')}"
-    return f"{shared}: right for trying things out, slow for serving"
+    return (
+        f"{plural(ranks, 'CPU rank')} share {plural(len(used), 'core')}: right for trying things "
+        "out, slow for serving"
+    )
