@@ -15,7 +15,7 @@ REPORT ?= gpu-report
 MINUTES ?= 60
 FUZZ_SECONDS ?= 120
 SANITIZED := build/sanitized
-SANITIZED_LEVELS ?= portable,avx2,avx512_bf16,half_avx2,emulated
+SANITIZED_LEVELS ?= portable,avx2,avx512_bf16,half_avx2,emulated,software_tiles,half_portable
 SANITIZED_TESTS ?= tests/sanitized $(addprefix tests/unit/test_,$(addsuffix .py,\
   native streaming_linear weight_formats decode_step post_attention expert_kernels latent_layers \
   adapters expert_handover))
