@@ -94,7 +94,7 @@ def median(name: str, backend: str, figure: str) -> float:
 
 
 def beside_llama(name: str, family: str, figure: str, batch: int) -> float:
-    """A figure of a family over Llama's of the same round of `families.py`, the median."""
+    """A figure of a family over Llama's of the same round of `family_steps.py`, the median."""
     results = raw(name)["results"]
     own, llama = (
         [row[figure] for row in results[shape] if row["batch"] == batch]

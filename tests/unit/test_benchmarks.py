@@ -30,7 +30,7 @@ from contenders import (  # noqa: E402
 )
 from engine_run import Point, Timeline, figures, forced_drafts  # noqa: E402
 from expert_weights import VARIANTS, BlockScaled, Shape, fp8_experts_of  # noqa: E402
-from families import ratios  # noqa: E402
+from family_steps import ratios  # noqa: E402
 from floor import cpu_ticks, stolen_share  # noqa: E402
 from forced_drafter import ForcedDrafter  # noqa: E402
 from heavy_tailed import CIRCLE, DEGREES, SPREAD, write_checkpoint  # noqa: E402

@@ -4,7 +4,7 @@ An engine of one CPU rank for each shape, in turns, in processes of their own, w
 Ratios are of a round's own Llama, and their median is what counts: 1.05 is the most that norms,
 soft caps and activations should cost.  Writes the raw results and a table after every round.
 
-    python benchmarks/families.py --rounds 5 --out families
+    python benchmarks/family_steps.py --rounds 5 --out families
 """
 
 from __future__ import annotations
