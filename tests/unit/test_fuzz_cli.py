@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from placement.errors import PlacementError
 from placement.model.config import DTYPE_BYTES
+from placement.model.reading import UnknownModelError
 from placement.plan.parts import known_parts
 from ray_hetero.cli.main import commands
 from ray_hetero.errors import RayHeteroError
@@ -50,6 +52,18 @@ def run(*arguments: str) -> Answer:
     assert "Traceback" not in answer.output + answer.error
     assert len(answer.error) < LONGEST_MESSAGE
     return answer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_vllm() -> Iterator[None]:
+    """No input has a class of vLLM's built, which takes seconds each."""
+
+    def not_built(*given: object, **more: object) -> NoReturn:
+        raise UnknownModelError("vLLM cannot build it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray_hetero.planning.model_sizes.built_shape", not_built)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,10 @@ class ColumnsOnGpu(RankColumns):
     def _capture(self, kinds: Sequence[StepKind]) -> None:
         with torch.inference_mode(), current(self._gpu.computing):
             for kind in kinds:
-                self.graphs.capture(kind, self._pieces_of(kind.kept).pieces, self._order_layers)
+                step = self._pieces_of(kind.kept)
+                # Other steps wait for what this stream was given before, which nothing captures.
+                if self._is_whole(step):
+                    self.graphs.capture(kind, step.pieces, self._order_layers)
 
     def _end(self, ordered: Future[None], first: int) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.
