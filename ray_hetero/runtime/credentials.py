@@ -19,6 +19,8 @@ HARMLESS = re.compile(
 """Parts of names that speak of a model's tokens, of a place or of a switch."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+PROXY = "_PROXY"
+"""Suffix of variables that name a proxy."""
 RAYS_OWN = "RAY_"
 """Prefix of variables that Ray's processes read themselves, such as RAY_AUTH_TOKEN."""
 HUB = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
@@ -68,7 +70,8 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(RAYS_OWN) or not is_secret(name)
+        if name.startswith(RAYS_OWN)
+        or not is_secret(name, "" if name.upper().endswith(PROXY) else value)
     }
 
 
