@@ -146,7 +146,7 @@ def share_of_gpu(usable_gib: float) -> float:
 
 
 def plan(folder: Path, share: float, settings: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What `ray-hetero plan --json` answers; what it says where it fails."""
+    """The answer of `ray-hetero plan --json`, or its message where it fails."""
     environment = dict(os.environ)
     if settings is not None:
         file = folder / "fixed.json"

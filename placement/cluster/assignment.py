@@ -154,7 +154,7 @@ def has_room(layout: Layout, nodes: Sequence[Node], engines: int, expert_ranks: 
 
 
 def share_of(nodes: Sequence[Node], engines: int) -> tuple[Node, ...]:
-    """What each of several engines may plan with: some of the nodes, or a part of each node."""
+    """The nodes that each of several engines may plan with: some of them, or a part of each."""
     if engines <= len(nodes):
         ordered = sorted(nodes, key=lambda node: (not node.is_driver, node.address))
         return tuple(ordered[: len(nodes) // engines])

@@ -176,7 +176,7 @@ def _alive() -> dict[str, dict[str, Any]]:
 
 
 def gone(node_ids: Iterable[str]) -> frozenset[str]:
-    """Those of these nodes that Ray takes for dead; they do not come back under their ids."""
+    """Dead nodes, according to Ray, among these; they do not come back under their ids."""
     return frozenset(node_ids) - _alive().keys()
 
 

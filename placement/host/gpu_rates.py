@@ -119,7 +119,7 @@ def _near(host: Host, gpu: Gpu) -> tuple[int, ...]:
 
 
 def _key(gpu: Gpu) -> str:
-    """What GPUs have in common that one measurement stands for."""
+    """Key of GPUs that are alike, for which one measurement serves."""
     details = gpu.details
     link = None if details is None else (details.link_generation_max, details.link_width)
     driver = None if details is None else details.driver

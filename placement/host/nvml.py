@@ -103,7 +103,7 @@ class NvmlDevice:
     handle: ctypes.c_void_p
 
     def number(self, function: str, *selector: int) -> int | None:
-        """What a function that answers one unsigned number says.
+        """Answer of a function that gives one unsigned number; None without one.
 
         Args:
             function: its name without `nvmlDeviceGet`.
@@ -115,7 +115,7 @@ class NvmlDevice:
         return found.value if self._ask(function, *chosen, ctypes.byref(found)) else None
 
     def text(self, function: str) -> str | None:
-        """What a function that answers a text says; the name is without `nvmlDeviceGet`."""
+        """Answer of a function that gives a text; its name is without `nvmlDeviceGet`."""
         found = ctypes.create_string_buffer(TEXT_BYTES)
         asked = self._ask(function, found, ctypes.c_uint(TEXT_BYTES))
         return _decoded(found.value) if asked else None

@@ -41,7 +41,7 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class GpuDetails:
-    """What a GPU's driver tells of its speed; None is unknown."""
+    """Figures of a GPU's speed, as its driver tells them; None is unknown."""
 
     driver: str | None = None
     """Version of the driver."""

@@ -98,7 +98,7 @@ def bits_of(config: Mapping[str, Any]) -> int:
 def caches_of(
     caches: Sequence[Values], layers: int, kv_dtype: str | None, width: int
 ) -> tuple[KvCache | None, ...]:
-    """What each layer caches; None where it caches nothing of its own.
+    """The cache of each layer; None where it has none of its own.
 
     Args:
         caches: those of all layers, each with the numbers of the layers that have it.

@@ -52,7 +52,7 @@ def caches_only_vllm_knows(config: Config) -> str:
 
 
 def cache_of(config: Config, index: int, width: int) -> KvCache:
-    """What one layer caches.
+    """Cache of one layer.
 
     Args:
         config: of the decoder.

@@ -55,7 +55,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class KvCache:
-    """What one layer caches: keys and values or latents of each token, a state of each sequence."""
+    """Cache of one layer: keys and values or latents of each token, a state of each sequence."""
 
     bytes_per_token: int
     """0 where the layer keeps a state alone."""

@@ -12,7 +12,7 @@ from placement.words import duration, plural
 
 
 def answer(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What a reader wants to know first: a heading and a sentence for each line."""
+    """Answer that a reader wants to know first: a heading and a sentence for each line."""
     split, work = plan.split, plan.split.work
     yield "Speed", _speed(plan)
     yield "Layout", _layout(plan)

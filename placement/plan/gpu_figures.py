@@ -51,7 +51,7 @@ class GpuSpeeds:
 
 
 def gpu_speeds(gpu: Gpu) -> GpuSpeeds:
-    """What is known of a GPU of a host."""
+    """Known figures of a GPU of a host."""
     details, part = gpu.details or GpuDetails(), part_called(gpu.name)
     return GpuSpeeds(
         memory=tuple(_memory(gpu, details, part)),

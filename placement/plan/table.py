@@ -150,7 +150,7 @@ def _decimal(value: float) -> str:
 
 
 def _parts(plan: Plan) -> Table:
-    """What each stage's time is spent on, a line a stage."""
+    """Parts of each stage's time, a line a stage."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column()

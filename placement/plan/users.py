@@ -1,4 +1,4 @@
-"""What several users see who are served at the same time by a split."""
+"""Speeds that several users see who are served at the same time by a split."""
 
 from __future__ import annotations
 

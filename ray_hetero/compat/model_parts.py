@@ -164,7 +164,7 @@ def _is_replicated(module: nn.Module) -> bool:
 
 
 def _caches(model: nn.Module, vllm_config: VllmConfig, layers: str) -> Iterator[Values]:
-    """What each layer caches; nothing of layers that read the cache of another one.
+    """The cache of each layer; nothing for layers that read the cache of another one.
 
     Uses: `CompilationConfig.static_forward_context`, `AttentionLayerBase.get_kv_cache_spec`,
     `Attention.kv_sharing_target_layer_name`; `AttentionSpec.num_heads`,

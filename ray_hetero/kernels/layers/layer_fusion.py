@@ -111,7 +111,7 @@ def install(
                 )
             _share(made, run.layers, kernel, behind, shares, make)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
-            made.output = _output(None if gpu is None else gpu.gpu)
+            made.output = _output(made.gpu)
         if many is not None and run.is_whole:
             on_gpu.append((many, run.decoder, made))
         layers = getattr(run.decoder, run.attribute)
