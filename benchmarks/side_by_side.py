@@ -10,6 +10,8 @@
     python benchmarks/side_by_side.py --shape 30b-a3b-16 --outside 8 --out results-experts
     python benchmarks/side_by_side.py --shape 30b-a3b-16 --outside 8 --heavy-tailed \\
         --llama-bench BUILD/bin/llama-bench --out results-llama-cpp  # beside llama.cpp
+    python benchmarks/side_by_side.py --in-turns --contenders 'ray_hetero cpu-gpu' \\
+        --before ../before --out results-change  # a change beside the code before it
 
 On a host without a GPU, two CPU ranks beside vLLM's own `mp`, and in the case `formats` one rank
 beside vLLM's own.  `--list` names the contenders,
@@ -90,6 +92,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--outside", type=int, help="layers outside the GPU; half by default")
     parser.add_argument("--contenders", help="names with commas; else all but the eager ones")
+    parser.add_argument(
+        "--before", type=Path, help="another built checkout: the first contender with its code"
+    )
     parser.add_argument("--list", action="store_true", help="name the contenders and stop")
     parser.add_argument("--points", help="batch x prompt, or batch x prompt x output, with commas")
     parser.add_argument("--points-of", action="append", default=[], metavar="CONTENDER=POINTS",
@@ -142,7 +147,10 @@ def main() -> None:
     unasked = {one.name for one in there if one.name.endswith(" eager")}
     if options.case != "formats":
         unasked |= {one.name for one in there if one.name.endswith(contenders.STORED)}
-    wanted = with_points(chosen(there, options.contenders, unasked), options.points_of)
+    wanted = chosen(there, options.contenders, unasked)
+    if options.before:
+        wanted.append(contenders.of_checkout(wanted[0], options.before.resolve()))
+    wanted = with_points(wanted, options.points_of)
     if options.list:
         print("\n".join(contender.name for contender in wanted))
         return
