@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from placement.given import shown
 from ray_hetero.distributed.expert_memory import Geometry, HandoverMemory, RemoteLayer
 from ray_hetero.errors import AgreementError, StartupError
-from ray_hetero.runtime.unix_sockets import NOTE, user_of
+from ray_hetero.runtime.unix_sockets import MALFORMED, NOTE, unlike, user_of
 
 POLL_SECONDS = 0.05
 """Interval at which an expert rank looks whether somebody listens already, in seconds."""
@@ -87,6 +87,7 @@ class ExpertMeeting:
 
         Raises:
             StartupError: one is late, or has ended.
+            AgreementError: one has no number of an expert rank, or another's.
             OSError: the system gives no memory.
 
         """
@@ -116,23 +117,23 @@ class ExpertMeeting:
         return memory, [found[number] for number in range(len(names))]
 
     def _next(
-        self, names: Sequence[str], there: object, deadline: float, limit_s: float
+        self, names: Sequence[str], there: Collection[int], deadline: float, limit_s: float
     ) -> tuple[int, socket.socket]:
         """The next expert rank of this user that connects: its number, and the connection."""
         while True:
-            missing = [name for n, name in enumerate(names) if n not in there]  # type: ignore[operator]
-            with naming(" and ".join(missing), limit_s):
+            missing = {number: name for number, name in enumerate(names) if number not in there}
+            with naming(" and ".join(missing.values()), limit_s):
                 self._listener.settimeout(max(0.01, deadline - time.monotonic()))
                 connection = self._listener.accept()[0]
                 if user_of(connection) != os.getuid():
                     connection.close()
                     continue
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
-                return int(connection.recv(MOST_BYTES) or b"-1"), connection
-
-
-MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of Python where a message has another form."""
+                if not (said := connection.recv(MOST_BYTES)):
+                    raise ConnectionResetError("end")
+                if (number := int(said)) not in missing:
+                    raise ValueError(f"expected one of the numbers {list(missing)}, got {number}")
+                return number, connection
 
 
 class naming:  # noqa: N801
@@ -153,10 +154,7 @@ class naming:  # noqa: N801
         if isinstance(error, OSError):
             raise StartupError(f"{self._who} has closed the connection ({error})") from None
         if isinstance(error, MALFORMED):
-            raise AgreementError(
-                f"{self._who} has sent something else than was expected "
-                f"({type(error).__name__}: {shown(str(error))}); do all ranks run the same release?"
-            ) from None
+            raise AgreementError(f"{self._who} {unlike(error)}") from None
 
 
 def reach(
@@ -173,6 +171,7 @@ def reach(
 
     Raises:
         StartupError: that rank is late, or has ended.
+        AgreementError: it tells something else than ranks of this release do.
 
     """
     deadline = time.monotonic() + limit_s
@@ -197,7 +196,7 @@ def reach(
         if not descriptors:
             raise ConnectionResetError("end")
         try:
-            layers, geometry = _agreed(told)
+            layers, geometry = _agreed(told, number)
             memory = HandoverMemory(descriptors[0], geometry)
         finally:
             os.close(descriptors[0])
@@ -207,14 +206,25 @@ def reach(
     return Reached(memory, layers, connection)
 
 
-def _agreed(told: bytes) -> tuple[tuple[RemoteLayer, ...], Geometry]:
-    """What the rank of a stage tells of its layers and of the memory between the two."""
+def _agreed(told: bytes, number: int) -> tuple[tuple[RemoteLayer, ...], Geometry]:
+    """What the rank of a stage tells an expert rank of its layers and of their memory."""
     given = json.loads(told)
     layers = tuple(RemoteLayer(**layer) for layer in given.pop("layers"))
     dtype = getattr(torch, given["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype: {given['dtype']}")
-    return layers, Geometry(**given | {"dtype": dtype})
+    geometry = Geometry(**given | {"dtype": dtype})
+    sizes = [geometry.ranks, geometry.capacity, geometry.hidden, geometry.chosen]
+    sizes += [size for layer in layers for size in (layer.hidden, layer.chosen)]
+    if not (
+        all(type(size) is int and size > 0 for size in sizes)
+        and geometry.ranks > number
+        and all(isinstance(layer.name, str) for layer in layers)
+        and all(layer.hidden <= geometry.hidden for layer in layers)
+        and all(layer.chosen <= geometry.chosen for layer in layers)
+    ):
+        raise ValueError(f"{shown(geometry)} has no room for {shown(layers)}")
+    return layers, geometry
 
 
 def is_ready(reached: Reached) -> None:

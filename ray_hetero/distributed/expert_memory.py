@@ -21,7 +21,7 @@ import torch
 from placement.errors import NativeError
 from placement.host import native as host_memory
 from placement.plan.cost import HANDOVER_TOKENS
-from ray_hetero.errors import UnsupportedError
+from ray_hetero.errors import AgreementError, UnsupportedError
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory
 
@@ -117,7 +117,7 @@ class HandoverMemory:
         geometry: of the memory.
 
     Raises:
-        RuntimeError: the memory has another size than the geometry.
+        AgreementError: the memory has another size than the geometry.
         OSError: it cannot be mapped.
 
     """
@@ -125,7 +125,7 @@ class HandoverMemory:
     def __init__(self, descriptor: int, geometry: Geometry) -> None:
         found = os.fstat(descriptor).st_size
         if not sealed_memory.has_size(descriptor, geometry.nbytes):
-            raise RuntimeError(
+            raise AgreementError(
                 f"the shared memory of expert ranks has {found} bytes, expected {geometry.nbytes}, "
                 "sealed; do all ranks run the same release?"
             )

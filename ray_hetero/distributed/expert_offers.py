@@ -70,7 +70,7 @@ def taken(
 
     Raises:
         StartupError: one is late, or has ended.
-        AgreementError: its memory cannot be read.
+        AgreementError: its memory cannot be read, or it tells something else than was expected.
 
     """
     deadline = time.monotonic() + limit_s

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from ray_hetero.kernels.prompts.shared_weights import LinkedLinear, linked, read
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory, sealed_memory
 from ray_hetero.runtime.shared_pages import SharedPages
-from ray_hetero.runtime.unix_sockets import NOTE
+from ray_hetero.runtime.unix_sockets import MALFORMED, NOTE, unlike
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer import Layer
@@ -67,7 +67,7 @@ def joined(
         What computes each run of layers; None where some rank cannot, or the GPU.
 
     Raises:
-        RuntimeError: another rank has ended, or is late.
+        RuntimeError: another rank has ended, is late, or tells something else than was expected.
 
     """
 
@@ -80,14 +80,9 @@ def joined(
     heard = gather(terms)
     if offer is None or terms is None or any(other != terms for other in heard):
         return None
-    try:
-        made = _begin(sums, offer, terms, gather) if sums.is_first else _join(sums, offer, gather)
-    except OSError as error:
-        raise RuntimeError(
-            f"one of the ranks {list(sums.ranks)}, of one tensor-parallel group, has ended or was "
-            f"not there in {sums.limit_s:g} s (exchange.timeout_s), or memory cannot be shared: "
-            f"{error}"
-        ) from None
+    with naming(sums):
+        join = _begin if sums.is_first else _join
+        made = join(sums, offer, terms, gather)
     if made is None:
         return None
     shared, layers = made
@@ -109,6 +104,21 @@ def joined(
         )
         for run, one, make in zip(layers.runs if layers else none, behind, columns, strict=True)
     ]  # fmt: skip
+
+
+@contextmanager
+def naming(sums: RankSums) -> Iterator[None]:
+    """Errors of what ranks of a group send each other, told of these ranks."""
+    who = f"one of the ranks {list(sums.ranks)}, of one tensor-parallel group,"
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(
+            f"{who} has ended or was not there in {sums.limit_s:g} s (exchange.timeout_s), or "
+            f"memory cannot be shared: {error}"
+        ) from None
+    except MALFORMED as error:
+        raise RuntimeError(f"{who} {unlike(error)}") from None
 
 
 Made = tuple[torch.Tensor, WholeLayers | None]
@@ -251,7 +261,7 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
     return shared, layers
 
 
-def _join(sums: RankSums, offer: PromptOffer, gather: Gather) -> Made | None:
+def _join(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gather) -> Made | None:
     """Hand this rank's weights to the first one, and take memory that all map."""
     connection = sums.connections[0]
     assert connection is not None
@@ -269,9 +279,24 @@ def _join(sums: RankSums, offer: PromptOffer, gather: Gather) -> Made | None:
         socket.send_fds(connection, [NOTE], [one.descriptor])
     if gather(None)[0]:
         return None  # the first rank has said why
+    return _results_memory(connection, sum(terms.shared_bytes(sums.size))), None
+
+
+def _results_memory(connection: socket.socket, nbytes: int) -> torch.Tensor:
+    """The memory that the first rank hands out.
+
+    Raises:
+        RuntimeError: it has another size.
+
+    """
     descriptor = _descriptor(connection)[1]
     try:
-        return sealed_memory.mapped(descriptor, os.fstat(descriptor).st_size), None
+        if not sealed_memory.has_size(descriptor, nbytes):
+            raise RuntimeError(
+                f"the shared memory of a group's prompts has {os.fstat(descriptor).st_size} bytes, "
+                f"expected {nbytes}, sealed; do all ranks run the same release?"
+            )
+        return sealed_memory.mapped(descriptor, nbytes)
     finally:
         os.close(descriptor)
 

@@ -120,7 +120,7 @@ def _begin(own: int, members: int, size: int, gather: Gather, limit_s: float) ->
         for _ in range(members - 1):
             end = kept.enter_context(unix_sockets.accepted(listener))
             end.settimeout(limit_s)
-            (member,) = _MEMBER.unpack(end.recv(_MEMBER.size))
+            member = _member(end.recv(_MEMBER.size), connections)
             socket.send_fds(end, [unix_sockets.NOTE], [descriptor])
             connections[member] = end
         kept.pop_all()
@@ -149,6 +149,22 @@ def _join(own: int, members: int, size: int, gather: Gather, limit_s: float) -> 
         memory = sealed_memory.mapped(descriptors[0], size)
         kept.pop_all()
         return memory, [connection, *[None] * (members - 1)]
+
+
+def _member(message: bytes, connections: Sequence[socket.socket | None]) -> int:
+    """The place in the group that a process has told.
+
+    Raises:
+        RuntimeError: it has told none of those that are left.
+
+    """
+    member = _MEMBER.unpack(message)[0] if len(message) == _MEMBER.size else 0
+    if not 0 < member < len(connections) or connections[member] is not None:
+        raise RuntimeError(
+            f"a process that is no other rank of this group of {len(connections)} has connected to "
+            f"its first rank and sent {message!r}; do all ranks run the same release?"
+        )
+    return int(member)
 
 
 def _is_connected(connection: socket.socket, machine: bytes, name: bytes) -> bool:

@@ -11,6 +11,8 @@ import os
 
 import torch
 
+_BLOCK = 512
+"""Bytes that stat(2) counts in."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of the memory: neither its size nor its seals can be changed any more."""
 
@@ -62,6 +64,22 @@ def is_sealed(descriptor: int) -> bool:
 def has_size(descriptor: int, size: int) -> bool:
     """Whether memory has a size, and for good."""
     return os.fstat(descriptor).st_size == size and is_sealed(descriptor)
+
+
+def written_bytes(descriptor: int, begin: int = 0) -> int:
+    """Bytes of another process's memory from `begin` on, for which that one has taken room.
+
+    Raises:
+        ValueError: there are more than it has taken; who reads them would take room by a number.
+
+    """
+    status = os.fstat(descriptor)
+    nbytes, there = status.st_size - begin, status.st_blocks * _BLOCK
+    if begin < 0 or not 0 <= nbytes <= there:
+        raise ValueError(
+            f"memory of {status.st_size} bytes, of which {there} are there, read from byte {begin}"
+        )
+    return nbytes
 
 
 def mapped(descriptor: int, size: int) -> torch.Tensor:

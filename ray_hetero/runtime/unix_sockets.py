@@ -12,7 +12,14 @@ import struct
 import time
 import uuid
 
+from placement.given import shown
+
 NOTE = b"\0"
+MALFORMED = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+    struct.error,
+)  # fmt: skip
+"""Errors of Python where a message has another form."""
 BACKLOG = 128
 """Connections that may wait to be accepted.  Processes of other users can connect too: few of them
 must not fill what the one has that is waited for."""
@@ -40,6 +47,14 @@ def bind_abstract(listener: socket.socket) -> bytes:
     listener.listen(BACKLOG)
     address: bytes = listener.getsockname()
     return address[1:]
+
+
+def unlike(error: Exception) -> str:
+    """Sentence without its subject about a process whose message has led to a `MALFORMED` error."""
+    return (
+        f"has sent something else than was expected ({type(error).__name__}: {shown(str(error))}); "
+        "do all ranks run the same release?"
+    )
 
 
 def user_of(connection: socket.socket) -> int:

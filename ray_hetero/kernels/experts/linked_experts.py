@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.experts.activations import Activation
 from ray_hetero.kernels.experts.expert_room import in_lines
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
-from ray_hetero.kernels.formats.stacks import Stack, metadata, stacks_of, tables_in
+from ray_hetero.kernels.formats.stacks import Stack, stacks_of, tables_in, tensors_and_text
+from ray_hetero.runtime import sealed_memory
 from ray_hetero.runtime.shared_pages import SharedPages
 
 BIASES = ("w13_bias", "w2_bias")
@@ -108,17 +109,20 @@ def received(descriptor: int, data_bytes: int) -> LinkedSlice:
         data_bytes: of the weights, which come first.
 
     Raises:
-        RuntimeError: the memory is none of `shared`.
+        RuntimeError: the memory is not sealed.
+        ValueError: it is none of `shared`; TypeError and LookupError too.
         OSError: it cannot be mapped.
 
     """
+    nbytes = sealed_memory.written_bytes(descriptor, data_bytes)
     pages = SharedPages.received(descriptor)
-    content = os.pread(descriptor, len(pages.memory) - data_bytes, data_bytes)
-    tensors = load(content)
-    told = json.loads(metadata(content)["layer"])
+    tensors, text = tensors_and_text(os.pread(descriptor, nbytes, data_bytes))
+    told = json.loads(text["layer"])
     halves = [
-        Half(
-            pages.memory[start : start + used],
+        _half(
+            pages.memory[:data_bytes],
+            start,
+            used,
             tuple(
                 Stack.of(one, tables_in(tensors, f"{half}.{number}."))
                 for number, one in enumerate(stacks)
@@ -132,6 +136,21 @@ def received(descriptor: int, data_bytes: int) -> LinkedSlice:
     return LinkedSlice(
         (halves[0], halves[1]), (biases[0], biases[1]), Activation(**told["activation"])
     )
+
+
+def _half(memory: torch.Tensor, start: int, used: int, stacks: tuple[Stack, ...]) -> Half:
+    """The part of memory in which stacks of weights lie.
+
+    Raises:
+        ValueError: they do not.
+
+    """
+    half = Half(memory[start : start + used], stacks)
+    numbers, ends = [stack.first for stack in stacks], [0, *(stack.last for stack in stacks)]
+    is_inside = type(start) is type(used) is int and 0 <= start <= len(memory) - used
+    if not is_inside or not stacks or numbers != ends[:-1] or half.begin(ends[-1]) > used:
+        raise ValueError(f"{ends[-1]} weights in {used} bytes at {start} of {len(memory)}")
+    return half
 
 
 def check(slices: Sequence[LinkedSlice]) -> None:

@@ -12,6 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from placement.given import shown
 from ray_hetero.kernels.formats import FORMATS, SCALED_FORMATS
 from ray_hetero.kernels.formats.base import Expansion, HostWeight, StackExpansion
 
@@ -64,8 +68,23 @@ class Stack:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], tables: Mapping[str, torch.Tensor]) -> Stack:
-        """What `described` says."""
-        return cls(**{**described, "shape": tuple(described["shape"])}, tables=tables)
+        """What `described` says.
+
+        Raises:
+            ValueError: there are no such weights; TypeError and LookupError too.
+
+        """
+        stack = cls(**{**described, "shape": tuple(described["shape"])}, tables=tables)
+        outputs, inputs = stack.shape
+        sizes = (outputs, inputs, stack.first + 1, stack.count, stack.nbytes)
+        if (
+            stack.format not in {**FORMATS, **SCALED_FORMATS}
+            or not isinstance(stack.facts, Mapping)
+            or not all(type(size) is int and size > 0 for size in sizes)
+            or stack.nbytes % outputs
+        ):
+            raise ValueError(f"no weights: {shown(described)}")
+        return stack
 
 
 def stacks_of(weights: Sequence[HostWeight]) -> Iterator[Stack]:
@@ -81,11 +100,20 @@ def stacks_of(weights: Sequence[HostWeight]) -> Iterator[Stack]:
         yield Stack(name, shape, members[0], len(some), nbytes, facts, tables)
 
 
-def metadata(content: bytes) -> dict[str, str]:
-    """The free text in the header of safetensors, which is JSON behind its length."""
+def tensors_and_text(content: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors of safetensors, and the free text in their header, which is JSON behind its length.
+
+    Raises:
+        ValueError: it is no safetensors; LookupError: without text.
+
+    """
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
     length = int.from_bytes(content[:8], "little")
-    found: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-    return found
+    text: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    return tensors, text
 
 
 def tables_in(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from placement.given import shown
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.log import logger
 from ray_hetero.runtime.shared_pages import SharedPages, kept_at
+from ray_hetero.runtime.unix_sockets import MALFORMED, unlike
 
 MOST_BYTES = 1 << 16
 """Most bytes of a message."""
@@ -107,12 +109,14 @@ class PromptGroup:
             torch.distributed.DistError: the first rank has failed, has ended or is late.
 
         """
-        said = json.loads(self._receive(0))
-        if "memory" in said:
-            raise torch.OutOfMemoryError(said["memory"])
-        if "problem" in said:
-            raise dist.DistError(f"{self._name(0)} has failed: {said['problem']}")
-        return bool(said["stays"])
+        message = self._receive(0)
+        with self._meeting(0):
+            said = {**json.loads(message)}
+            if "memory" in said:
+                raise torch.OutOfMemoryError(str(said["memory"]))
+            if "problem" in said:
+                raise dist.DistError(f"{self._name(0)} has failed: {said['problem']}")
+            return bool(said["stays"])
 
     def caches(self, own: Sequence[torch.Tensor]) -> Caches | None:
         """Hand layers' caches to the first rank, and take them there; once for each run of layers.
@@ -152,38 +156,51 @@ class PromptGroup:
     def _taken(self, member: int, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         with self._meeting(member) as connection:
             message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
-        if not message:
-            raise self._ended(member)
-        said = json.loads(message)
-        if not said or not descriptors:
-            logger.warning(
-                "%s has no KV cache that can be mapped: the cores compute prompts",
-                self._name(member),
-            )
-            return None
-        (descriptor,) = descriptors
-        try:
-            memory = self._pages(descriptor).memory.untyped_storage()
-        finally:
-            os.close(descriptor)
-        if tuple(said["shape"]) != tuple(own[0].shape) or len(said["offsets"]) != len(own):
-            raise dist.DistError(
-                f"{self._name(member)} has another KV cache: {said['shape']} for each of "
-                f"{len(said['offsets'])} layers, expected {list(own[0].shape)} for {len(own)}"
-            )
-        return tuple(
-            torch.empty(0, dtype=torch.bfloat16).set_(
-                memory, offset, said["shape"], said["stride"]
-            )
-            for offset in said["offsets"]
-        )  # fmt: skip
+            try:
+                if not message:
+                    raise self._ended(member)
+                said = json.loads(message)
+                if said == {} or not descriptors:
+                    logger.warning(
+                        "%s has no KV cache that can be mapped: the cores compute prompts",
+                        self._name(member),
+                    )
+                    return None
+                memory = self._pages(member, descriptors[0])
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            return self._views(member, said, memory, own)
 
-    def _pages(self, descriptor: int) -> SharedPages:
+    def _views(
+        self, member: int, said: dict[str, Any], memory: torch.Tensor, own: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Caches of another rank, which has said where they lie."""
+        shape, stride, offsets = said["shape"], said["stride"], said["offsets"]
+        expected = list(own[0].shape), list(own[0].stride()), len(own)
+        if (shape, stride, len(offsets)) != expected:
+            raise dist.DistError(
+                f"{self._name(member)} has another KV cache: {shown(shape)} with strides "
+                f"{shown(stride)} for each of {len(offsets)} layers, expected {expected[0]} with "
+                f"{expected[1]} for {expected[2]}"
+            )
+        elements = memory[: memory.nbytes // 2 * 2].view(torch.bfloat16)
+        room = len(elements) - _extent(own[0])
+        if not all(type(offset) is int and 0 <= offset <= room for offset in offsets):
+            raise ValueError(f"{shown(offsets)} in memory of {memory.nbytes} bytes")
+        return tuple(elements.as_strided(shape, stride, offset) for offset in offsets)
+
+    def _pages(self, member: int, descriptor: int) -> torch.Tensor:
         """Memory of another rank, mapped once."""
-        number = os.fstat(descriptor).st_ino
-        if number not in self._mapped:
-            self._mapped[number] = SharedPages.received(descriptor)
-        return self._mapped[number]
+        try:
+            number = os.fstat(descriptor).st_ino
+            if number not in self._mapped:
+                self._mapped[number] = SharedPages.received(descriptor)
+        except (OSError, RuntimeError) as error:
+            raise dist.DistError(
+                f"{self._name(member)} has a KV cache whose memory cannot be mapped: {error}"
+            ) from None
+        return self._mapped[number].memory
 
     def _others(self) -> range:
         return range(1, self._sums.size)
@@ -225,3 +242,11 @@ class PromptGroup:
             ) from None
         except ConnectionError:
             raise self._ended(member) from None
+        except MALFORMED as error:
+            raise dist.DistError(f"{self._name(member)} {unlike(error)}") from None
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements of memory from a tensor's first one to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)

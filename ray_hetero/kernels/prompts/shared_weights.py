@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.formats.base import Expansion
-from ray_hetero.kernels.formats.stacks import Stack, metadata, stacks_of, tables_in
+from ray_hetero.kernels.formats.stacks import Stack, stacks_of, tables_in, tensors_and_text
 from ray_hetero.kernels.layers.layer_parts import Linear
+from ray_hetero.runtime import sealed_memory
 from ray_hetero.runtime.shared_pages import LONG_STEP, STEP, SharedPages
 
 ROOM_BYTES = 1 << 30
@@ -120,11 +121,14 @@ def linked(content: bytes, pages: Sequence[SharedPages]) -> list[LinkedLinear]:
         content: what `SharedWeights.described` gave there.
         pages: of its weights, in their order.
 
+    Raises:
+        ValueError: there are none; TypeError and LookupError too.
+
     """
-    tensors = load(content)
+    tensors, text = tensors_and_text(content)
     return [
         _linear(one, tables_in(tensors, f"{number}."), pages)
-        for number, one in enumerate(json.loads(metadata(content)["weights"]))
+        for number, one in enumerate(json.loads(text["weights"]))
     ]
 
 
@@ -133,14 +137,24 @@ def _linear(
 ) -> LinkedLinear:
     bias = tables.pop("bias", None)
     stack = Stack.of(told["stack"], tables)
-    begin = told["begin"]
-    rows = pages[told["pages"]].memory[begin : begin + stack.nbytes]
+    number, begin = told["pages"], told["begin"]
+    room = len(pages[number].memory) - stack.nbytes
+    if not (type(number) is type(begin) is int and number >= 0 and 0 <= begin <= room):
+        raise ValueError(f"a weight of {stack.nbytes} bytes in pages {number} at {begin}")
+    if stack.count != 1:
+        raise ValueError(f"{stack.count} weights of one linear layer")
+    rows = pages[number].memory[begin : begin + stack.nbytes]
     return LinkedLinear(LinkedWeight(rows.view(stack.shape[0], -1), stack), bias)
 
 
 def read_whole(descriptor: int) -> bytes:
-    """All bytes of memory that is not mapped."""
-    size, content = os.fstat(descriptor).st_size, bytearray()
-    while len(content) < size:
-        content += os.pread(descriptor, size - len(content), len(content))
+    """All bytes of memory that is not mapped.
+
+    Raises:
+        ValueError: its sender has not written them.
+
+    """
+    size, content = sealed_memory.written_bytes(descriptor), bytearray()
+    while part := os.pread(descriptor, size - len(content), len(content)):
+        content += part
     return bytes(content)
