@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-MODEL ?= .demo/llama
+# Empty: a small trained model, or a random one where it cannot be fetched.
+MODEL ?=
 # A demo answers once: compiling the model for that would take longer than the answer.
 DEMO_ARGS ?= --enforce-eager
 PYTEST_ARGS ?=
@@ -48,9 +49,15 @@ $(STAMP): pyproject.toml setup.py requirements.lock tools/fix_torchvision.py $(w
 	$(BIN)/python tools/fix_torchvision.py
 	touch $@
 
-demo: env ## Serve a model over two CPU ranks, chat with it and stop (MODEL=path or hub name)
-	@if [ '$(MODEL)' = .demo/llama ]; then test -e .demo/llama/config.json || $(BIN)/ray-hetero demo-model .demo/llama; fi
-	$(BIN)/python examples/serve_and_chat.py '$(MODEL)' $(DEMO_ARGS)
+demo: env ## Serve a small trained model over two CPU ranks, chat with it and stop (or MODEL=path or hub name)
+	@model='$(MODEL)'; \
+	if [ -z "$$model" ]; then \
+	  model=.demo/smollm2; \
+	  test -e $$model/config.json || $(BIN)/ray-hetero demo-model --trained --force $$model || { \
+	    echo 'The demo goes on with a random model, whose answers make no sense.'; model=.demo/llama; \
+	    test -e $$model/config.json || $(BIN)/ray-hetero demo-model $$model || exit; }; \
+	fi; \
+	$(BIN)/python examples/serve_and_chat.py "$$model" $(DEMO_ARGS)
 
 test: env ## Run all tests, JOBS files at a time; those that need a GPU say why they are skipped
 	@# In this order engines start first: half of their time is waiting, in which unit tests run.

@@ -1,4 +1,4 @@
-"""Serve a model over two CPU ranks, chat with it once, stop it, and leave nothing behind.
+"""Serve a model over two CPU ranks, ask three questions, stop it, and leave nothing behind.
 
     python examples/serve_and_chat.py MODEL [options of `vllm serve` …]
 
@@ -46,6 +46,17 @@ PHASES = (
 )
 """What vLLM and this package write into the log, and what the start is busy with from then on."""
 EVERY_S = 10
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "What does a baker do?",
+)
+NEXT = """
+What to try next:
+  ray-hetero doctor                 what this host has, and what is missing
+  ray-hetero plan MODEL             where a model of yours would go, and how fast it would be
+  vllm serve MODEL --distributed-executor-backend ray_hetero
+"""
 
 
 class StartDisplay:
@@ -192,26 +203,34 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def chat(address: str, model: str) -> int:
-    """One streamed chat completion, printed as it comes; returns the number of its chunks."""
+def chat(address: str, model: str, question: str) -> int:
+    """One streamed chat completion, printed as it comes; returns the number of its tokens."""
     client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
-    question = "What did the child write in the book?"
-    print(f"\nuser: {question}\nassistant:", end="", flush=True)
+    print(f"\nuser: {question}\nassistant: ", end="", flush=True)
+    began = time.monotonic()
+    first = 0.0
+    tokens = 0
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
         max_tokens=64,
         temperature=0,
         stream=True,
+        stream_options={"include_usage": True},
     )
-    chunks = 0
     for event in stream:
         text = event.choices[0].delta.content if event.choices else None
         if text:
-            chunks += 1
+            first = first or time.monotonic()
             print(text, end="", flush=True)
-    print("\n", flush=True)
-    return chunks
+        if event.usage is not None:
+            tokens = event.usage.completion_tokens
+    seconds = time.monotonic() - (first or began)
+    rate = f", {(tokens - 1) / seconds:.0f} tokens/s" if tokens > 1 and seconds else ""
+    print(
+        f"\n  ({tokens} tokens, the first after {(first or began) - began:.2f} s{rate})", flush=True
+    )
+    return tokens
 
 
 def main() -> int:
@@ -225,12 +244,13 @@ def main() -> int:
     try:
         took = server.wait_until_healthy(arguments.timeout_s)
         print(f"  ready after {took:.0f} s")
-        chunks = chat(server.address, arguments.model)
+        tokens = [chat(server.address, arguments.model, question) for question in QUESTIONS]
     finally:
         status = server.stop() if server.process.poll() is None else server.process.returncode
-    if status != 0 or chunks == 0:
-        print(f"{server.end()}exit status {status}, {chunks} chunks of text")
+    if status != 0 or not all(tokens):
+        print(f"{server.end()}exit status {status}, answers of {tokens} tokens")
         return 1
+    print(NEXT)
     print("stopped with exit status 0")
     return 0
 

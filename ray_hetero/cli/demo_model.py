@@ -16,6 +16,7 @@ Architecture = Literal["llama", "opt", "qwen3", "mixtral", "gemma"]
 
 
 def demo_model(
+    context: typer.Context,
     directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
     architecture: Annotated[Architecture, typer.Option(help="Family of the model.")] = "llama",
     layers: Annotated[int, typer.Option(help="Transformer layers.")] = 4,
@@ -26,9 +27,12 @@ def demo_model(
     stored: Annotated[
         str | None, typer.Option(help="Format of quantised linear layers: int8, fp8, w4a16, …")
     ] = None,
+    trained: Annotated[
+        bool, typer.Option("--trained", help="Fetch SmolLM2-135M-Instruct instead (93 MB).")
+    ] = False,
     force: Annotated[bool, typer.Option(help="Write into a directory that is not empty.")] = False,
 ) -> None:
-    """Write a tiny random checkpoint with a working tokenizer, offline."""
+    """Write a tiny random checkpoint with a working tokenizer, offline, or a small trained one."""
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedError(
             "demo-model needs transformers, which comes with vLLM; "
@@ -38,19 +42,45 @@ def demo_model(
     from transformers.utils import logging
 
     from ray_hetero.cli.demo.model import DemoShape, write_demo_model
+    from ray_hetero.cli.demo.trained import write_trained_model
 
     logging.disable_progress_bar()
     shape = DemoShape(layers=layers, hidden=hidden, heads=heads)
     try:
-        write_demo_model(
-            directory, architecture, shape=shape, seed=seed, dtype=dtype, stored=stored, force=force
-        )
+        if trained:
+            _refuse_sizes(context)
+            write_trained_model(directory, stored=stored, force=force)
+        else:
+            write_demo_model(
+                directory, architecture,
+                shape=shape, seed=seed, dtype=dtype, stored=stored, force=force,
+            )  # fmt: skip
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"{file_shown(directory)}: cannot be written: {reason}; name another place"
         ) from None
     held = f"{dtype}, linear layers in {stored}" if stored else dtype
+    what = "SmolLM2-135M-Instruct" if trained else f"a random {architecture} model"
     typer.echo(
-        f"wrote a random {architecture} model ({plural(layers, 'layer')}, {held}) to {directory}"
+        f"wrote {what} ({plural(30 if trained else layers, 'layer')}, {held}) to {directory}"
     )
+
+
+def _refuse_sizes(context: typer.Context) -> None:
+    """Refuse options of random models beside `--trained`.
+
+    Raises:
+        ConfigError: one of them was given.
+
+    """
+    given = [
+        f"--{name}"
+        for name in ("architecture", "layers", "hidden", "heads", "seed", "dtype")
+        if (source := context.get_parameter_source(name)) and source.name != "DEFAULT"
+    ]
+    if given:
+        raise ConfigError(
+            f"--trained with {', '.join(given)}: a trained model has sizes and weights of its own; "
+            "leave either away"
+        )

@@ -209,6 +209,20 @@ def _check(
     if stored is not None and stored not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"--stored: expected one of {known}; got {shown(stored)}")
+    check_directory(target, force=force)
+
+
+def check_directory(target: Path, *, force: bool) -> None:
+    """Refuse a place that a checkpoint cannot be written to.
+
+    Args:
+        target: the directory, which need not exist.
+        force: whether what is in it may be replaced.
+
+    Raises:
+        ConfigError: a file, or a directory that is not empty.
+
+    """
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target}: expected a directory, this is a file")
     if not force and target.is_dir() and any(target.iterdir()):
