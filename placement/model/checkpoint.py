@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -38,13 +38,19 @@ _NOT_LOADED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 _EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_positions|wpe|project_in)\.")
 _LAST = re.compile(r"(^|\.)(norm|ln_f|final_layer_norm|final_layernorm|norm_f|project_out)\.")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
-_LONGEST_HEADER = 100_000_000
-_LONGEST_INDEX = 64 << 20
+LONGEST_HEADER = 100_000_000
+"""Bytes of a file's header, as the format limits it."""
+LONGEST_INDEX = 64 << 20
+"""Bytes of an index."""
 _MOST_DIMENSIONS = 64
 _MOST_NAMED = 8
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{1,15}")
 _NUMBERED = re.compile(r"\.\d+\.")
 _FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\x00-\x1f]{1,255}")
+
+
+Header = dict[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of tensors, by name."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Sorted:
     """Vision and audio towers and whatever else is no part of the decoder."""
 
 
-def read_headers(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_headers(path: Path) -> Header:
     """Dtype and shape of every tensor of a checkpoint directory.
 
     Raises:
@@ -68,17 +74,17 @@ def read_headers(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         UnknownModelError: there is no safetensors file, or one has a dtype that is not known.
 
     """
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors: Header = {}
     for file in _files(path):
         tensors |= _header(file)
     return tensors
 
 
-def check_layers(path: Path, headers: Iterable[str], found: Sorted) -> None:
+def check_layers(name: str, headers: Iterable[str], found: Sorted) -> None:
     """See that every layer of the config has a tensor.
 
     Args:
-        path: of the checkpoint.
+        name: of the checkpoint, for errors.
         headers: names of all tensors.
         found: the same, sorted.
 
@@ -90,7 +96,7 @@ def check_layers(path: Path, headers: Iterable[str], found: Sorted) -> None:
     empty = [str(index) for index, tensors in found.layers.items() if not tensors]
     if not empty:
         return
-    where = f"{file_shown(path)}: config.json has {len(found.layers)} layers (num_hidden_layers)"
+    where = f"{name}: config.json has {len(found.layers)} layers (num_hidden_layers)"
     if len(empty) == len(found.layers) and any(_NUMBERED.search(name) for name in headers):
         raise UnknownModelError(
             f"{where}; expected them under a known name (layers.N, h.N or blocks.N)"
@@ -126,40 +132,69 @@ def _files(path: Path) -> list[Path]:
 
 def _names_in(index: Path) -> set[str]:
     try:
-        names = read_object(index, "the index of a checkpoint", _LONGEST_INDEX).get("weight_map")
+        content = read_object(index, "the index of a checkpoint", LONGEST_INDEX)
     except MissingFileError as error:
         raise DamagedCheckpointError(f"{file_shown(index)}: {error}") from None
     except UnknownModelError as error:
         raise DamagedCheckpointError(str(error)) from None
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise DamagedCheckpointError(
-            f"{file_shown(index)}: expected weight_map with the file of every tensor"
-        )
-    for name in names.values():
+    return files_of_index(content, file_shown(index))
+
+
+def files_of_index(content: Mapping[str, object], name: str) -> set[str]:
+    """Names of the files that a checkpoint's index lists.
+
+    Args:
+        content: of model.safetensors.index.json.
+        name: of the index, for errors.
+
+    Raises:
+        DamagedCheckpointError: it is no index, or names files elsewhere.
+
+    """
+    names = content.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise DamagedCheckpointError(f"{name}: expected weight_map with the file of every tensor")
+    for file in names.values():
         # Files elsewhere are no part of the checkpoint; vLLM does not read them either.
-        if not _FILE_NAME.fullmatch(name):
+        if not _FILE_NAME.fullmatch(file):
             raise DamagedCheckpointError(
-                f"{file_shown(index)}: expected names of files in the same folder, like "
-                f"model-00001-of-00002.safetensors, got {shown(name)}"
+                f"{name}: expected names of files in the same folder, like "
+                f"model-00001-of-00002.safetensors, got {shown(file)}"
             )
     return set(names.values())
 
 
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _header(file: Path) -> Header:
     """Dtype and shape of every tensor of a file that is as long as its header says."""
     name = file_shown(file)
     try:
         with file.open("rb") as stream:
-            size = file.stat().st_size
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise DamagedCheckpointError(
-                    f"{name}: no safetensors header: its length would be {length:,} bytes, and the "
-                    f"file has {size:,}; is the download whole?"
-                )
-            text = stream.read(length).decode("utf-8")
+            return header_of(stream.read, file.stat().st_size, name)
     except OSError as error:
         raise DamagedCheckpointError(f"{name}: cannot be read: {error.strerror}") from None
+
+
+def header_of(read: Callable[[int], bytes], size: int, name: str) -> Header:
+    """Dtype and shape of every tensor of a file that is as long as its header says.
+
+    Args:
+        read: gives so many bytes of the file, from its beginning on.
+        size: bytes of the whole file.
+        name: of the file, for errors.
+
+    Raises:
+        DamagedCheckpointError: the file has no header, or is shorter than it says.
+        UnknownModelError: a tensor has a dtype that is not known.
+
+    """
+    length = int.from_bytes(read(8), "little")
+    if size < 8 or length > min(size - 8, LONGEST_HEADER):
+        raise DamagedCheckpointError(
+            f"{name}: no safetensors header: its length would be {length:,} bytes, and the "
+            f"file has {size:,}; is the download whole?"
+        )
+    try:
+        text = read(length).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DamagedCheckpointError(f"{name}: header: not in UTF-8: {error.reason}") from None
     try:

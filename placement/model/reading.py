@@ -22,7 +22,7 @@ from placement.model.architectures import (
 )
 from placement.model.built import decoder_config
 from placement.model.caches import cache_of, latents_of
-from placement.model.checkpoint import check_layers, read_headers, sort_tensors
+from placement.model.checkpoint import Header, check_layers, read_headers, sort_tensors
 from placement.model.config import (
     EXPERT_KEYS,
     Config,
@@ -167,10 +167,34 @@ def shape_from_safetensors(
     """
     directory = Path(path)
     config = read_config(directory)
+    return shape_from_headers(
+        read_headers(directory), config, file_shown(directory), dtype, kv_dtype
+    )
+
+
+def shape_from_headers(
+    headers: Header,
+    config: Mapping[str, Any],
+    name: str,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+) -> ModelShape:
+    """Sizes of a checkpoint of any architecture.
+
+    Args:
+        headers: dtype and shape of all tensors.
+        config: content of config.json, which gives heads and windows.
+        name: of the checkpoint, for errors.
+        dtype: vLLM's `--dtype`; None or auto takes the config's.
+        kv_dtype: vLLM's `--kv-cache-dtype`; None or auto takes the model's.
+
+    Raises:
+        UnknownModelError: layers have no tensor, or the config lacks a needed key.
+
+    """
     reader = decoder_config(config)
     settings = reader.section("quantization_config")
     width = dtype_bytes(dtype, reader.values)
-    headers = read_headers(directory)
     found = sort_tensors(
         headers,
         reader.layers,
@@ -178,7 +202,7 @@ def shape_from_safetensors(
         bits=_packed_bits(settings) if settings else 4,
     )
     if not reader.has("block_configs"):  # Layers of these may hold nothing.
-        check_layers(directory, headers, found)
+        check_layers(name, headers, found)
     layers = tuple(
         Layer(
             index,

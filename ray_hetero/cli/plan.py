@@ -13,7 +13,7 @@ import typer
 
 from placement.errors import LayoutError, PlacementError
 from placement.given import numbers, shown
-from placement.model.reading import UnknownModelError, read_config, shape_of
+from placement.model.reading import UnknownModelError, read_config, shape_from_config
 from placement.model.shape import ModelShape
 from placement.plan.described import read_described
 from placement.plan.drafts import Drafter
@@ -30,9 +30,10 @@ from ray_hetero.planning.engine_facts import (
     facts_of_checkpoint,
 )
 from ray_hetero.planning.family import family_of
+from ray_hetero.planning.hub_headers import hub_model
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model
-from ray_hetero.planning.model_sizes import sizes_of
+from ray_hetero.planning.model_sizes import sizes_of, with_caches
 from ray_hetero.planning.quantise_first import quantised_forms
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
@@ -163,7 +164,8 @@ def plan(
         content = read_config(path)
         computed = dtype_of_config(content, dtype)
         folder = path if path.is_dir() else None
-        shape = sizes_of(content, folder, dtype=computed, kv_dtype=kv_cache_dtype)
+        hub = None if path == Path(model).expanduser() else hub_model(model)
+        shape = sizes_of(content, folder, dtype=computed, kv_dtype=kv_cache_dtype, hub=hub)
         drafter, acceptance = _drafter(speculative, draft_model, shape)
         with _machine(topology, config, cluster=cluster) as machine:
             found = plan_model(
@@ -186,7 +188,7 @@ def plan(
                 checkpoint=CheckpointOnCpus.of_config(content, config.cpu.linear_kernel),
                 acceptance=acceptance,
                 quantised=quantised_forms(content, computed, kv_cache_dtype),
-                in_8_bits=_in_8_bits(path, computed) if kv_cache_dtype == "auto" else None,
+                in_8_bits=None if kv_cache_dtype != "auto" else _in_8_bits(shape, path, computed),
                 is_length_auto=max_model_len == AUTO,
             )
         if svg is not None:
@@ -275,12 +277,13 @@ def _machine(topology: Path | None, config: HeteroConfig, *, cluster: bool) -> I
             )
 
 
-def _in_8_bits(path: Path, dtype: str) -> ModelShape | None:
-    """The model with keys and values in 8 bits; None where only vLLM's class tells its sizes."""
+def _in_8_bits(shape: ModelShape, path: Path, dtype: str) -> ModelShape | None:
+    """The model with keys and values in 8 bits; None where only vLLM's class tells these."""
     try:
-        return shape_of(path, dtype, "fp8")
+        found = shape_from_config(read_config(path), dtype, "fp8")
     except UnknownModelError:
         return None
+    return with_caches(shape, found)
 
 
 def _length(text: str | None) -> int | None:

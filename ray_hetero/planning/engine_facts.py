@@ -15,6 +15,7 @@ from placement.plan.drafts import Drafter
 from placement.units import GIB
 from ray_hetero.planning.activation_dtype import BFLOAT16, dtype_of_config
 from ray_hetero.planning.drafters import drafter_asked, drafter_in
+from ray_hetero.planning.hub_headers import hub_model
 from ray_hetero.planning.model_sizes import sizes_of
 
 if TYPE_CHECKING:
@@ -217,6 +218,7 @@ def _shape(model: ModelConfig, cache_dtype: str, layers: int) -> tuple[ModelShap
             dtype=str(model.dtype),
             kv_dtype=cache_dtype,
             layers=layers,
+            hub=None if directory.is_dir() else hub_model(model.model, model.revision),
             trust_remote_code=model.trust_remote_code,
         )
     except UnknownModelError as error:
