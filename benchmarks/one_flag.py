@@ -3,11 +3,15 @@
     python benchmarks/one_flag.py --out FOLDER                    on a host with a GPU
     python benchmarks/one_flag.py --out FOLDER --tiny             a rehearsal on any host
 
-Models are published shapes, cut to some layers, with vLLM's dummy weights; routers get weights of
-their own once an engine is up, because dummy ones choose the same experts in all layers.  The GPU's
-memory is limited.  Each engine is a process with a time limit.  For each, one line has the engine's
-choice beside that of `ray-hetero plan`, and measured decode steps beside predicted ones; all of it
-is in FOLDER/one_flag.json, and logs of the engines beside it.
+Models are published shapes, cut to some layers, with vLLM's dummy weights; routers, embeddings and
+output matrices get weights of their own once an engine is up: with dummy ones, all layers and all
+users choose the same experts.  The GPU's memory is limited.  Each engine is a process with a time
+limit.  For each, one line has the engine's choice beside that of `ray-hetero plan`, and measured
+decode steps beside predicted ones; all of it is in FOLDER/one_flag.json, and logs of the engines
+beside it.  With expert ranks, the line has the experts that a layer has read, steps of prompts
+included, beside those that planning expects of users who choose at random.
+
+    python benchmarks/one_flag.py --out FOLDER --only gpt-oss,llama,qwen      by how names begin
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from placement.plan.cost import distinct_experts
+
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "tests" / "unit" / "data" / "models"
 FLAG = "ray_hetero"
@@ -35,6 +41,9 @@ USERS = (1, 8)
 WITHIN = 0.25
 """Share by which a measured step may be off the predicted one."""
 END_SECONDS = 15
+REPORTED_S = 2.5
+"""Seconds after which a rank's report has what it computed before."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 FP8 = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
     "weight_block_size": [128, 128],
@@ -84,7 +93,9 @@ CASES = {
 def main() -> None:
     """Measure the cases that were asked for, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help="beginnings of cases' names, with commas"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=230, help="of each engine")
     parser.add_argument("--all-s", type=float, default=840, help="of all of them")
@@ -96,7 +107,7 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     ends, found = time.monotonic() + options.all_s, {}
-    for name in options.cases:
+    for name in cases_of(options.only):
         left = min(options.limit_s, ends - time.monotonic())
         if left < END_SECONDS:
             found[name] = {"error": "no time was left"}
@@ -104,6 +115,17 @@ def main() -> None:
             found[name] = run_case(name, options, left)
         print(said(name, found[name]), flush=True)
         (options.out / "one_flag.json").write_text(json.dumps(found, indent=1))
+
+
+def cases_of(only: str) -> list[str]:
+    """Names of the cases whose names begin so; all of them for no beginning."""
+    found = []
+    for begins in only.split(","):
+        names = [name for name in CASES if name.startswith(begins) and name not in found]
+        if not names:
+            raise SystemExit(f"--only {only}: expected beginnings of {', '.join(CASES)}")
+        found += names
+    return found
 
 
 def run_case(name: str, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
@@ -133,6 +155,13 @@ def run_case(name: str, options: argparse.Namespace, limit_s: float) -> dict[str
             "measured_ms": round(step, 2),
             "predicted_ms": None if predicted is None else round(1e3 * predicted, 2),
         }
+        if f"experts_read_{users}" in found:
+            experts = next(config[key] for key in EXPERTS if key in config)
+            expected = distinct_experts(experts, config["num_experts_per_tok"], int(users))
+            found[f"step_{users}"] |= {
+                "experts_read": found.pop(f"experts_read_{users}"),
+                "experts_expected": round(expected, 1),
+            }
     return found
 
 
@@ -228,8 +257,9 @@ def measure(given: dict[str, Any]) -> None:
     )  # fmt: skip
     started_s = round(time.monotonic() - began, 1)
     print("RESULT " + json.dumps({"start_s": started_s}), flush=True)
-    llm.collective_rpc(spread_routers)
+    print("RESULT " + json.dumps({"spread": llm.collective_rpc(spread_weights)}), flush=True)
     steps: dict[int, float] = {}
+    read = experts_read()
     for users in USERS:
         point = Point(users, PROMPT, OUTPUT)
         run_requests(llm, point, 1)
@@ -239,19 +269,45 @@ def measure(given: dict[str, Any]) -> None:
         first_token_s = statistics.median(one.all_started for one in rounds)
         result = {"steps": steps, f"first_token_{users}_s": round(first_token_s, 3)}
         print("RESULT " + json.dumps(result), flush=True)
+        before, read = read, experts_read() if read else None
+        if before and read and read[1] > before[1]:
+            a_layer = (read[0] - before[0]) / (read[1] - before[1])
+            print("RESULT " + json.dumps({f"experts_read_{users}": round(a_layer, 1)}), flush=True)
 
 
-def spread_routers(worker: Any) -> int:
-    """In a rank: routers of different layers choose different experts; answers how many."""
+def spread_weights(worker: Any) -> int:
+    """In a rank: layers choose different experts, and so do users; answers how many were changed.
+
+    Dummy embeddings are smaller than the dummy biases that layers add for every token, so that the
+    states of all users would be nearly the same.
+    """
     import torch
 
-    model, changed = worker.model_runner.model, 0
-    for name, parameter in model.named_parameters():
-        if re.search(r"\.(router|gate)\.weight$", name):
+    changed = 0
+    for name, parameter in worker.model_runner.model.named_parameters():
+        is_ours = re.search(r"(\.(router|gate)|(^|\.)(embed_tokens|lm_head))\.weight$", name)
+        if is_ours and parameter.dim() == 2 and parameter.is_floating_point():
             torch.manual_seed(changed)
-            parameter.data.copy_(torch.randn(parameter.shape).to(parameter))
+            parameter.data.normal_()
             changed += 1
     return changed
+
+
+def experts_read() -> tuple[int, int] | None:
+    """Experts that an expert rank has read, and layers that it has computed; None without one."""
+    # Ranks report every two seconds.
+    time.sleep(REPORTED_S)
+    words = [str(Path(sys.executable).with_name("ray-hetero")), "status", "--json"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        engines = json.loads(ran.stdout)
+    except ValueError:
+        return None
+    for engine in engines:
+        for rank in engine["ranks"]:
+            if "experts_read" in rank:
+                return rank["experts_read"], rank["expert_layers"]
+    return (0, 0) if any(one["kind"] == "experts" for e in engines for one in e["ranks"]) else None
 
 
 def said(name: str, found: dict[str, Any]) -> str:
@@ -268,6 +324,11 @@ def said(name: str, found: dict[str, Any]) -> str:
                 f"; {key[5:]} users: {step['measured_ms']} ms, predicted {step['predicted_ms']} "
                 f"({off:+.0%}{verdict})"
             )
+            if "experts_read" in step:
+                line += (
+                    f", {step['experts_read']} experts read a layer, "
+                    f"{step['experts_expected']} expected"
+                )
     return line + (f"; {found['error']}" if "error" in found else "")
 
 
