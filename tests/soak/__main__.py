@@ -13,6 +13,7 @@ something is not as it ought to be.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -29,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
 import httpx
 import openai
+import psutil
 from clients import Clients, Findings, ask, requests
 from engines import Server, is_healthy
 from faults import DISKS, PROCESSES, Fault
 from faulty_server import FaultyServer
-from leftovers import AGENTS_GONE_SECONDS, Scene, clean_scene, wait_until
+from leftovers import AGENTS_GONE_SECONDS, Scene, clean_scene, segments, wait_until
 
 from ray_hetero.cli.demo.model import write_demo_model
 
@@ -48,8 +50,6 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"layout": [["cpu"], ["gpu"]], "sizes": (2, 1)},
 )
 """Of engines in turns: expert ranks are for stages of GPUs only."""
-FAULTS_OF_AN_ENGINE = 8
-"""Most faults before the other layout has its turn."""
 KEYS: dict[str, Any] = {
     "cpu": {"ranks_per_socket": 2, "kv_cache_gib": 0.25},
     "max_restarts": 20,
@@ -77,6 +77,7 @@ class Soak:
         self._engines = 0
         self.findings = Findings()
         self.faults: list[dict[str, Any]] = []
+        self.sizes: list[dict[str, float]] = []
         self._model = write_demo_model(folder / "model", "mixtral", dtype="f32")
 
     def run(self) -> None:
@@ -88,7 +89,7 @@ class Soak:
                 limit_s=BACK_S, count=CLIENTS, seed=self._draw.randrange(2**31),
             )  # fmt: skip
             alive = True
-            for _ in range(FAULTS_OF_AN_ENGINE):
+            for _ in range(self._options.faults):
                 if not alive or time.monotonic() > self._ends:
                     break
                 alive = self._fault(server)
@@ -145,7 +146,21 @@ class Soak:
             server.server.child.process.kill()
         took = time.monotonic() - injected
         self.faults[-1] |= {"took_s": round(injected - start, 1), "back_s": round(took, 1)}
-        return process.poll() is None
+        if process.poll() is not None:
+            return False
+        self._measure(server)
+        return True
+
+    def _measure(self, server: FaultyServer) -> None:
+        """Note sizes of the processes that live as long as the engine."""
+        size: dict[str, float] = {"engine": self._engines, "segments": len(segments())}
+        # It may be about to end.
+        with contextlib.suppress(psutil.Error, StopIteration):
+            own = psutil.Process(server.server.child.process.pid)
+            for name, process in (("server", own), ("engine", server.engine)):
+                size[f"{name}_mib"] = process.memory_full_info().uss >> 20
+                size[f"{name}_descriptors"] = process.num_fds()
+            self.sizes.append(size)
 
     def _settled(self, server: FaultyServer, fault: Fault) -> bool:
         process = server.server.child.process
@@ -224,6 +239,9 @@ def main() -> int:
     parser.add_argument(
         "--every", type=float, default=15, help="seconds between faults, on average"
     )
+    parser.add_argument(
+        "--faults", type=int, default=8, help="most of one engine, before the other's turn"
+    )
     parser.add_argument("--requests", type=int, default=30, help="different ones")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--out", type=Path, default=Path("soak"), help="folder for logs")
@@ -262,12 +280,24 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     return [part for name, value in vars(options).items() for part in (f"--{name}", str(value))]
 
 
+def _growth(sizes: list[dict[str, float]]) -> list[str]:
+    """Sizes of the engine that has lived through most faults, behind its first and its last."""
+    lived = Counter(size["engine"] for size in sizes)
+    if not lived:
+        return []
+    longest, faults = lived.most_common(1)[0]
+    first, *_, last = [size for size in sizes if size["engine"] == longest] * 2
+    names = [name for name in first if name != "engine"]
+    return [f"engine {longest:g}, behind the first and the last of {faults} faults: "
+            + ", ".join(f"{name} {first[name]:g} → {last[name]:g}" for name in names)]  # fmt: skip
+
+
 def _report(found: Soak, options: argparse.Namespace, folder: Path) -> int:
     kinds = Counter(one["fault"] for one in found.faults)
     result = {
         "seed": options.seed, "minutes": options.minutes, "faults": found.faults,
         "outcomes": found.findings.outcomes, "violations": found.findings.violations,
-        "reasons": found.findings.reasons.most_common(40),
+        "reasons": found.findings.reasons.most_common(40), "sizes": found.sizes,
     }  # fmt: skip
     (folder / "report.json").write_text(json.dumps(result, indent=1))
     longest = max((one.get("back_s", 0) for one in found.faults), default=0)
@@ -275,6 +305,8 @@ def _report(found: Soak, options: argparse.Namespace, folder: Path) -> int:
           + ", ".join(f"{count} × {name}" for name, count in kinds.most_common()))  # fmt: skip
     print("answers: " + ", ".join(f"{n} {kind}" for kind, n in found.findings.outcomes.items()))
     print(f"longest time back {longest:g} s; logs and report.json in {folder}")
+    for line in _growth(found.sizes):
+        print(line)
     for text in found.findings.violations:
         print(f"WRONG: {text}")
     print(f"{len(found.findings.violations)} things are not as they ought to be")

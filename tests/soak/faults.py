@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import psutil
 from faulty_server import FaultyServer
+from process_faults import OTHERS, process_of
 
 SHORT_S, LONG_S = 0.5, 15.0
 """How long something is stopped or full: shorter and longer than the limits of the engine."""
@@ -39,30 +39,24 @@ def _ranks(server: FaultyServer) -> list[tuple[str, int]]:
     return [(f"rank {rank}", pid) for rank, pid in sorted(server.pids.items())]
 
 
-def _engine(server: FaultyServer) -> list[tuple[str, int]]:
-    return [("engine", server.engine.pid)]
-
-
-def _api_server(server: FaultyServer) -> list[tuple[str, int]]:
-    return [("API server", server.server.child.process.pid)]
-
-
-def _named(*words: str) -> Callable[[FaultyServer], list[tuple[str, int]]]:
+def _other(name: str) -> Callable[[FaultyServer], list[tuple[str, int]]]:
     def find(server: FaultyServer) -> list[tuple[str, int]]:
-        return [
-            (words[0], pid)
-            for pid, command in server.scene.processes().items()
-            if any(re.search(word, command) for word in words)
-        ]
+        try:
+            return [(name, process_of(server, name).pid)]
+        except (AssertionError, StopIteration, psutil.Error):
+            return []
 
     return find
 
 
-_GCS = _named("gcs_server")
-_RAYLET = _named(r"/raylet ")
-_KEEPER = _named("ray_ahead")
-_AGENT = _named("dashboard/agent", "runtime_env/agent")
-_OTHERS = (_engine, _api_server, _GCS, _RAYLET, _KEEPER, _AGENT)
+def _agents(server: FaultyServer) -> list[tuple[str, int]]:
+    """Ray's two agents, which call themselves so."""
+    found = server.scene.processes().items()
+    return [(words, pid) for pid, words in found if words.startswith("ray::") and "Agent" in words]
+
+
+_ENGINE = _other("engine")
+_OTHERS = (*(_other(name) for name in OTHERS), _agents)
 
 
 def _one_of(draw: random.Random, found: list[tuple[str, int]]) -> tuple[str, int]:
@@ -107,7 +101,7 @@ def _slow(server: FaultyServer, draw: random.Random) -> str:
 
 def _out_of_memory(server: FaultyServer, draw: random.Random) -> str:
     """No new page for one process."""
-    who, pid = _one_of(draw, draw.choice([_ranks, _ranks, _engine])(server))
+    who, pid = _one_of(draw, draw.choice([_ranks, _ranks, _ENGINE])(server))
     seconds = draw.choice([SHORT_S, LONG_S])
     with contextlib.suppress(OSError, psutil.Error):
         now = psutil.Process(pid).memory_info().vms
