@@ -21,6 +21,7 @@ the scheduler counts on.
 from __future__ import annotations
 
 import gc
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,12 @@ from ray_hetero.runtime import exit_reason
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Pauses in seconds behind the first, second, … start that has failed, the last behind all others.
+A disk that is full for a moment would else spend all restarts within that moment."""
+POLL_S = 0.1
+"""Interval at which a pause looks whether the engine is to end, in seconds."""
+
 
 class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
     """Asked by the engine's loop when it has raised; returns when the loop may go on."""
@@ -51,16 +58,20 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
 
         Raises:
             Exception: the loop's own error, if it is none of the ranks, or they do not come up.
+            SystemExit: the engine is to end, and would wait for the next try.
 
         """
         executor: Any = self.engine.model_executor
         report = executor.verdict()
         if report is None:
             raise exc
-        is_up = False
+        is_up, failed = False, 0
         try:
             while not is_up and executor.restarts_left:
                 self._turn_away(report)
+                if failed:
+                    self._pause(PAUSES_S[min(failed, len(PAUSES_S)) - 1])
+                failed += 1
                 try:
                     executor.restart()
                     is_up = True
@@ -72,7 +83,7 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
                     report = f"the ranks do not start again: {said_by(error)}"
                     logger.exception("ray_hetero: %s", report)
         finally:
-            if not is_up:
+            if not is_up and self.engine.is_running():
                 exit_reason.leave(report)
         if not is_up:
             raise exc
@@ -83,6 +94,14 @@ class RankRecovery(EngineCoreSentinel):  # type: ignore[misc]
         gc.collect()
         self._tell(EngineStatusType.HEALTHY, {})
         logger.info("ray_hetero: serving again; %d restarts left", executor.restarts_left)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, unless the engine is to end."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            if not self.engine.is_running():
+                raise SystemExit
+            time.sleep(POLL_S)
 
     def _turn_away(self, report: str) -> None:
         """End all requests with an error, and let the API server refuse new ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,7 @@ class Engine:
         self.output_queue: queue.Queue[Any] = queue.Queue()
         self.batch_queue: list[str] = ["a batch on its way"]
         self.errors: list[tuple[list[str], int]] = []
+        self.is_running: Callable[[], bool] = lambda: True
 
     def _send_error_outputs_to_client(self, ids: list[str], client: int) -> None:
         self.errors.append((ids, client))
@@ -90,8 +92,13 @@ def _request(name: str, client: int = 0) -> Any:
     return SimpleNamespace(request_id=name, client_index=client)
 
 
-def _recover(executor: Executor, args: type[EngineArgs] = AsyncEngineArgs) -> Engine:
+def _recover(
+    executor: Executor,
+    args: type[EngineArgs] = AsyncEngineArgs,
+    is_running: Callable[[], bool] = lambda: True,
+) -> Engine:
     engine = Engine(executor, args)
+    engine.is_running = is_running
     for entry in (
         (EngineCoreRequestType.ADD, (_request("queued", client=1), 0)),
         (EngineCoreRequestType.ABORT, ["running"]),
@@ -108,6 +115,26 @@ def exit_reason(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     left: list[str] = []
     monkeypatch.setattr(recovery.exit_reason, "leave", left.append)
     return left
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("time.sleep", made.sleep)
+    monkeypatch.setattr("time.monotonic", made.monotonic)
+    return made
 
 
 def test_all_requests_end_and_nothing_of_the_old_ranks_is_believed(exit_reason: list[str]) -> None:
@@ -169,6 +196,38 @@ def test_whatever_a_start_fails_with_it_is_tried_again_and_told(
     assert executor.restarts_left == 0
     assert exit_reason[0].startswith("the ranks do not start again: ")
     assert said in exit_reason[0]
+
+
+class FullDisk(Executor):
+    """Ranks that do not come up as long as a disk is full."""
+
+    def __init__(self, restarts: int, clock: Clock, full_s: float) -> None:
+        super().__init__(restarts)
+        self._clock, self._full_s, self.tries = clock, full_s, list[float]()
+
+    def restart(self) -> None:
+        self.restarts_left -= 1
+        self.tries.append(round(self._clock.now))
+        if self._clock.now < self._full_s:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_is_full_for_a_while_does_not_spend_all_restarts(clock: Clock) -> None:
+    executor = FullDisk(20, clock, full_s=100)
+    _recover(executor)
+    assert executor.tries == [0, 1, 3, 7, 15, 30, 60, 90, 120]
+
+
+def test_an_engine_that_is_to_end_waits_for_no_further_try(
+    clock: Clock, exit_reason: list[str]
+) -> None:
+    executor = FullDisk(20, clock, full_s=100)
+    with pytest.raises(SystemExit):
+        _recover(executor, is_running=lambda: clock.now < 10)
+    assert executor.tries == [0, 1, 3, 7]
+    assert 10 <= clock.now < 11
+    # What ends it is not what the ranks failed with.
+    assert exit_reason == []
 
 
 def test_without_restarts_and_for_errors_of_others_the_engine_ends(exit_reason: list[str]) -> None:
