@@ -115,7 +115,7 @@ def _out_of_memory(server: FaultyServer, draw: random.Random) -> str:
 def _full(folder: Callable[[FaultyServer], Path], *, kill: bool) -> Callable[..., str]:
     def inject(server: FaultyServer, draw: random.Random) -> str:
         file = folder(server) / "filled-by-the-soak"
-        who = ""
+        who = "full"
         try:
             with file.open("wb") as out:
                 while (free := shutil.disk_usage(file.parent).free) > 0:
@@ -129,7 +129,7 @@ def _full(folder: Callable[[FaultyServer], Path], *, kill: bool) -> Callable[...
             who = f"{who}, {victim} killed"
         time.sleep(LONG_S)
         file.unlink()
-        return f"{file.parent}: {who or 'full'} for {LONG_S:g} s"
+        return f"{file.parent}: {who}, for {LONG_S:g} s"
 
     return inject
 
