@@ -1,16 +1,22 @@
-"""vLLM's engine processes: the time that one of this backend gets to end in order."""
+"""vLLM's engine processes: the time that one of this backend gets to end in order, and their end
+where the server is to end while they start.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ray_hetero.compat.patching import original
+from ray_hetero.compat.patching import original, replace
 
 END_SECONDS = 30.0
 """Longest wait for an engine process that has been asked to end, in seconds.  Without a request
 under way it takes two or three, most of it for a Ray that was started for it."""
+Sockets = Callable[..., AbstractContextManager[Any]]
+"""A function that makes a socket for a `with` block."""
 ENDS_IN_ORDER = "_ray_hetero_ends_in_order"
 
 
@@ -62,6 +68,36 @@ def wait_for_engines_to_end(limit_s: float = END_SECONDS) -> None:
     shutdown.__ray_hetero__ = True  # type: ignore[attr-defined]
     utils.wait_for_engine_startup = wait_for_engine_startup
     manager.shutdown = shutdown
+
+
+def end_when_asked_during_start() -> None:
+    """In a process that starts engines: let SIGTERM and Ctrl-C end the wait for them.
+
+    Replaces: `utils.zmq_socket_ctx` of vllm.v1.engine.
+    Why: vLLM's servers make a KeyboardInterrupt of a SIGTERM that comes while an engine starts, and
+    zmq_socket_ctx, in which they wait for it, swallows that: the server serves in spite of it, or
+    waits for ten minutes (VLLM_ENGINE_READY_TIMEOUT_S) for an engine that has failed to start.
+    Can go when: zmq_socket_ctx lets a KeyboardInterrupt through.
+    """
+    from vllm.v1.engine import utils
+
+    def make(stock: Sockets) -> Sockets:
+        @contextmanager
+        @functools.wraps(stock)
+        def zmq_socket_ctx(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            swallowed: KeyboardInterrupt | None = None
+            with stock(*args, **kwargs) as socket:
+                try:
+                    yield socket
+                except KeyboardInterrupt as interrupt:
+                    swallowed = interrupt
+                    raise
+            if swallowed is not None:
+                raise swallowed
+
+        return zmq_socket_ctx
+
+    replace(utils, "zmq_socket_ctx", make)
 
 
 def _finalize_within(manager: Any, limit_s: float) -> None:

@@ -66,6 +66,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     ray_ahead.wait_at_exit()
     engine_clients.end_engines_at_exit(exit_reason.engine_ended, early_ray.started_for)
     engine_processes.wait_for_engines_to_end()
+    engine_processes.end_when_asked_during_start()
     check_ray_version()
     group = ray_cluster.current_group()
     engines = engines_together(engine_args)

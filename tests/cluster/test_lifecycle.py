@@ -33,7 +33,7 @@ from engines import (
     tokens,
     wait_until_healthy,
 )
-from leftovers import Scene, clean_scene, marked_processes, wait_until
+from leftovers import AGENTS_GONE_SECONDS, Scene, clean_scene, marked_processes, wait_until
 from quiet import noise
 from ray_cluster import cluster, look
 
@@ -68,6 +68,20 @@ def test_ctrl_c_while_serving(scene: Scene, logs: Path, model: Model) -> None:
     server.child.wait(STOP_SECONDS)
     assert noise(server.child.log) == []
     scene.assert_clean()
+
+
+@pytest.mark.slow
+def test_sigterm_while_an_engine_starts(scene: Scene, logs: Path, model: Model) -> None:
+    """Asked where no rank hears of it: the server's process waits for its engine."""
+    server = serve(scene, logs / "starts", model("llama", "bf16"), *backend(2))
+    ended = server.child.process.poll
+    assert wait_until(
+        lambda: "] discover" in server.child.log or ended() is not None, START_SECONDS, 0.05
+    )
+    server.child.signal(signal.SIGTERM)
+    # What a Ctrl-C in Python ends with.
+    assert server.child.wait(STOP_SECONDS) == -signal.SIGINT, server.child.tail()
+    scene.assert_clean(AGENTS_GONE_SECONDS)
 
 
 def test_a_script_that_ends_looks_normal(

@@ -445,6 +445,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("worker/rank_actor", RankActor, "get_node_and_physical_gpu_ids"),
     ("worker/rank_actor", RankActor, "wait_for_init"),
     ("compat/engine_processes", engine_utils, "wait_for_engine_startup"),
+    ("compat/engine_processes", engine_utils, "zmq_socket_ctx"),
     ("compat/kv_cache", kv_cache_utils, "get_kv_cache_config_from_groups"),
     ("compat/kv_cache", kv_cache_utils, "_pool_bytes_per_block"),
     ("compat/kv_cache", gpu_model_runner, "allocate_kv_cache"),

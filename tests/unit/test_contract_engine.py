@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from vllm import envs
 from vllm.config import (
     VllmConfig,
@@ -127,6 +128,28 @@ def test_an_engine_of_ours_that_is_up_gets_time_to_end(monkeypatch: pytest.Monke
     assert limits == [None, 30, 30, 5, None, None, 0, 5]
     del manager, launch
     assert finalised == [{"timeout": 30}, {}]
+
+
+def test_who_waits_for_an_engine_that_starts_can_be_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_utils, "zmq_socket_ctx", engine_utils.zmq_socket_ctx)
+
+    def wait() -> str:
+        with engine_utils.zmq_socket_ctx("inproc://here", zmq.PULL, bind=True) as socket:
+            assert socket.poll(0) == 0
+            raise KeyboardInterrupt("terminated")
+        return "nobody has heard"
+
+    assert wait() == "nobody has heard", "vLLM lets it through: the patch can go"
+    for _ in range(2):
+        engine_processes.end_when_asked_during_start()
+        with pytest.raises(KeyboardInterrupt, match="terminated"):
+            wait()
+    assert "with zmq_socket_ctx(" in inspect.getsource(engine_utils.launch_core_engines)
+    with engine_utils.zmq_socket_ctx("inproc://here", zmq.PULL, bind=True) as socket:
+        assert not socket.closed
+    assert socket.closed
 
 
 @pytest.fixture
