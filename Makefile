@@ -83,7 +83,7 @@ fuzz: env ## Give configuration, command line and binary files thousands of inpu
 	$(BIN)/python -m pytest tests/unit/test_fuzz_config.py tests/unit/test_fuzz_cli.py \
 	  --hypothesis-profile fuzz --hypothesis-show-statistics $(PYTEST_ARGS)
 	$(BIN)/python -m pip install --quiet 'atheris>=3'
-	for target in headers offers meetings; do \
+	for target in headers offers meetings groups weights handovers; do \
 	  $(BIN)/python tests/fuzz/fuzz.py $$target -max_total_time=$(FUZZ_SECONDS) || exit; done
 
 sanitize: env ## Run the tests of the native modules with AddressSanitizer, UBSan and ThreadSanitizer

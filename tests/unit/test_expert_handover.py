@@ -5,11 +5,15 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import random
+import re
 import resource
 import signal
 import socket
+import struct
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +25,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from handover_words import ExpertRank  # noqa: E402
 
 from ray_hetero.distributed import expert_meeting, expert_memory  # noqa: E402
 from ray_hetero.distributed.expert_channel import ExpertChannel  # noqa: E402
@@ -399,3 +404,24 @@ def test_an_expert_rank_serves_what_its_memory_has_room_for() -> None:
         served.serve(0.1)
     ours.close()
     theirs.close()
+
+
+def test_whatever_another_process_writes_is_answered_or_named() -> None:
+    """Requests at random and near those that were agreed on, by a seed."""
+    rng, rank, found = random.Random(7), ExpertRank(), Counter[str]()
+    for _ in range(400):
+        near = rng.choice((0, 1, 2, 5, 6, 2**20 - 1)) << 12 | rng.choice((0, 1, 2, 3, 4095))
+        request = rng.choice((0, near, near, near, near, rng.getrandbits(32)))
+        words = [rng.getrandbits(32), request, *(rng.getrandbits(32) for _ in range(5))]
+        experts = (rng.choice((-1, 0, 7, 2**16 - 1, 2**16, -(2**31), 2**31 - 1)) for _ in range(15))
+        content = struct.pack("7I15i", *words, *experts) + rng.randbytes(rng.randrange(120))
+        found[re.sub(r"-?\d+", "N", rank.serve(content[: rng.choice((28, 40, 500))]))] += 1
+    rank.close()
+    request = "a request of layer N for N tokens is none that was agreed on"
+    assert found.keys() == {
+        "idle",
+        "answered",
+        request,
+        "a token of expert N, expected one below N",
+    }
+    assert min(found.values()) > 5, found

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from placement.given import shown
 from ray_hetero.errors import AgreementError
-from ray_hetero.kernels.experts.activations import Activation
+from ray_hetero.kernels.experts.activations import ROWS, Activation
 from ray_hetero.kernels.experts.expert_room import in_lines
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.kernels.formats.stacks import Stack, stacks_of, tables_in, tensors_and_text
@@ -133,9 +134,10 @@ def received(descriptor: int, data_bytes: int) -> LinkedSlice:
         )
     ]
     biases = [tensors.get(name) for name in BIASES]
-    return LinkedSlice(
-        (halves[0], halves[1]), (biases[0], biases[1]), Activation(**told["activation"])
-    )
+    activation = Activation(**told["activation"])
+    if len(halves) != len(biases) or activation.value not in ROWS:
+        raise ValueError(f"{len(halves)} halves of experts with {shown(activation)}")
+    return LinkedSlice((halves[0], halves[1]), (biases[0], biases[1]), activation)
 
 
 def _half(memory: torch.Tensor, start: int, used: int, stacks: tuple[Stack, ...]) -> Half:
