@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEVEL = ROOT / "csrc/kernels/levels/avx2.cpp"
 PROGRAM = ROOT / "tests/native/threads.cpp"
+HANDOVER = ROOT / "tests/native/handover_threads.cpp"
+LIMIT_S = 1800.0
 RACE_STATUS = 66
 """Exit status of a program that ThreadSanitizer has reported of."""
 FAULTS = {
@@ -46,29 +49,45 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_threads_of_decode_steps_do_not_race(tmp_path: Path) -> None:
-    """Of one rank, and of two and three that add up, with a control."""
-    options = ["-std=c++17", "-O1", "-g1", "-fopenmp", "-fsanitize=thread", f"-I{ROOT / 'csrc'}"]
-    for source in (LEVEL, PROGRAM):
-        subprocess.run(["g++", *options, "-c", source], cwd=tmp_path, check=True)
+def compiled(folder: Path, sources: Sequence[Path], *options: str) -> None:
+    """Make the program `threads` with ThreadSanitizer."""
+    known = ["-std=c++17", "-O1", "-g1", "-fsanitize=thread", f"-I{ROOT / 'csrc'}", *options]
+    for source in sources:
+        subprocess.run(["g++", *known, "-c", source], cwd=folder, check=True)
     # Without -fopenmp: the program brings the part of OpenMP that the kernels call.
-    objects = [f"{source.stem}.o" for source in (LEVEL, PROGRAM)]
-    subprocess.run(
-        ["g++", "-fsanitize=thread", *objects, "-o", "threads"], cwd=tmp_path, check=True
-    )
+    objects = [f"{source.stem}.o" for source in sources]
+    subprocess.run(["g++", "-fsanitize=thread", *objects, "-o", "threads"], cwd=folder, check=True)
+
+
+def assert_no_races(folder: Path) -> None:
+    """The program runs without a report; its control has one."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    ran = subprocess.run(
-        ["./threads"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["./threads", *words], cwd=folder, env=environment, capture_output=True, text=True,
+            check=False, timeout=LIMIT_S,
+        )  # fmt: skip
+
+    ran = run()
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.endswith("done\n")
     assert "WARNING: ThreadSanitizer" not in ran.stderr
-    raced = subprocess.run(
-        ["./threads", "race"], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    raced = run("race")
     assert raced.returncode == RACE_STATUS
     assert "WARNING: ThreadSanitizer: data race" in raced.stderr
+
+
+def test_threads_of_decode_steps_do_not_race(tmp_path: Path) -> None:
+    """Of one rank, and of two and three that add up, with a control."""
+    compiled(tmp_path, (LEVEL, PROGRAM), "-fopenmp")
+    assert_no_races(tmp_path)
+
+
+def test_handovers_to_expert_ranks_do_not_race(tmp_path: Path) -> None:
+    """Of two senders, each with a watch, to two expert ranks, each with a reporter."""
+    compiled(tmp_path, (HANDOVER,))
+    assert_no_races(tmp_path)
 
 
 @pytest.mark.parametrize("name", FAULTS)
