@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -289,18 +290,8 @@ class Decoder:
             is_cut: whether what lies behind the last attention is a call of its own.
 
         """
-        random = np.random.default_rng(len(lengths))
-        m, most = len(lengths), -(-max(lengths) // BLOCK)
-        table = np.arange(m * most, dtype=np.int32).reshape(m, most)
-        held = np.array(lengths, dtype=np.int32)
-        positions = held.astype(np.int64) - 1
-        slots = table[np.arange(m), positions // BLOCK] * BLOCK + positions % BLOCK
-        slots = slots.astype(np.int64)
-        shape = (LAYERS, m * most, KV_HEADS, BLOCK, 2 * SIZE)
-        caches = bf16(random.normal(size=shape).astype(np.float32))
-        hidden, residual = (
-            bf16(random.normal(size=(m, HIDDEN)).astype(np.float32)) for _ in range(2)
-        )
+        held, table, positions, slots, held_before, hidden, residual = step_of(tuple(lengths))
+        m, most, caches = len(lengths), table.shape[1], held_before.copy()
         out = np.zeros((2, m, HIDDEN), dtype=np.uint16)
         strides = KV_HEADS * BLOCK * 2 * SIZE, BLOCK * 2 * SIZE
         requests = self.module.Requests(
@@ -320,10 +311,30 @@ class Decoder:
         return np.concatenate([out.reshape(-1), caches.reshape(-1)])
 
 
+@cache
+def step_of(lengths: tuple[int, ...]) -> tuple[Any, ...]:
+    """Requests of a step at random, for all families and levels: lengths, table of blocks,
+    positions, slots, caches, hidden states and residuals."""
+    random = np.random.default_rng(len(lengths))
+    m, most = len(lengths), -(-max(lengths) // BLOCK)
+    table = np.arange(m * most, dtype=np.int32).reshape(m, most)
+    held = np.array(lengths, dtype=np.int32)
+    positions = held.astype(np.int64) - 1
+    slots = table[np.arange(m), positions // BLOCK] * BLOCK + positions % BLOCK
+    shape = (LAYERS, m * most, KV_HEADS, BLOCK, 2 * SIZE)
+    caches = bf16(random.normal(size=shape).astype(np.float32))
+    hidden, residual = (bf16(random.normal(size=(m, HIDDEN)).astype(np.float32)) for _ in range(2))
+    return held, table, positions, slots.astype(np.int64), caches, hidden, residual
+
+
 def share(mine: Bits, portable: Bits, allowed: float = 1 / 64) -> float:
     """The largest difference, of what is allowed of the largest value."""
-    difference = np.abs(floats(mine) - floats(portable)) / np.max(np.abs(floats(portable)))
-    return float(np.max(np.nan_to_num(difference, nan=np.inf))) / allowed
+    # Without a sign, bits are in the order of the values, and NaN is the largest.
+    largest = float(floats(np.array([np.max(portable & 0x7FFF)]))[0])
+    differing = mine != portable
+    difference = np.abs(floats(mine[differing]) - floats(portable[differing])) / largest
+    found = np.max(np.nan_to_num(difference, nan=np.inf), initial=0.0) / allowed
+    return float(found) if np.isfinite(largest) else float("inf")
 
 
 def layers(module: Any, level: Any, operation: str) -> Iterator[float]:
