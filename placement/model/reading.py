@@ -43,6 +43,7 @@ from placement.model.quantisation import (
 )
 from placement.model.shape import Mla, ModelShape
 from placement.model.tensors import Layer, Tensor, is_multiplied, role_of, shards_of
+from placement.model.undivided import uses_of
 from placement.model.vocabulary import vocabulary_of
 from placement.text_file import MissingFileError
 
@@ -261,6 +262,7 @@ def _shape(
         active_experts=min(experts, config.number("num_experts_per_tok")) if experts else 0,
         mla=latents_of(config),
         expert_parts=_expert_parts(config),
+        uses=uses_of(config),
     )
 
 

@@ -6,9 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from placement.model.tensors import Layer, Tensor
+from placement.model.undivided import Use, barred_cuts, divided
 
 Source = Literal["config", "safetensors", "vLLM"]
 """Source of sizes: a reader of config.json, headers of files, vLLM's own class of the model."""
+NO_PIPELINES = (
+    "vLLM has no pipelines for this model: all layers are on one stage. Give "
+    "--pipeline-parallel-size 1, or write a layout of one stage."
+)
 LONG = 1 << 24
 """Tokens of a sequence that is longer than any window."""
 
@@ -53,6 +58,21 @@ class ModelShape:
     mla: Mla | None = None
     expert_parts: int = 0
     """Most slices that a routed expert can be cut into: its inner size, or blocks of it."""
+    uses: tuple[Use, ...] = ()
+    """Layers that must be on the same stage as an earlier one."""
+    divides: bool = True
+    """Whether vLLM has pipelines for the model."""
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Layers that no stage may begin with."""
+        return barred_cuts(self.uses) if self.divides else frozenset(range(1, len(self.layers)))
+
+    def why_not_divided(self, layers: tuple[int, ...]) -> str:
+        """Why stages of so many layers do not compute the model; empty where they do."""
+        if len(layers) > 1 and not self.divides:
+            return NO_PIPELINES
+        return divided(self.uses, layers)
 
     def with_remote_experts(self, layers: int) -> ModelShape:
         """The model as stages of it are that leave their last layers' experts to expert ranks.

@@ -61,7 +61,7 @@ class Planner:
         best: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None = None
         for places in self.orders(order):
             costs = self.costs(places)
-            layers = cut(costs)
+            layers = cut(costs, self.shape.barred)
             if layers is None:
                 continue
             value = objective_value(_totals(costs, layers), self.objective)
@@ -71,7 +71,8 @@ class Planner:
 
     def fits(self, order: Order) -> bool:
         """Whether any split in any order fits."""
-        return any(fits(self.costs(places)) for places in self.orders(order))
+        barred = self.shape.barred
+        return any(fits(self.costs(places), barred) for places in self.orders(order))
 
     def orders(self, order: Order) -> Iterator[tuple[int, ...]]:
         """Orders of the stages worth a look, the given one first, no two alike."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from placement.errors import DoesNotFitError, LayoutError
-from placement.model.shape import ModelShape
+from placement.model.shape import NO_PIPELINES, ModelShape
 from placement.plan.devices import Links, StageDevices
 from placement.plan.does_not_fit import brief, explain, explain_given
 from placement.plan.drafts import (
@@ -90,10 +90,31 @@ def choose_split(
     planner = Planner(shape, tuple(stages), work, objective, links or Links(), drafter)
     if layers is not None:
         return _given(planner, _checked_layers(shape, stages, layers), explained=explained)
+    refuse_barred(shape, len(stages))
     split = planner.best(order)
     if split is None:
         raise DoesNotFitError(explain(planner, order) if explained else brief(planner))
     return replace(split, gpu_only=_gpu_only(planner, split, order))
+
+
+def refuse_barred(shape: ModelShape, stages: int) -> None:
+    """Refuse more stages than a model can be divided into.
+
+    Raises:
+        DoesNotFitError: says which layers must be on one stage.
+
+    """
+    if stages > 1 and not shape.divides:
+        raise DoesNotFitError(NO_PIPELINES)
+    most = len(shape.layers) - len(shape.barred)
+    if stages > most:
+        first = min(use.earlier for use in shape.uses)
+        last = max(use.layer for use in shape.uses)
+        raise DoesNotFitError(
+            f"{plural(stages, 'stage')} are asked for, but layers {first} to {last} of this model "
+            f"use what earlier ones of them keep: it can be divided into {plural(most, 'stage')} "
+            f"at most. Give --pipeline-parallel-size {most} or less."
+        )
 
 
 def _check_counts(shape: ModelShape, stages: Sequence[StageDevices], work: Workload) -> None:

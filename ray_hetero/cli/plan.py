@@ -19,7 +19,7 @@ from placement.plan.described import read_described
 from placement.plan.drafts import Drafter
 from placement.plan.picture import plan_svg
 from ray_hetero.cli import plan_output
-from ray_hetero.cli.serve_command import serve_command
+from ray_hetero.cli.serve_command import serve_command, speculative_option
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.planning import machine as machines
@@ -196,20 +196,19 @@ def plan(
     except (PlacementError, RayHeteroError) as error:
         typer.echo(f"ray-hetero: {error}", err=True)
         raise typer.Exit(1) from None
-    command = None
-    if speculative is None:
-        options = {
-            # Given layers are stages, too, but vLLM has to be told.
-            "--pipeline-parallel-size": pipeline_parallel_size or _unless(1, _stages_of(config)),
-            "--tensor-parallel-size": _unless(1, tensor_parallel_size),
-            "--max-model-len": max_model_len,
-            "--max-num-seqs": max_num_seqs,
-            "--max-num-batched-tokens": max_num_batched_tokens,
-            "--gpu-memory-utilization": _unless(DEFAULT_GPU_SHARE, gpu_memory_utilization),
-            "--dtype": _unless("auto", dtype),
-            "--kv-cache-dtype": _unless("auto", kv_cache_dtype),
-        }
-        command = serve_command(model, options, settings)
+    options = {
+        # Given layers are stages, too, but vLLM has to be told.
+        "--pipeline-parallel-size": pipeline_parallel_size or _unless(1, _stages_of(config)),
+        "--tensor-parallel-size": _unless(1, tensor_parallel_size),
+        "--max-model-len": max_model_len,
+        "--max-num-seqs": max_num_seqs,
+        "--max-num-batched-tokens": max_num_batched_tokens,
+        "--gpu-memory-utilization": _unless(DEFAULT_GPU_SHARE, gpu_memory_utilization),
+        "--dtype": _unless("auto", dtype),
+        "--kv-cache-dtype": _unless("auto", kv_cache_dtype),
+        "--speculative-config": drafter and speculative_option(drafter.drafts, draft_model),
+    }
+    command = serve_command(model, options, settings)
     plan = replace(found.plan, family=family_of(found.plan.shape.model_type))
     shown = found.choice if compare else None
     if as_json:

@@ -19,13 +19,13 @@ from ray_hetero.planning.layout_choice import EXPERTS_KEY, Candidate, Choice
 WIDTH_WITHOUT_TERMINAL = 100
 
 
-def print_plan(plan: Plan, choice: Choice | None, command: str | None) -> None:
+def print_plan(plan: Plan, choice: Choice | None, command: str) -> None:
     """Print a plan for people, the command to type last.
 
     Args:
         plan: what was found.
         choice: layouts that were looked at, if they are to be shown.
-        command: to serve the model so; None where it cannot be told.
+        command: to serve the model so.
 
     """
     console = Console(highlight=False)
@@ -39,12 +39,11 @@ def print_plan(plan: Plan, choice: Choice | None, command: str | None) -> None:
             console.print(
                 f"Layouts with expert ranks are taken with {EXPERTS_KEY}.", soft_wrap=True
             )
-    if command is not None:
-        # Not wrapped, so that it can be copied.
-        console.print(Text(f"\nRun: {command}"), soft_wrap=True)
+    # Not wrapped, so that it can be copied.
+    console.print(Text(f"\nRun: {command}"), soft_wrap=True)
 
 
-def as_json(plan: Plan, choice: Choice | None, command: str | None) -> str:
+def as_json(plan: Plan, choice: Choice | None, command: str) -> str:
     """The plan as JSON, in bytes and seconds; arguments as of `print_plan`."""
     content = plan.to_dict() | {"command": command}
     if choice is not None:

@@ -30,8 +30,20 @@ def serve_command(model: str, options: Mapping[str, object], settings: Mapping[s
     return shlex.join(words)
 
 
-def _served(model: str) -> str:
+def speculative_option(drafts: int, model: str | None) -> str:
+    """Value of vLLM's --speculative-config.
+
+    Args:
+        drafts: of a request in a step.
+        model: that drafts; None for n-grams of the request's own tokens.
+
+    """
+    method = {"method": "ngram"} if model is None else {"model": _served(model, "DRAFT_MODEL")}
+    return json.dumps(method | {"num_speculative_tokens": drafts})
+
+
+def _served(model: str, otherwise: str = "MODEL") -> str:
     path = Path(model).expanduser()
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
     is_name = model.count("/") == 1 and not path.exists()
-    return model if has_weights or is_name else "MODEL"
+    return model if has_weights or is_name else otherwise

@@ -167,6 +167,52 @@ def made(vllm_config: Any) -> Any:
             return initialize_model(vllm_config=vllm_config, model_config=model_config)
 
 
+class _MiddleStage:
+    """A pipeline group as a rank of the second of three stages sees it."""
+
+    world_size = 3
+    rank_in_group = 1
+    is_first_rank = False
+    is_last_rank = False
+
+
+def made_between(vllm_config: Any) -> Any:
+    """The model as the second of three stages has it, in torch's device `meta`.
+
+    Replaces: `parallel_state._PP`, while the model is made.
+    Why: whether a class keeps its embedding and its head out of stages without them is known to
+    its own code alone.
+    Can go when: a class of vLLM says what its stages hold.
+
+    Args:
+        vllm_config: with which `made` has made the whole model; its layers are forgotten.
+
+    Raises:
+        Whatever vLLM raises for a model that it cannot build.
+
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    model_config = vllm_config.model_config
+    # Layers of the whole model have the same names.
+    original(vllm_config.compilation_config, "static_forward_context").clear()
+    whole = original(parallel_state, "_PP")
+    parallel_state._PP = _MiddleStage()
+    try:
+        with (
+            set_current_vllm_config(vllm_config),
+            set_default_torch_dtype(model_config.dtype),
+            torch.device("meta"),
+        ):
+            return initialize_model(vllm_config=vllm_config, model_config=model_config)
+    finally:
+        parallel_state._PP = whole
+
+
 def _choosing(oracle: Any, name: str, backends: str) -> Any:
     stock, members = original(oracle, name), original(oracle, backends).__members__
     backend = next((members[one] for one in PREFERRED if one in members), next(iter(members)))

@@ -49,6 +49,23 @@ def parts_of(model: nn.Module, vllm_config: VllmConfig) -> Values:
     }
 
 
+def is_divided(model: nn.Module) -> bool:
+    """Whether vLLM has pipelines for a model."""
+    from vllm.model_executor.models.interfaces import supports_pp
+
+    return bool(supports_pp(type(model)))
+
+
+def has_vocabulary(stage: nn.Module) -> bool:
+    """Whether a stage holds an embedding or an output head of tokens."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return any(
+        isinstance(module, VocabParallelEmbedding) and not _is_tower(name)
+        for name, module in stage.named_modules()
+    )
+
+
 def _grouped(found: Iterator[Values]) -> list[Values]:
     """Each value once, with the numbers of all layers that have it; none outside of the layers."""
     groups: dict[str, Values] = {}

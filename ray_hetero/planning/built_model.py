@@ -15,6 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+STAGES = 3
+"""Stages of which the middle one shows what a stage holds beside its layers."""
+
 
 def main(request: Path, answer: Path) -> None:
     """Build the model of a request and write the answer."""
@@ -43,9 +46,9 @@ def built(folder: str, dtype: str = "auto", *, trust_remote_code: bool = False) 
     from vllm.engine.arg_utils import EngineArgs
 
     from ray_hetero.compat.image_libraries import load_models_without_torchvision
-    from ray_hetero.compat.meta_model import made, make_without_kernels
+    from ray_hetero.compat.meta_model import made, made_between, make_without_kernels
     from ray_hetero.compat.model_inspection import inspect_here
-    from ray_hetero.compat.model_parts import parts_of
+    from ray_hetero.compat.model_parts import has_vocabulary, is_divided, parts_of
 
     make_without_kernels()
     inspect_here()
@@ -60,7 +63,18 @@ def built(folder: str, dtype: str = "auto", *, trust_remote_code: bool = False) 
             kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False,
         )  # fmt: skip
         vllm_config = args.create_engine_config()
-        return parts_of(made(vllm_config), vllm_config)
+        model = made(vllm_config)
+        found = parts_of(model, vllm_config)
+        if not is_divided(model):
+            return found | {"divides": False}
+        if found["layers"] < STAGES:
+            return found
+        try:
+            everywhere = has_vocabulary(made_between(vllm_config))
+        except Exception:  # noqa: BLE001
+            # It is no stage that vLLM can build, whatever its class says.
+            return found | {"divides": False}
+        return found | {"vocabulary_everywhere": everywhere}
 
     try:
         return parts(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from ray_hetero.errors import ConfigError
 from ray_hetero.planning.prefill_memory import BF16_BYTES, ExpertSizes
 from ray_hetero.world import World
 
+DOWN = re.compile(r"(^|\.)(down_proj|w2|output_linear|linear_2)(_|\.|$)")
+"""Names of an expert's matrix behind its activation."""
 MOST_NAMED = 16
 """Largest number of expert ranks that an error proposes."""
 
@@ -133,12 +136,14 @@ def expert_buffer(experts: ExpertsConfig, shape: ModelShape, ranks: Sequence[Ran
         for rank in ranks
     )
     expanded = BF16_BYTES * sum(one.rank_weights(1) for one in tensors) // shape.experts
+    downs = sum(one.rank_weights(1) for one in tensors if DOWN.search(one.name))
+    downs = BF16_BYTES * downs // shape.experts
     sizes = ExpertSizes(
         count=shape.experts,
         stored=int(share * sum(one.nbytes for one in tensors)) // shape.experts,
         expanded=expanded,
-        # Gate and up are one weight.
-        largest=2 * expanded // 3 // len(ranks),
+        # Gate and up are one weight; without a gate, up is as large as down.
+        largest=max(downs, expanded - downs) // len(ranks),
         tables=0,
     )
     return sizes.budget(experts.prefill_gpu_gib)

@@ -122,7 +122,13 @@ def plan_layers(
         nodes,
         pipeline_parallel_size=pipeline_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
-        layers=split_layers(config, facts.hidden_layers, pipeline_parallel_size, partition),
+        layers=split_layers(
+            config,
+            facts.hidden_layers,
+            pipeline_parallel_size,
+            partition,
+            frozenset() if facts.shape is None else facts.shape.barred,
+        ),
         turn=turn,
     )
     cpus = [seat for seat in world.members if seat.kind == "cpu"]

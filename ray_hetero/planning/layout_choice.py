@@ -315,6 +315,8 @@ def _priced(
         problem = plan.warning or plan.unknown
         return Candidate(layout, experts, problem=problem, is_unknown=not plan.is_too_large)
     assert facts.shape is not None
+    if problem := facts.shape.why_not_divided(plan.world.layers):
+        return Candidate(layout, experts, problem=problem, is_refused=True)
     tokens = min(PRICED_CONTEXT, facts.max_model_len)
     seconds = first_token_s(plan.shape(facts.shape), plan.split, tokens, how.get("links"))
     # All experts may fit on the GPUs.

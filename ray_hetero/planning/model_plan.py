@@ -171,8 +171,12 @@ def _planned(
     )
     shape = facts.shape
     assert shape is not None
-    if problem := heads_problem(found.world.layout, shape.num_heads, shape.num_kv_heads):
-        raise UnsupportedError(problem)
+    for problem in (
+        heads_problem(found.world.layout, shape.num_heads, shape.num_kv_heads),
+        shape.why_not_divided(found.world.layers),
+    ):
+        if problem:
+            raise UnsupportedError(problem)
     if checkpoint is not None:
         refuse_ranks(checkpoint, has_cpu=found.world.has_cpu, has_experts=bool(found.world.experts))
     if found.split is None:

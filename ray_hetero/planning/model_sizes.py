@@ -67,7 +67,7 @@ def sizes_of(
         if layers not in (None, len(found.layers)):
             problems.append(f"{found.source} has {len(found.layers)} layers, vLLM counts {layers}")
         elif is_exact:
-            return found if headers is None else with_caches(headers, found)
+            return found if headers is None else _completed(headers, found)
         else:
             headers = found
     if headers is None:
@@ -114,6 +114,15 @@ def _shape_on_hub(
     except UnknownModelError:
         headers = headers_on_hub(hub)
     return shape_from_headers(headers, config, hub.name, dtype, kv_dtype)
+
+
+def _completed(headers: ModelShape, built: ModelShape) -> ModelShape:
+    """Weights as the files have them, with what only vLLM knows of caches and of stages."""
+    return replace(
+        with_caches(headers, built),
+        divides=built.divides,
+        vocabulary_everywhere=built.vocabulary_everywhere,
+    )
 
 
 def with_caches(shape: ModelShape, other: ModelShape) -> ModelShape:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from placement.cluster.assignment import ALONE, Node, Seat, Turn, assign, gpus_near
 from placement.cluster.layout import auto_layout, given_layout
 from placement.errors import LayoutError
 from placement.given import numbers
 from placement.host.topology import Core, Gpu, Host, Socket
+from placement.plan.partition import StageCosts, smallest_peak
 from placement.words import plural
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.errors import ConfigError
@@ -109,7 +111,11 @@ def _held(nodes: Sequence[Node]) -> str:
 
 
 def split_layers(
-    config: HeteroConfig, hidden_layers: int, stages: int, partition: str | None
+    config: HeteroConfig,
+    hidden_layers: int,
+    stages: int,
+    partition: str | None,
+    barred: frozenset[int] = frozenset(),
 ) -> tuple[int, ...]:
     """Layers of each stage: the user's, else equal shares, the earlier stages one more.
 
@@ -118,6 +124,7 @@ def split_layers(
         hidden_layers: layers of the model.
         stages: pipeline stages.
         partition: VLLM_PP_LAYER_PARTITION, if set.
+        barred: layers that no stage may begin with; shares are then as equal as these leave them.
 
     Raises:
         ConfigError: the numbers do not add up, or there are fewer layers than stages.
@@ -140,7 +147,11 @@ def split_layers(
                 f"type: --pipeline-parallel-size {hidden_layers}"
             )
         share, rest = divmod(hidden_layers, stages)
-        return tuple(share + (stage < rest) for stage in range(stages))
+        equal = tuple(share + (stage < rest) for stage in range(stages))
+        if barred.isdisjoint(accumulate(equal)):
+            return equal
+        alike = StageCosts((1,) * hidden_layers, 0, (hidden_layers,) * hidden_layers)
+        return smallest_peak([alike] * stages, barred) or equal
     if len(given) != stages or sum(given) != hidden_layers or min(given) < 1:
         arithmetic = " + ".join(map(str, given))
         raise ConfigError(

@@ -243,6 +243,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/meta_model", CPUAttentionBackendImpl, "__init__"),
     ("compat/meta_model", AttentionBackend, "supports_alibi_sqrt"),
     ("compat/meta_model", allocation, "set_triton_allocator"),
+    ("compat/meta_model", parallel_state, "_PP"),
     *(("compat/meta_model", linear_kernels, name) for name in meta_model.KERNEL_MAKERS),
     ("compat/meta_model", linear_kernels, meta_model.KERNEL_CHOICE),
     *(

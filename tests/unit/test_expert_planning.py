@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer
-from plan_cases import LLAMA_70B, config_of
+from plan_cases import LLAMA_70B, config_of, device
 from typer.testing import CliRunner
 
 from placement.errors import DoesNotFitError
@@ -24,11 +24,12 @@ from ray_hetero.cli.plan import plan as plan_command
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.planning.engine_facts import EngineFacts
-from ray_hetero.planning.expert_ranks import fewest_layers, with_expert_buffer
+from ray_hetero.planning.expert_ranks import expert_buffer, fewest_layers, with_expert_buffer
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.layout_choice import Choice, choose_layout
 from ray_hetero.planning.layout_choice import config_of as chosen_config
 from ray_hetero.planning.planned_layers import LayerPlan
+from ray_hetero.planning.prefill_memory import ExpertSizes
 
 MIXTURES = {
     "Mixtral 8x7B": config_of(
@@ -376,6 +377,32 @@ def test_the_buffer_holds_an_expert_at_least() -> None:
     found = planned("Mixtral 8x7B", {**asked, "prefill_gpu_gib": 2.0})
     assert found.split is not None
     assert found.split.stages[0].devices.expert_buffer_bytes == 2 << 30
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_experts_without_a_gate_have_two_matrices(has_gate: bool) -> None:
+    config = config_of(
+        "mixtral", 4, 8192, 28672, (64, 8), 32000, num_local_experts=8, num_experts_per_tok=2
+    )
+    shape = shape_from_config(config)
+    if not has_gate:
+        # The names are gate, down and up; Nemotron 3's experts have the last two.
+        layers = (
+            replace(layer, tensors=tuple(one for one in layer.tensors if ".w1" not in one.name))
+            for layer in shape.layers
+        )
+        shape = replace(shape, layers=tuple(layers))
+    socket = device("Xeon 8480+")
+    one_matrix = 2 * 8192 * 28672
+    expanded = (3 if has_gate else 2) * one_matrix
+    # Several experts expanded beside one as it is stored, and the largest weight of a slice.
+    largest = (2 if has_gate else 1) * one_matrix
+    for ranks in (1, 2):
+        sizes = ExpertSizes(
+            8, int(socket.figures.read_share * expanded), expanded, largest // ranks, 0
+        )
+        found = expert_buffer(HeteroConfig().experts, shape, [socket] * ranks)
+        assert found == sizes.budget("auto") > 1 << 30
 
 
 def test_short_prompts_and_processors_without_kernels_leave_experts_to_the_sockets() -> None:

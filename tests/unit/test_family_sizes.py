@@ -16,7 +16,15 @@ SAMPLE = (
     "GptOssForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "DeepseekV32ForCausalLM",
     "DeepseekV4ForCausalLM", "Glm4MoeForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM",
     "FalconH1ForCausalLM", "NemotronHForCausalLM", "Ernie4_5_MoeForCausalLM", "GPT2LMHeadModel",
+    "Qwen3MoeForCausalLM@modelopt", "MixtralForCausalLM@nvfp4",
 )  # fmt: skip
+WHOLE = ("Gemma3nForCausalLM",)
+"""Those of them for which vLLM has no pipelines."""
+WITH_VOCABULARY = (
+    "GptOssForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM",
+    "Qwen3MoeForCausalLM@modelopt", "MixtralForCausalLM@nvfp4",
+)  # fmt: skip
+"""Those of which each stage holds the embedding or the head."""
 
 
 def kept() -> dict[str, dict[str, Any]]:
@@ -46,3 +54,7 @@ def test_a_sample_is_planned_as_vllm_allocates_it() -> None:
     planned, allocated = (compare_sizes.sizes_of_side(side, names) for side in compare_sizes.SIDES)
     rows = {name: compare_sizes.row(planned[name], allocated[name]) for name in names}
     assert {name: one for name, one in rows.items() if not compare_sizes.is_equal(one)} == {}
+    assert [name for name in names if not planned[name]["divides"]] == list(WHOLE)
+    assert {name for name in names if planned[name]["vocabulary_everywhere"]} == set(
+        WITH_VOCABULARY
+    )

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ray_hetero.cli.main import commands
-from ray_hetero.cli.serve_command import serve_command
+from ray_hetero.cli.serve_command import serve_command, speculative_option
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "configs/models/llama-3.1-70b.json")
@@ -53,6 +53,17 @@ def test_settings_of_this_backend_are_json() -> None:
     assert option == "--additional-config"
     wanted = {"layout": [["cpu"], ["gpu"]], "layers": [60, 20]}
     assert json.loads(settings) == {"ray_hetero": wanted}
+
+
+def test_drafts_are_asked_for_as_they_were_planned() -> None:
+    *found, config = said("--speculative", "3,0.7")
+    assert found == [*ALONE, "--speculative-config"]
+    assert json.loads(config) == {"method": "ngram", "num_speculative_tokens": 3}
+    draft = str(Path(MODEL).with_name("llama-3.1-8b.json"))
+    *_, config = said("--speculative", "2,0.5", "--draft-model", draft)
+    assert json.loads(config) == {"model": "DRAFT_MODEL", "num_speculative_tokens": 2}
+    asked = json.loads(speculative_option(2, "some/draft"))
+    assert asked == {"model": "some/draft", "num_speculative_tokens": 2}
 
 
 @pytest.mark.parametrize("has_weights", [True, False])

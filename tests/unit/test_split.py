@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -61,12 +61,17 @@ def costs_of_stages(draw: st.DrawFn) -> list[StageCosts]:
     ]
 
 
-@given(costs_of_stages())
-def test_cuts_are_the_best_of_all(stages: list[StageCosts]) -> None:
-    all_cuts = cuts(len(stages[0].layers), len(stages))
+@given(costs_of_stages(), st.frozensets(st.integers(1, 9), max_size=5))
+def test_cuts_are_the_best_of_all(stages: list[StageCosts], barred: frozenset[int]) -> None:
+    barred -= {len(stages[0].layers)}
+    all_cuts = [
+        cut
+        for cut in cuts(len(stages[0].layers), len(stages))
+        if barred.isdisjoint(accumulate(cut))
+    ]
     priced = [found for cut in all_cuts if (found := totals(stages, cut)) is not None]
-    by_sum, by_peak = shortest_sum(stages), smallest_peak(stages)
-    assert fits(stages) == bool(priced)
+    by_sum, by_peak = shortest_sum(stages, barred), smallest_peak(stages, barred)
+    assert fits(stages, barred) == bool(priced)
     if not priced:
         assert by_sum is None
         assert by_peak is None
