@@ -16,6 +16,36 @@ from families.small_sizes import HEADS, LAYERS, NONE, ROWS, SIZES
 
 Json = dict[str, Any]
 
+_NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
+_GROUP = {"strategy": "tensor_group", "symmetric": True}
+FORMATS: dict[str, Json] = {
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "input_activations": _NVFP4 | {"dynamic": False},
+                "weights": _NVFP4 | {"dynamic": False},
+                "targets": ["Linear"],
+            }
+        },
+    },
+    "nvfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "format": "nvfp4-pack-quantized",
+                "input_activations": _NVFP4 | _GROUP | {"dynamic": "local"},
+                "weights": _NVFP4 | _GROUP | {"dynamic": False},
+                "targets": ["Linear"],
+            }
+        },
+    },
+}
+"""Formats of checkpoints, as their configurations describe them."""
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -64,12 +94,16 @@ def small_config(architecture: str) -> Json | str:
     """The content of a small `config.json`.
 
     Args:
-        architecture: a name of vLLM's registry.
+        architecture: a name of vLLM's registry, also with one of `FORMATS` behind an `@`.
 
     Returns:
         The keys and values, or the reason why there is no small configuration.
 
     """
+    architecture, _, form = architecture.partition("@")
+    if form:
+        plain = small_config(architecture)
+        return plain if isinstance(plain, str) else plain | {"quantization_config": FORMATS[form]}
     if architecture in NONE:
         return NONE[architecture]
     row = ROWS.get(architecture, {})

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from families import forked_workers
 from families.configurations import architectures, small_config
 from families.one_engine import KINDS, STAGES, WRITE, ask
 from families.stages import StockError
@@ -33,25 +34,47 @@ REFUSALS = ("UnsupportedError", "ConfigError", "PlacementError")
 VLLM_REFUSES = ("Pipeline parallelism is not supported for this model",)
 
 KEEPER = """
-import json, sys, time, ray
+import sys, ray
+sys.executable = sys.argv[1]
 found = ray.init(num_cpus=2, num_gpus=4, object_store_memory=100 << 20, include_dashboard=False)
 print(found.address_info["address"], flush=True)
 sys.stdin.read()
 """
+FORKS = "from families.forked_workers import serve; import sys; serve(sys.argv[1])"
 
 
 @contextlib.contextmanager
-def kept_ray() -> Iterator[None]:
-    """A Ray cluster with pretended GPUs that all engines share; its address is in RAY_ADDRESS."""
-    with subprocess.Popen(
-        [sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as keeper:
-        assert keeper.stdout is not None
-        lines = (line.strip() for line in keeper.stdout)
-        os.environ["RAY_ADDRESS"] = next(line for line in lines if line.count(":") == 1)
+def kept_ray(folder: Path) -> Iterator[None]:
+    """A Ray cluster with pretended GPUs that all engines share; its address is in RAY_ADDRESS.
+
+    Args:
+        folder: for the program that Ray starts, and a socket; its path is short.
+
+    """
+    socket = str(folder / "forks")
+    program = forked_workers.write_program(folder, socket)
+    with (
+        _first_line([sys.executable, "-c", FORKS, socket], "ready"),
+        _first_line([sys.executable, "-c", KEEPER, str(program)], ":") as address,
+    ):
+        os.environ["RAY_ADDRESS"] = address
         yield
-        assert keeper.stdin is not None
-        keeper.stdin.close()
+
+
+@contextlib.contextmanager
+def _first_line(command: Sequence[str], mark: str) -> Iterator[str]:
+    """A program, from its first line with a mark on; its input is closed, and it is ended."""
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdin is not None
+        lines = (line.strip() for line in program.stdout)
+        try:
+            yield next(line for line in lines if mark in line and " " not in line)
+        finally:
+            program.stdin.close()
+            program.terminate()
 
 
 def environment(work: Path) -> dict[str, str]:
@@ -164,10 +187,12 @@ def main() -> int:
     given = parser.parse_args()
     work = given.work.resolve()
     os.environ.update(environment(work))
-    import vllm  # noqa: F401
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
 
     results: Json = json.loads(given.results.read_text()) if given.results.exists() else {}
-    with kept_ray() if set(given.kinds) - {STAGES} else contextlib.nullcontext():
+    folder = Path(os.environ["TMPDIR"])
+    with kept_ray(folder) if set(given.kinds) - {STAGES} else contextlib.nullcontext():
         for name in given.architectures or architectures():
             known = {} if given.again else results.get(name, {})
             if NONE in known or "stock" in known:

@@ -52,6 +52,7 @@ def arguments(kind: str, directory: Path) -> Json:
         ours |= {"layout": [["gpu"]], "experts": {"ranks": 2}}
     else:
         given["pipeline_parallel_size" if kind == "pipeline" else "tensor_parallel_size"] = 2
+        ours["layout"] = [["cpu"], ["cpu"]] if kind == "pipeline" else [["cpu", "cpu"]]
     return given | {
         "distributed_executor_backend": "ray_hetero",
         "additional_config": {"ray_hetero": ours},

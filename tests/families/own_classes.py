@@ -114,7 +114,9 @@ OWN_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "BailingMoeV3ForCausalLM": (
         "deepseek_v3",
-        BAILING | LATENT | {"layer_group_size": 2, "short_conv_kernel_size": 4},
+        BAILING
+        | LATENT
+        | {"layer_group_size": 2, "no_kda_lora": True, "short_conv_kernel_size": 4},
     ),
     "ChatGLMForConditionalGeneration": CHATGLM,
     "ChatGLMModel": CHATGLM,
@@ -176,8 +178,19 @@ OWN_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "PanguProMoEV2ForCausalLM": ("llama", PANGU),
     "PanguUltraMoEForCausalLM": ("deepseek_v3", PANGU | LATENT | {"sandwich_norm": True}),
     "Param2MoEForCausalLM": (
-        "llama",
-        ROUTED | SIGMOID | {"head_dim": HEAD_SIZE, "rope_theta": 10000.0, "rope_scaling": None},
+        # A class that leaves rope_theta where the model reads it.
+        "gpt_neox",
+        ROUTED
+        | SIGMOID
+        | {
+            "head_dim": HEAD_SIZE,
+            "hidden_act": "silu",
+            "num_key_value_heads": KV_HEADS,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "use_qk_norm": True,
+        },
     ),
     "PhiMoEForCausalLM": ("phimoe", {"attention_bias": True}),
     "Plamo3ForCausalLM": (

@@ -39,7 +39,12 @@ def planned_sizes(folder: Path) -> Sizes:
     except UnknownModelError:
         # As `planning.model_probe` does, which has a process of its own for it.
         shape = shape_from_parts(built(str(folder), DTYPE), config)
-    return {"bytes": shape.weight_bytes, "source": shape.source}
+    return {
+        "bytes": shape.weight_bytes,
+        "source": shape.source,
+        "divides": shape.divides,
+        "vocabulary_everywhere": shape.vocabulary_everywhere,
+    }
 
 
 def allocated_sizes(folder: Path) -> Sizes:
