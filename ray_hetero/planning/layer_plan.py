@@ -122,13 +122,7 @@ def plan_layers(
         nodes,
         pipeline_parallel_size=pipeline_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
-        layers=split_layers(
-            config,
-            facts.hidden_layers,
-            pipeline_parallel_size,
-            partition,
-            frozenset() if facts.shape is None else facts.shape.barred,
-        ),
+        layers=_shares(config, facts, pipeline_parallel_size, partition),
         turn=turn,
     )
     cpus = [seat for seat in world.members if seat.kind == "cpu"]
@@ -146,6 +140,14 @@ def plan_layers(
         config, world, nodes, facts, threads, measure, measure_rows, described, links,
         explained=explained, is_given=is_given,
     )  # fmt: skip
+
+
+def _shares(
+    config: HeteroConfig, facts: EngineFacts, stages: int, partition: str | None
+) -> tuple[int, ...]:
+    """Layers of each stage, where nothing is planned."""
+    barred = frozenset[int]() if facts.shape is None else facts.shape.barred
+    return split_layers(config, facts.hidden_layers, stages, partition, barred)
 
 
 def _where_needed(
