@@ -305,8 +305,12 @@ def gather(
     return [ray.get(ref) for ref in refs]
 
 
-def refuse_dead_nodes(world: World, what: str) -> None:
+def refuse_dead_nodes(world: World, what: str = "") -> None:
     """Refuse to wait for ranks in vain.
+
+    Args:
+        world: seats of the ranks.
+        what: is waited for; empty where the message is part of one that says so.
 
     Raises:
         StartupError: Ray takes the node of a rank for dead.
@@ -317,7 +321,8 @@ def refuse_dead_nodes(world: World, what: str) -> None:
         world.describe(rank) for rank, seat in enumerate(world.members) if seat.node_id in dead
     )
     if lost:
-        raise StartupError(f"{what}: Ray has lost the node of {lost}. Look at Ray's logs there.")
+        told = f"Ray has lost the node of {lost}. Look at Ray's logs there."
+        raise StartupError(f"{what}: {told}" if what else told)
 
 
 def _error(

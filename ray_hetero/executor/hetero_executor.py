@@ -354,7 +354,7 @@ class HeteroExecutor(GuardedExecutor):
             on_failure.callback(self._close_ranks)
             if ray_cluster.gone(self.world.node_ids):
                 self.restarts_left = 0  # nodes do not come back
-                refuse_dead_nodes(self.world, "starting the ranks again")
+                refuse_dead_nodes(self.world)
             # Processes inherit their cores from the Ray that starts them.
             self._connection.keep_off(range(os.cpu_count() or 1))
             self._connect(self._spawn())

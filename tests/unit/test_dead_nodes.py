@@ -56,3 +56,6 @@ def test_a_wait_for_ranks_ends_with_their_node(
             found, ["first", "second"], what="starting actors", timeout_s=LIMIT_S, key="k"
         )
     assert time.monotonic() - began < LIMIT_S / 10
+    # A restart says itself what it is about.
+    with pytest.raises(StartupError, match=r"^Ray has lost the node of rank 1"):
+        actors.refuse_dead_nodes(found)
