@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -43,6 +44,12 @@ def any_sampling(draw: random.Random) -> Json:
 def any_request(draw: random.Random) -> Json:
     """A prompt and its sampling parameters."""
     return {"prompt": any_prompt(draw), "sampling": any_sampling(draw)}
+
+
+def seeds(default: int) -> range:
+    """Seeds of a test: as many as RAY_HETERO_SEEDS says, or, as 17:18, these."""
+    first, _, end = os.environ.get("RAY_HETERO_SEEDS", str(default)).rpartition(":")
+    return range(int(first or 0), int(end))
 
 
 def _some(draw: random.Random, choices: dict[str, list[Any]]) -> Json:

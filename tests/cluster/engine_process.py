@@ -61,6 +61,28 @@ def _has_prompts_ahead(worker: Any) -> bool:
     return any(gpu.reader._buffers[1].piece in gpu.order_of_prompts._after for gpu in gpus)
 
 
+def _each_by_itself(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Requests with parameters of their own, all at once; some are aborted behind a token."""
+    steps = engine.llm_engine
+    for number, one in enumerate(requests):
+        given = dict(one["sampling"])
+        if "logit_bias" in given:
+            # JSON has no numbers as keys.
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        sampling = SamplingParams(**given, detokenize=False)
+        steps.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
+    found: dict[str, dict[str, Any]] = {}
+    while steps.has_unfinished_requests():
+        for output in steps.step():
+            (sample,) = output.outputs
+            tokens, reason = list(sample.token_ids), sample.finish_reason
+            found[output.request_id] = {"tokens": [tokens], "reason": reason}
+            leave_after = requests[int(output.request_id)].get("leave_after", len(tokens) + 1)
+            if reason is None and len(tokens) >= leave_after:
+                steps.abort_request([output.request_id])
+    return [found[str(number)] for number in range(len(requests))]
+
+
 def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     if "ahead" in batch:
         # The engine's last step, without tokens, may come after a call.
@@ -90,6 +112,8 @@ def _answers(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     if batch.get("totals"):
         totals: list[dict[str, Any]] = engine.collective_rpc("step_totals")
         return totals
+    if "requests" in batch:
+        return _each_by_itself(engine, batch["requests"])
     given: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
     for prompt, seed in zip(given, batch.get("images", ()), strict=False):
         if seed is not None:
