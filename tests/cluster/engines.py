@@ -59,6 +59,9 @@ def environment_of(scene: Scene, extra: Mapping[str, str] | None = None) -> dict
         "TMPDIR": str(scene.temporary),
         "RAY_HETERO_CLAIM_DIR": str(scene.claims),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # As `ray-hetero ray-args` has it: at Ray's own niceness of 15, processes beside whatever
+        # else computes take minutes to import vLLM.
+        "RAY_worker_niceness": "0",
         # Ray authenticates with a token; one of this run's own leaves the user's alone.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": TOKEN,
