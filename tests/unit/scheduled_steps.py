@@ -19,7 +19,6 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from ray_hetero.kernels.prompts import kv_transfer, prompts_ahead
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
-from ray_hetero.kernels.prompts.gpu_step import GpuStep
 from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead
 
 LARGE = 192
@@ -32,21 +31,12 @@ class SentSteps:
     """Steps whose results stay on the GPU, and the next stage, which reads them there.
 
     Args:
-        monkeypatch: notes each step that the GPU begins with.
         layers: of the first rank, whose results are sent.
 
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, layers: Any) -> None:
+    def __init__(self, layers: Any) -> None:
         self.output, self._seen = offered(layers, waits=True)
-        self.done: list[str] = []
-        compute = GpuStep.compute
-
-        def compute_and_note(step: GpuStep, *given: Any) -> Any:
-            self.done.append("begun")
-            return compute(step, *given)
-
-        monkeypatch.setattr(GpuStep, "compute", compute_and_note)
 
     def results(self, x: Any, total: Any) -> tuple[Any, Any]:
         """Both results of a step, wherever they are, once nothing of it is left to do.
@@ -56,7 +46,6 @@ class SentSteps:
             total: the same.
 
         """
-        self.done.append("called")
         if self.output.holds({"hidden_states": x, "residual": total}):
             words, number = self._seen.words, self.output.number
             assert words is not None
@@ -65,12 +54,6 @@ class SentSteps:
             x, total = (one.clone() for one in results(self._seen, len(x)))
             words.say(number)
         return x, total
-
-    def take_done(self) -> list[str]:
-        """What was done since the last call, in its order."""
-        done = list(self.done)
-        self.done.clear()
-        return done
 
 
 def scheduled(
@@ -110,9 +93,9 @@ class Engine:
         self.embedded = EmbeddedSteps.made(monkeypatch, **given)
         self.steps, self.layers = self.embedded.steps, self.embedded.steps.made
         self.gpu = self.layers.gpu
-        self.sent = SentSteps(monkeypatch, self.layers)
+        self.sent = SentSteps(self.layers)
         first = None if self.layers.shared is None else self.layers
-        prompts_ahead.use([self.steps.kernel.prompts], self.layers.begin_ahead, first)
+        prompts_ahead.use([self.steps.kernel.prompts], first)
         self._ahead = PromptsAhead()
         # What the model does with rows, and what is sent, is known after two steps.
         for _ in range(2):
@@ -139,16 +122,15 @@ class Engine:
         """Have a step scheduled; `known` as of `scheduled`."""
         self._ahead.begin_step(scheduled(self.embedded.tokens, *parts, known=known))
 
-    def compute(self, *parts: Part) -> list[str]:
-        """Compute a step, and compare it; what was done since the last one, in its order."""
+    def compute(self, *parts: Part) -> None:
+        """Compute a step, and compare it."""
         positions, hidden = self.steps.begin(parts)
         self.steps.compare(*self.sent.results(*self.layers(positions, hidden, None)), parts)
-        return self.sent.take_done()
 
-    def step(self, *parts: Part) -> list[str]:
+    def step(self, *parts: Part) -> None:
         """Have a step scheduled and computed."""
         self.schedule(*parts)
-        return self.compute(*parts)
+        self.compute(*parts)
 
 
 class GroupEngine:
@@ -175,20 +157,14 @@ class GroupEngine:
             self._tables.append(own)
         self.first = self.group.ranks[0].made
         self.gpu = self.first.gpu
-        self.sent = SentSteps(monkeypatch, self.first)
-        self.begins: list[bool] = []
-        """Whether the GPU has begun with a step, each time it was asked to."""
+        self.sent = SentSteps(self.first)
         decodes = None if self.first.shared is None else self.first
-        prompts_ahead.use([self.first._many], self._begin, decodes)
+        prompts_ahead.use([self.first._many], decodes)
         self._ahead = PromptsAhead()
         for _ in range(2):
             request = self.request(LARGE)
             self.step((request, 0, LARGE))
             self.free(request)
-
-    def _begin(self, counts: Any) -> bool:
-        self.begins.append(self.first.begin_ahead(counts))
-        return self.begins[-1]
 
     @property
     def block(self) -> int:
@@ -214,7 +190,7 @@ class GroupEngine:
         """As of `Engine`."""
         self._ahead.begin_step(scheduled(self.tokens, *parts, known=known))
 
-    def compute(self, *parts: Part) -> list[str]:
+    def compute(self, *parts: Part) -> None:
         """As of `Engine`."""
         asked = torch.cat([self.tokens[one][begin:end] for one, begin, end in parts])
         found: list[tuple[Any, Any]] = []
@@ -235,9 +211,8 @@ class GroupEngine:
                 if isinstance(one, Exception):
                     raise one
         self.group.compare(*found[0], parts)
-        return self.sent.take_done()
 
-    def step(self, *parts: Part) -> list[str]:
+    def step(self, *parts: Part) -> None:
         """As of `Engine`."""
         self.schedule(*parts)
-        return self.compute(*parts)
+        self.compute(*parts)

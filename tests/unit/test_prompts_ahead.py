@@ -21,7 +21,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput  # noqa: E
 
 from ray_hetero.kernels.linear.streaming_linear import Prompts  # noqa: E402
 from ray_hetero.kernels.prompts import piece_reader, prompts_ahead  # noqa: E402
-from ray_hetero.kernels.prompts.prompts_ahead import READING_TOKENS, PromptsAhead  # noqa: E402
+from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
 from ray_hetero.planning.prefill_memory import EXPANDED, SLOTS  # noqa: E402
 
@@ -122,8 +122,8 @@ def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> N
         (step({"a": 1}), 0),
         # What decodes does not count, nor do drafts that are verified.
         (step({"a": 5, "b": FROM_TOKENS - 1}, new="b"), 0),
-        (step({"a": 1, "b": 8, "c": READING_TOKENS}, new="c"), 1),
-        (step({"c": READING_TOKENS + 1}, finished="a"), 0),
+        (step({"a": 1, "b": 8, "c": 4096}, new="c"), 1),
+        (step({"c": 1}, finished="a"), 0),
         (step({}, finished="b"), 0),
         # Nothing is left to decode: a prompt comes next.
         (step({}, finished="c"), 1),
@@ -228,8 +228,8 @@ def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> No
     steps: list[tuple[SchedulerOutput, list[list[int]]]] = [
         (step({"a": FROM_TOKENS}, new="a"), [own(FROM_TOKENS)]),
         (
-            step({"b": 300, "c": 4 * READING_TOKENS // 3}, new="bc"),
-            [own(300) + own(4 * READING_TOKENS // 3)],
+            step({"b": 300, "c": 5000}, new="bc"),
+            [own(300) + own(5000)],
         ),
         (step({"d": FROM_TOKENS - 1}, new="d"), []),
         # The next chunk of a prompt, and a prompt beside what decodes.

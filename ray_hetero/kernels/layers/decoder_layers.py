@@ -83,8 +83,6 @@ class DecoderLayers:
         )
         self._on_gpu, self._many = on_gpu, many
         self._most_sent = most_sent(layers)
-        self._begins_on = self.gpu
-        """GPU that may have begun with a step before it is called; None if there is none here."""
 
     @property
     def shared(self) -> SharesDecode | None:
@@ -100,34 +98,6 @@ class DecoderLayers:
     def gpu(self) -> Any:
         """The GPU that computes whole layers in large steps; None if this process has none."""
         return None if self._on_gpu is None else self._on_gpu.gpu
-
-    def begin_ahead(self, counts: Sequence[int]) -> bool:
-        """Have the GPU begin with a step of new prompts before the layers are called.
-
-        Args:
-            counts: tokens of each request, in their order, all of which are expected to be looked
-                up in the embedding.
-
-        Returns:
-            Whether it has begun.
-
-        Raises:
-            RuntimeError: what CUDA says.
-            TimeoutError: the GPU takes too long.
-
-        """
-        output, tokens = self.output, sum(counts)
-        if (
-            self._on_gpu is None
-            or self._many is None
-            or tokens < self._many.from_tokens
-            or not self._on_gpu.suits(tokens)
-            or self._adapters is not None
-            or output is None
-            or not output.may_take(tokens)
-        ):
-            return False
-        return self._on_gpu.begin_ahead(counts, output)
 
     def shares(self, tokens: int) -> bool:
         """Whether a GPU computes a part of a decode step of so many tokens."""
@@ -152,8 +122,6 @@ class DecoderLayers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute all layers as vLLM's decoder layers do.
 
-        Nothing is left of a step that the GPU has begun with, whoever computes this one.
-
         Args:
             positions: [M].
             hidden: [M, N], bf16.
@@ -163,16 +131,6 @@ class DecoderLayers:
             [M, N], which is still to be added to the residual, and it.
 
         """
-        try:
-            return self._computed(positions, hidden, residual)
-        finally:
-            if self._begins_on is not None:
-                self._begins_on.abandon_begun()
-
-    def _computed(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A call's results, by whatever computes them."""
         if self.embedded is not None:
             self.embedded.meet(hidden)
         positions = positions.to(torch.int64).contiguous()

@@ -287,14 +287,6 @@ class GroupLayers:
                     self._layers.reaches(some)
         return True
 
-    def begin_ahead(self, counts: Sequence[int], output: StageOutput) -> bool:
-        """Begin with a step as `GpuLayers` does, in the first rank.
-
-        The GPU reads nothing of other ranks but weights, and writes nothing of theirs, until they
-        have come to the step.
-        """
-        return self._layers is not None and self._layers.begin_ahead(counts, output)
-
     def __call__(
         self,
         positions: torch.Tensor,

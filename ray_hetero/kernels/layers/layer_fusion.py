@@ -51,8 +51,6 @@ class Fused:
     layers: int
     is_shared: bool
     """Whether a GPU computes some layers of decode steps."""
-    embedded: DecoderLayers | None = None
-    """Layers that get the rows of the model's embedding, and nothing else."""
     first: DecoderLayers | None = None
     """Layers that are called first."""
 
@@ -137,14 +135,13 @@ def install(
         leave_uncompiled(caller)
     for prompts, decoder, made in on_gpu:
         made.embedded = look_up_for(prompts, decoder, takes_tokens_only=takes_tokens_only)
-    embedded = next((made for _, _, made in on_gpu if made.embedded is not None), None)
     for why, layers_left in found.left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
             layers_left, why,
         )  # fmt: skip
     layers_fused = sum(len(run.layers) for run in found.runs) + len(found.latents)
-    return Fused(layers_fused, shares is not None and not shares.is_empty, embedded, first)
+    return Fused(layers_fused, shares is not None and not shares.is_empty, first)
 
 
 def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:

@@ -77,19 +77,6 @@ class LayersOnGpu(Protocol):
     def reaches(self, caches: Sequence[torch.Tensor]) -> bool:
         """Make the layers' caches accessible to the GPU; whether that succeeded."""
 
-    def begin_ahead(self, counts: Sequence[int], output: Any) -> bool:
-        """Submit a step of new prompts before its layers are called; whether it was submitted.
-
-        Args:
-            counts: tokens of each request, in their order.
-            output: the stage's `StageRows`, where the results stay on the GPU.
-
-        Raises:
-            RuntimeError: what CUDA says.
-            TimeoutError: the GPU takes too long.
-
-        """
-
     def __call__(
         self,
         positions: torch.Tensor,

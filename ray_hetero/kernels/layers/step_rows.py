@@ -107,22 +107,8 @@ def step_rows(
 
 def one_prompt(tokens: int) -> StepRows:
     """A step that is one prompt, for runs that have no requests."""
-    return new_prompts([tokens])
-
-
-def new_prompts(counts: Sequence[int]) -> StepRows:
-    """A step of prompts of which nothing is cached.
-
-    Args:
-        counts: tokens of each.
-
-    """
     none = torch.empty(0, dtype=torch.int64)
-    begins = list(itertools.accumulate(counts, initial=0))
-    requests = tuple(
-        Request(begin, count, 0, ()) for begin, count in zip(begins, counts, strict=False)
-    )
-    return StepRows(none, none, none.int(), slice(0, begins[-1]), requests)
+    return StepRows(none, none, none.int(), slice(0, tokens), (Request(0, tokens, 0, ()),))
 
 
 def _together(rows: np.ndarray) -> torch.Tensor | slice:

@@ -268,8 +268,7 @@ class LinearLayers:
         if group is None:
             self._settle(self._kernel, found, is_shared=fused.is_shared)
         own = () if self._kernel.prompts is None else (self._kernel.prompts,)
-        begin = None if fused.embedded is None else fused.embedded.begin_ahead
-        prompts_ahead.use([*own, *(group or ())], begin, fused.first)
+        prompts_ahead.use([*own, *(group or ())], fused.first)
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)

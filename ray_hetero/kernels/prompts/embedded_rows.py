@@ -8,7 +8,7 @@ about to read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,10 +61,6 @@ class EmbeddedRows:
         """Rows that have not been looked up in host memory yet."""
         self._expected: torch.Tensor | None = None
         """Tokens whose rows the GPU looks up before the step asks for them."""
-        self._begun: torch.Tensor | None = None
-        """Tokens with whose rows layers have begun before the step has asked for them."""
-        self._begun_with: _LookedUp | None = None
-        """Rows of the step that are those of these tokens."""
 
     def leave_to_readers(self, table: GpuTable | None) -> None:
         """Look rows up in host memory only for `fill`, once the layers are known to get all rows.
@@ -100,33 +96,6 @@ class EmbeddedRows:
                 self._table(tokens, self._there[:elements].view(len(tokens), -1))
             self._expected = tokens
 
-    def begin(self, tokens: int) -> torch.Tensor | None:
-        """Rows on the GPU that are expected, [tokens, N], for layers to begin with and overwrite.
-
-        Args:
-            tokens: of the step.
-
-        Returns:
-            None where other ones are expected, or none.
-
-        """
-        expected, self._expected = self._expected, None
-        if expected is None or len(expected) != tokens:
-            return None
-        assert self._table is not None
-        assert self._there is not None
-        self._begun = expected
-        return self._there[: tokens * self._table.columns].view(tokens, -1)
-
-    def has_begun(self, hidden: torch.Tensor) -> bool:
-        """Whether layers have begun with the rows that stand for a step's, which they have met.
-
-        Args:
-            hidden: [tokens, N], what the layers get.
-
-        """
-        return self._begun_with is not None and self._are_those(hidden, self._begun_with)
-
     def __call__(
         self, table: torch.Tensor, tokens: torch.Tensor, stream: Any = None
     ) -> torch.Tensor | None:
@@ -142,16 +111,15 @@ class EmbeddedRows:
             RuntimeError: what CUDA says.
 
         """
-        expected, begun = self._expected, self._begun
+        expected = self._expected
         self.skip()
         elements = tokens.numel() * table.shape[1]
         is_plain = tokens.ndim == 1 and table.dtype == torch.bfloat16
         if not is_plain or elements > len(self._memory):
             return None
         into = self._memory[:elements].view(len(tokens), -1)
-        has_begun = begun is not None and torch.equal(begun, tokens)
-        sends = self._there is not None and stream is not None and not has_begun
-        is_left = (has_begun or sends or self._there is None) and self._are_left(tokens, len(table))
+        sends = self._there is not None and stream is not None
+        is_left = (sends or self._there is None) and self._are_left(tokens, len(table))
         if sends:
             assert self._there is not None
             there = self._there[:elements].view(into.shape)
@@ -171,7 +139,6 @@ class EmbeddedRows:
         if self._counts:
             self._step = _LookedUp(table, tokens, self._memory._version)
             self._left = self._step if is_left else None
-            self._begun_with = self._step if has_begun and is_left else None
         return into
 
     def _are_left(self, tokens: torch.Tensor, rows: int) -> bool:
@@ -183,7 +150,7 @@ class EmbeddedRows:
 
     def skip(self) -> None:
         """Forget what was looked up last: the next step has other rows."""
-        self._step = self._left = self._expected = self._begun = self._begun_with = None
+        self._step = self._left = self._expected = None
 
     def meet(self, hidden: torch.Tensor) -> None:
         """Learn what the layers get in a step.
@@ -230,8 +197,6 @@ class EmbeddedRows:
         torch.index_select(left.table, 0, left.tokens, out=into)
         if self._sent is not None:
             self._sent = self._sent[0], self._memory._version
-        if self._begun_with is not None:
-            self._begun_with = replace(self._begun_with, version=self._memory._version)
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether a tensor lies in this host memory."""
@@ -259,4 +224,4 @@ class EmbeddedRows:
 
     def forget(self) -> None:
         """Have nothing on the GPU, whose memory is overwritten."""
-        self._sent = self._expected = self._begun = self._begun_with = None
+        self._sent = self._expected = None

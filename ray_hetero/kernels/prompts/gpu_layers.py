@@ -9,9 +9,7 @@ step, and writes keys and values into the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +17,7 @@ from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers.kv_layouts import Caches
 from ray_hetero.kernels.layers.layer_parts import AttentionShape
-from ray_hetero.kernels.layers.step_rows import StepRows, new_prompts
+from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.prompts.gpu_angles import GpuAngles
 from ray_hetero.kernels.prompts.gpu_attention import MOST_HEAD_SIZE
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -32,12 +30,6 @@ from ray_hetero.planning.prefill_memory import attention_bytes
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.prompts.stage_output import StageOutput
-
-FIRST_LAYER_S = 0.005
-"""Longest pause, in seconds, of the main thread while the other one orders the first layer of a
-step that is begun ahead.  The main thread prepares the step next, for which it needs Python's lock
-as much: on an H100, the first product of 8,192 tokens came 8 to 13 ms after the request, when
-everything had been there after 6."""
 
 
 class AttentionMemory:
@@ -74,25 +66,6 @@ class AttentionMemory:
         gpu.idle += [*self.returns.idle, *self.uploads.idle]
 
 
-@dataclass(frozen=True, eq=False)
-class _Begun:
-    """A step that was begun before its layers are called."""
-
-    positions: torch.Tensor
-    rows: StepRows
-    output: StageOutput
-    ordered: Future[Any]
-
-    def is_for(self, positions: torch.Tensor, rows: StepRows, output: StageOutput | None) -> bool:
-        """Whether it is the step of a call."""
-        return (
-            output is self.output
-            and rows.requests == self.rows.requests
-            and not len(rows.decoding)
-            and torch.equal(positions, self.positions)
-        )
-
-
 class GpuLayers:
     """Computes layers that follow one another.
 
@@ -125,7 +98,6 @@ class GpuLayers:
         """Writes of the layers of a step into the cache, one after the other."""
         self.is_written = True
         """Whether all keys and values of the last step are in the cache."""
-        self._begun: _Begun | None = None
 
     def suits(self, tokens: int) -> bool:
         """Whether there is room for so many tokens."""
@@ -135,67 +107,6 @@ class GpuLayers:
         """Make ready to copy from layers' caches; whether they can be had."""
         self._memory.uploads.lock(caches)
         return True
-
-    def begin_ahead(self, counts: Sequence[int], output: StageOutput) -> bool:
-        """Begin with a step of new prompts before its layers are called.
-
-        The call for this step goes on with it.  Whatever else is to be computed here before has it
-        abandoned first.
-
-        Args:
-            counts: tokens of each request, in their order.
-            output: where results stay on the GPU.
-
-        Returns:
-            Whether it has begun: not without rows of the embedding that were expected.
-
-        Raises:
-            RuntimeError: what CUDA says.
-            TimeoutError: the GPU takes too long.
-
-        """
-        gpu, rows = self._gpu, new_prompts(counts)
-        gpu.begin(rows.tokens)
-        there = gpu.memory.embedded.begin(rows.tokens)
-        if there is None:
-            return False
-        positions = torch.cat([torch.arange(count) for count in counts])
-        step = GpuStep(self, rows, positions, None, sends=True)
-        ordered = self._order(lambda: step.compute(lambda: (None, there), rows.tokens, output))
-        self._begun, gpu.abandon = _Begun(positions, rows, output, ordered), self._abandon
-        ordered.add_done_callback(lambda _: step.has_work.set())  # or never will have any
-        step.has_work.wait(FIRST_LAYER_S)
-        return True
-
-    def _abandon(self) -> None:
-        begun, self._begun = self._begun, None
-        assert begun is not None
-        returns = self._memory.returns
-        while (returned := returns.take()) is not None:
-            returns.give_back(returned)
-        self._gpu.memory.embedded.forget()
-        begun.ordered.result(timeout=LIMIT_S)
-
-    def _taken_up(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None,
-        rows: StepRows, output: StageOutput | None,
-    ) -> Future[Any] | None:  # fmt: skip
-        """What was begun ahead, if it is this step."""
-        begun = self._begun
-        if (
-            begun is None
-            or residual is not None
-            or not begun.is_for(positions, rows, output)
-            or not self._gpu.memory.embedded.has_begun(hidden)
-        ):
-            return None
-        self._begun = self._gpu.abandon = None
-        return begun.ordered
-
-    def _order(self, work: Callable[[], Any]) -> Future[Any]:
-        ordered = self._gpu.order(work)
-        ordered.add_done_callback(lambda _: self._memory.returns.end())
-        return ordered
 
     def __call__(
         self,
@@ -229,14 +140,11 @@ class GpuLayers:
 
         """
         gpu = self._gpu
-        ordered = self._taken_up(positions, hidden, residual, rows, output)
-        if ordered is None:
-            gpu.begin(len(positions))
-            staged = gpu.memory.stage(hidden, residual, rows.rows)
-            step = GpuStep(self, rows, positions[rows.rows], caches)
-            ordered = self._order(
-                lambda: step.compute(lambda: gpu.memory.sent(*staged), len(positions), output)
-            )
+        gpu.begin(len(positions))
+        staged = gpu.memory.stage(hidden, residual, rows.rows)
+        step = GpuStep(self, rows, positions[rows.rows], caches)
+        ordered = gpu.order(lambda: step.compute(staged, len(positions), output))
+        ordered.add_done_callback(lambda _: self._memory.returns.end())
         meanwhile()
         self._writing, self.is_written = self._writes(caches), False
         goes_ahead = output is not None and output.goes_ahead(rows.tokens)

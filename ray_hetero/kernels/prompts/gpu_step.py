@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,15 +29,13 @@ class GpuStep:
         rows: of the step that are computed here.
         positions: [rows], int64.
         caches: whose keys and values are read, and which new ones are sent down for; None where
-            there are none to be read.
-        sends: whether new keys and values are sent down though there are no caches yet.
+            there are none.
 
     """
 
     def __init__(
-        self, layers: GpuLayers, rows: StepRows, positions: torch.Tensor, caches: Caches | None,
-        *, sends: bool = False,
-    ) -> None:  # fmt: skip
+        self, layers: GpuLayers, rows: StepRows, positions: torch.Tensor, caches: Caches | None
+    ) -> None:
         self._layers = layers.layers
         self._gpu = layers.gpu
         self._memory = layers.memory
@@ -47,19 +43,16 @@ class GpuStep:
         self._rows = rows
         self._positions = positions
         self._caches = caches
-        self._sends = sends or caches is not None
         self._turning: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.has_work = threading.Event()
-        """Set once the GPU has a layer to compute, or has to wait for its turn."""
 
     def compute(
-        self, send: Callable[[], tuple[torch.Tensor | None, torch.Tensor]], tokens: int,
+        self, staged: tuple[torch.Tensor, torch.Tensor | None], tokens: int,
         output: StageOutput | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Compute all layers.
 
         Args:
-            send: has the input come, as `StepMemory.sent` does.
+            staged: input, from `StepMemory.stage`.
             tokens: of the step, of which some rows are computed here.
             output: where results stay on the GPU.
 
@@ -73,11 +66,10 @@ class GpuStep:
             self._own = Lengths.of([one.tokens for one in self._rows.requests], gpu.device)
             self._angles(self._layers[0].attention.cos_sin)
             self._spans = self._begin_uploads()
-            y, total = send()
+            y, total = gpu.memory.sent(*staged)
             count = len(self._positions)
             if output is not None and not output.has_turn(count):
                 gpu.read_first()
-                self.has_work.set()
         if output is not None:
             output.wait_for_turn(count)
         with torch.inference_mode(), current(gpu.computing):
@@ -85,7 +77,6 @@ class GpuStep:
                 x = gpu_post_attention.add_and_norm(gpu, y, total, layer.input.norm)
                 attended = self._attend(layer.attention, gpu.product(x, layer.input.qkv))
                 y = gpu_post_attention.behind(gpu, layer.parts, attended, total)
-                self.has_work.set()
             assert y is not None
             if output is None:
                 y, total = gpu.received(y, total, into=self._into)
@@ -111,7 +102,7 @@ class GpuStep:
         self._turn(attention, heads[:, : shape.heads + shape.kv_heads])
         queries = heads[:, : shape.heads]
         new = heads[:, shape.heads :].view(tokens, 2, shape.kv_heads, shape.size)
-        if self._sends:
+        if self._caches is not None:
             self._memory.returns.send(qkv[:, shape.queries :])
         assert attention.scores is not None
         scale = attention.scores.scale

@@ -36,8 +36,6 @@ class OrderingThread:
         )  # fmt: skip
         self._ordered: Future[None] | None = None
         """Expansion of weights ahead, or a shortage that the next call learns of; else None."""
-        self.abandon: Callable[[], None] | None = None
-        """End of a step that was begun before its layers are called; None without one."""
 
     def order(self, work: Callable[[], Any]) -> Future[Any]:
         """Have the GPU's work ordered beside this thread."""
@@ -59,7 +57,7 @@ class OrderingThread:
     @property
     def is_settled(self) -> bool:
         """Whether `settle` would not wait."""
-        return self.abandon is None and (self._ordered is None or self._ordered.done())
+        return self._ordered is None or self._ordered.done()
 
     def settle(self) -> None:
         """Wait until the other thread has ordered everything.
@@ -69,26 +67,9 @@ class OrderingThread:
             TimeoutError: it takes too long.
 
         """
-        self._abandon_begun()
         ordered, self._ordered = self._ordered, None
         if ordered is not None:
             ordered.result(timeout=LIMIT_S)
-
-    def abandon_begun(self) -> None:
-        """End a step that was begun before its layers were called, and that nobody goes on with.
-
-        Raises:
-            RuntimeError: what CUDA says, but that memory has run out.
-            TimeoutError: the GPU takes too long.
-
-        """
-        with self.leaving_shortage():
-            self._abandon_begun()
-
-    def _abandon_begun(self) -> None:
-        abandon, self.abandon = self.abandon, None
-        if abandon is not None:
-            abandon()
 
     @contextmanager
     def leaving_shortage(self) -> Iterator[None]:

@@ -1,30 +1,24 @@
 """What prompts need on its way to a GPU before the step that computes them reaches its layers.
 
 vLLM prepares a step for some milliseconds in which the link to the GPU would have nothing to do:
-the rows of an embedding come meanwhile, and weights.  Of a step with nothing but long new prompts
-all is known that the GPU needs, and it begins with the layers (gpu_layers.py).  Before a step that
-only decodes, weights come back whose place a prompt has taken (columns_on_gpu.py); the link is left
-to these where such a step is expected behind a prompt.  And an engine without requests computes a
-prompt next, whatever it has decoded before: what that begins with can be on the GPU when it comes.
+the rows of an embedding come meanwhile, and weights.  Before a step that only decodes, weights come
+back whose place a prompt has taken (columns_on_gpu.py); the link is left to these where such a step
+is expected behind a prompt.  And an engine without requests computes a prompt next, whatever it has
+decoded before: what that begins with can be on the GPU when it comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS, PROMPT_TOKENS
+from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-
-READING_TOKENS = 4096
-"""Most tokens of a step's prompts for which a GPU reads for longer than it computes.  Their weights
-are asked for before their embeddings, and nothing is gained by beginning with the layers: on an
-H100 128 to 1,024 tokens took 0.98 to 1.03 of the time, and 8,192 took 0.97."""
 
 
 class ComputesPrompts(Protocol):
@@ -52,26 +46,18 @@ _offered: dict[GpuPrefill, ComputesPrompts] = {}
 """Layers or products of prompts, once for each GPU: runs of layers may have one in common."""
 
 
-_begins: list[Callable[[Sequence[int]], bool]] = []
-"""Beginning of the layers that get the rows of the embedding, if some layers do."""
 _first: list[Decodes] = []
 """Layers that are called first, if there are such layers."""
 
 
-def use(
-    prompts: Iterable[ComputesPrompts], begin: Callable[[Sequence[int]], bool] | None = None,
-    first: Decodes | None = None,
-) -> None:  # fmt: skip
+def use(prompts: Iterable[ComputesPrompts], first: Decodes | None = None) -> None:
     """Have what computes this process's prompts read their weights ahead.
 
     Args:
         prompts: layers, or products.
-        begin: begins with the layers of a step of new prompts whose rows of the embedding are on
-            the GPU, given the tokens of each; says whether it has.
         first: layers that are called first.
 
     """
-    _begins[:] = [] if begin is None else [begin]
     _first[:] = [] if first is None else [first]
     _offered.clear()
     _offered.update((one.gpu, one) for one in prompts if one.gpu is not None)
@@ -116,10 +102,7 @@ class PromptsAhead:
                     found = _only_new_tokens(scheduler_output)
                     if found is not None:
                         gpu.memory.embedded.expect(found, gpu.computing)
-                        new = _new_prompts(scheduler_output) if tokens > READING_TOKENS else []
-                        if new and any(begin(new) for begin in _begins):
-                            continue  # what the layers need is on its way
-                if one.from_tokens <= tokens <= READING_TOKENS or not self._requests:
+                if tokens >= one.from_tokens or not self._requests:
                     gpu.read_ahead()
         if counts and not tokens and not scheduler_output.scheduled_new_reqs:
             for first in _first:
@@ -152,19 +135,6 @@ class PromptsAhead:
         if not (has_prompts and decoding) or self._unfinished or self._came_again:
             return True
         return not any(first.shares(decoding) for first in _first)
-
-
-def _new_prompts(scheduler_output: Any) -> list[int]:
-    """Tokens of each request of a step of new ones.
-
-    None if some are cached, or may be decoded, or if the layers take no request for a prompt.
-    """
-    new = scheduler_output.scheduled_new_reqs
-    counts = [scheduler_output.num_scheduled_tokens[one.req_id] for one in new]
-    is_cached = any(one.num_computed_tokens for one in new)
-    if is_cached or min(counts) <= DECODING_TOKENS or max(counts) < PROMPT_TOKENS:
-        return []
-    return counts
 
 
 def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:

@@ -1,0 +1,117 @@
+"""The GPU's memory, which is the CPU's here, runs out ahead of a step, or within one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from native_module import needs_native  # noqa: E402
+from scheduled_steps import LARGE, Engine, GroupEngine  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from ray_hetero.kernels.prompts import gpu_step, prompts_ahead  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.kernels.prompts.gpu_table import GpuTable  # noqa: E402
+
+current_platform.import_kernels()
+pytestmark = [needs_native, pytest.mark.timeout(120)]
+SHORT = 29
+"""Tokens of a step that the cores can compute as a decode step."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    prompts_ahead.use([])
+
+
+def failing_expansion(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """Have the GPU's memory run out where weights are expanded ahead for this time; each time."""
+    expand, calls = GpuPrefill.expand, []
+
+    def expand_or_fail(gpu: GpuPrefill, linears: Any) -> None:
+        calls.append(len(calls))
+        if calls[-1] == number:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        expand(gpu, linears)
+
+    monkeypatch.setattr(GpuPrefill, "expand", expand_or_fail)
+    return calls
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("behind", ["a new prompt", "a decode step"])
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("kind", [Engine, GroupEngine])
+def test_memory_that_runs_out_ahead_of_a_step_is_its_cores_work(
+    kind: type[Engine | GroupEngine], number: int, behind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kind(monkeypatch, layers=3, share=0.67)
+    request, tokens = engine.request(LARGE + 4), LARGE
+    engine.step((request, 0, tokens))
+    with monkeypatch.context() as patched:
+        calls = failing_expansion(patched, number)
+        for _ in range(2):
+            engine.schedule((request, tokens, tokens + 1), known=1)
+            engine.compute((request, tokens, tokens + 1))
+            tokens += 1
+            if number in calls:
+                break
+        # The thread orders the first layer of the next step behind this one.
+        engine.gpu.order(lambda: None).result(60)
+        assert number in calls
+    if behind == "a new prompt":
+        engine.step((engine.request(LARGE), 0, LARGE))
+    engine.schedule((request, tokens, tokens + 1), known=1)
+    engine.compute((request, tokens, tokens + 1))
+    engine.step((engine.request(LARGE), 0, LARGE))
+    engine.gpu.settle()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(GpuTable, "__call__"), (GpuPrefill, "read_first"), (gpu_step, "attend")],
+    ids=["rows of the embedding", "first weights", "attention"],
+)
+@pytest.mark.parametrize("kind", [Engine, GroupEngine])
+def test_memory_that_runs_out_before_the_layers_is_the_cores_work(
+    kind: type[Engine | GroupEngine], owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM's own attention multiplies what nobody has written with 0.
+    engine, failed = kind(monkeypatch, layers=3, unwritten=0.0), []
+
+    def fail(*given: Any, **more: Any) -> Any:
+        failed.append(name)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fail)
+        for tokens in (SHORT, LARGE):
+            engine.step((engine.request(tokens), 0, tokens))
+    assert failed
+    engine.step((engine.request(LARGE), 0, LARGE))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", [Engine, GroupEngine])
+def test_requests_decode_beside_prompts_that_the_gpu_has_no_memory_for(
+    kind: type[Engine | GroupEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM's own attention multiplies what nobody has written with 0.
+    engine = kind(monkeypatch, layers=3, unwritten=0.0)
+    request = engine.request(42)
+    engine.step((request, 0, 40))
+    engine.schedule((request, 40, 41), (other := engine.request(LARGE), 0, LARGE), known=1)
+    with engine.gpu.leaving_shortage():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    # The other ranks decode theirs, and wait for the first one meanwhile.
+    engine.compute((request, 40, 41), (other, 0, LARGE))
+    engine.schedule((request, 41, 42), known=1)
+    engine.compute((request, 41, 42))
