@@ -37,7 +37,6 @@ from ray_hetero.compat import (
     lora,
     message_queues,
     model_config,
-    model_inputs,
     model_runner,
     parallel_state,
     pipeline_models,
@@ -138,7 +137,6 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 sends_alone=world.layout.sends_alone(seat.stage),
                 dtype=self._vllm_config.model_config.dtype,
                 place=self._rank.place,
-                takes_tokens_only=model_inputs.takes_tokens_only(self._vllm_config),
             )
             if self._vllm_config.lora_config is not None:
                 lora.leave_tokens_without_adapter()

@@ -19,7 +19,6 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 pytest.register_assert_rewrite("embeddings", "group_steps", "paged_steps")
 
 from decoder_parts import HIDDEN  # noqa: E402
-from embeddings import EmbeddedSteps  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
@@ -40,9 +39,7 @@ from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
     attend,
     put_together,
 )
-from ray_hetero.kernels.prompts.gpu_table import table_of  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_unpacking import unpack  # noqa: E402
-from ray_hetero.kernels.prompts.link_reader import current  # noqa: E402
 from ray_hetero.kernels.prompts.stage_output import StageOutput  # noqa: E402
 from ray_hetero.kernels.prompts.turns import turns_from  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -221,32 +218,6 @@ def test_embeddings_are_sent_while_others_are_looked_up(monkeypatch: pytest.Monk
     factor = 8
     steps.check((one, 0, 2900))
     assert taken == [True] * 3 + [False]
-
-
-@pytest.mark.skipif(IS_PRETENDED, reason="on a CPU torch looks rows up")
-def test_a_gpu_looks_rows_up_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Steps(monkeypatch, device=GPU, most=512).kernel.prompts.gpu
-    for vocabulary, columns in ((30_000, 4096), (500, 1536), (3, 96)):
-        table = torch.randn(vocabulary, columns).bfloat16()
-        made = table_of(table, gpu)
-        assert made is not None
-        for count in (1, 300, 512):
-            tokens = torch.randint(vocabulary, (count,))
-            with current(gpu.computing):
-                found = torch.zeros(count, columns, dtype=torch.bfloat16, device=GPU)
-                made(tokens, found)
-                assert torch.equal(found.cpu(), table[tokens])
-
-
-def test_rows_that_only_the_gpu_reads_are_looked_up_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = EmbeddedSteps.made(monkeypatch, device=GPU, most=4096)
-    one, other = made.request(3000), made.request(300)
-    made.steps.check((one, 0, 500))
-    made.steps.check((one, 500, 2000), (other, 0, 100))
-    made.steps.check((one, 2000, 2900))
-    # One decodes on the cores, beside a prompt.
-    made.steps.check((one, 2900, 2901), (other, 100, 299))
-    assert made.left == [False, True, True, True]
 
 
 def check_decode_steps(steps: Steps) -> None:

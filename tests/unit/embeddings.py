@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,30 +44,20 @@ class EmbeddedSteps:
     layer: Any
     rows: EmbeddedRows
     tokens: dict[Conversation, torch.Tensor] = field(default_factory=dict)
-    left: list[bool] = field(default_factory=list)
-    """Whether each step's rows were left when its layers got them."""
-    change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-    """What the model does with the rows before its layers get them."""
 
     @classmethod
-    def made(
-        cls, monkeypatch: pytest.MonkeyPatch, *, takes_tokens_only: bool = True, **given: Any
-    ) -> EmbeddedSteps:
+    def made(cls, monkeypatch: pytest.MonkeyPatch, **given: Any) -> EmbeddedSteps:
         """Steps, and an embedding for them.
 
         Args:
             monkeypatch: replaces their input.
-            takes_tokens_only: as of `look_up_for`.
             given: more arguments of `Steps`.
 
         """
         steps = Steps(monkeypatch, **{"layers": 3, "blocks": 160, "most": 512} | given)
         layer = embedding()
-        rows = look_up_for(
-            steps.kernel.prompts, model_of(layer), takes_tokens_only=takes_tokens_only
-        )
+        rows = look_up_for(steps.kernel.prompts, model_of(layer))
         assert rows is not None
-        steps.made.embedded = rows
         made = cls(steps, layer, rows)
         begin = steps.begin
 
@@ -77,26 +66,19 @@ class EmbeddedSteps:
             own = torch.cat([made.tokens[request][b:e] for request, b, e in parts])
             # What was there before must not be taken for these rows.
             rows._memory.data.fill_(torch.nan)
-            found = layer(own)
-            made.left.append(made.is_left)
-            return positions, made.change(found)
+            return positions, layer(own)
 
         monkeypatch.setattr(steps, "begin", begin_embedded)
         return made
 
     def request(
-        self, tokens: int, factor: float = 1, after: Conversation | None = None, shared: int = 0
+        self, tokens: int, after: Conversation | None = None, shared: int = 0
     ) -> Conversation:
-        """A request, whose rows the model multiplies by a factor; others as of `Steps.request`."""
+        """A request; arguments as of `Steps.request`."""
         request = self.steps.request(tokens, after, shared)
         self.tokens[request] = torch.randint(VOCABULARY, (tokens,))
         if after is not None:
             cached = shared * self.steps.block
             self.tokens[request][:cached] = self.tokens[after][:cached]
-        request.inputs.copy_(self.layer.weight[self.tokens[request]] * factor)
+        request.inputs.copy_(self.layer.weight[self.tokens[request]])
         return request
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the host's memory has no rows of the last step."""
-        return bool(self.rows._memory.isnan().all())

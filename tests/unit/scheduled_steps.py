@@ -150,10 +150,10 @@ class GroupEngine:
         self.table = embedding()
         self.tokens: dict[Conversation, torch.Tensor] = {}
         self._tables = []
-        for rank, (prompts, *_) in zip(self.group.ranks, self.group.join(), strict=True):
+        for prompts, *_ in self.group.join():
             own = embedding()
             own.weight = self.table.weight
-            rank.made.embedded = look_up_for(prompts, model_of(own), takes_tokens_only=True)
+            look_up_for(prompts, model_of(own))
             self._tables.append(own)
         self.first = self.group.ranks[0].made
         self.gpu = self.first.gpu

@@ -299,8 +299,6 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/spec_decode", GPUModelRunner, "_model_forward"),
     ("compat/spec_decode", GPUModelRunner, "_preprocess"),
     ("compat/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
-    ("compat/model_inputs", ModelConfig, "is_multimodal_model"),
-    ("compat/model_inputs", ModelConfig, "enable_prompt_embeds"),
     ("compat/read_rows", ModelConfig, "is_diffusion"),
     ("compat/read_rows", ParallelConfig, "use_ubatching"),
     ("compat/read_rows", ParallelConfig, "decode_context_parallel_size"),
@@ -521,7 +519,6 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/warmup", GPUModelRunner, "is_pooling_model"),
     ("compat/warmup", GPUModelRunner, "cudagraph_dispatcher"),
     ("compat/read_rows", ModelConfig, "runner_type"),
-    ("compat/model_inputs", ModelConfig, "runner_type"),
     *(
         ("compat/read_rows", LinearBase, name)
         for name in ("output_size", "return_bias", "skip_bias_add")

@@ -261,9 +261,7 @@ def test_it_is_where_a_gpu_computes_all_layers(
 ) -> None:
     steps = Steps(monkeypatch, layers=2)
     asked: list[Any] = []
-    monkeypatch.setattr(
-        layer_fusion, "look_up_for", lambda *given, takes_tokens_only: asked.append(given)
-    )
+    monkeypatch.setattr(layer_fusion, "look_up_for", lambda *given: asked.append(given))
     if not has_memory:
         monkeypatch.setattr(layer_fusion, "_memory", lambda *given: None)
     kernel = steps.kernel
@@ -275,9 +273,7 @@ def test_it_is_where_a_gpu_computes_all_layers(
 def test_it_is_so_on_all_ranks_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = GroupSteps(monkeypatch)
     asked: list[Any] = []
-    monkeypatch.setattr(
-        layer_fusion, "look_up_for", lambda *given, takes_tokens_only: asked.append(given)
-    )
+    monkeypatch.setattr(layer_fusion, "look_up_for", lambda *given: asked.append(given))
     groups = steps.join()
     for rank, group in zip(steps.ranks, groups, strict=True):
         found = find(torch.nn.Sequential(rank.decoder), rank.linears, rank.kernel)

@@ -16,7 +16,6 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.prompts import gpu_step, prompts_ahead  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_table import GpuTable  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(120)]
@@ -77,8 +76,8 @@ def test_memory_that_runs_out_ahead_of_a_step_is_its_cores_work(
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(GpuTable, "__call__"), (GpuPrefill, "read_first"), (gpu_step, "attend")],
-    ids=["rows of the embedding", "first weights", "attention"],
+    [(GpuPrefill, "read_first"), (gpu_step, "attend")],
+    ids=["first weights", "attention"],
 )
 @pytest.mark.parametrize("kind", [Engine, GroupEngine])
 def test_memory_that_runs_out_before_the_layers_is_the_cores_work(

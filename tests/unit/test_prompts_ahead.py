@@ -72,19 +72,12 @@ class Gpu:
         self.order_of_prompts = SimpleNamespace(
             begin=lambda *, goes_round: self.goes_round.append(goes_round)
         )
-        self.expected: list[list[int]] = []
-        self.memory = SimpleNamespace(embedded=SimpleNamespace(expect=self._expect))
 
     def read_ahead(self) -> None:
         self.asked += 1
 
     def leaving_shortage(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def _expect(self, tokens: torch.Tensor, stream: str) -> None:
-        assert stream is self.computing
-        assert tokens.dtype == torch.int64
-        self.expected.append(tokens.tolist())
 
 
 class Holder:
@@ -216,38 +209,6 @@ def test_prompts_that_nothing_is_decoded_behind_leave_the_link_to_the_next(
         (step({"c": 1, "d": CHUNK}, new="d", asked=asked), False),
     ]
     check_rounds(gpu, ahead, steps)
-
-
-def test_the_rows_of_new_prompts_are_looked_up_before_they_are_asked_for() -> None:
-    gpu, ahead = Gpu(), PromptsAhead()
-    prompts_ahead.use([Holder(gpu), Holder(None)])
-
-    def own(tokens: int) -> list[int]:
-        return PROMPT_TOKENS[CACHED : CACHED + tokens]
-
-    steps: list[tuple[SchedulerOutput, list[list[int]]]] = [
-        (step({"a": FROM_TOKENS}, new="a"), [own(FROM_TOKENS)]),
-        (
-            step({"b": 300, "c": 5000}, new="bc"),
-            [own(300) + own(5000)],
-        ),
-        (step({"d": FROM_TOKENS - 1}, new="d"), []),
-        # The next chunk of a prompt, and a prompt beside what decodes.
-        (step({"c": FROM_TOKENS}), []),
-        (step({"a": 1, "e": FROM_TOKENS}, new="e"), []),
-        (step({}, finished="abcde"), []),
-    ]
-    for number, (one, expected) in enumerate(steps):
-        gpu.expected.clear()
-        ahead.begin_step(one)
-        assert gpu.expected == expected, number
-    # Tokens that are not known, and a thread that is still ordering work.
-    given = step({"f": FROM_TOKENS}, new="f")
-    given.scheduled_new_reqs[0].prompt_token_ids = None
-    ahead.begin_step(given)
-    gpu.is_settled = False
-    ahead.begin_step(step({"g": FROM_TOKENS}, new="g"))
-    assert gpu.expected == []
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS, PROMPT_TOKENS  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_step, kv_transfer, prompts_ahead  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_table import GpuTable  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -216,7 +215,6 @@ def shortages(monkeypatch: pytest.MonkeyPatch, chance: random.Random, told: list
     fail_sometimes(GpuPrefill, "expand")
     fail_sometimes(GpuPrefill, "read_first")
     fail_sometimes(GpuPrefill, "linear")
-    fail_sometimes(GpuTable, "__call__")
 
 
 def seeds() -> range:

@@ -29,7 +29,6 @@ from ray_hetero.kernels.layers.kv_layouts import Caches, can_be_copied
 from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and_norm, norm
 from ray_hetero.kernels.layers.protocols import (
-    EmbedsRows,
     LayersOnGpu,
     SharesDecode,
     StageRows,
@@ -66,8 +65,6 @@ class DecoderLayers:
         self._kernel = kernel
         self.output: StageRows | None = None
         """Output of the stage, which stays on that GPU, if these are the stage's last layers."""
-        self.embedded: EmbedsRows | None = None
-        """Rows of the model's embedding, if these layers get them from there."""
         self._input = layers[0].input
         following = [*(layer.input for layer in layers[1:]), None]
         self._layers = [
@@ -131,11 +128,7 @@ class DecoderLayers:
             [M, N], which is still to be added to the residual, and it.
 
         """
-        if self.embedded is not None:
-            self.embedded.meet(hidden)
         positions = positions.to(torch.int64).contiguous()
-        if len(positions) <= self._kernel.step_tokens:
-            self._fill()  # it may be a decode step
         step = self._decode_step(positions, hidden, residual) if self._decode_step else None
         if step is None and self._on_gpu is not None:
             try:
@@ -152,14 +145,8 @@ class DecoderLayers:
                 self.shared.interrupt()
         if step is None:
             layer_tokens.count(len(self._layers), by_operators=len(positions))
-            self._fill()
             step = self._layer_by_layer(positions, hidden, residual)
         return step
-
-    def _fill(self) -> None:
-        """Have the input in host memory, where something is going to read it."""
-        if self.embedded is not None:
-            self.embedded.fill()
 
     def _with_gpu(
         self, on_gpu: LayersOnGpu, positions: torch.Tensor, hidden: torch.Tensor,
@@ -197,8 +184,6 @@ class DecoderLayers:
                     self._decode_step.decode(rows, contexts, positions, hidden, residual)
                 )
 
-        if len(rows.decoding):
-            self._fill()  # the cores read theirs, and put the GPU's together
         output = self.output
         if output is not None and caches is not None and output.may_take(tokens):
             on_gpu(positions, hidden, residual, rows, caches, decode, output)

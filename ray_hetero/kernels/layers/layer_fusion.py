@@ -73,7 +73,6 @@ def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
 def install(
     found: Fusible, kernel: StreamingLinear, group: Sequence[GroupLayers] | None = None,
     *, sends_alone: bool = False, share: float | Literal["auto"] = 0.0, seat: str = "",
-    takes_tokens_only: bool = False,
 ) -> Fused:  # fmt: skip
     """Put operators into the places of layers, and log what is left.
 
@@ -84,14 +83,13 @@ def install(
         sends_alone: whether no other rank of this stage sends results to the next one.
         share: of the layers that a GPU computes in decode steps, see `CpuConfig.decode_gpu_share`.
         seat: of this rank, see `RankSpec.place`.
-        takes_tokens_only: as of `look_up_for`.
 
     """
     memories: Memories = {}
     adapters: Adapters | None = None
     shares: Shares | None = None
     first: DecoderLayers | None = None
-    on_gpu: list[tuple[Prompts[GpuPrefill] | GroupLayers, nn.Module, DecoderLayers]] = []
+    on_gpu: list[tuple[Prompts[GpuPrefill] | GroupLayers, nn.Module]] = []
     for place, run in enumerate(found.runs):
         of_group = None if group is None else group[place]
         memory = _memory(run.layers, kernel, memories) if of_group is None else None
@@ -111,7 +109,7 @@ def install(
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)
         if many is not None and run.is_whole:
-            on_gpu.append((many, run.decoder, made))
+            on_gpu.append((many, run.decoder))
         layers = getattr(run.decoder, run.attribute)
         adapters = run.adapters or adapters
         for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
@@ -133,8 +131,8 @@ def install(
         )
     for caller in found.callers:
         leave_uncompiled(caller)
-    for prompts, decoder, made in on_gpu:
-        made.embedded = look_up_for(prompts, decoder, takes_tokens_only=takes_tokens_only)
+    for prompts, decoder in on_gpu:
+        look_up_for(prompts, decoder)
     for why, layers_left in found.left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",

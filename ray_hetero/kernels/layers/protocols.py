@@ -154,21 +154,3 @@ class SharesDecode(Protocol):
             TimeoutError: submitting the GPU's work takes too long.
 
         """
-
-
-class EmbedsRows(Protocol):
-    """Rows of the model's embedding, which a GPU may look up in place of the host."""
-
-    def meet(self, hidden: torch.Tensor) -> None:
-        """Compare the layers' input with the rows that were looked up.
-
-        Args:
-            hidden: [tokens, N].
-
-        Raises:
-            RuntimeError: these are other rows.
-
-        """
-
-    def fill(self) -> None:
-        """Write rows to host memory that only the GPU has looked up so far."""

@@ -57,7 +57,6 @@ class LinearLayers:
         sends_alone: whether no other rank of this one's stage sends results to the next one.
         dtype: that the model is computed in.
         place: of this rank, see `RankSpec.place`; empty where measured times are not kept.
-        takes_tokens_only: as of `look_up_for`.
 
     Raises:
         UnsupportedError: what was asked for cannot be had here.
@@ -67,11 +66,10 @@ class LinearLayers:
     def __init__(
         self, config: CpuConfig, gpu: torch.device | None, tokens: int,
         spare: Sequence[int] = (), *, is_shared: bool = False, sends_alone: bool = False,
-        dtype: torch.dtype = torch.bfloat16, place: str = "", takes_tokens_only: bool = False,
+        dtype: torch.dtype = torch.bfloat16, place: str = "",
     ) -> None:  # fmt: skip
         self._config = config
         self._place = place
-        self._takes_tokens_only = takes_tokens_only
         self._is_half = dtype == torch.float16
         self._device, self._tokens = gpu, tokens
         self._shared: SharedWeights | None = None
@@ -262,7 +260,6 @@ class LinearLayers:
             fused = install(
                 found, self._kernel, group, sends_alone=self._sends_alone,
                 share=self._config.decode_gpu_share, seat=self._place,
-                takes_tokens_only=self._takes_tokens_only,
             )  # fmt: skip
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused.layers)
         if group is None:

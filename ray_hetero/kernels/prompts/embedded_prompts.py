@@ -2,8 +2,7 @@
 
 The hidden states of 8,192 tokens of an 8B model are 67 MB.  In memory that is new in each step, the
 system would hand them out page by page, and they would be copied once more before they are sent.
-They cross the link while others are looked up, before the first layer begins, or the GPU looks them
-up itself (embedded_rows.py).
+They cross the link while others are looked up, before the first layer begins (embedded_rows.py).
 In a group only the first rank has the GPU; it waits for the others, which look up the same rows.
 """
 
@@ -23,7 +22,6 @@ from ray_hetero.compat.compilation import is_compiled
 from ray_hetero.compat.cpu_linear import look_up_with
 from ray_hetero.kernels.linear.streaming_linear import Prompts
 from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows
-from ray_hetero.kernels.prompts.gpu_table import table_of
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.group_layers import GroupLayers
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def look_up_for(
-    prompts: Prompts[GpuPrefill] | GroupLayers, model: nn.Module, *, takes_tokens_only: bool = False
+    prompts: Prompts[GpuPrefill] | GroupLayers, model: nn.Module
 ) -> EmbeddedRows | None:
     """Have a model's embedding leave prompts where a GPU reads them.
 
@@ -39,8 +37,6 @@ def look_up_for(
         prompts: computes all layers of the model that this rank has, from the first one on.  A rank
             of a group that does not have the GPU keeps memory of its own for as many tokens.
         model: vLLM's, with its embedding; what is compiled is left as it is.
-        takes_tokens_only: whether the layers get nothing but what the embedding gives, in all steps
-            alike.
 
     Returns:
         Where the rows are; None where the embedding stays as it was.
@@ -64,12 +60,8 @@ def look_up_for(
         else gpu.memory.embedded
     )
 
-    if takes_tokens_only:
-        embedded.leave_to_readers(None if gpu is None else table_of(layer.weight, gpu))
-
     def look_up(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
         if tokens.numel() < prompts.from_tokens:
-            embedded.skip()
             return None
         # Only one thread at a time can make a stream the current one.  Where the other one is busy,
         # nothing is sent yet: waiting would raise here what the layers' callers expect from them.

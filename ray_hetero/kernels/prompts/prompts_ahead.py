@@ -1,7 +1,7 @@
-"""What prompts need on its way to a GPU before the step that computes them reaches its layers.
+"""Weights on their way to a GPU before the step that needs them reaches its layers.
 
 vLLM prepares a step for some milliseconds in which the link to the GPU would have nothing to do:
-the rows of an embedding come meanwhile, and weights.  Before a step that only decodes, weights come
+the first weights of prompts come meanwhile.  Before a step that only decodes, weights come
 back whose place a prompt has taken (columns_on_gpu.py); the link is left to these where such a step
 is expected behind a prompt.  And an engine without requests computes a prompt next, whatever it has
 decoded before: what that begins with can be on the GPU when it comes.
@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import torch
 
 from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
 
@@ -75,7 +72,7 @@ class PromptsAhead:
         """Whether the last step had prompts, and the one behind the last such step before."""
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Have weights and rows of the embedding come if the step has prompts that a GPU computes.
+        """Have weights come if the step has prompts that a GPU computes.
 
         Weights come too if no request is left.
 
@@ -98,10 +95,6 @@ class PromptsAhead:
             with gpu.leaving_shortage():
                 if gpu.is_settled:
                     gpu.order_of_prompts.begin(goes_round=prompts_follow)
-                if tokens >= one.from_tokens and gpu.is_settled:
-                    found = _only_new_tokens(scheduler_output)
-                    if found is not None:
-                        gpu.memory.embedded.expect(found, gpu.computing)
                 if tokens >= one.from_tokens or not self._requests:
                     gpu.read_ahead()
         if counts and not tokens and not scheduler_output.scheduled_new_reqs:
@@ -135,21 +128,3 @@ class PromptsAhead:
         if not (has_prompts and decoding) or self._unfinished or self._came_again:
             return True
         return not any(first.shares(decoding) for first in _first)
-
-
-def _only_new_tokens(scheduler_output: Any) -> torch.Tensor | None:
-    """Tokens of a step as vLLM usually orders them, int64; None where it has others than prompts'.
-
-    Whoever uses them compares them with those of the step.
-    """
-    counts = scheduler_output.num_scheduled_tokens
-    # By way of NumPy, which reads a list in a fraction of torch's time.
-    found = []
-    for one in scheduler_output.scheduled_new_reqs:
-        begin = one.num_computed_tokens
-        own = (one.prompt_token_ids or ())[begin : begin + counts[one.req_id]]
-        found.append(np.array(own, dtype=np.int64))
-    total = scheduler_output.total_num_scheduled_tokens
-    if sum(map(len, found)) != total:
-        return None
-    return torch.from_numpy(np.concatenate(found))

@@ -101,7 +101,6 @@ class StepMemory:
         if residual is None:
             there = self.embedded.take(hidden)
             if there is None:
-                self.embedded.fill()
                 there = self._sent_residual(hidden)
             return None, there
         x = _like(self._y, hidden).copy_(hidden, non_blocking=True)
