@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,10 +67,6 @@ class Gpu:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.goes_round: list[bool] = []
-        self.order_of_prompts = SimpleNamespace(
-            begin=lambda *, goes_round: self.goes_round.append(goes_round)
-        )
 
     def read_ahead(self) -> None:
         self.asked += 1
@@ -99,9 +94,6 @@ class Layers:
 
     def __init__(self, fetched: list[int] | None = None) -> None:
         self._fetched = [] if fetched is None else fetched
-
-    def shares(self, tokens: int) -> bool:
-        return tokens < 4
 
     def fetch_ahead(self, tokens: int) -> None:
         self._fetched.append(tokens)
@@ -147,68 +139,6 @@ def test_weights_come_for_a_step_that_only_decodes() -> None:
         fetched.clear()
         ahead.begin_step(one)
         assert fetched == expected, number
-
-
-CHUNK = len(PROMPT_TOKENS) - CACHED
-"""Tokens that are to come of a new request's prompt."""
-
-
-def check_rounds(
-    gpu: Gpu, ahead: PromptsAhead, steps: Sequence[tuple[SchedulerOutput, bool]]
-) -> None:
-    """Begin steps, each with whether a prompt's weights come behind it."""
-    for number, (one, expected) in enumerate(steps):
-        ahead.begin_step(one)
-        assert gpu.goes_round.pop() == expected, number
-        assert not gpu.goes_round
-
-
-def test_the_link_is_left_to_decode_steps_that_are_expected_behind_a_prompt() -> None:
-    gpu, ahead = Gpu(), PromptsAhead()
-    prompts_ahead.use([Holder(gpu)], first=Layers())
-    steps = [
-        (step({"a": CHUNK}, new="a"), False),
-        (step({"a": 1}), True),
-        # The rest of a prompt comes behind its first part.
-        (step({"a": 1, "b": CHUNK - 30}, new="b"), True),
-        (step({"a": 1, "b": 30}), True),  # as the last step with prompts
-        (step({"a": 1, "b": 1}), True),
-        (step({"a": 1, "b": 1, "c": CHUNK}, new="c"), False),
-        # Prompts come one behind the other; this is learnt once it was so.
-        (step({"a": 1, "b": 1, "d": CHUNK}, new="d", finished="c"), True),
-        (step({"a": 1, "e": CHUNK}, new="e", finished="bd"), True),
-        (step({}, finished="ae"), True),
-        (step({"f": CHUNK}, new="f"), False),
-        (step({}, finished="f"), True),
-        # The cores compute steps of four requests alone.
-        (step(dict.fromkeys("ghij", CHUNK), new="ghij"), True),
-        (step(dict.fromkeys("ghij", 1)), True),
-        # A prompt whose request ends in the middle of it.
-        (step({"k": 40}, new="k", finished="ghi"), True),
-        (step({"j": 1}, finished="k"), True),
-        (step({"j": 1, "l": CHUNK}, new="l"), False),
-    ]
-    check_rounds(gpu, ahead, steps)
-    prompts_ahead.use([Holder(gpu)])
-    ahead.begin_step(step({"j": 1, "m": CHUNK}, new="m"))
-    assert gpu.goes_round == [True]
-
-
-@pytest.mark.parametrize("asked", [SamplingParams(max_tokens=1), None])
-def test_prompts_that_nothing_is_decoded_behind_leave_the_link_to_the_next(
-    asked: SamplingParams | None,
-) -> None:
-    gpu, ahead = Gpu(), PromptsAhead()
-    prompts_ahead.use([Holder(gpu)], first=Layers())
-    steps = [
-        (step({"a": CHUNK}, new="a", asked=asked), True),
-        (step({}, finished="a"), True),
-        (step({"b": CHUNK}, new="b", asked=asked), True),
-        (step({"c": CHUNK}, new="c", finished="b"), True),  # prompts came one behind the other
-        (step({"c": 1}), True),
-        (step({"c": 1, "d": CHUNK}, new="d", asked=asked), False),
-    ]
-    check_rounds(gpu, ahead, steps)
 
 
 @pytest.mark.parametrize(

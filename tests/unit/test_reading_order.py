@@ -177,29 +177,6 @@ def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
     check_decode()
 
 
-@pytest.mark.parametrize("prompt", [40, 150])
-def test_a_prompt_leaves_the_link_to_decode_steps_that_are_expected(
-    prompt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies = Copies(monkeypatch, share=0.4)
-    for tokens in (150, 150, 1, 1):
-        copies.numbers_of_step(tokens)
-    gpu, whole = copies.steps.made.gpu, copies.whole
-    assert gpu is not None
-    order = gpu.order_of_prompts
-    for _ in range(2):
-        # What it begins with comes before it all the same.
-        order.begin(goes_round=False)
-        gpu.read_ahead()
-        there = EXPANDED_AHEAD + copies.ahead
-        assert copies.numbers_of_step(prompt) == whole[there:]
-        assert not gpu.reader._ahead
-        assert set(copies.numbers_of_step(1)) <= {*copies.behind(1), *copies.behind(4)}
-    order.begin(goes_round=True)
-    found = copies.numbers_of_step(prompt)
-    assert found == [*whole, *whole[: EXPANDED_AHEAD + copies.ahead]]
-
-
 def test_whatever_is_expected_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = Copies(monkeypatch, share=0.6)
     drawn, pieces = random.Random(0), copies.pieces

@@ -96,10 +96,6 @@ class DecoderLayers:
         """The GPU that computes whole layers in large steps; None if this process has none."""
         return None if self._on_gpu is None else self._on_gpu.gpu
 
-    def shares(self, tokens: int) -> bool:
-        """Whether a GPU computes a part of a decode step of so many tokens."""
-        return self.shared is not None and self._adapters is None and self.shared.has(tokens)
-
     def fetch_ahead(self, tokens: int) -> None:
         """Have weights come that the GPU's part of a decode step needs, before that is called.
 

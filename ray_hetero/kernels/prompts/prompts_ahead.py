@@ -1,10 +1,9 @@
 """Weights on their way to a GPU before the step that needs them reaches its layers.
 
 vLLM prepares a step for some milliseconds in which the link to the GPU would have nothing to do:
-the first weights of prompts come meanwhile.  Before a step that only decodes, weights come
-back whose place a prompt has taken (columns_on_gpu.py); the link is left to these where such a step
-is expected behind a prompt.  And an engine without requests computes a prompt next, whatever it has
-decoded before: what that begins with can be on the GPU when it comes.
+the first weights of prompts come meanwhile.  Before a step that only decodes, weights come back
+whose place a prompt has taken (columns_on_gpu.py).  And an engine without requests computes a
+prompt next, whatever it has decoded before: what that begins with can be on the GPU when it comes.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ class ComputesPrompts(Protocol):
 
 class Decodes(Protocol):
     """What computes decode steps, with a part for a GPU."""
-
-    def shares(self, tokens: int) -> bool:
-        """Whether the GPU has a part of a step of so many tokens."""
 
     def fetch_ahead(self, tokens: int) -> None:
         """Have weights of the GPU's part of a step of so many tokens come."""
@@ -64,12 +60,7 @@ class PromptsAhead:
     """Learns of each step, in their order, before it is prepared."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, bool] = {}
-        """Whether each request decodes behind its prompt."""
-        self._unfinished: dict[str, int] = {}
-        """Tokens that are still to come of the prompts of some of these."""
-        self._had_prompts = self._came_again = False
-        """Whether the last step had prompts, and the one behind the last such step before."""
+        self._requests: set[str] = set()
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Have weights come if the step has prompts that a GPU computes.
@@ -87,44 +78,14 @@ class PromptsAhead:
             TimeoutError: the GPU takes too long.
 
         """
-        self._note(scheduler_output)
+        self._requests -= set(scheduler_output.finished_req_ids)
+        self._requests |= {one.req_id for one in scheduler_output.scheduled_new_reqs}
         counts = scheduler_output.num_scheduled_tokens.values()
         tokens = sum(count for count in counts if count > DECODING_TOKENS)
-        prompts_follow = self._prompts_follow(has_prompts=tokens > 0)
         for gpu, one in _offered.items():
             with gpu.leaving_shortage():
-                if gpu.is_settled:
-                    gpu.order_of_prompts.begin(goes_round=prompts_follow)
                 if tokens >= one.from_tokens or not self._requests:
                     gpu.read_ahead()
         if counts and not tokens and not scheduler_output.scheduled_new_reqs:
             for first in _first:
                 first.fetch_ahead(scheduler_output.total_num_scheduled_tokens)
-
-    def _note(self, scheduler_output: Any) -> None:
-        """Note which requests there are, and how much of their prompts is still to come."""
-        for name in scheduler_output.finished_req_ids:
-            self._requests.pop(name, None)
-            self._unfinished.pop(name, None)
-        for one in scheduler_output.scheduled_new_reqs:
-            asked = one.sampling_params
-            self._requests[one.req_id] = asked is not None and asked.max_tokens != 1
-            self._unfinished[one.req_id] = len(one.prompt_token_ids or ()) - one.num_computed_tokens
-        for name in list(self._unfinished):
-            self._unfinished[name] -= scheduler_output.num_scheduled_tokens.get(name, 0)
-            if self._unfinished[name] <= 0:
-                del self._unfinished[name]
-
-    def _prompts_follow(self, *, has_prompts: bool) -> bool:
-        """Whether prompts are expected behind a step, or decode steps that need no weights.
-
-        Behind prompts that are longer than the step the rest of them comes, behind others what came
-        there the last time.
-        """
-        if self._had_prompts:
-            self._came_again = has_prompts
-        self._had_prompts = has_prompts
-        decoding = sum(self._requests.values())
-        if not (has_prompts and decoding) or self._unfinished or self._came_again:
-            return True
-        return not any(first.shares(decoding) for first in _first)

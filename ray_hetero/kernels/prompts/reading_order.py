@@ -16,26 +16,11 @@ class ReadingOrder:
 
     def __init__(self) -> None:
         self._after: dict[Piece, Piece] = {}
-        self._marks_first = False
-        self._end: Piece | None = None
-        """First piece of the last step, where nothing is to come behind its last one."""
         self.last: Piece | None = None
         """The one that was used last; None where what comes next does not follow it."""
 
-    def begin(self, *, goes_round: bool) -> None:
-        """Begin a step.
-
-        Args:
-            goes_round: whether what a step uses first comes behind what this one uses last.
-
-        """
-        # Until its first piece is used, that comes behind the last one of the step before.
-        self._marks_first, self._end = not goes_round, None
-
     def use(self, piece: Piece) -> None:
         """Note that a piece is used, after the last one."""
-        if self._marks_first:
-            self._end, self._marks_first = piece, False
         if self.last is not None:
             self._after[self.last] = piece
         self.last = piece
@@ -52,7 +37,7 @@ class ReadingOrder:
         """
         following = self._after.get(piece)
         for _ in self._after:
-            if following is None or following is self._end:
+            if following is None:
                 return None
             if not but(following):
                 return following
