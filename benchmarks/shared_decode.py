@@ -1,18 +1,16 @@
-"""Decode steps that cores and a GPU share: milliseconds by tokens and by layers given away.
+"""Decode steps that cores and a GPU share: milliseconds by tokens and by columns given away.
 
     python benchmarks/shared_decode.py                      # 16 layers of the 8B shape
-    python benchmarks/shared_decode.py --tokens 32,128 --counts 0,4,8,12
+    python benchmarks/shared_decode.py --tokens 32,128 --parts 0,4,8,12
     python benchmarks/shared_decode.py --steady 0,8,12      # columns, in one step after the other
     python benchmarks/shared_decode.py --device cpu --format fp8 --bytes 13,14   # what steps read
     python benchmarks/shared_decode.py --device cpu --shape 1b --layers 2   # to try it
 
 Whole steps of decoder layers with heavy-tailed weights in 12 bits (or `--format`), requests of one
-token each, no engine around them.  In `evenly_ms` the GPU computes what lies behind the attention
-of so many layers, with weights that cross its link meanwhile; in `last_ms` of the last layers; in
-`columns_ms` so many sixteenths of the columns of every layer's gate and up
+token each, no engine around them.  In `columns_ms` the GPU computes so many sixteenths of the
+columns of every layer's gate and up, with weights that cross its link meanwhile
 (ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is what a layer's weights behind the
-attention take on the link, nothing computed; `order_ms` what a thread takes to order them;
-`behind_ms` what the GPU computes in when they are there, the way to it and back included.
+attention take on the link, nothing computed.
 
 With `--steady` only steps that follow one another are measured, with these sixteenths of the
 columns on the GPU and a pause as other stages take between two of them: medians of their
@@ -67,7 +65,6 @@ from ray_hetero.kernels.layers.layer_parts import (
 )
 from ray_hetero.kernels.layers.shared_decode import BLOCK, SharedDecode, step_seconds
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.behind_attention import OnGpu
 from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu, columns_of
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
@@ -118,29 +115,6 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
     ]  # fmt: skip
 
 
-def behind_ms(behind: OnGpu, tokens: int) -> float:
-    """Milliseconds of what lies behind an attention, its weights on the GPU: median of 20."""
-    behind.order(0)
-    taken = []
-    for _ in range(20):
-        began = time.perf_counter()
-        behind.compute(0, *behind.memory(tokens), following=0)
-        taken.append(time.perf_counter() - began)
-    return round(1e3 * statistics.median(taken), 3)
-
-
-def order_ms(layers: list[Any], gpu: GpuPrefill) -> float:
-    """Milliseconds in which a thread orders what is behind an attention: median of all layers."""
-    taken = []
-    for layer in layers:
-        began = time.perf_counter()
-        gpu.expand(layer.parts.linears)
-        taken.append(time.perf_counter() - began)
-        gpu.wait()
-    gpu.forget()
-    return round(1e3 * statistics.median(taken), 3)
-
-
 def link_ms(layers: list[Any], gpu: GpuPrefill) -> float:
     """Milliseconds in which a layer's weights behind its attention cross the link."""
     # Private names: what only a benchmark leaves out.
@@ -157,18 +131,16 @@ class Steady:
     Args:
         layers: of a step.
         kernel: what computes them on the cores.
-        behind: what computes on the GPU.
         columns: of their MLPs.
         pause_s: between two steps.
 
     """
 
     def __init__(
-        self, layers: list[Any], kernel: StreamingLinear, behind: OnGpu, columns: ColumnsOnGpu,
-        pause_s: float,
-    ) -> None:  # fmt: skip
+        self, layers: list[Any], kernel: StreamingLinear, columns: ColumnsOnGpu, pause_s: float
+    ) -> None:
         self._layers, self._kernel, self._columns = layers, kernel, columns
-        self._step = SharedDecode(layers, kernel, behind, Shares(()), columns)
+        self._step = SharedDecode(layers, kernel, columns, Shares(()))
         self._pause_s = pause_s
         self._ordered_s = 0.0
         order = columns._order
@@ -187,7 +159,7 @@ class Steady:
         graphs._is_refused = not as_graphs
         for number in range(3):
             if number == 2 and as_graphs:
-                self._step.prepare_columns(tokens, parts)
+                self._step.prepare(tokens, parts)
             run()
         replayed, waited_s = graphs.replayed, self._columns.native.waited_s
         self._ordered_s, taken = 0.0, []
@@ -216,9 +188,7 @@ class Steady:
         given = [requests.native(native, cache, isa)]
         caches = [address_of(cache)] * len(self._layers)
         hidden = torch.randn(tokens, self._layers[0].parts.norm.weight.shape[0]).bfloat16()
-        if parts:
-            return partial(self._step.run_columns, parts, given, caches, hidden, None)
-        return partial(self._step.run, self._step.divided(0), given, caches, hidden, None)
+        return partial(self._step.run, parts, given, caches, hidden, None)
 
 
 def measure_steady(steady: Steady, options: argparse.Namespace) -> None:
@@ -255,7 +225,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--format", default="compact", help="of weights: compact, fp8, int4, int8")
     parser.add_argument("--tokens", default="1,8,32,64,128")
-    parser.add_argument("--counts", default="", help="layers given away; all that help, if empty")
+    parser.add_argument("--parts", default="", help="parts given away; all, if empty")
     parser.add_argument("--steady", help="parts of all columns; then nothing else is measured")
     parser.add_argument("--bytes", help="parts of all columns; then nothing is measured")
     parser.add_argument("--pause-ms", type=float, default=7, help="between steps of --steady")
@@ -271,43 +241,31 @@ def main() -> None:
     taken = gpu.take(layers[0].parts.output.weight.shape[0])
     # A decode step's pieces stay in what prompts need it for.
     AttentionMemory(gpu, layers[0].attention.shape)
-    behind = OnGpu(layers, gpu)
     columns = columns_of(layers, gpu, kernel)
+    assert columns is not None
     if options.bytes:
-        assert columns is not None
         tell_bytes(layers, columns, options)
         return
-    seconds = step_seconds(layers, kernel, behind, columns)
+    seconds = step_seconds(layers, kernel, columns)
     about = {
         "format": options.format, "level": kernel.level.name,
         "threads": torch.get_num_threads(), "device": options.device,
         "torch": torch.__version__, "layers": len(layers),
         "weight_gib": round(taken.weight_bytes / 2**30, 2), "gpu_bytes": taken.gpu_bytes,
-        "order_ms": order_ms(layers, gpu),
         "link_ms": link_ms(layers, gpu) if gpu.device.type == "cuda" else None,
     }  # fmt: skip
     print("ABOUT " + json.dumps(about), flush=True)
     if options.steady:
-        assert columns is not None
-        measure_steady(Steady(layers, kernel, behind, columns, options.pause_ms / 1e3), options)
+        measure_steady(Steady(layers, kernel, columns, options.pause_ms / 1e3), options)
         return
     asked = [int(one) for one in options.tokens.split(",")]
-    parts = most_parts(columns.output_blocks) if columns else 0
-    if not options.counts:
-        print(best_shares(seconds, len(layers), asked, parts), flush=True)
-    counts = [int(one) for one in options.counts.split(",") if one] or range(len(layers) + 1)
-    ways = {
-        "evenly": counts,
-        "last": range(1, min(3, len(layers)) + 1),
-        "columns": range(1, parts + 1),
-    }
+    most = most_parts(columns.output_blocks)
+    if not options.parts:
+        print(best_shares(seconds, len(layers), asked, most), flush=True)
+    given = [int(one) for one in options.parts.split(",") if one] or range(most + 1)
     for tokens in asked:
-        found = {
-            f"{way}_ms": {count: round(1e3 * seconds(tokens, count, way), 2) for count in some}
-            for way, some in ways.items()
-        }
-        result = {"tokens": tokens, "behind_ms": behind_ms(behind, tokens)} | found
-        print("RESULT " + json.dumps(result), flush=True)
+        found = {parts: round(1e3 * seconds(tokens, parts), 2) for parts in given}
+        print("RESULT " + json.dumps({"tokens": tokens, "columns_ms": found}), flush=True)
 
 
 if __name__ == "__main__":

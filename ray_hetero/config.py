@@ -127,10 +127,10 @@ class CpuConfig(_Section):
     """Minimum number of tokens in a step for which a GPU computes the layers of CPU ranks; auto is
     96, or more if the link is measured to be slow at start-up."""
     decode_gpu_share: Annotated[float, Field(ge=0, le=1)] | Auto = "auto"
-    """Share of a CPU rank's layers whose attention output and MLP matrices the same GPU multiplies
-    in decode steps, while the cores compute the other layers; auto measures at start-up, for
-    several numbers of tokens, what takes the least time: such a share, some columns of all MLPs
-    beside the cores, or nothing; 0 leaves decode steps to the cores."""
+    """Share of the gate and up columns of every MLP of a CPU rank that the same GPU multiplies in
+    decode steps, in sixteenths, while the cores compute the others; auto measures at start-up, for
+    several numbers of tokens, which share takes the least time; 0 leaves decode steps to the
+    cores."""
     install_kernels: bool = False
     """Whether nodes with a CUDA build of vLLM that lack the CPU kernels download them at start-up,
     as `ray-hetero install-cpu-kernels` does; if false, the engine stops and names these nodes."""

@@ -32,7 +32,6 @@ from ray_hetero.kernels.layers.group_layers import (
 )
 from ray_hetero.kernels.linear import step_limit
 from ray_hetero.kernels.linear.rank_sums import RankSums
-from ray_hetero.kernels.prompts.behind_attention import BehindAttention, InGroup
 from ray_hetero.kernels.prompts.column_memory import ColumnMemory
 from ray_hetero.kernels.prompts.column_pieces import are_alike
 from ray_hetero.kernels.prompts.columns_from_gpu import ColumnsFromGpu
@@ -89,20 +88,15 @@ def joined(
     results, *of_columns = shared.split(terms.shared_bytes(sums.size))
     prompts = PromptGroup(sums, _results(results, terms))
     none: list[Any] = [None] * len(offer.runs)
-    behind = [
-        InGroup(prompts, sums, (terms.hidden, terms.shape.queries), terms.tokens, one)
-        for one in (layers.behind if layers else none)
-    ]
     memories = [ColumnMemory.within(one, terms.inner) for one in of_columns]
     columns = _columns(offer, layers, memories, sums.own, gather)
-    shares = _shares(offer, behind[0], columns[0], gather)
+    shares = _shares(offer, columns[0], gather, is_first=sums.is_first)
     least = _settle_steps(offer, layers, gather, is_shared=not shares.is_empty)
     return [
         GroupLayers(
-            prompts, run, tokens=terms.tokens, from_tokens=least, behind=one, shares=shares,
-            columns_of=make,
+            prompts, run, tokens=terms.tokens, from_tokens=least, shares=shares, columns_of=make
         )
-        for run, one, make in zip(layers.runs if layers else none, behind, columns, strict=True)
+        for run, make in zip(layers.runs if layers else none, columns, strict=True)
     ]  # fmt: skip
 
 
@@ -147,7 +141,7 @@ def _columns(
     if kernel is None or not offer.share:
         return [no_columns for _ in offer.runs]
     makers: list[MakeColumns] = (
-        [partial(_from_gpu, run, kernel, memories[own]) for run in offer.runs]
+        [partial(_from_gpu, run, kernel, memories[own], offer.tokens) for run in offer.runs]
         if layers is None
         else [maker_of(run.layers, run.gpu, kernel, memories) for run in layers.runs]
     )
@@ -159,25 +153,23 @@ def _columns(
 
 
 def _from_gpu(
-    layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory, count: int
+    layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory, tokens: int, count: int
 ) -> Columns | None:
-    return ColumnsFromGpu(layers[:count], kernel, memory) if are_alike(layers) else None
+    return ColumnsFromGpu(layers[:count], kernel, memory, tokens) if are_alike(layers) else None
 
 
-def _shares(
-    offer: PromptOffer, behind: BehindAttention, columns: MakeColumns, gather: Gather
-) -> Shares:
-    """Shares of layers that the GPU computes in decode steps; the same on all ranks."""
+def _shares(offer: PromptOffer, columns: MakeColumns, gather: Gather, *, is_first: bool) -> Shares:
+    """Shares of MLPs that the GPU computes in decode steps; the same on all ranks."""
     kernel, layers = offer.kernel, offer.runs[0]
     if kernel is None or not offer.share or not shared_decode.suits(layers):
         return Shares(())
     # They read the same memory: all begin together.
     places = gather(offer.place)
     return shared_decode.shares_of(
-        offer.share, layers, kernel, behind, lambda taken: max(gather(taken)),
+        offer.share, layers, kernel, columns, lambda taken: max(gather(taken)),
         # The first rank has the GPU, and keeps what is measured for all.
-        place="; ".join(places) if behind.about and all(places) else "",
-        agree=lambda found: gather(found)[0], columns_of=columns,
+        place="; ".join(places) if is_first and all(places) else "",
+        agree=lambda found: gather(found)[0],
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def _share_columns(worker: Any, parts: int) -> int:
     found = [run.shared for run in decoder_layers.registered() if run.shared is not None]
     for shared in found:
         shared.shares = Shares((Share(1, columns=parts),))
-    return sum(shared._columns.steps * len(shared._layers) for shared in found)
+    return sum(shared._columns.steps * shared._count for shared in found)
 
 
 def _has_prompts_ahead(worker: Any) -> bool:

@@ -138,7 +138,7 @@ class Rank:
         self.known = known_layers(self.decoder, linears, self.kernel)
         self.offer = PromptOffer(
             [self.known], self.weights, whole.device, whole.most, whole.least,
-            share=whole.of_layers, kernel=self.kernel if whole.of_layers else None,
+            share=whole.share, kernel=self.kernel if whole.share else None,
         )  # fmt: skip
         self.made: Any = None
 
@@ -191,7 +191,7 @@ class GroupSteps(Steps):
         device: where the first rank has prompts computed.
         layers: of the stage.
         kv_heads: of all ranks, each of which has one; None is one for each rank.
-        share: of the layers of a decode step that the device computes.
+        share: of the columns of MLPs that the device computes in decode steps.
         wide: columns of a rank's MLP.
         blocks: of a cache.
         unwritten: as for `Steps`.
@@ -213,7 +213,7 @@ class GroupSteps(Steps):
             unwritten=unwritten, **parts,
         )  # fmt: skip
         monkeypatch.setattr(decoder_parts, "WIDE", wide)
-        self.count, self.family, self.parts, self.of_layers = count, family, parts, share
+        self.count, self.family, self.parts, self.share = count, family, parts, share
         self.least, self.most, self.device = least, most, device
         self.of_rank = HEADS, 1
         self.threads = Threads(count)
@@ -251,9 +251,8 @@ class GroupSteps(Steps):
             rank.made = DecoderLayers(rank.known, rank.kernel, group, group)
             if group is not None and not group.shares.is_empty:
                 rank.made.shared = SharedDecode(
-                    rank.known, rank.kernel, group.behind, group.shares,
-                    group.columns_of(len(rank.known)),
-                )  # fmt: skip
+                    rank.known, rank.kernel, group.columns_of(len(rank.known)), group.shares
+                )
         return found
 
     @property
@@ -263,7 +262,7 @@ class GroupSteps(Steps):
     def give_columns(self, parts: int) -> list[Any]:
         """Have so many parts of all columns given away; what computes them, by rank."""
         for rank in self.ranks:
-            rank.made.shared.shares = Shares((Share(1, columns=parts),))
+            rank.made.shared.shares = Shares((Share(1, parts),))
         return [rank.made.shared._columns for rank in self.ranks]
 
     def step(

@@ -22,13 +22,14 @@ from ray_hetero.kernels.formats import CompactWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import attention as attention_module
 from ray_hetero.kernels.layers import decode_step, decoder_layers, shared_decode
+from ray_hetero.kernels.layers.columns import MakeColumns
 from ray_hetero.kernels.layers.decode_shares import Share, Shares
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
-from ray_hetero.kernels.prompts.behind_attention import OnGpu
-from ray_hetero.kernels.prompts.columns_on_gpu import columns_of
+from ray_hetero.kernels.prompts import column_pieces
+from ray_hetero.kernels.prompts.columns_on_gpu import maker_of
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, GpuLayers, shape_of
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
 
@@ -76,9 +77,7 @@ class Steps:
         least: tokens of a step from which they are.
         most: tokens of a step.
         is_compact: whether weights are.
-        share: of the layers of a decode step that the device computes.
-        last: in place of that, so many of the last layers.
-        columns: in place of that, so many parts of the columns of their MLPs.
+        columns: parts of the columns of MLPs that the device computes in decode steps.
         most_sent: cached tokens of decoding requests, up to which the cores decode none beside
             prompts.
         unwritten: what caches have where no request has written; vLLM's own attention multiplies
@@ -91,7 +90,7 @@ class Steps:
         self, monkeypatch: pytest.MonkeyPatch, *, device: torch.device = CPU,
         least: int = 8, most: int = 512, layers: int = 2, block: int = 32, blocks: int = 64,
         is_compact: bool = False, isa: str = "vec", has_memory: bool = True,
-        share: float = 0.0, last: int = 0, columns: int = 0, most_sent: int = 0,
+        columns: int = 0, most_sent: int = 0,
         unwritten: float = torch.nan, **parts: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
@@ -126,13 +125,14 @@ class Steps:
             self.caches.append(torch.full(shape, unwritten, dtype=torch.bfloat16))
         for module in (attention_module, decoder_layers, decode_step):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
-        given = Share(1, share, last, columns)
-        self.made = self._made(device, least, most, is_compact, has_memory, given)
+        # Those of tests have few.
+        monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
+        self.made = self._made(device, least, most, is_compact, has_memory, columns)
         self._free = torch.randperm(blocks - 1).add(1).tolist()
 
     def _made(
         self, device: torch.device, least: int, most: int, is_compact: bool,
-        has_memory: bool, share: Share,
+        has_memory: bool, parts: int,
     ) -> DecoderLayers:  # fmt: skip
         kernel = StreamingLinear(native)
         linears, gpu = {}, GpuPrefill(device, most)
@@ -153,12 +153,15 @@ class Steps:
         on_gpu = None if memory is None else GpuLayers(self.known, gpu, memory)
         made = DecoderLayers(self.known, kernel, on_gpu, kernel.prompts)
         self.shared: SharedDecode | None = None
-        if not (shares := Shares((share,))).is_empty:
+        self.columns_of: MakeColumns = maker_of(self.known, gpu, kernel)
+        """Makes what computes columns of the first layers."""
+        if parts:
             assert memory is not None
             assert shared_decode.suits(self.known)
-            self.behind = OnGpu(self.known, gpu)
-            columns = columns_of(self.known, gpu, kernel) if share.columns else None
-            self.shared = SharedDecode(self.known, kernel, self.behind, shares, columns)
+            columns = self.columns_of(len(self.known))
+            assert columns is not None
+            shares = Shares((Share(1, parts),))
+            self.shared = SharedDecode(self.known, kernel, columns, shares)
             made.shared = self.shared
         return made
 

@@ -29,13 +29,13 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.kernels.layers import attention as attention_module  # noqa: E402
-from ray_hetero.kernels.layers import decode_step, decoder_layers, layer_tokens  # noqa: E402
+from ray_hetero.kernels.layers import decode_step, decoder_layers  # noqa: E402
 from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
-from ray_hetero.kernels.prompts.behind_attention import OnGpu  # noqa: E402
+from ray_hetero.kernels.prompts import column_pieces, gpu_prefill  # noqa: E402
+from ray_hetero.kernels.prompts.columns_on_gpu import columns_of  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 
 current_platform.import_kernels()
@@ -437,26 +437,29 @@ def test_drafts_see_their_own_windows(isa: str, monkeypatch: pytest.MonkeyPatch)
     expect_the_same(requests, isa=isa)
 
 
-def share(requests: Requests, layers: DecoderLayers, of_layers: float) -> None:
-    """Have what lies behind some attentions computed by the pretended GPU."""
+def share(requests: Requests, layers: DecoderLayers, parts: int) -> None:
+    """Have columns of the MLPs computed by the pretended GPU."""
     given, kernel = linears(requests.decoder), kernel_of(LEVELS[-1])
     known = known_layers(requests.decoder, given, kernel)
     gpu = GpuPrefill(torch.device("cpu"), 64)
     for linear in given.values():
         gpu.add(linear.weight)
     gpu.take()
-    shares = Shares((Share(1, of_layers),))
-    layers.shared = SharedDecode(known, kernel, OnGpu(known, gpu), shares)
+    columns = columns_of(known, gpu, kernel)
+    assert columns is not None
+    shares = Shares((Share(1, parts),))
+    layers.shared = SharedDecode(known, kernel, columns, shares)
 
 
-@pytest.mark.parametrize("of_layers", [0.0, 0.5, 1.0])
-def test_layers_with_blocks_of_their_own(of_layers: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [0, 8, 16])
+def test_layers_with_blocks_of_their_own(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
     requests = Requests(monkeypatch, [300, 64, 90])
     attends(requests.layers[1]).impl.sliding_window = 50
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
-    if of_layers:
-        share(requests, layers, of_layers)
+    if parts:
+        share(requests, layers, parts)
 
     def begin() -> None:
         """The second layer has other blocks; those before its window are nobody's."""
@@ -476,10 +479,10 @@ def test_layers_with_blocks_of_their_own(of_layers: float, monkeypatch: pytest.M
     expected = layers._layer_by_layer(requests.positions, hidden, residual)
     begin()
     assert layers._decode_step is not None
-    layer_tokens.take()
     found = layers._decode_step(requests.positions, hidden, residual)
     assert found is not None
-    assert layer_tokens.take().on_gpu == 2 * of_layers * 3
+    if parts:
+        assert layers.shared._columns.steps == 1
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), **CLOSE)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,7 +87,7 @@ class Quantised(QuantizeMethodBase):  # type: ignore[misc]
 def test_steps_give_what_copied_embeddings_give(
     monkeypatch: pytest.MonkeyPatch, copied: list[int], sent_before: list[int]
 ) -> None:
-    steps, layer = Steps(monkeypatch, layers=3, share=0.4, most=512), embedding()
+    steps, layer = Steps(monkeypatch, layers=3, columns=8, most=512), embedding()
     assert look_up_for(steps.kernel.prompts, model_of(layer))
     one, other = steps.request(320), steps.request(40)
     tokens = {
@@ -143,25 +142,6 @@ def test_models_that_scale_their_embedding(
     with torch.inference_mode():
         steps.check((request, 0, 100))
     assert sent_before == []
-
-
-def test_a_thread_that_orders_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, sent_before: list[int]
-) -> None:
-    steps, layer = Steps(monkeypatch, most=64), embedding()
-    assert look_up_for(steps.kernel.prompts, model_of(layer))
-    gpu, tokens, go_on = steps.kernel.prompts.gpu, torch.arange(40), threading.Event()
-    monkeypatch.setattr(gpu, "expand", lambda linears: go_on.wait(60))
-    try:
-        gpu.expand_ahead(steps.known[0].parts.linears)
-        found = layer(tokens)
-    finally:
-        go_on.set()
-    gpu.settle()
-    assert torch.equal(sent(gpu.memory, found), layer.weight[tokens])
-    assert sent_before == []
-    assert torch.equal(sent(gpu.memory, layer(tokens)), layer.weight[tokens])
-    assert sent_before == [40]
 
 
 def test_a_prompt_takes_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from decoder_parts import HEAD, HIDDEN  # noqa: E402
-from group_steps import HEADS, GroupSteps  # noqa: E402
+from decoder_parts import HIDDEN  # noqa: E402
+from group_steps import GroupSteps  # noqa: E402
 from native_module import native, needs_native  # noqa: E402
 from slow_links import PRODUCT_S, slow_cores, slow_link  # noqa: E402
 from test_scaled_weights import made  # noqa: E402
@@ -33,7 +33,7 @@ from ray_hetero.kernels.formats import (  # noqa: E402
 )
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.layers import layer_tokens, shared_decode  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import Share, Shares, Way  # noqa: E402
+from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.group_layers import linears_of  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
@@ -47,7 +47,6 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     gpu_rows,
     gpu_step,
 )
-from ray_hetero.kernels.prompts.behind_attention import InGroup  # noqa: E402
 from ray_hetero.kernels.prompts.shared_weights import SharedWeights, linked  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Placed, WholeWeight, cut  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -415,30 +414,6 @@ def test_prompts_of_a_group_stay_on_the_cores_up_to_one_number(
     assert layer_tokens.take() == LayerTokens(on_gpu=least * layers)
 
 
-@pytest.mark.parametrize(("count", "isa", "given"), [
-    (2, "vec", {}),
-    (2, "amx", {"has_bias": True, "is_compact": True}),
-    (3, "vec", {"family": "qwen3"}),
-])  # fmt: skip
-def test_decode_steps_are_shared_with_the_gpu(
-    count: int, isa: str, given: Any, monkeypatch: pytest.MonkeyPatch, on_gpu: list[int]
-) -> None:
-    steps = GroupSteps(monkeypatch, count, isa=isa, layers=5, share=0.6, **given)
-    steps.join()
-    one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 290))
-    steps.check((one, 0, 55), (other, 0, 88))
-    layer_tokens.take()
-    steps.check((one, 55, 56), (other, 88, 89))
-    steps.check((one, 56, 58))
-    assert layer_tokens.take() == LayerTokens(native=4 * 2 * count, on_gpu=4 * 3 * count)
-    # Beside prompts the cores decode alone; a large one takes the place of whole weights.
-    steps.check((prompt, 0, 80), (one, 58, 59))
-    steps.check((other, 89, 90))
-    steps.check((prompt, 80, 240), (other, 90, 91))
-    steps.check((one, 59, 60), (other, 91, 92))
-    assert on_gpu == [143, 80, 160]
-
-
 def asked(columns: Sequence[Any]) -> list[int]:
     """Layers whose columns each rank has asked for."""
     return [one.steps * one._layers for one in columns]
@@ -454,7 +429,7 @@ def test_columns_of_all_ranks_are_computed_by_the_gpu(
     count: int, parts: int, isa: str, given: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 160)
-    steps = GroupSteps(monkeypatch, count, isa=isa, layers=5, share=0.6, wide=160, **given)
+    steps = GroupSteps(monkeypatch, count, isa=isa, layers=5, share=0.75, wide=160, **given)
     steps.join()
     columns = steps.give_columns(parts)
     one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 290))
@@ -508,7 +483,7 @@ def test_columns_stay_on_the_cores_of_all_ranks_where_the_driver_refuses(
     steps = GroupSteps(monkeypatch, layers=3, share=1.0)
     found = steps.join()
     assert [group[0].columns_of(3) for group in found] == [None, None]
-    assert caplog.text.count("the GPU computes whole layers only") == 1
+    assert caplog.text.count("the cores compute decode steps alone") == 1
     request = steps.request(4)
     steps.check((request, 0, 3))
     steps.check((request, 3, 4))
@@ -521,9 +496,9 @@ def test_ranks_measure_columns_together(monkeypatch: pytest.MonkeyPatch) -> None
     measured = shared_decode.best_shares
 
     def best(seconds: Any, layers: int, asked: Any, parts: int) -> Any:
-        def said(tokens: int, count: int, way: Way) -> float:
-            seconds(tokens, count, way)
-            return 1.0 + (way != "columns" or count != 12)
+        def said(tokens: int, count: int) -> float:
+            seconds(tokens, count)
+            return 1.0 + (count != 12)
 
         return measured(said, layers, asked, parts)
 
@@ -533,45 +508,6 @@ def test_ranks_measure_columns_together(monkeypatch: pytest.MonkeyPatch) -> None
     assert {group[0].shares for group in found} == {
         Shares((Share(1, columns=12), Share(6, columns=12)))
     }
-    request = steps.request(6)
-    steps.check((request, 0, 4))
-    steps.check((request, 4, 5))
-
-
-def test_more_tokens_than_a_sum_of_all_heads_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = GroupSteps(monkeypatch, layers=3, share=1.0)
-    steps.join()
-    for sums in steps.sums:
-        sums.elements = 16 * 2 * HEADS * HEAD
-    requests = [steps.request(2) for _ in range(40)]
-    for at in range(2):
-        steps.check(*((request, at, at + 1) for request in requests))
-
-
-@pytest.mark.usefixtures("own_cores")
-def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 6))
-    steps = GroupSteps(monkeypatch, layers=3, share="auto")
-    own = {}
-    measured = shared_decode.best_shares
-
-    def best(seconds: Any, layers: int, asked: Any, parts: int) -> Any:
-        assert not parts  # a rank's MLP has too few columns
-
-        # In truth the link is a copy by the cores here; a third of the layers is what it says.
-        def said(tokens: int, count: int, way: Way) -> float:
-            seconds(tokens, count, way)
-            return 1.0 + (count != 1 or way == "last")
-
-        found = measured(said, layers, asked)
-        own[threading.get_ident()] = found
-        return found
-
-    monkeypatch.setattr(shared_decode, "best_shares", best)
-    steps.join()
-    first, other = own.values()
-    assert first == other
-    assert [one.of_layers for one in first.measured] == [1 / 3, 1 / 3]
     assert {rank.kernel.step_tokens for rank in steps.ranks} == {native.STEP_TOKENS}
     request = steps.request(6)
     steps.check((request, 0, 4))
@@ -581,7 +517,7 @@ def test_ranks_agree_on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_measures_once_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 6))
-    chosen, measured = Shares((Share(1), Share(6, 1 / 3))), []
+    chosen, measured = Shares((Share(1), Share(6, 5))), []
     monkeypatch.setattr(
         shared_decode, "best_shares", lambda *given: measured.append(given) or chosen
     )
@@ -604,7 +540,7 @@ def test_without_memory_of_the_gpu_all_ranks_decode_alone(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(gpu_post_attention, "behind_from", fail)
+    monkeypatch.setattr(gpu_post_attention, "activated", fail)
     request = steps.request(4)
     steps.check((request, 0, 3))
     steps.check((request, 3, 4))
@@ -618,17 +554,13 @@ def test_a_rank_that_ends_in_a_shared_step_is_named(
 ) -> None:
     steps = GroupSteps(monkeypatch, layers=3, share=1.0)
     steps.join()
-    behind = steps.ranks[lost].made._decode_step.shared._behind
-    calls = []
+    layers = steps.ranks[lost].made.shared._layers
 
-    def ends(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 2:
-            steps.end(lost)
-            raise RuntimeError("killed")
-        return InGroup.compute(behind, *given)
+    def ends(*given: Any, **more: Any) -> Any:
+        steps.end(lost)
+        raise RuntimeError("killed")
 
-    behind.compute = ends
+    monkeypatch.setattr(layers, "run", ends)
     found = steps.step((steps.request(4), 0, 4))
     assert str(found[lost]) == "killed"
     assert str(found[1 - lost]) == f"rank {4 + lost}, of the same tensor-parallel group, has ended"

@@ -78,7 +78,7 @@ def test_there_may_be_room_for_none_or_all(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_steps_of_other_sizes_take_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptColumns(monkeypatch, 512)
-    shares = Shares((Share(1, columns=4), Share(2, columns=20), Share(20, of_layers=0.4)))
+    shares = Shares((Share(1, columns=4), Share(2, columns=20), Share(20, columns=8)))
     kept.steps.shared.shares = shares
     drawn = random.Random(1)
     kept.of_step(40)
@@ -186,9 +186,7 @@ def test_what_was_measured_with_is_freed_at_once(monkeypatch: pytest.MonkeyPatch
     reader.lend(object())
     gc.disable()
     try:
-        shared = kept.steps.shared
-        assert shared is not None
-        shared._columns = None
+        kept.steps.shared = kept.steps.made.shared = None
         assert columns() is None
         assert len(reader.kept._known) == 1
         for slot in reader.all_slots:
@@ -227,7 +225,7 @@ def test_pieces_expanded_ahead_come_once_where_a_layer_does_not_fit(
     assert sum(copied.values()) in range(6 * len(copied) - 1, 6 * len(copied) + 2)
     assert set(copied.values()) <= {5, 6, 7}
     # Nor is a measured step captured: its pieces wait for what the stream was given before.
-    kept.shared.prepare_columns(1, 12)
+    kept.shared.prepare(1, 12)
     assert not kept.columns.graphs._graphs
     assert kept.columns.graphs.replayed == 0
 

@@ -20,7 +20,7 @@ from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.kept_shares import PREFIX, KeptShares, key_of  # noqa: E402
 from ray_hetero.kernels.prompts import gpu_identity  # noqa: E402
 
-SHARES = Shares((Share(1, last=2, gain_s=0.002), Share(8), Share(32, 0.625, gain_s=0.01)))
+SHARES = Shares((Share(1, 2, gain_s=0.002), Share(8), Share(32, 10, gain_s=0.01)))
 ASKED = [1, 8, 32]
 
 
@@ -62,22 +62,18 @@ def test_no_key_keeps_nothing(tmp_path: Path) -> None:
     "shares",
     [
         None, 5, [], "x", {"1": 2},
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 1.5, 0, 0, 0.01]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, -0.5, 0, 0, 0.01]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, math.nan, 0, 0, 0.01]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, math.inf, 0, 0, 0.01]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, "0.5", 0, 0, 0.01]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, True, 0, 0, 0.01]],
-        [[1, 0.0, 99, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, 0.01]],
-        [[1, 0.0, -1, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, 0.01]],
-        [[1, 0.5, 1, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, 0.01]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, -0.01]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, math.nan]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, None]],
-        [[1, 0.0, 2, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0]],
-        [["1", 0.0, 1, 0, 0.01], [8, 0.0, 0, 0, 0.01], [32, 0.5, 0, 0, 0.01]],
+        [[1, 2, 0.01], [8, 0, 0.01]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, 10]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, 99, 0.01]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, -1, 0.01]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, 0.5, 0.01]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, "10", 0.01]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, True, 0.01]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, 10, -0.01]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, 10, math.nan]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, 10, math.inf]],
+        [[1, 2, 0.01], [8, 0, 0.01], [32, 10, None]],
+        [["1", 2, 0.01], [8, 0, 0.01], [32, 10, 0.01]],
     ],
 )  # fmt: skip
 def test_a_damaged_entry_is_none(tmp_path: Path, shares: Any) -> None:
@@ -164,11 +160,11 @@ def layer(shape: tuple[int, int] = (64, 32), name: str = "compact", **facts: Any
 
 def test_the_key_has_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel: Any = SimpleNamespace(level=SimpleNamespace(name="amx"), step_tokens=128)
-    behind: Any = SimpleNamespace(about="GPU H100 driver 1", tokens=128)
+    columns: Any = SimpleNamespace(about="GPU H100 driver 1", tokens=128)
 
-    def key(layers: Any = None, kernel: Any = kernel, behind: Any = behind,
+    def key(layers: Any = None, kernel: Any = kernel, columns: Any = columns,
             place: str = "Xeon, CPUs 0-7") -> str:  # fmt: skip
-        return key_of(layers or [layer()] * 2, kernel, behind, place)
+        return key_of(layers or [layer()] * 2, kernel, columns, place)
 
     usual = key()
     assert usual == key()
@@ -181,8 +177,8 @@ def test_the_key_has_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         key([layer(group=128)] * 2),
         key(kernel=SimpleNamespace(level=SimpleNamespace(name="avx2"), step_tokens=128)),
         key(kernel=SimpleNamespace(level=SimpleNamespace(name="amx"), step_tokens=64)),
-        key(behind=SimpleNamespace(about="GPU H100 driver 2", tokens=128)),
-        key(behind=SimpleNamespace(about="GPU H100 driver 1", tokens=64)),
+        key(columns=SimpleNamespace(about="GPU H100 driver 2", tokens=128)),
+        key(columns=SimpleNamespace(about="GPU H100 driver 1", tokens=64)),
         key(place="Xeon, CPUs 0-6"),
     ]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)

@@ -30,49 +30,6 @@ def _nothing_is_left() -> Iterator[None]:
     prompts_ahead.use([])
 
 
-def failing_expansion(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
-    """Have the GPU's memory run out where weights are expanded ahead for this time; each time."""
-    expand, calls = GpuPrefill.expand, []
-
-    def expand_or_fail(gpu: GpuPrefill, linears: Any) -> None:
-        calls.append(len(calls))
-        if calls[-1] == number:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        expand(gpu, linears)
-
-    monkeypatch.setattr(GpuPrefill, "expand", expand_or_fail)
-    return calls
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("behind", ["a new prompt", "a decode step"])
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("kind", [Engine, GroupEngine])
-def test_memory_that_runs_out_ahead_of_a_step_is_its_cores_work(
-    kind: type[Engine | GroupEngine], number: int, behind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = kind(monkeypatch, layers=3, share=0.67)
-    request, tokens = engine.request(LARGE + 4), LARGE
-    engine.step((request, 0, tokens))
-    with monkeypatch.context() as patched:
-        calls = failing_expansion(patched, number)
-        for _ in range(2):
-            engine.schedule((request, tokens, tokens + 1), known=1)
-            engine.compute((request, tokens, tokens + 1))
-            tokens += 1
-            if number in calls:
-                break
-        # The thread orders the first layer of the next step behind this one.
-        engine.gpu.order(lambda: None).result(60)
-        assert number in calls
-    if behind == "a new prompt":
-        engine.step((engine.request(LARGE), 0, LARGE))
-    engine.schedule((request, tokens, tokens + 1), known=1)
-    engine.compute((request, tokens, tokens + 1))
-    engine.step((engine.request(LARGE), 0, LARGE))
-    engine.gpu.settle()
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("owner", "name"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -63,7 +62,6 @@ class Gpu:
     """Notes what it is asked for."""
 
     computing = "the stream of products"
-    is_settled = True
 
     def __init__(self) -> None:
         self.asked = 0
@@ -141,13 +139,8 @@ def test_weights_come_for_a_step_that_only_decodes() -> None:
         assert fetched == expected, number
 
 
-@pytest.mark.parametrize(
-    "given", [{"columns": 12}, {"share": 0.6}, {"last": 1}], ids=["columns", "layers", "last"]
-)
-def test_the_next_prompt_finds_its_first_pieces(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies = CopiedPieces(monkeypatch, 1000, most=512, **given)
+def test_the_next_prompt_finds_its_first_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = CopiedPieces(monkeypatch, 1000, most=512, columns=12)
     gpu = copies.steps.made.gpu
     assert gpu is not None
     prompts_ahead.use([Prompts(gpu, FROM_TOKENS)])
@@ -192,16 +185,11 @@ def test_what_went_wrong_before_is_left_to_the_step(monkeypatch: pytest.MonkeyPa
     assert gpu is not None
     for tokens in (PROMPT, PROMPT):
         copies.of_step(tokens)
-    failed: Future[None] = Future()
-    failed.set_exception(torch.OutOfMemoryError("no memory"))
-    gpu._ordered = failed
+    with gpu.leaving_shortage():
+        raise torch.OutOfMemoryError("no memory")
+    copies.copied.clear()
     gpu.read_ahead()
+    assert not copies.copied
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         gpu.settle()
-    # What has not been ordered yet is not waited for.
-    waiting: Future[None] = Future()
-    gpu._ordered = waiting
-    gpu.read_ahead()
-    assert gpu._ordered is waiting
-    waiting.set_result(None)
     copies.of_step(PROMPT)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.prompts import piece_reader  # noqa: E402
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder  # noqa: E402
 from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
-from ray_hetero.planning.prefill_memory import EXPANDED, SHARED_TOKENS, SLOTS  # noqa: E402
+from ray_hetero.planning.prefill_memory import EXPANDED, SLOTS  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -69,11 +68,6 @@ class Copies(CopiedPieces):
         assert SLOTS - 1 <= len(reader._ahead) < len(self.pieces)
         return len(reader._ahead)
 
-    def behind(self, place: int) -> list[int]:
-        """What lies behind the attention of a layer."""
-        found = self._pieces(self.steps.known[place].parts.linears)
-        return [self._number[piece] for piece in found]
-
     def _pieces(self, linears: Sequence[Linear]) -> list[Piece]:
         gpu = self.steps.made.gpu
         assert gpu is not None
@@ -84,20 +78,9 @@ class Copies(CopiedPieces):
         ]
 
 
-@pytest.mark.parametrize(
-    ("given", "places"),
-    [
-        ({"last": 2}, (3, 4)),
-        ({"share": 0.4}, (1, 4)),
-        ({"share": 0.6}, (0, 2, 4)),
-        ({"share": 1.0}, (0, 1, 2, 3, 4)),
-    ],
-)
 @pytest.mark.parametrize("prompt", [40, 150])
-def test_a_step_copies_no_piece_that_it_does_not_use(
-    given: dict[str, Any], places: tuple[int, ...], prompt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies = Copies(monkeypatch, **given)
+def test_a_prompt_copies_each_piece_once(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(monkeypatch)
     for _ in range(2):
         copies.numbers_of_step(prompt)
     # The order is known, and what a prompt begins with has come at the end of the one before.
@@ -105,80 +88,16 @@ def test_a_step_copies_no_piece_that_it_does_not_use(
     found = copies.numbers_of_step(prompt)
     # Some of them are expanded.
     assert found == [*whole[there_before:], *whole[: EXPANDED_AHEAD + copies.ahead]]
+    # Decode steps of the cores alone copy none, and leave what is there.
+    there_before = EXPANDED_AHEAD + copies.ahead
     for _ in range(3):
-        copies.numbers_of_step(1)
-    # Decode steps have used the memory for what they need next; what is expanded has stayed.
+        assert copies.numbers_of_step(1) == []
     found = copies.numbers_of_step(prompt)
-    assert found == [*whole[EXPANDED_AHEAD:], *whole[: EXPANDED_AHEAD + copies.ahead]]
-    behind = [copies.behind(place) for place in places]
-    ring = cycle([piece for layer in behind for piece in layer])
-    # A small prompt leaves the first layer where it is, a larger one may have had its first pieces
-    # come.
-    come = [piece for piece in behind[0] if piece < EXPANDED_AHEAD + copies.ahead]
-    there = behind[0] if prompt <= SHARED_TOKENS else come
-    assert list(islice(ring, len(there))) == there
-    step = sum(map(len, behind))
-    found = copies.numbers_of_step(1)
-    count = step + len(behind[0]) - len(there) + copies.ahead
-    assert found == list(islice(ring, count))
-    for _ in range(2):
-        before = copies.ahead
-        found = copies.numbers_of_step(1)
-        assert found == list(islice(ring, step + copies.ahead - before))
-
-
-def test_slots_that_decode_steps_leave_free_are_filled_for_a_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copies = Copies(monkeypatch, last=1)
-    for tokens in (150, 150, 1, 1, 150, 1, 150):
-        copies.numbers_of_step(tokens)
-    whole, behind = copies.whole, copies.behind(4)
-    found = copies.numbers_of_step(1)
-    assert found == [*behind, *whole[EXPANDED_AHEAD : EXPANDED_AHEAD + copies.ahead]]
-    assert copies.numbers_of_step(1) == []
-
-    def check_prompt(tokens: int) -> None:
-        before = EXPANDED_AHEAD + copies.ahead
-        found = copies.numbers_of_step(tokens)
-        assert found == [*whole[before:], *whole[: EXPANDED_AHEAD + copies.ahead]]
-
-    check_prompt(150)
-    # Whole weights of a decode step stay while a small prompt is computed.
-    copies.numbers_of_step(1)
-    check_prompt(40)
-    assert copies.numbers_of_step(1) == []
-    check_prompt(40)
-
-
-def test_where_there_is_room_for_some_of_a_layer_the_rest_comes_in_each_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copies = Copies(monkeypatch, last=1, most=300)
-    for tokens in (150, 150, 1, 1, 150, 1):
-        copies.numbers_of_step(tokens)
-    gpu, behind, whole = copies.steps.made.gpu, copies.behind(4), copies.whole
-    assert gpu is not None
-    linears = copies.steps.known[4].parts.linears
-    there = sum(gpu._ahead.of(one.weight.data.data_ptr()).placed for one in linears)
-    assert 0 < there < len(behind) - SLOTS
-    rest = behind[there:]
-
-    def check_decode() -> None:
-        before = copies.ahead
-        found = copies.numbers_of_step(1)
-        assert found == [*rest[before:], *rest[: copies.ahead]]
-
-    check_decode()
-    found = copies.numbers_of_step(150)
-    assert found == [*whole, *whole[: EXPANDED_AHEAD + copies.ahead]]
-    found = copies.numbers_of_step(1)
-    assert found == [*behind, *rest[: copies.ahead]]
-    check_decode()
+    assert found == [*whole[there_before:], *whole[: EXPANDED_AHEAD + copies.ahead]]
 
 
 def test_whatever_is_expected_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = Copies(monkeypatch, share=0.6)
+    copies = Copies(monkeypatch)
     drawn, pieces = random.Random(0), copies.pieces
     monkeypatch.setattr(
         ReadingOrder, "after", lambda order, piece, but=None: drawn.choice([None, *pieces])

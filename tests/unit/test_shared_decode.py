@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 import time
 import weakref
 from contextlib import nullcontext
@@ -31,18 +30,15 @@ from ray_hetero.kernels.layers.decode_shares import (  # noqa: E402
     COLUMN_PARTS,
     Share,
     Shares,
-    Way,
     best_shares,
     had_cores,
     kept_blocks,
     most_parts,
 )
 from ray_hetero.kernels.layers.layer_parts import KeptBlocks  # noqa: E402
-from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.kernels.prompts import (  # noqa: E402
-    behind_attention,
     column_memory,
     column_pieces,
     columns_on_gpu,
@@ -51,7 +47,6 @@ from ray_hetero.kernels.prompts import (  # noqa: E402
     step_memory,
 )
 from ray_hetero.kernels.prompts.column_memory import PHASE  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import stream_words  # noqa: E402
 
@@ -81,22 +76,6 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", GPU_FAMILIES)
-@pytest.mark.parametrize(("count", "is_late"), [(1, False), (2, False), (2, True), (5, False)])
-def test_steps_of_several_requests(
-    count: int, is_late: bool, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {"last": count} if is_late else {"share": count / LAYERS}
-    steps = Steps(monkeypatch, layers=LAYERS, family=family, **given)
-    one, other, third = (steps.request(tokens) for tokens in (70, 33, 12))
-    steps.check((one, 0, 66), (other, 0, 30), (third, 0, 9))
-    layer_tokens.take()
-    for at in range(3):
-        steps.check(*((request, end + at, end + at + 1)
-                      for request, end in ((one, 66), (other, 30), (third, 9))))  # fmt: skip
-    assert layer_tokens.take() == LayerTokens(native=9 * (LAYERS - count), on_gpu=9 * count)
-
-
-@pytest.mark.parametrize("family", GPU_FAMILIES)
 @pytest.mark.parametrize(
     ("columns", "is_compact"), [(1, False), (9, True), (16, False), (18, False), (28, True)]
 )
@@ -106,9 +85,13 @@ def test_columns_of_all_layers(
     steps = Steps(monkeypatch, layers=LAYERS, family=family, columns=columns, is_compact=is_compact)
     one, other, third = (steps.request(tokens) for tokens in (70, 33, 12))
     steps.check((one, 0, 66), (other, 0, 30), (third, 0, 9))
+    layer_tokens.take()
     for at in range(3):
         steps.check(*((request, end + at, end + at + 1)
                       for request, end in ((one, 66), (other, 30), (third, 9))))  # fmt: skip
+    assert layer_tokens.take().native == 9 * LAYERS
+    assert steps.shared is not None
+    assert steps.shared._columns.steps == 3
 
 
 @pytest.mark.parametrize("parts", [9, 21])
@@ -137,7 +120,7 @@ def test_memory_that_a_gpu_sees_by_its_address_is_kept(monkeypatch: pytest.Monke
     monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "_seen", lambda _, memory: memory.clone())
     steps = Steps(monkeypatch, layers=LAYERS, columns=8)
     before = len(made)
-    columns = columns_on_gpu.columns_of(steps.known, steps.behind.gpu, steps.kernel)
+    columns = steps.columns_of(LAYERS)
     gc.collect()
     assert columns is not None
     assert len(made) > before
@@ -148,12 +131,12 @@ def test_memory_that_a_gpu_sees_by_its_address_is_kept(monkeypatch: pytest.Monke
 def test_prompts_and_drafts_come_in_between(
     isa: str, is_compact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.6, isa=isa, is_compact=is_compact)
+    steps = Steps(monkeypatch, layers=LAYERS, columns=12, isa=isa, is_compact=is_compact)
     one, other, prompt = (steps.request(tokens) for tokens in (60, 92, 290))
     steps.check((one, 0, 55), (other, 0, 84))
     steps.check((one, 55, 56), (other, 84, 85))
-    # While a GPU computes a prompt the cores decode alone.  A small one leaves whole weights where
-    # they are, a larger one takes their place; other pieces are expected than come then.
+    # While a GPU computes a prompt the cores decode alone.  A small one leaves some pieces where
+    # they are, a larger one takes their place.
     steps.check((one, 56, 57), (prompt, 0, 70), (other, 85, 86))
     steps.check((one, 57, 58), (other, 86, 88))
     steps.check((prompt, 70, 220))
@@ -163,7 +146,7 @@ def test_prompts_and_drafts_come_in_between(
 
 
 def test_a_residual_is_added_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.4)
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
     request = steps.request(3)
     positions, hidden = steps.begin([(request, 0, 3)])
     first = steps.made(positions, hidden, None)
@@ -174,7 +157,7 @@ def test_a_residual_is_added_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
+    steps = Steps(monkeypatch, layers=LAYERS, columns=16)
     request = steps.request(8)
     positions, hidden = steps.begin([(request, 0, 4)])
     found = steps.made(positions, hidden, None)
@@ -185,103 +168,21 @@ def test_results_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_tokens_than_a_shared_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(behind_attention, "SHARED_TOKENS", 2)
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.4)
+    monkeypatch.setattr(columns_on_gpu, "SHARED_TOKENS", 2)
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+    assert steps.shared is not None
     request = steps.request(5)
     steps.check((request, 0, 3))
-    assert layer_tokens.take() == LayerTokens(native=3 * LAYERS)
+    assert steps.shared._columns.steps == 0
     steps.check((request, 3, 5))
-    assert layer_tokens.take() == LayerTokens(native=2 * 3, on_gpu=2 * 2)
+    assert steps.shared._columns.steps == 1
 
 
-@pytest.mark.parametrize(
-    ("count", "is_late", "expected"),
-    [
-        (0, False, [(0, 5)]),
-        (1, False, [(0, 5)]),
-        (2, False, [(0, 2), (2, 5)]),
-        (3, False, [(0, 1), (1, 3), (3, 5)]),
-        (5, False, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]),
-        (2, True, [(0, 4), (4, 5)]),
-    ],
-)
-def test_calls_end_where_layers_are_given_away(
-    count: int, is_late: bool, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
-    assert steps.shared is not None
-    found = steps.shared.divided(count, is_late=is_late)
-    assert [(one.begin, one.end, one.is_given) for one in found] == [
-        (begin, end, count > 0) for begin, end in expected
-    ]
-
-
-def test_what_the_next_step_needs_first_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.6)
-    ordered: list[Any] = []
-    expand = GpuPrefill.expand
-
-    def expand_and_note(self: GpuPrefill, linears: Any) -> None:
-        ordered.append(linears)
-        expand(self, linears)
-
-    monkeypatch.setattr(GpuPrefill, "expand", expand_and_note)
-    request = steps.request(160)
-    steps.check((request, 0, 1))
-    layers = [steps.known[place].parts.linears for place in (0, 2, 4)]
-    assert steps.made.gpu is not None
-    steps.made.gpu.settle()
-    assert ordered == [*layers, layers[0]]
-    steps.check((request, 1, 2))
-    steps.made.gpu.settle()
-    assert ordered[4:] == [*layers[1:], layers[0]]
-    # A prompt takes their place.
-    steps.check((request, 2, 150))
-    steps.check((request, 150, 151))
-    assert ordered[7:10] == layers
-
-
-@pytest.mark.parametrize("most", [128, 300, 512, 2048])
-def test_room_for_none_some_or_all_of_a_layer(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.6, most=most, is_compact=True)
-    one, other = steps.request(70), steps.request(33)
-    steps.check((one, 0, 66), (other, 0, 30))
-    for at in range(2):
-        steps.check((one, 66 + at, 67 + at), (other, 30 + at, 31 + at))
-    gpu = steps.made.gpu
-    assert gpu is not None
-    gpu.settle()
-    first = steps.known[0].parts.linears
-    assert gpu.has(first)
-    addresses = [linear.weight.data.data_ptr() for linear in first]
-    pieces = [len(gpu._pieces[at]) for at in addresses]
-    there = sum(gpu._ahead.of(at).placed for at in addresses)
-    assert {128: there == 0, 300: 0 < there < sum(pieces), 512: 0 < there < sum(pieces),
-            2048: there == sum(pieces)}[most]  # fmt: skip
-    steps.check((one, 68, 70), (other, 32, 33))
-
-
-def test_one_layer_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.2)
-    ordered: list[Any] = []
-    expand = GpuPrefill.expand
-    monkeypatch.setattr(
-        GpuPrefill, "expand", lambda *given: ordered.append(given[1]) or expand(*given)
-    )
-    request = steps.request(3)
-    for at in range(3):
-        steps.check((request, at, at + 1))
-    assert len(ordered) == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "function"), [({"share": 0.6}, "behind_from"), ({"columns": 8}, "activated")]
-)
 def test_without_memory_of_the_gpu_the_cores_compute_the_step(
-    given: dict[str, Any], function: str, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, **given)
-    computed, calls = getattr(gpu_post_attention, function), []
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
+    computed, calls = gpu_post_attention.activated, []
 
     def fails_in_the_second_layer(*parts: Any) -> Any:
         calls.append(parts)
@@ -289,7 +190,7 @@ def test_without_memory_of_the_gpu_the_cores_compute_the_step(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
         return computed(*parts)
 
-    monkeypatch.setattr(gpu_post_attention, function, fails_in_the_second_layer)
+    monkeypatch.setattr(gpu_post_attention, "activated", fails_in_the_second_layer)
     request = steps.request(6)
     steps.check((request, 0, 4))
     (line,) = said
@@ -341,8 +242,8 @@ def test_columns_that_do_not_come_are_an_error(
     monkeypatch.setattr(column_memory, "WAIT_S", 0.25)
     write = stream_words.OfHost.write
     steps = Steps(monkeypatch, layers=LAYERS, columns=parts)
-    given = steps.shared._columns  # type: ignore[union-attr]
-    never = getattr(given._own, missing)  # type: ignore[union-attr]
+    assert steps.shared is not None
+    never = getattr(steps.shared._columns._own, missing)
 
     def write_others(self: Any, address: int, number: int) -> None:
         if address != never:
@@ -357,19 +258,6 @@ def test_columns_that_do_not_come_are_an_error(
         steps.made(positions, hidden, None)
 
 
-def test_layers_whose_columns_cannot_be_split_are_the_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Shares are measured with the first of several runs of layers.
-    steps = Steps(monkeypatch, layers=LAYERS, columns=8)
-    shared = steps.shared
-    assert shared is not None
-    assert shared.has(2)
-    shared._columns = None
-    assert not shared.has(2)
-    steps.check((steps.request(3), 0, 2))
-
-
 @pytest.mark.parametrize("parts", [12, 24])
 @pytest.mark.parametrize("most", [128, 160, 420, 512])
 def test_room_for_none_some_or_all_columns(
@@ -382,7 +270,7 @@ def test_room_for_none_some_or_all_columns(
         steps.check((one, 66 + at, 67 + at), (other, 30 + at, 31 + at))
 
 
-def test_a_driver_that_refuses_to_wait_leaves_whole_layers(
+def test_a_driver_that_refuses_to_wait_leaves_all_to_the_cores(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     class Refusing:
@@ -395,11 +283,12 @@ def test_a_driver_that_refuses_to_wait_leaves_whole_layers(
     monkeypatch.setattr(
         columns_on_gpu, "words_of", lambda _, *given: words_of(torch.device("cuda"), *given)
     )
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.5)
+    steps = Steps(monkeypatch, layers=LAYERS)
     for _ in range(2):
-        assert columns_on_gpu.columns_of(steps.known, steps.behind.gpu, steps.kernel) is None
+        found = shared_decode.shares_of("auto", steps.known, steps.kernel, steps.columns_of)
+        assert found.is_empty
     (line,) = said
-    assert "whole layers only, or none: CUDA's driver refuses a stream memory operation" in line
+    assert "compute decode steps alone: CUDA's driver refuses a stream memory operation" in line
     assert "801" in line
 
 
@@ -461,30 +350,13 @@ def test_parts_are_whole_blocks() -> None:
     assert (most_parts(0), most_parts(1), most_parts(2)) == (16, 16, 28)
 
 
-def test_what_fails_while_weights_are_ordered_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=0.6)
-    threads = []
-
-    def fails(self: GpuPrefill, linears: Any) -> None:
-        threads.append(threading.current_thread())
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(GpuPrefill, "expand", fails)
-    request = steps.request(2)
-    positions, hidden = steps.begin([(request, 0, 2)])
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        steps.made(positions, hidden, None)
-    assert threads[0] is not threading.main_thread()
-
-
 @pytest.mark.usefixtures("own_cores")
 def test_steps_of_these_layers_are_measured(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 5))
-    steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
-    assert steps.shared is not None
-    found = shared_decode.shares_of("auto", steps.known, steps.shared._kernel, steps.behind)
+    steps = Steps(monkeypatch, layers=LAYERS)
+    found = shared_decode.shares_of("auto", steps.known, steps.kernel, steps.columns_of)
     assert [one.tokens for one in found.measured] == [1, 5]
     (line,) = said
     assert line.startswith(f"decode steps of {LAYERS} layers take least time if the GPU computes")
@@ -494,67 +366,60 @@ def test_steps_of_these_layers_are_measured(
 
 @pytest.mark.usefixtures("own_cores")
 def test_steps_are_measured_that_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, layers=LAYERS, share=1.0, most=9)
+    steps = Steps(monkeypatch, layers=LAYERS, columns=8, most=9)
     assert steps.shared is not None
-    found = shared_decode.shares_of("auto", steps.known, steps.shared._kernel, steps.behind)
+    found = shared_decode.shares_of("auto", steps.known, steps.kernel, steps.columns_of)
     assert [one.tokens for one in found.measured] == [1, 8]
-    assert [steps.shared.count(tokens) for tokens in (9, 10)] == [LAYERS, 0]
+    assert [steps.shared.has(tokens) for tokens in (9, 10)] == [True, False]
 
 
 def test_the_share_that_takes_least_is_chosen(said: list[str]) -> None:
-    asked = []
+    asked: list[tuple[int, int]] = []
 
-    def seconds(tokens: int, count: int, way: Way) -> float:
-        asked.append((tokens, count, way))
-        # Layers of the cores, and the link beside them, on which the last layers come ahead.
-        return max((8 - count) * tokens * 1.0, (count - 2 * (way == "last")) * 20.0) + 0.5 * count
+    def seconds(tokens: int, parts: int) -> float:
+        asked.append((tokens, parts))
+        # Columns of the cores, and the link beside them.
+        return max((16 - parts) * tokens * 1.0, parts * 20.0) + 0.5 * parts
 
-    found = best_shares(seconds, 8, (1, 8, 32, 64))
-    assert found == Shares(
-        (
-            Share(1, last=2),  # 8 s alone, 7 s with two
-            Share(8, last=2),  # 64 s alone, 49 s
-            Share(32, 5 / 8),  # 256 s alone, 102.5 s
-            Share(64, 6 / 8),  # 512 s alone, 131 s
-        )
-    )
-    assert "8: 2 (the last), 64000.0 to 49000.0 ms" in said[0]
+    found = best_shares(seconds, 8, (1, 8, 32, 64), 16)
+    # 16 s alone; 128 s alone, 98 s; 512 s alone, 205 s; 1,024 s alone, 262 s.
+    assert found == Shares((Share(1), Share(8, 4), Share(32, 10), Share(64, 12)))
+    assert "8: 4 of 16 parts, 128000.0 to 98000.0 ms" in said[0]
     gains = [one.gain_s for one in found.measured]
-    assert gains == pytest.approx([1 / 8, 15 / 8, 153.5 / 8, 381 / 8])
-    assert [found.of(tokens).of_layers for tokens in (0, 7, 40, 128)] == [0, 0, 0.625, 0.75]
-    assert [found.of(tokens).last for tokens in (0, 7, 40, 128)] == [0, 2, 0, 0]
-    # Every fourth number until more takes longer, those two and one beside the best one, none below
-    # what fewer tokens give away; then what was chosen is compared with the cores alone again.
-    evenly = [one[:2] for one in asked if one[2] == "evenly"]
-    assert [count for tokens, count in evenly if tokens == 32] == [0, 4, 8, 2, 6, 5, 7, *[0, 5] * 3]
-    assert [count for tokens, count in evenly if tokens == 64] == [0, 5, 8, 6, 7, *[0, 6] * 3]
+    assert gains == pytest.approx([0, 30 / 8, 307 / 8, 762 / 8])
+    assert [found.of(tokens).columns for tokens in (0, 7, 40, 128)] == [0, 4, 10, 12]
+    # Every fourth number, those two and one beside the best one, none below what fewer tokens give
+    # away; then what was chosen is compared with the cores alone again.
+    of_32 = [parts for tokens, parts in asked if tokens == 32]
+    assert of_32 == [0, 4, 8, 12, 16, 10, 14, 9, 11, *[0, 10] * 3]
     # 8 tokens are between 1 and 32, which differ; a size between two that agree is not measured.
-    assert 8 in {tokens for tokens, *_ in asked}
+    assert 8 in {tokens for tokens, _ in asked}
     asked.clear()
-    found = best_shares(lambda *step: asked.append(step) or 1 - 0.2 * (step[1] == 2), 4, (1, 8, 32))
-    assert found == Shares((Share(1, last=2), Share(8, last=2), Share(32, last=2)))
-    assert {tokens for tokens, *_ in asked} == {1, 32}
+    found = best_shares(
+        lambda *step: asked.append(step) or 1 - 0.2 * (step[1] == 4), 4, (1, 8, 32), 16
+    )
+    assert found == Shares((Share(1, 4), Share(8, 4), Share(32, 4)))
+    assert {tokens for tokens, _ in asked} == {1, 32}
 
 
-def test_a_step_that_something_slowed_down_does_not_end_the_search_for_columns() -> None:
+def test_a_step_that_something_slowed_down_does_not_end_the_search() -> None:
     slow = {8: 3.0}
 
-    def seconds(tokens: int, count: int, way: Way) -> float:
-        return 1.0 if way != "columns" else slow.pop(count, 1.0 - 0.04 * min(count, 28 - count))
+    def seconds(tokens: int, parts: int) -> float:
+        return slow.pop(parts, 1.0 - 0.04 * min(parts, 28 - parts))
 
-    found = best_shares(seconds, 8, (8,), parts=16)
-    assert found == Shares((Share(8, columns=14),))
+    assert best_shares(seconds, 8, (8,), 16) == Shares((Share(8, 14),))
 
 
 def test_fewer_tokens_give_away_what_more_of_them_do_where_that_takes_less() -> None:
-    def seconds(tokens: int, count: int, way: Way) -> float:
-        if way != "columns":
+    def seconds(tokens: int, parts: int) -> float:
+        if not parts:
             return 1.0 + tokens / 100
         # Something else used the link while one token was measured.
-        return 1.0 + 0.1 * count if tokens == 1 and count > 1 else 0.8 - 0.02 * min(count, 12)
+        return 1.0 + 0.1 * parts if tokens == 1 and parts > 1 else 0.8 - 0.02 * min(parts, 12)
 
-    found = best_shares(seconds, 8, (1, 32), parts=16)
-    assert found == Shares((Share(1, columns=12), Share(32, columns=12)))
+    found = best_shares(seconds, 8, (1, 32), 16)
+    assert found == Shares((Share(1, 12), Share(32, 12)))
     assert found.measured[0].gain_s == found.measured[1].gain_s
 
 
@@ -562,11 +427,11 @@ def test_steps_that_other_programs_disturb_are_measured_again() -> None:
     pauses: list[float] = []
     answers = [math.inf, math.inf, 0.5, 0.25]
     measured = decode_shares.undisturbed(lambda *step: answers.pop(0), pauses.append)
-    assert [measured(1, 0, "evenly"), measured(1, 2, "evenly")] == [0.5, 0.25]
+    assert [measured(1, 0), measured(1, 2)] == [0.5, 0.25]
     assert pauses == [decode_shares.PAUSE_S] * 2
     measured = decode_shares.undisturbed(lambda *step: math.inf, pauses.append)
     with pytest.raises(decode_shares.DisturbedError):
-        measured(1, 0, "evenly")
+        measured(1, 0)
     assert len(pauses) == 2 + decode_shares.TRIES
 
 
@@ -583,22 +448,16 @@ def test_nothing_is_given_away_or_kept_where_cores_are_not_free(
     monkeypatch.setattr(decode_shares, "PAUSE_S", 0.0)
     monkeypatch.setattr(shared_decode, "had_cores", lambda *given: False)
     monkeypatch.setattr(shared_decode.KeptShares, "keep", lambda _, found: kept.append(found))
-    steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
-    assert steps.shared is not None
-    found = shared_decode.shares_of("auto", steps.known, steps.shared._kernel, steps.behind)
+    steps = Steps(monkeypatch, layers=LAYERS)
+    found = shared_decode.shares_of("auto", steps.known, steps.kernel, steps.columns_of)
     assert (found, kept) == (Shares(()), [])
     (line,) = said
     assert "other programs compute on this rank's cores" in line
 
 
-def test_one_layer_or_none_may_be_given_away() -> None:
-    for layers in (1, 2, 3):
-        found = best_shares(
-            lambda tokens, count, way: 1 - 0.5 * (count == 1 and way == "evenly"), layers, (8,)
-        )
-        assert found == Shares((Share(8, 1 / layers),))
-    assert best_shares(lambda tokens, count, way: 1.0 + count, 1, (1, 8)).is_empty
-    assert best_shares(lambda tokens, count, way: 1.0, 8, ()) == Shares(())
+def test_nothing_may_be_given_away() -> None:
+    assert best_shares(lambda tokens, parts: 1.0 + parts, 1, (1, 8), 16).is_empty
+    assert best_shares(lambda tokens, parts: 1.0, 8, (), 16) == Shares(())
 
 
 def test_a_share_is_measured_once_a_host(
@@ -606,31 +465,34 @@ def test_a_share_is_measured_once_a_host(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shared_decode, "MEASURED_TOKENS", (1, 5))
-    steps = Steps(monkeypatch, layers=LAYERS, share=1.0)
+    steps = Steps(monkeypatch, layers=LAYERS)
     kernel = steps.kernel
-    chosen = Shares((Share(1), Share(5, 3 / LAYERS)))
+    chosen = Shares((Share(1), Share(5, 6)))
     measured, run = [], []
     monkeypatch.setattr(
         shared_decode, "best_shares", lambda *given: measured.append(given) or chosen
     )
-    divided = SharedDecode.divided
+    run_parts = SharedDecode.run
 
-    def divided_and_noted(self: SharedDecode, count: int, *, is_late: bool = False) -> Any:
-        run.append((count, is_late))
-        return divided(self, count, is_late=is_late)
+    def run_and_note(self: SharedDecode, parts: int, *given: Any) -> Any:
+        run.append(parts)
+        return run_parts(self, parts, *given)
 
-    monkeypatch.setattr(SharedDecode, "divided", divided_and_noted)
+    monkeypatch.setattr(SharedDecode, "run", run_and_note)
 
     def ask(place: str) -> Shares:
-        return shared_decode.shares_of("auto", steps.known, kernel, steps.behind, place=place)
+        return shared_decode.shares_of("auto", steps.known, kernel, steps.columns_of, place=place)
 
     assert [ask("here") for _ in range(2)] == [chosen] * 2
     assert len(measured) == 1
     (line,) = said
     assert "as an earlier start measured it" in line
-    assert "1: 0 %; 5: 60 % (cpu.decode_gpu_share; RAY_HETERO_MEASURE_AGAIN=1" in line
+    assert (
+        "1: nothing; 5: 6 of 16 parts of every gate and up (cpu.decode_gpu_share; RAY_HETERO"
+        in line
+    )
     # What it gives away is run once, so that no request waits for a kernel that is to be built.
-    assert run == [(3, False)]
+    assert set(run) == {6}
     ask("elsewhere")
     assert len(measured) == 2
     monkeypatch.setattr(kernel, "step_tokens", 64)
@@ -640,62 +502,57 @@ def test_a_share_is_measured_once_a_host(
         ask("")
     assert len(measured) == 5
     # A number is what was asked for.
-    assert shared_decode.shares_of(0.5, steps.known, kernel, steps.behind, place="here") == Shares(
-        (Share(1, 0.5),)
-    )
+    for share, parts in ((0.5, 8), (0.01, 1), (1.0, 16)):
+        found = shared_decode.shares_of(share, steps.known, kernel, steps.columns_of, place="here")
+        assert found == Shares((Share(1, parts),))
 
 
-def test_columns_are_chosen_where_they_take_least(said: list[str]) -> None:
-    asked = []
+def test_no_fewer_parts_than_for_fewer_tokens(said: list[str]) -> None:
+    asked: list[tuple[int, int]] = []
 
-    def seconds(tokens: int, count: int, way: Way) -> float:
-        asked.append((tokens, count, way))
-        if way != "columns":
-            return tokens + 0.1 * count
-        return max(tokens * (1 - 0.5 * count / 16), 1.5 * count)
+    def seconds(tokens: int, parts: int) -> float:
+        asked.append((tokens, parts))
+        return max(tokens * (1 - 0.5 * parts / 16), 1.5 * parts)
 
     found = best_shares(seconds, 8, (1, 8, 64), 16)
-    assert [(one.columns, one.of_layers) for one in found.measured] == [(0, 0), (4, 0), (16, 0)]
+    assert [one.columns for one in found.measured] == [0, 4, 16]
     assert str(found) == (
-        "1: 0 %; 8: 4 of 16 parts of every gate and up; 64: 16 of 16 parts of every gate and up"
+        "1: nothing; 8: 4 of 16 parts of every gate and up; 64: 16 of 16 parts of every gate and up"
     )
-    assert "8: 4 of 16 parts, 8000.0 to 7000.0 ms" in said[0]
-    # No fewer than for fewer tokens.
     asked.clear()
     best_shares(seconds, 8, (8, 64), 16)
-    parts = {count for tokens, count, way in asked if (tokens, way) == (64, "columns")}
-    assert min(parts) == 4
+    assert min(parts for tokens, parts in asked if tokens == 64 and parts) == 4
 
 
 @pytest.mark.parametrize("slow_for", [1, 2])
 def test_cores_that_take_longer_for_fewer_tokens_are_measured_again(slow_for: int) -> None:
     asked: list[int] = []
 
-    def seconds(tokens: int, count: int, way: Way) -> float:
+    def seconds(tokens: int, parts: int) -> float:
         if not asked or asked[-1] != tokens:
             asked.append(tokens)
-        # As where the host takes cores away: whole layers of the GPU are quickest by far then.
+        # As where the host takes cores away: what the GPU computes is quicker by far then.
         if tokens == 1 and asked.count(1) <= slow_for:
-            return 5.0 if way != "evenly" or count == 0 else 2.0
-        return 1.0 - 0.04 * count if way == "columns" else 1.0
+            return 5.0 - 3.0 * (parts > 0)
+        return 1.0 - 0.04 * parts
 
-    found = best_shares(seconds, 8, (1, 8), parts=8)
+    found = best_shares(seconds, 8, (1, 8), 8)
     # Measured again only once; then it is that of more tokens.
     assert asked == [1, 8, 1]
     assert found == Shares((Share(1, columns=8), Share(8, columns=8)))
 
 
 def test_a_gain_that_noise_may_be_is_none() -> None:
-    assert best_shares(lambda tokens, count, way: 1 - 0.01 * (count == 1), 4, (8,)).is_empty
+    assert best_shares(lambda tokens, parts: 1 - 0.01 * (parts == 4), 4, (8,), 16).is_empty
 
 
 def test_a_moment_in_which_others_compute_decides_nothing() -> None:
     slow = iter([8.0])  # the first step of the cores alone
 
-    def seconds(tokens: int, count: int, way: Way) -> float:
-        return next(slow, 1.0) if count == 0 else 1.2 + 0.1 * count
+    def seconds(tokens: int, parts: int) -> float:
+        return 1.2 + 0.1 * parts if parts else next(slow, 1.0)
 
-    assert best_shares(seconds, 4, (8,)).is_empty
+    assert best_shares(seconds, 4, (8,), 16).is_empty
 
 
 def test_steps_of_no_more_tokens_than_the_native_module_takes() -> None:

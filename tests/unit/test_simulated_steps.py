@@ -28,8 +28,9 @@ from scheduled_steps import LARGE, Engine, GroupEngine, Part  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS, PROMPT_TOKENS  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_step, kv_transfer, prompts_ahead  # noqa: E402
+from ray_hetero.kernels.prompts import columns_on_gpu, gpu_step, kv_transfer, prompts_ahead  # noqa: E402
 from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.kernels.prompts.step_graphs import StepGraphs  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -44,6 +45,8 @@ LENGTHS = (
 )  # fmt: skip
 PAUSE_S = 3600.0
 """Longer than any wait may be."""
+COLUMNS: dict[Any, dict[str, Any]] = {Engine: {"columns": 12}, GroupEngine: {"share": 0.75}}
+"""Arguments of engines whose decode steps have a part for the GPU."""
 SHORTAGES = 0.04
 """Part of the calls of the GPU that memory runs out in, in engines where it does."""
 
@@ -212,7 +215,8 @@ def shortages(monkeypatch: pytest.MonkeyPatch, chance: random.Random, told: list
         monkeypatch.setattr(owner, name, call)
 
     fail_sometimes(gpu_step, "attend")
-    fail_sometimes(GpuPrefill, "expand")
+    fail_sometimes(columns_on_gpu, "expanded_whole")
+    fail_sometimes(StepGraphs, "fetch")
     fail_sometimes(GpuPrefill, "read_first")
     fail_sometimes(GpuPrefill, "linear")
 
@@ -239,7 +243,7 @@ def test_a_simulated_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "layers": chance.choice((2, 3)),
         "blocks": 160,
-        "share": chance.choice((0.0, 0.7)),
+        **chance.choice(({}, COLUMNS[kind])),
         "least": chance.choice((9, 16, 33)),
         "unwritten": 50.0,
     }

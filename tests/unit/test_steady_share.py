@@ -47,10 +47,9 @@ def test_nothing_comes_anew_with_the_same_columns() -> None:
     assert [one.tokens for one in taken(FEW, same, FEW)] == [8, 32, 8]
 
 
-def test_whole_layers_and_the_cores_alone_are_taken_at_once() -> None:
-    layers, none = Share(64, of_layers=0.5), Share(1)
-    wanted = [FEW, layers, FEW, none, MANY, none]
-    assert taken(*wanted) == wanted
+def test_the_cores_alone_are_taken_at_once() -> None:
+    none = Share(1)
+    assert taken(FEW, none, MANY, none) == [FEW, none, MANY, none]
 
 
 def test_a_step_takes_the_share_of_the_nearest_size() -> None:

@@ -334,17 +334,17 @@ def test_a_step_that_fails_leaves_the_next_ones_right(monkeypatch: pytest.Monkey
         kept.of_step(1)
     replayed = kept.columns.graphs.replayed
     assert replayed > 0
-    native_run = kept.shared.divided(0)[0].layers.run
+    layers = kept.shared._layers
+    native_run = layers.run
 
     def fail(*given: Any, **others: Any) -> None:
         raise RuntimeError("a rank of the group has ended")
 
-    (whole,) = kept.shared.divided(0)
-    monkeypatch.setattr(whole.layers, "run", fail)
+    monkeypatch.setattr(layers, "run", fail)
     positions, hidden = kept.steps.begin([(kept.request, kept.done, kept.done + 1)])
     with pytest.raises(RuntimeError, match="has ended"):
         kept.steps.made(positions, hidden, None)
-    monkeypatch.setattr(whole.layers, "run", native_run)
+    monkeypatch.setattr(layers, "run", native_run)
     for _ in range(PHASES):
         kept.of_step(1)
     assert kept.columns.graphs.replayed == replayed + 1 + PHASES
@@ -360,11 +360,11 @@ def test_measured_steps_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         columns, "_order_layers", lambda *given: (orders.append(given), order(*given))
     )
-    shared.prepare_columns(1, 12)
+    shared.prepare(1, 12)
     # Nothing is done by that.
     assert not orders
     for number in range(1, 2 * PHASES):
         kept.of_step(1)
         assert columns.graphs.replayed == number == len(orders)
-    shared.prepare_columns(1, 12)
+    shared.prepare(1, 12)
     assert len(columns.graphs._graphs) == PHASES

@@ -26,13 +26,9 @@ def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
 
 
-@pytest.mark.parametrize("shared", ["columns", "last"])
 @pytest.mark.parametrize("is_compact", [False, True])
-def test_steps_behind_it_are_right(
-    monkeypatch: pytest.MonkeyPatch, *, is_compact: bool, shared: str
-) -> None:
-    count = 12 if shared == "columns" else 1
-    copies = CopiedPieces(monkeypatch, 900, most=512, is_compact=is_compact, **{shared: count})
+def test_steps_behind_it_are_right(monkeypatch: pytest.MonkeyPatch, *, is_compact: bool) -> None:
+    copies = CopiedPieces(monkeypatch, 900, most=512, is_compact=is_compact, columns=12)
     gpu = copies.steps.made.gpu
     assert gpu is not None
     for tokens in (100, 1, 1, 1, 90, 1, 120, 120):

@@ -21,6 +21,14 @@ class Columns(Protocol):
     """`ColumnShare` of the native module."""
 
     @property
+    def tokens(self) -> int:
+        """Most tokens of a step; on all ranks of a group the same."""
+
+    @property
+    def about(self) -> str:
+        """The GPU and what it has room for; empty on the other ranks of a group."""
+
+    @property
     def blocks(self) -> int:
         """Blocks of 32 columns of this rank's MLP, of which its cores compute some, and not all."""
 

@@ -162,7 +162,7 @@ class DecodeStep:
         self._adapters = adapters
         self._layers = NativeLayers(kernel, first, layers)
         self.shared: SharesDecode | None = None
-        """Steps in which a GPU computes some layers; None where none does."""
+        """Steps in which a GPU computes a part of each layer; None where none does."""
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -188,9 +188,7 @@ class DecodeStep:
             requests.append(StepRequests(positions, slots, lengths, blocks))
         slots = None if self._adapters is None else self._adapters.slots(tokens)
         shared = self.shared if slots is None else None  # adapters are not on the GPU
-        count = 0 if shared is None else shared.count(tokens)
-        layer_tokens.count(len(self._names) - count, native=tokens)
-        layer_tokens.count(count, on_gpu=tokens)
+        layer_tokens.count(len(self._names), native=tokens)
         if shared is not None and not shared.has(tokens):
             shared = None
         return self._run(requests, groups, contexts, hidden, residual, slots, shared)
@@ -245,7 +243,7 @@ class DecodeStep:
                 return shared(of_step, caches, hidden, residual)
             except torch.OutOfMemoryError as error:
                 logger.warning(
-                    "the GPU that computes some layers of this rank's decode steps has run out of "
+                    "the GPU that computes a part of this rank's decode steps has run out of "
                     "memory (%s): from now on the cores compute all. Lower "
                     "gpu.memory_utilization or --max-num-batched-tokens.",
                     str(error).splitlines()[0],

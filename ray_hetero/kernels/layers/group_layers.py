@@ -23,7 +23,6 @@ from ray_hetero.kernels.layers.kv_layouts import Caches
 from ray_hetero.kernels.layers.layer_parts import AttentionShape, Linear, QkvInput
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
 from ray_hetero.kernels.prompts.column_memory import ColumnMemory
 from ray_hetero.kernels.prompts.column_pieces import inner_of
 from ray_hetero.kernels.prompts.gpu_layers import (
@@ -95,7 +94,7 @@ class PromptOffer:
     cores: tuple[int, ...] = ()
     """Logical CPUs of the thread that orders the GPU's work."""
     share: float | Literal["auto"] = 0.0
-    """Share of the layers that the GPU computes in decode steps: `CpuConfig.decode_gpu_share`."""
+    """Share of decode steps that the GPU computes: `CpuConfig.decode_gpu_share`."""
     kernel: StreamingLinear | None = None
     """Kernel of decode steps, whose largest size is measured then (step_limit.py)."""
     place: str = ""
@@ -142,8 +141,6 @@ class WholeLayers:
     """The layers of all ranks on the GPU of the first one."""
 
     runs: Sequence[GpuLayers]
-    behind: Sequence[OnGpu]
-    """Layers behind the attention, of each run, in decode steps."""
     taken: PrefillBytes
 
     @classmethod
@@ -184,10 +181,7 @@ class WholeLayers:
                     f"memory for results cannot be locked: {str(error).splitlines()[0]}"
                 ) from None
         made = [GpuLayers(run, gpu, memory, results) for run in runs]
-        behind = [OnGpu(run, gpu, results) for run in runs]
-        return cls(
-            made, behind, PrefillBytes(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes)
-        )
+        return cls(made, PrefillBytes(taken.weight_bytes, taken.gpu_bytes + memory.gpu_bytes))
 
 
 def whole_layer(layer: Layer, others: Sequence[Sequence[LinkedLinear]]) -> Layer:
@@ -238,8 +232,7 @@ class GroupLayers:
         layers: of all ranks, on the GPU; None where this rank is not the first.
         tokens: most of a step.
         from_tokens: of a step, from which the GPU computes it.
-        behind: what computes what lies behind attentions in decode steps.
-        shares: of layers of which it does.
+        shares: of MLPs that it computes in decode steps.
         columns_of: makes what computes columns of MLPs in them.
 
     """
@@ -251,11 +244,10 @@ class GroupLayers:
 
     def __init__(
         self, group: PromptGroup, layers: GpuLayers | None, *, tokens: int, from_tokens: int,
-        behind: BehindAttention, shares: Shares, columns_of: MakeColumns,
+        shares: Shares, columns_of: MakeColumns,
     ) -> None:  # fmt: skip
         assert (layers is not None) == group.is_first
         self.columns_of = columns_of
-        self.behind = behind
         self.shares = shares
         self.from_tokens = from_tokens
         self.tokens = tokens

@@ -28,13 +28,13 @@ from placement.host.bandwidth_cache import (
     read_figures,
     write_figures,
 )
-from ray_hetero.kernels.layers.decode_shares import LATE_LAYERS, MOST_PARTS, Share, Shares
+from ray_hetero.kernels.layers.decode_shares import MOST_PARTS, Share, Shares
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
+    from ray_hetero.kernels.layers.columns import Columns
     from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-    from ray_hetero.kernels.prompts.behind_attention import BehindAttention
 
 PREFIX = "decode shares, "
 """Beginning of the keys of these figures."""
@@ -76,7 +76,7 @@ class KeptShares:
         if own is not None:
             logger.info(
                 "decode steps are shared with the GPU as an earlier start measured it %.0f hours "
-                "ago: of output and MLP matrices it computes, by number of tokens, %s "
+                "ago: it computes, by number of tokens, %s "
                 "(cpu.decode_gpu_share; %s=1 measures again)",
                 (time.time() - entry["measured_at"]) / 3600,
                 own,
@@ -95,10 +95,7 @@ class KeptShares:
             if not key.startswith(PREFIX)
             or (isinstance(entry, dict) and is_young(entry.get("measured_at")))
         }
-        found = [
-            [one.tokens, one.of_layers, one.last, one.columns, one.gain_s]
-            for one in shares.measured
-        ]
+        found = [[one.tokens, one.columns, one.gain_s] for one in shares.measured]
         entry = {"shares": found, "measured_at": time.time()}
         write_figures(path, kept | {self.key: entry})
 
@@ -112,45 +109,31 @@ def _shares(entry: Any, asked: Sequence[int]) -> Shares | None:
         return None
     if [tokens for tokens, *_ in rows] != list(asked):
         return None
-    return Shares(
-        tuple(
-            Share(tokens, float(part), last, columns, float(gain_s))
-            for tokens, part, last, columns, gain_s in rows
-        )
-    )
+    return Shares(tuple(Share(tokens, columns, float(gain_s)) for tokens, columns, gain_s in rows))
 
 
 def _is_share(row: Any) -> bool:
-    """Whether these are tokens, share of layers, number of the last ones, parts of columns, and
-    seconds that they gain."""
-    if not isinstance(row, list) or len(row) != 5:
+    """Whether these are tokens, parts of columns, and seconds that they gain."""
+    if not isinstance(row, list) or len(row) != 3:
         return False
-    tokens, part, last, columns, gain_s = row
+    tokens, columns, gain_s = row
     return (
         type(tokens) is int
-        and type(part) in (int, float)
-        and math.isfinite(part)
-        and 0 <= part <= 1
-        and type(last) is int
-        and 0 <= last <= LATE_LAYERS
         and type(columns) is int
         and 0 <= columns <= MOST_PARTS
-        and sum(map(bool, (part, last, columns))) <= 1
         and type(gain_s) in (int, float)
         and math.isfinite(gain_s)
         and gain_s >= 0
     )
 
 
-def key_of(
-    layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention, place: str
-) -> str:
+def key_of(layers: Sequence[Layer], kernel: StreamingLinear, columns: Columns, place: str) -> str:
     """What tells these shares from others in the file of kept figures.
 
     Args:
         layers: that are measured.
         kernel: what computes them on the cores.
-        behind: what computes what lies behind their attention.
+        columns: of their MLPs.
         place: processor, cores and ranks beside this one, of all ranks of a group; empty where
             nothing is to be kept.
 
@@ -163,11 +146,11 @@ def key_of(
         digest.update(repr([_described(linear.weight) for linear in linears]).encode())
         digest.update(repr((layer.attention.shape, layer.calls)).encode())
     digest.update(
-        repr((len(layers), kernel.level.name, kernel.step_tokens, behind.tokens)).encode()
+        repr((len(layers), kernel.level.name, kernel.step_tokens, columns.tokens)).encode()
     )
     digest.update(repr((torch.get_num_threads(), torch.__version__, _triton())).encode())
     digest.update(_code().encode())
-    return f"{PREFIX}{place}, {behind.about}, layers and code {digest.hexdigest()[:16]}"
+    return f"{PREFIX}{place}, {columns.about}, layers and code {digest.hexdigest()[:16]}"
 
 
 def _described(weight: Any) -> tuple[Any, ...]:

@@ -32,7 +32,6 @@ from ray_hetero.kernels.layers.layer_parts import AttentionShape
 from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
 from ray_hetero.kernels.prompts import gpu_layers, stage_output
-from ray_hetero.kernels.prompts.behind_attention import BehindAttention, OnGpu
 from ray_hetero.kernels.prompts.columns_on_gpu import maker_of
 from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
 from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, GpuLayers
@@ -50,7 +49,7 @@ class Fused:
 
     layers: int
     is_shared: bool
-    """Whether a GPU computes some layers of decode steps."""
+    """Whether a GPU computes a part of decode steps."""
     first: DecoderLayers | None = None
     """Layers that are called first."""
 
@@ -81,7 +80,7 @@ def install(
         kernel: what computes its linear layers.
         group: by run, what computes prompts for all ranks of this one's group, if something does.
         sends_alone: whether no other rank of this stage sends results to the next one.
-        share: of the layers that a GPU computes in decode steps, see `CpuConfig.decode_gpu_share`.
+        share: that a GPU computes of decode steps, see `CpuConfig.decode_gpu_share`.
         seat: of this rank, see `RankSpec.place`.
 
     """
@@ -98,14 +97,12 @@ def install(
         first = first or made
         if of_group is not None:
             shares = of_group.shares
-            _share(made, run.layers, kernel, of_group.behind, shares, of_group.columns_of)
-        elif share and (behind := _behind(run.layers, kernel)) is not None:
-            make = maker_of(run.layers, behind.gpu, kernel)
+            _share(made, run.layers, kernel, shares, of_group.columns_of)
+        elif share and kernel.prompts is not None and _can_share(run.layers, kernel):
+            make = maker_of(run.layers, kernel.prompts.gpu, kernel)
             if shares is None:
-                shares = shared_decode.shares_of(
-                    share, run.layers, kernel, behind, place=seat, columns_of=make
-                )
-            _share(made, run.layers, kernel, behind, shares, make)
+                shares = shared_decode.shares_of(share, run.layers, kernel, make, place=seat)
+            _share(made, run.layers, kernel, shares, make)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
             made.output = _output(made.gpu)
         if many is not None and run.is_whole:
@@ -193,22 +190,19 @@ def _memory(
     return memory
 
 
-def _behind(layers: Sequence[Layer], kernel: StreamingLinear) -> OnGpu | None:
-    """What computes what lies behind layers' attention in decode steps, if a GPU can."""
-    prompts = kernel.prompts
-    if (
-        prompts is None
-        or kernel.sums is not None  # see group_layers.py
-        or not shared_decode.suits(layers)
-        or not _has_weights(layers, prompts.gpu)
-    ):
-        return None
-    return OnGpu(layers, prompts.gpu)
+def _can_share(layers: Sequence[Layer], kernel: StreamingLinear) -> bool:
+    """Whether a GPU of this rank alone can compute a part of these layers in decode steps."""
+    return (
+        kernel.prompts is not None
+        and kernel.sums is None  # see group_layers.py
+        and shared_decode.suits(layers)
+        and _has_weights(layers, kernel.prompts.gpu)
+    )
 
 
 def _share(
-    made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear,
-    behind: BehindAttention, shares: Shares, make: MakeColumns,
+    made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear, shares: Shares,
+    make: MakeColumns,
 ) -> None:  # fmt: skip
     """Share decode steps of layers with the GPU that computes their prompts.
 
@@ -216,20 +210,17 @@ def _share(
         made: what computes the layers.
         layers: its layers.
         kernel: what computes them on the cores.
-        behind: what computes what lies behind their attention.
         shares: of what is given away, none if they are empty.
         make: makes what computes columns of the layers' MLPs.
 
     """
-    if shares.is_empty:
+    columns = None if shares.is_empty else make(len(layers))
+    if columns is None:
         return
-    shared = SharedDecode(layers, kernel, behind, shares, make(len(layers)))
-    made.shared = shared
+    made.shared = SharedDecode(layers, kernel, columns, shares)
     logger.info(
-        "in decode steps the GPU computes output and MLP matrices of up to %d of %d layers, or up "
-        "to %s, which it reads over its link while the cores compute the others "
-        "(cpu.decode_gpu_share)",
-        max(shared.count(one.tokens) for one in shares.measured),
+        "in decode steps of %d layers the GPU computes up to %s, which it reads over its link "
+        "while the cores compute the others (cpu.decode_gpu_share)",
         len(layers),
         parts_text(max(one.columns for one in shares.measured), " of every gate and up"),
     )

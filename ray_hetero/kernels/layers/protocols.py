@@ -121,9 +121,6 @@ class LayersOnGpu(Protocol):
 class SharesDecode(Protocol):
     """Decode steps that the cores share with a GPU."""
 
-    def count(self, tokens: int) -> int:
-        """Layers of a step of so many tokens whose rest the GPU computes."""
-
     def has(self, tokens: int) -> bool:
         """Whether the GPU computes a part of a step of so many tokens."""
 

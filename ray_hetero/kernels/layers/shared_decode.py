@@ -2,47 +2,43 @@
 
 A decode step reads all weights of a stage from the socket's memory, and from some number of tokens
 on the cores multiply for longer than they read.  Meanwhile the link to the GPU is idle.  Here the
-GPU computes for some of the layers what lies behind the attention: the output projection and the
-MLP, eight ninths of the weights of an 8B model's layer.  These weights cross the link, and
-are expanded, while the cores compute the layers before.  The attention of every layer stays on the
-cores, where keys and values are, so that a layer costs the same on the link however long the
-requests are.
+GPU computes some columns of every layer's gate and up, which it reads over the link, while the
+cores compute the others (columns_on_gpu.py).  The attention of every layer stays on the cores,
+where keys and values are, so that a layer costs the same on the link however long the requests are.
 
-Or the GPU computes some columns of every layer's gate and up, while the cores compute the others
-(columns_on_gpu.py): then neither waits for whole layers of the other.
-
-What is given away, and how much of it, depends on the host and on the number of tokens, so that it
-is measured at the start: whole steps of some layers, with the cores alone and with more and more on
-the GPU.
+How much is given away depends on the host and on the number of tokens, so that it is measured at
+the start: whole steps of some layers, with the cores alone and with more and more on the GPU.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ray_hetero.kernels.layers import layer_tokens
-from ray_hetero.kernels.layers.columns import Columns, MakeColumns, no_columns
+from ray_hetero.kernels.layers.columns import Columns, MakeColumns
 from ray_hetero.kernels.layers.decode_shares import (
+    COLUMN_PARTS,
     DisturbedError,
     Seconds,
     Share,
     Shares,
-    Way,
     best_shares,
     had_cores,
     kept_blocks,
     most_parts,
     undisturbed,
 )
-from ray_hetero.kernels.layers.decode_step import NativeLayers, StepRequests, address_of
+from ray_hetero.kernels.layers.decode_step import (
+    NativeLayers,
+    StepRequests,
+    address_of,
+)
 from ray_hetero.kernels.layers.kept_shares import Agree, KeptShares, key_of
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.layer_parts import CacheAddress, KeptBlocks
@@ -50,7 +46,6 @@ from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.layers.steady_share import SteadyShare
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.behind_attention import BehindAttention
 from ray_hetero.log import logger
 
 if TYPE_CHECKING:
@@ -77,54 +72,37 @@ BLOCK = 32
 """Tokens of a KV block of measured steps."""
 
 
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Layers that the cores compute in one call."""
-
-    layers: NativeLayers
-    begin: int
-    end: int
-    is_given: bool
-    """Whether the GPU computes what lies behind the last one's attention."""
-
-
 class SharedDecode:
-    """Computes decode steps of layers that follow one another, some of them partly on a GPU.
+    """Decode steps of layers that follow one another, with a part on a GPU.
 
     Args:
         layers: at least one, each with known scores and an MLP.
         kernel: what computes linear layers on the cores.
-        behind: what computes what lies behind the attention of some of them.
+        columns: computes columns of their MLPs.
         shares: of what is given away, by tokens.
-        columns: computes columns of their MLPs, where that is possible.
 
     """
 
     def __init__(
-        self, layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
-        shares: Shares, columns: Columns | None = None,
-    ) -> None:  # fmt: skip
-        self._layers = layers
+        self, layers: Sequence[Layer], kernel: StreamingLinear, columns: Columns, shares: Shares
+    ) -> None:
         self._kernel = kernel
-        self._behind = behind
         self._columns = columns
         self.shares = shares
         self._steady = SteadyShare()
-        self._divisions: dict[tuple[int, bool], list[Segment]] = {}
-
-    def count(self, tokens: int) -> int:
-        """Layers of a step of so many tokens whose rest the GPU computes."""
-        if tokens > self._behind.tokens:
-            return 0
-        return given_away(self.shares.of(tokens), len(self._layers))
+        self._count = len(layers)
+        following = [*(layer.input for layer in layers[1:]), None]
+        self._layers = NativeLayers(
+            kernel, layers[0].input,
+            [
+                (layer.attention, PostAttentionBlock(replace(layer.parts, next=next_one), kernel))
+                for layer, next_one in zip(layers, following, strict=True)
+            ],
+        )  # fmt: skip
 
     def has(self, tokens: int) -> bool:
         """Whether the GPU computes something of a step of so many tokens."""
-        return self.count(tokens) > 0 or (
-            self._columns is not None
-            and tokens <= self._behind.tokens
-            and self.shares.of(tokens).columns > 0
-        )
+        return tokens <= self._columns.tokens and self.shares.of(tokens).columns > 0
 
     def __call__(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
@@ -150,29 +128,24 @@ class SharedDecode:
         """
         tokens = len(hidden)
         share = self._steady.take(self.shares.of(tokens))
-        takes_part = self._fetch(tokens, share)
-        if self._columns is not None and share.columns:
-            takes_part = self._columns.agreed(takes_part=takes_part)
-        if takes_part:
-            return self.run_columns(share.columns, requests, caches, hidden, residual)
-        segments = self.divided(self.count(tokens), is_late=share.last > 0)
-        return self.run(segments, requests, caches, hidden, residual)
+        takes_part = self._columns.agreed(takes_part=self._fetch(tokens, share))
+        return self.run(share.columns if takes_part else 0, requests, caches, hidden, residual)
 
-    def run_columns(
+    def run(
         self, parts: int, requests: Sequence[Any], caches: Sequence[CacheAddress],
         hidden: torch.Tensor, residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Compute a step as a call does, with so many parts of all columns on the GPU."""
-        assert self._columns is not None
-        (whole,) = self.divided(0)
-        kept = self._kept(self._columns, parts)
+        """Compute a step as a call does, with so many parts on the GPU; 0 for the cores alone."""
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
-        share = self._columns.native
+        step = requests, caches, hidden, residual, y, total
+        if not parts:
+            with meeting(self._kernel.sums):
+                self._layers.run(*step)
+            return y, total
+        kept, share = self._kept(parts), self._columns.native
         waited_s = share.waited_s
         with meeting(self._kernel.sums), self._columns.of_step(len(hidden), kept):
-            whole.layers.run(
-                requests, caches, hidden, residual, y, total, share=share, kept=kept
-            )  # fmt: skip
+            self._layers.run(*step, share=share, kept=kept)
         layer_tokens.count_columns_wait(share.waited_s - waited_s)
         return y, total
 
@@ -186,78 +159,17 @@ class SharedDecode:
         self._steady.interrupt()
 
     def _fetch(self, tokens: int, share: Share, *, is_ahead: bool = False) -> bool:
-        if self._columns is None or not share.columns or tokens > self._behind.tokens:
+        if not share.columns or tokens > self._columns.tokens:
             return False
-        kept = self._kept(self._columns, share.columns)
-        left_s = self._columns.fetch(tokens, kept, is_ahead=is_ahead)
-        return left_s <= share.gain_s * len(self._layers)
+        left_s = self._columns.fetch(tokens, self._kept(share.columns), is_ahead=is_ahead)
+        return left_s <= share.gain_s * self._count
 
-    def prepare_columns(self, tokens: int, parts: int) -> None:
-        """Have steps of `run_columns` take as long as those that come after many, behind one."""
-        assert self._columns is not None
-        self._columns.prepare(tokens, self._kept(self._columns, parts))
+    def prepare(self, tokens: int, parts: int) -> None:
+        """Have steps of `run` take as long as those that come after many, behind one."""
+        self._columns.prepare(tokens, self._kept(parts))
 
-    @staticmethod
-    def _kept(columns: Columns, parts: int) -> KeptBlocks:
-        return kept_blocks(columns.blocks, columns.output_blocks, parts)
-
-    def run(
-        self, segments: Sequence[Segment], requests: Sequence[Any], caches: Sequence[CacheAddress],
-        hidden: torch.Tensor, residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Compute a step as a call does, with the calls of the cores given."""
-        tokens = len(hidden)
-        given = [segment.end - 1 for segment in segments if segment.is_given]
-        # Weights that the step needs first have come since the step before, as a rule.
-        following = itertools.cycle(given)
-        if given:
-            self._behind.order(next(following))
-        for segment in segments:
-            if segment.is_given:
-                y, total = self._behind.memory(tokens)
-            else:
-                y, total = torch.empty_like(hidden), torch.empty_like(hidden)
-            own = caches[segment.begin : segment.end]
-            with meeting(self._kernel.sums):
-                segment.layers.run(requests, own, hidden, residual, y, total)
-            if not segment.is_given:
-                return y, total
-            hidden, residual = self._behind.compute(segment.end - 1, y, total, next(following))
-        assert residual is not None
-        return hidden.clone(), residual.clone()
-
-    def divided(self, count: int, *, is_late: bool = False) -> list[Segment]:
-        """Calls of a step in which so many layers are given away.
-
-        Args:
-            count: of layers, of which the last one is always one.
-            is_late: whether they are the last ones, else evenly among all.
-
-        """
-        total = len(self._layers)
-        if (count, is_late) not in self._divisions:
-            ends = (
-                list(range(total - count + 1, total + 1))
-                if is_late
-                else [(number + 1) * total // count for number in range(count)]
-            )
-            # Without any the cores compute all.
-            begins, ends = [0, *ends[:-1]], ends or [total]
-            self._divisions[count, is_late] = [
-                self._segment(begin, end, is_given=count > 0)
-                for begin, end in zip(begins, ends, strict=True)
-            ]
-        return self._divisions[count, is_late]
-
-    def _segment(self, begin: int, end: int, *, is_given: bool) -> Segment:
-        some = self._layers[begin:end]
-        following = [*(layer.input for layer in some[1:]), None]
-        blocks = [
-            (layer.attention, PostAttentionBlock(replace(layer.parts, next=next_one), self._kernel))
-            for layer, next_one in zip(some, following, strict=True)
-        ]
-        layers = NativeLayers(self._kernel, some[0].input, blocks, ends_attended=is_given)
-        return Segment(layers, begin, end, is_given)
+    def _kept(self, parts: int) -> KeptBlocks:
+        return kept_blocks(self._columns.blocks, self._columns.output_blocks, parts)
 
 
 def suits(layers: Sequence[Layer]) -> bool:
@@ -270,8 +182,8 @@ def suits(layers: Sequence[Layer]) -> bool:
 
 def shares_of(
     wanted: float | Literal["auto"], layers: Sequence[Layer], kernel: StreamingLinear,
-    behind: BehindAttention, agreed: Callable[[float], float] = float, *, place: str = "",
-    agree: Agree = lambda found: found, columns_of: MakeColumns = no_columns,
+    columns_of: MakeColumns, agreed: Callable[[float], float] = float, *, place: str = "",
+    agree: Agree = lambda found: found,
 ) -> Shares:  # fmt: skip
     """The shares that `CpuConfig.decode_gpu_share` asks for.
 
@@ -281,33 +193,33 @@ def shares_of(
         wanted: the setting.
         layers: those that `suits`; in a group this rank's parts of them.
         kernel: what computes them on the cores.
-        behind: what computes what lies behind their attention.
+        columns_of: makes what computes columns of the layers' MLPs.
         agreed: makes of this rank's seconds those that all ranks of its group choose by.
         place: of this rank, see `RankSpec.place`; empty where nothing is kept.
         agree: gives all ranks of the group what its first rank has kept.
-        columns_of: makes what computes columns of the layers' MLPs.
 
     """
-    if wanted != "auto":
-        return Shares((Share(1, wanted),))
     some = layers[:MEASURED_LAYERS]
     columns = columns_of(len(some))
-    measure = step_seconds(some, kernel, behind, columns)
-    most = min(kernel.step_tokens, behind.tokens)
+    if columns is None:
+        return Shares(())
+    if wanted != "auto":
+        # They are given away whatever is gained.
+        return Shares((Share(1, max(1, round(wanted * COLUMN_PARTS)), gain_s=math.inf),))
+    measure = step_seconds(some, kernel, columns)
+    most = min(kernel.step_tokens, columns.tokens)
     asked = [tokens for tokens in MEASURED_TOKENS if tokens <= most]
-    kept = KeptShares(key_of(some, kernel, behind, place), agree)
+    kept = KeptShares(key_of(some, kernel, columns, place), agree)
     if (known := kept.known(asked)) is not None:
         for one in known.measured:
             # No request waits until a kernel is built or loaded.
-            if count := given_away(one, len(some)):
-                measure(one.tokens, count, "last" if one.last else "evenly")
-            elif one.columns:
-                measure(one.tokens, one.columns, "columns")
+            if one.columns:
+                measure(one.tokens, one.columns)
         return known
     try:
         found = best_shares(
             undisturbed(lambda *step: agreed(measure(*step))), len(some), asked,
-            0 if columns is None else most_parts(columns.output_blocks),
+            most_parts(columns.output_blocks),
         )  # fmt: skip
     except DisturbedError:
         logger.warning(
@@ -320,27 +232,25 @@ def shares_of(
     return found
 
 
-def given_away(share: Share, layers: int) -> int:
-    """So many of these layers are given away."""
-    return min(share.last, layers) or round(share.of_layers * layers)
-
-
-def step_seconds(
-    layers: Sequence[Layer], kernel: StreamingLinear, behind: BehindAttention,
-    columns: Columns | None = None,
-) -> Seconds:  # fmt: skip
-    """What measures a step of these layers, each request of one token; arguments as of `shares_of`.
+def step_seconds(layers: Sequence[Layer], kernel: StreamingLinear, columns: Columns) -> Seconds:
+    """Make what measures a step of these layers, each request of one token.
 
     Steps follow one another with a pause, in which weights come over the link as far as they do
     while other stages compute.  A step of the cores alone takes infinitely long if these were not
     its own.
+
+    Args:
+        layers: as of `shares_of`.
+        kernel: the same.
+        columns: of these layers.
+
     """
-    step = SharedDecode(layers, kernel, behind, Shares(()), columns)
+    step = SharedDecode(layers, kernel, columns, Shares(()))
     shape = layers[0].attention.shape
-    most = min(kernel.step_tokens, behind.tokens)
+    most = min(kernel.step_tokens, columns.tokens)
     cache = torch.zeros(most, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
 
-    def seconds(tokens: int, count: int, way: Way) -> float:
+    def seconds(tokens: int, parts: int) -> float:
         own = torch.arange(tokens)
         lengths = torch.ones(tokens, dtype=torch.int32)
         of_step = StepRequests(torch.zeros_like(own), own * BLOCK, lengths, own.int().unsqueeze(1))
@@ -348,21 +258,16 @@ def step_seconds(
         requests = [of_step.native(kernel.native, cache, isa)]
         caches = [address_of(cache)] * len(layers)
         hidden = torch.randn(tokens, layers[0].parts.output.weight.shape[0]).bfloat16()
-        run = (
-            partial(step.run_columns, count)
-            if way == "columns"
-            else partial(step.run, step.divided(count, is_late=way == "last"))
-        )
         taken = []
         for number in range(SHORT_ROUNDS if tokens <= SHORT_TOKENS else ROUNDS):
-            if number == 1 and way == "columns":
-                step.prepare_columns(tokens, count)
+            if number == 1 and parts:
+                step.prepare(tokens, parts)
             time.sleep(BETWEEN_STEPS_S)
             began, used = time.perf_counter(), time.process_time()
-            run(requests, caches, hidden, None)
+            step.run(parts, requests, caches, hidden, None)
             passed, used = time.perf_counter() - began, time.process_time() - used
             # Threads wait for the GPU in other steps, and then use no core either.
-            is_believed = count > 0 or had_cores(passed, used, torch.get_num_threads())
+            is_believed = parts > 0 or had_cores(passed, used, torch.get_num_threads())
             taken.append(passed if is_believed else math.inf)
         return min(taken[UNCOUNTED:])
 

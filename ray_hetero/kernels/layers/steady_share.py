@@ -28,7 +28,7 @@ class SteadyShare:
 
         """
         last = self._last
-        if last is None or not last.columns or not wanted.columns:
+        if last is None or not wanted.columns:
             return wanted
         is_other = wanted.columns != last.columns
         return last if is_other and self._others + 1 < STEPS else wanted

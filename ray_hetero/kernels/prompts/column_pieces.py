@@ -110,7 +110,6 @@ def expanded_whole(
 
     """
     memory, values = gpu.memory.behind_products[begin:], [one.piece.values for one in pieces]
-    gpu.forget()
     for placed, into in zip(pieces, memory[: sum(values)].split(values), strict=True):
         expand(placed.piece, into)
     return memory[: sum(values)].view(-1, pieces[0].piece.inputs).t()

@@ -41,12 +41,18 @@ class ColumnsFromGpu(RankColumns):
         layers: with this rank's parts of the weights.
         kernel: what computes the other columns.
         memory: of this rank.
+        tokens: most of a step.
 
     """
 
+    about = ""
+    """The first rank has the GPU."""
+
     def __init__(
-        self, layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory
+        self, layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory, tokens: int
     ) -> None:
+        self.tokens = min(SHARED_TOKENS, tokens)
+        """Most tokens of a step that is shared."""
         parts = layers[0].parts
         inputs = torch.empty(SHARED_TOKENS * parts.norm.weight.shape[0], dtype=torch.bfloat16)
         super().__init__(len(layers), inner_of(parts), kernel, memory, inputs)

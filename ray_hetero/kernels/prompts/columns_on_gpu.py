@@ -119,6 +119,16 @@ class ColumnsOnGpu(RankColumns):
         self.graphs = StepGraphs(gpu)
         """Graphs of the steps that came again."""
 
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a step that is shared."""
+        return min(SHARED_TOKENS, self._gpu.tokens)
+
+    @property
+    def about(self) -> str:
+        """The GPU and what it has room for."""
+        return self._gpu.about
+
     @contextmanager
     def of_step(self, tokens: int, kept: KeptBlocks) -> Iterator[None]:
         """Have the GPU compute its part of a step that the cores compute within this.
@@ -136,7 +146,7 @@ class ColumnsOnGpu(RankColumns):
         kind = StepKind(self._size(tokens), kept, self.begin())
         self.native.room = kind.tokens
         with self._telling():
-            self._gpu.begin(kind.tokens, is_shared=True)
+            self._gpu.settle()
         ordered = self._gpu.order(lambda: self._order(kind))
         try:
             yield
@@ -170,7 +180,7 @@ class ColumnsOnGpu(RankColumns):
             return 0.0
         failing = self._gpu.leaving_shortage() if is_ahead else self._telling()
         with failing, torch.inference_mode(), current(self._gpu.computing):
-            self._gpu.begin(kind.tokens, is_shared=True)
+            self._gpu.settle()
             self._keep(step)
             return self.graphs.fetch(kind) / self._link_rate
         return math.inf  # memory has run out
@@ -183,8 +193,7 @@ class ColumnsOnGpu(RankColumns):
 
     def _size(self, tokens: int) -> int:
         """Tokens that the GPU computes of a step."""
-        most = min(SHARED_TOKENS, self._gpu.tokens)
-        return min(most, next(size for size in SIZES if size >= tokens))
+        return min(self.tokens, next(size for size in SIZES if size >= tokens))
 
     def _keep(self, step: StepPieces) -> None:
         self._gpu.reader.keep(step.order, step.pieces, partial(self._idle, step))
@@ -329,7 +338,7 @@ class ColumnsOnGpu(RankColumns):
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Outputs of pieces, each with its values [inputs, outputs] until the next one."""
         for placed in pieces:
-            weight = self._gpu.reader.expanded(placed.piece, order, is_next_too=True)
+            weight = self._gpu.reader.expanded(placed.piece, order)
             yield placed.outputs, weight.t()
 
     def _added(self, parts: PostAttention, first: int) -> torch.Tensor | None:
@@ -385,7 +394,7 @@ def columns_of(
     try:
         return ColumnsOnGpu(layers, gpu, kernel, ranks)
     except UnsupportedError as error:
-        _say_once(f"in decode steps the GPU computes whole layers only, or none: {error}")
+        _say_once(f"the cores compute decode steps alone: {error}")
         return None
 
 

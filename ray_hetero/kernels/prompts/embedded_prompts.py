@@ -63,9 +63,7 @@ def look_up_for(
     def look_up(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
         if tokens.numel() < prompts.from_tokens:
             return None
-        # Only one thread at a time can make a stream the current one.  Where the other one is busy,
-        # nothing is sent yet: waiting would raise here what the layers' callers expect from them.
-        if gpu is not None and gpu.is_settled:
+        if gpu is not None:
             with gpu.leaving_shortage():
                 return embedded(table, tokens, gpu.computing)
         return embedded(table, tokens)

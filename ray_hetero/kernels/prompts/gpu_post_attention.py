@@ -27,31 +27,13 @@ def post_attention(
     with current(gpu.computing):
         x, total = gpu.memory.stage(attended, residual, slice(None))
         assert total is not None
-        y, total = behind_from(gpu, parts, x, total)
+        x, total = gpu.memory.sent_to_multiply(x, total)
+        y = behind(gpu, parts, x, total)
         if parts.next is not None:
             x = add_and_norm(gpu, y, total, parts.next.norm)
             y = gpu.product(x, parts.next.qkv)
         y_host, total_host = gpu.received(y, total)
     return y_host, total_host
-
-
-def behind_from(
-    gpu: GpuPrefill, parts: PostAttention, attended: torch.Tensor, residual: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `behind` computes, from page-locked host memory; on the stream of products.
-
-    Args:
-        gpu: has the layer's weights.
-        parts: of the layer; what comes next is left out.
-        attended: [M, K].
-        residual: [M, N].
-
-    Returns:
-        [M, N], which is to be added to the residual, and it.
-
-    """
-    x, total = gpu.memory.sent_to_multiply(attended, residual)
-    return behind(gpu, parts, x, total), total
 
 
 def behind(

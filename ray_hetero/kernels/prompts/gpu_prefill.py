@@ -34,8 +34,7 @@ from ray_hetero.kernels.prompts.piece_reader import PieceReader
 from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.step_memory import StepMemory
 from ray_hetero.kernels.prompts.weight_pieces import Piece, Placed, WholeWeight, cut
-from ray_hetero.kernels.prompts.weights_ahead import ExpandedPart, ExpandedWeight, WeightsAhead
-from ray_hetero.planning.prefill_memory import SHARED_TOKENS, ahead_bytes, gpu_bytes
+from ray_hetero.planning.prefill_memory import ahead_bytes, gpu_bytes
 from ray_hetero.runtime.locked_pages import lock_pages
 
 if TYPE_CHECKING:
@@ -76,11 +75,8 @@ class GpuPrefill(OrderingThread):
         self._pieces: dict[int, list[Placed]] = {}
         self.constant = GpuConstants(device)
         """Biases and norms' weights on the GPU."""
-        self.order_of_prompts, self._of_shared = ReadingOrder(), ReadingOrder()
-        """Orders of the pieces of larger steps, and of what decode steps share."""
-        self._is_shared = False
-        """Whether what is computed is a decode step that the cores share with the GPU."""
-        self._ahead = WeightsAhead()
+        self.order_of_prompts = ReadingOrder()
+        """Order of the pieces of larger steps."""
         self.idle: list[IdleMemory] = []
         """Memory for what prompts need beside products, which decode steps leave idle."""
 
@@ -230,51 +226,29 @@ class GpuPrefill(OrderingThread):
         """Wait for what was marked last."""
         self._done.synchronize()
 
-    def begin(self, tokens: int, *, is_shared: bool = False) -> None:
-        """Begin products of a step, once the other thread has ordered everything.
+    def begin(self, tokens: int) -> None:
+        """Begin products of a step, in the place of pieces that decode steps use.
 
         Args:
             tokens: of the step, or more.
-            is_shared: whether it is a decode step that the cores share with the GPU: only these use
-                what was expanded ahead.
 
         Raises:
-            RuntimeError: as `settle`.
-            TimeoutError: the same.
+            torch.OutOfMemoryError: as `settle`.
 
         """
         self.settle()
-        self._is_shared = is_shared
-        if not is_shared:
-            self.reader.kept.forget(tokens)
-
-    def expand_ahead(self, linears: Sequence[Linear]) -> None:
-        """Have `expand` called by the other thread, unless all is there.
-
-        What is asked for next waits until it has ordered everything, and learns whether memory has
-        run out.
-
-        Raises:
-            RuntimeError: what else CUDA says.
-            TimeoutError: as `settle`.
-
-        """
-        with self.leaving_shortage():
-            self.settle()
-            if not self.has(linears):
-                self.order_ahead(lambda: self.expand(linears))
+        self.reader.kept.forget(tokens)
 
     def read_ahead(self) -> None:
         """Have what a prompt needs first come now, in the place of what decode steps would need.
 
-        Where the other thread has not ordered everything yet, or could not, nothing is asked for:
-        the next step learns of that.  This thread orders it, which the other one does not use then.
+        Where memory has run out, nothing is asked for: the next step learns of that.
 
         Raises:
             RuntimeError: what CUDA says.
 
         """
-        if self.is_settled and not self.has_failed:
+        if not self.has_shortage:
             with torch.inference_mode(), current(self._computing):
                 self.read_first()
 
@@ -291,34 +265,8 @@ class GpuPrefill(OrderingThread):
 
         """
         self.settle()
-        self.forget()
         with torch.inference_mode(), current(self._computing):
             return self.reader.link_rate()
-
-    def has(self, linears: Sequence[Linear]) -> bool:
-        """Whether weights were expanded ahead, and nothing has taken their place."""
-        return self._ahead.has(_addresses(linears))
-
-    def expand(self, linears: Sequence[Linear]) -> None:
-        """Have weights come and be expanded, which a shared decode step uses next in this order.
-
-        They take the place of products of larger steps, which forget them, and of those before.
-        What there is no room for comes ahead as other pieces do.  If decode steps need nothing
-        else, what a prompt needs first comes behind them.
-        """
-        with torch.inference_mode(), current(self._computing):
-            self.reader.kept.forget()
-            self._ahead.expand(
-                _addresses(linears), self._pieces, self.reader, self._of_shared,
-                self.memory.behind_products,
-            )  # fmt: skip
-            self.reader.prepare(self.order_of_prompts)
-
-    def forget(self) -> None:
-        """Have nothing ahead any more."""
-        self._ahead.forget()
-        # One layer that was there for many steps does not come again after itself.
-        self._of_shared.interrupt()
 
     def product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """x · Wᵀ + bias, [M, N], in memory that the next product overwrites."""
@@ -329,8 +277,6 @@ class GpuPrefill(OrderingThread):
     ) -> torch.Tensor:
         at = packed.data_ptr()
         tokens, outputs = x.shape[0], self._weights[at].shape[0]
-        if tokens > SHARED_TOKENS:
-            self.forget()
         y = self.memory.products(tokens, outputs)
         # It was bf16 before vLLM widened it.
         added = None if bias is None else self.constant(bias)
@@ -345,14 +291,10 @@ class GpuPrefill(OrderingThread):
                 torch.addmm(added[placed.outputs], own, weight, out=part)
         return y
 
-    def _placed(self, at: int) -> Iterator[tuple[Placed | ExpandedPart, torch.Tensor]]:
+    def _placed(self, at: int) -> Iterator[tuple[Placed, torch.Tensor]]:
         """A weight's parts of pieces, each with its values [inputs, outputs], in their order."""
-        ahead = self._ahead.of(at) if self._is_shared else ExpandedWeight()
-        order = self._of_shared if self._is_shared else self.order_of_prompts
-        yield from ((part, part.weight) for part in ahead.parts)
-        for piece, parts in groupby(self._pieces[at][ahead.placed :], attrgetter("piece")):
-            # The first pieces of a shared step are expanded ahead, into memory of their own.
-            weight = self.reader.expanded(piece, order, is_next_too=not self._is_shared)
+        for piece, parts in groupby(self._pieces[at], attrgetter("piece")):
+            weight = self.reader.expanded(piece, self.order_of_prompts)
             yield from ((placed, weight[placed.rows].t()) for placed in parts)
 
     def pieces_of(self, part: WholeWeight) -> list[Placed]:
@@ -360,7 +302,3 @@ class GpuPrefill(OrderingThread):
         rows = max(one.source.data[:1].nbytes for one in part.parts)
         most = min(self.reader.values // part.shape[1], self.reader.stored // rows)
         return list(cut(part, self._device, most // BLOCK * BLOCK))
-
-
-def _addresses(linears: Sequence[Linear]) -> list[int]:
-    return [linear.weight.data.data_ptr() for linear in linears]

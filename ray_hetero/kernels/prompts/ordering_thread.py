@@ -34,42 +34,28 @@ class OrderingThread:
             1, thread_name_prefix="GpuPrefill", initializer=_begin_thread,
             initargs=(device, cores),
         )  # fmt: skip
-        self._ordered: Future[None] | None = None
-        """Expansion of weights ahead, or a shortage that the next call learns of; else None."""
+        self._shortage: torch.OutOfMemoryError | None = None
+        """Shortage that the next call learns of."""
 
     def order(self, work: Callable[[], Any]) -> Future[Any]:
         """Have the GPU's work ordered beside this thread."""
         return self._ordering.submit(work)
 
-    def order_ahead(self, work: Callable[[], None]) -> None:
-        """Have work ordered that nobody waits for before `settle`."""
-        self._ordered = self.order(work)
-
     @property
-    def has_failed(self) -> bool:
-        """Whether what was ordered ahead has ended with an error, of which nobody has learnt."""
-        return (
-            self._ordered is not None
-            and self._ordered.done()
-            and (self._ordered.exception() is not None)
-        )
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether `settle` would not wait."""
-        return self._ordered is None or self._ordered.done()
+    def has_shortage(self) -> bool:
+        """Whether memory has run out, of which no call has learnt."""
+        return self._shortage is not None
 
     def settle(self) -> None:
-        """Wait until the other thread has ordered everything.
+        """Learn of a shortage that was left to this call.
 
         Raises:
-            RuntimeError: what CUDA has said there.
-            TimeoutError: it takes too long.
+            torch.OutOfMemoryError: memory has run out.
 
         """
-        ordered, self._ordered = self._ordered, None
-        if ordered is not None:
-            ordered.result(timeout=LIMIT_S)
+        shortage, self._shortage = self._shortage, None
+        if shortage is not None:
+            raise shortage
 
     @contextmanager
     def leaving_shortage(self) -> Iterator[None]:
@@ -80,8 +66,7 @@ class OrderingThread:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            self._ordered = Future()
-            self._ordered.set_exception(error)
+            self._shortage = error
 
 
 def _begin_thread(device: torch.device, cores: Collection[int]) -> None:

@@ -96,7 +96,7 @@ class PieceReader(LinkReader[Piece]):
         for buffer in self._buffers:
             buffer.piece = None
 
-    def expanded(self, piece: Piece, order: ReadingOrder, *, is_next_too: bool) -> torch.Tensor:
+    def expanded(self, piece: Piece, order: ReadingOrder) -> torch.Tensor:
         """The piece on the GPU, [outputs, inputs], bf16; the next ones are on their way then.
 
         The memory is overwritten once products are ordered with the piece after this one.
@@ -104,8 +104,6 @@ class PieceReader(LinkReader[Piece]):
         Args:
             piece: of one of the weights.
             order: of steps of the kind that uses it.
-            is_next_too: whether the next pieces are expanded while this one is computed with; not
-                where these are to be expanded into other memory.
 
         """
         order.use(piece)
@@ -117,7 +115,7 @@ class PieceReader(LinkReader[Piece]):
             self._expand(used, piece)
         self._computing.wait_event(used.ready)
         last = piece
-        for buffer, following in self._places_behind(piece, order) if is_next_too else ():
+        for buffer, following in self._places_behind(piece, order):
             if buffer.piece is not following:
                 self._expand(buffer, following)
             last = following
@@ -136,16 +134,6 @@ class PieceReader(LinkReader[Piece]):
         order.use(piece)
         self._expand_slot(self._slot_of(piece), piece, into, self._computing)
         self._read_ahead(piece, order)
-
-    def prepare(self, order: ReadingOrder) -> None:
-        """Order what the next step of a kind uses first, where all slots are left free."""
-        if not self._ahead and order.last is not None:
-            last = order.last
-            for buffer, following in self._places_behind(last, order):
-                if buffer.piece is not following:
-                    break
-                last = following  # it is expanded already
-            self._read_ahead(last, order)
 
     def prepare_next(self, order: ReadingOrder) -> None:
         """Order what the next step uses first, and expand the first pieces.

@@ -17,7 +17,7 @@ class ReadingOrder:
     def __init__(self) -> None:
         self._after: dict[Piece, Piece] = {}
         self.last: Piece | None = None
-        """The one that was used last; None where what comes next does not follow it."""
+        """The one that was used last; None before the first."""
 
     def use(self, piece: Piece) -> None:
         """Note that a piece is used, after the last one."""
@@ -43,7 +43,3 @@ class ReadingOrder:
                 return following
             following = self._after.get(following)
         return None
-
-    def interrupt(self) -> None:
-        """Have what comes next follow nothing; all that is known stays."""
-        self.last = None

@@ -198,7 +198,6 @@ class StepGraphs:
             return False
         self._last = kind
         self._graphs.move_to_end(kind)
-        self._gpu.forget()
         graph.replay()
         self.replayed += 1
         return True

@@ -37,7 +37,6 @@ def turns_from(gpu: GpuPrefill) -> int:
 
     """
     gpu.settle()
-    gpu.forget()
     with torch.inference_mode(), current(gpu.computing):
         x = gpu.memory.to_multiply(gpu.tokens, gpu.reader.largest.inputs)
         # Not torch's own: the ranks of a group are to sample the same tokens later.
