@@ -20,7 +20,7 @@ from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.fp8 import Fp8Weight
 from ray_hetero.kernels.formats.int4 import Int4Weight
 from ray_hetero.kernels.formats.int8 import Int8Weight
-from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight, TorchExpansion
+from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight
 
 OUTPUTS, INPUTS = 7168, 4096
 CASES: tuple[tuple[type[ScaledWeight], Layout], ...] = (
@@ -46,7 +46,7 @@ def main() -> None:
         weight = torch.empty(OUTPUTS * INPUTS, dtype=torch.bfloat16, device=gpu)
         for expansion in (
             scaled_on_gpu.TritonExpansion(kind, INPUTS, layout),
-            TorchExpansion(kind, INPUTS, layout),
+            scaled_on_gpu.TorchExpansion(kind, INPUTS, layout),
         ):
             taken = milliseconds(partial(expansion, rows, weight), 9)
             moved = (rows.numel() + 2 * weight.numel()) / taken / 1e6

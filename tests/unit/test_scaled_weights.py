@@ -24,6 +24,7 @@ from native_module import (  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats import SCALED_FORMATS, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import BLOCK, pack  # noqa: E402
+from ray_hetero.kernels.formats.expansions import part_expansion, stack_of  # noqa: E402
 from ray_hetero.kernels.formats.fp4 import Fp4Weight  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import NAN, Fp8Weight  # noqa: E402
 from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
@@ -93,7 +94,7 @@ def check(kind: type[ScaledWeight], codes: Codes) -> None:
         found = weight.packed(native, level_of(level))
         assert torch.equal(bits(found), bits(pack(expected))), level
     on_gpu = torch.empty(expected.numel(), dtype=torch.bfloat16)
-    expansion = weight.expansion(0, codes.shape[0], torch.device("cpu"))
+    expansion = part_expansion(stack_of(weight), 0, codes.shape[0], torch.device("cpu"))
     expansion(weight.data.view(torch.uint8).view(-1), on_gpu)
     assert torch.equal(bits(on_gpu.view(expected.shape)), bits(expected))
 
@@ -129,7 +130,7 @@ def test_a_part_of_the_outputs_is_expanded_by_itself(kind: type[ScaledWeight]) -
     codes = made(kind, 160, 96, 32)
     weight, expected = kind.stored(codes, native), kind.expanded(codes)
     part = torch.empty(64 * 96, dtype=torch.bfloat16)
-    expansion = weight.expansion(32, 96, torch.device("cpu"))
+    expansion = part_expansion(stack_of(weight), 32, 96, torch.device("cpu"))
     expansion(weight.data[32:96].view(torch.uint8).view(-1), part)
     assert torch.equal(bits(part.view(64, 96)), bits(expected[32:96]))
 

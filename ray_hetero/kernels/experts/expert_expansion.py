@@ -11,8 +11,8 @@ from ray_hetero.kernels.experts.activations import Activation, Order
 from ray_hetero.kernels.experts.expert_pieces import Run
 from ray_hetero.kernels.experts.linked_experts import Half, LinkedSlice
 from ray_hetero.kernels.experts.routed_experts import HALF_BLOCK
-from ray_hetero.kernels.formats.base import StackExpansion
-from ray_hetero.kernels.formats.stacks import Stack
+from ray_hetero.kernels.formats.expansions import stack_expansion
+from ray_hetero.kernels.formats.stacks import Stack, StackExpansion
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPANSION_BYTES, ExpertSizes
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -32,7 +32,7 @@ class LinkedLayer:
     def of(cls, slices: tuple[LinkedSlice, ...], device: torch.device) -> LinkedLayer:
         """A layer for a GPU."""
         expansions = tuple(
-            tuple((stack, stack.expansion(device)) for stack in half.stacks)
+            tuple((stack, stack_expansion(stack, device)) for stack in half.stacks)
             for one in slices
             for half in one.halves
         )

@@ -3,54 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     import torch
 
 BLOCK = 32
 """Outputs that are neighbours in memory in every format."""
-
-
-class Expansion(Protocol):
-    """How a GPU expands neighbouring outputs of a weight; what that takes is on the GPU."""
-
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write outputs as rows of a matrix.
-
-        Args:
-            rows: what `HostWeight.data` holds of these outputs, as bytes.
-            weight: elements of [outputs, K], bf16; overwritten.
-
-        """
-
-
-class StackExpansion(Protocol):
-    """How a GPU expands some of many weights of one shape and format, one after the other."""
-
-    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
-        """Write neighbouring weights.
-
-        Args:
-            rows: what `HostWeight.data` holds of each, one after the other, as bytes.
-            first: number of the first one.
-            weights: elements of [weights · N, K], bf16; overwritten.
-
-        """
-
-
-@dataclass(frozen=True)
-class AsOneWeight:
-    """A `StackExpansion` of weights whose rows say all: they are one with all their outputs."""
-
-    expansion: Expansion
-
-    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
-        """Expand the outputs."""
-        self.expansion(rows, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +48,8 @@ class HostWeight(ABC):
 
     @property
     def gpu_bytes(self) -> int:
-        """Memory of a GPU that its expansions take all together."""
+        """Bytes of its `tables`."""
         return 0
-
-    @abstractmethod
-    def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
-        """How a GPU expands outputs `begin` to `end`, multiples of 32."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -100,40 +58,8 @@ class HostWeight(ABC):
 
     @classmethod
     def tables(cls, weights: Sequence[Self]) -> dict[str, torch.Tensor]:
-        """What expanding a stack takes beside rows and facts, for another process."""
+        """Tensors that expanding weights takes beside their rows and facts."""
         return {}
-
-    @classmethod
-    @abstractmethod
-    def part_expansion(
-        cls,
-        shape: tuple[int, int],
-        facts: Mapping[str, Any],
-        tables: Mapping[str, torch.Tensor],
-        outputs: tuple[int, int],
-        device: torch.device,
-    ) -> Expansion:
-        """How a GPU expands some outputs of one weight [N, K] with such facts and tables.
-
-        Args:
-            shape: N, K.
-            facts: of the weight.
-            tables: of a stack of this weight alone.
-            outputs: first and last, multiples of 32.
-            device: what expands them.
-
-        """
-
-    @classmethod
-    @abstractmethod
-    def stack_expansion(
-        cls,
-        shape: tuple[int, int],
-        facts: Mapping[str, Any],
-        tables: Mapping[str, torch.Tensor],
-        device: torch.device,
-    ) -> StackExpansion:
-        """How a GPU expands weights [N, K] with such facts and tables, which it then holds."""
 
     def packed(self, native: ModuleType, level: Any) -> torch.Tensor:
         """[N, K], bf16, as `pack` packs it; may be this weight's own memory.

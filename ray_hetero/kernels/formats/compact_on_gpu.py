@@ -12,15 +12,16 @@ import importlib
 import importlib.util
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.formats.compact import PAIR_PARTS
+from ray_hetero.kernels.formats.stacks import Stack
 from ray_hetero.log import logger
 
-PAIR_PARTS = 3
-"""Parts of two compact rows: lower bytes of the first, of the second, codes of upper bytes."""
 ROW = 64
 """Weights of a row: two inputs of a block."""
 PAIRS = 32
@@ -143,3 +144,99 @@ def _is_right(device: torch.device) -> bool:
 def _kernel() -> Any:
     """The kernel, imported when it is first used: builds for CPUs alone have no Triton."""
     return importlib.import_module("ray_hetero.kernels.formats.compact_on_gpu_triton").kernel
+
+
+@dataclass(frozen=True)
+class CompactExpansion:
+    """Expansion of some outputs of a weight.
+
+    Codes are looked up, then outliers and blocks that stay packed written over.
+    """
+
+    inputs: int
+    expand: Expand
+    upper: torch.Tensor
+    """Upper bytes, [256], as `upper_bytes` returns them."""
+    places: torch.Tensor
+    """Places of the outliers among the elements of the weight."""
+    values: torch.Tensor
+    """Values of the outliers, bf16."""
+    blocks: tuple[tuple[int, torch.Tensor], ...]
+    """Blocks that stay packed: number, and [32, inputs], bf16."""
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """Write outputs as `Expansion` does."""
+        self.expand(rows, self.upper, self.inputs, weight)
+        weight.index_copy_(0, self.places, self.values)
+        for block, outputs in self.blocks:
+            weight.view(-1, BLOCK, self.inputs)[block].copy_(outputs)
+
+
+@dataclass(frozen=True)
+class CompactStackExpansion:
+    """Expansion of weights of a stack, each with its codebook."""
+
+    shape: tuple[int, int]
+    expand: Expand
+    upper: torch.Tensor
+    """[weights, 256], as `upper_bytes` has them."""
+    places: torch.Tensor
+    """Places of the outliers among the elements of all weights, ascending by weight."""
+    values: torch.Tensor
+    """Values of the outliers, bf16."""
+    outliers_before: tuple[int, ...]
+    """Number of outliers before each weight; the last entry counts all of them."""
+    packed: torch.Tensor
+    """Numbers of the blocks that stay packed among all blocks, ascending."""
+    rows: torch.Tensor
+    """Rows of the packed blocks, [packed, 32, inputs], bf16."""
+    packed_before: tuple[int, ...]
+    """Number of packed blocks before each weight; the last entry counts all of them."""
+
+    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
+        """Write weights as `StackExpansion` does."""
+        outputs, inputs = self.shape
+        last = first + weights.numel() // (outputs * inputs)
+        self.expand(rows, self.upper[first:last], inputs, weights)
+        some = slice(self.outliers_before[first], self.outliers_before[last])
+        if some.stop > some.start:
+            places = self.places[some] - first * outputs * inputs
+            weights.index_copy_(0, places, self.values[some])
+        some = slice(self.packed_before[first], self.packed_before[last])
+        if some.stop > some.start:
+            blocks = self.packed[some] - first * outputs // BLOCK
+            weights.view(-1, BLOCK, inputs).index_copy_(0, blocks, self.rows[some])
+
+
+def part_expansion(stack: Stack, begin: int, end: int, device: torch.device) -> CompactExpansion:
+    """Expansion of some outputs of a stack of one weight, from its codebook and lists."""
+    (_, inputs), tables = stack.shape, stack.tables
+    places, packed = tables["places"], tables["packed"]
+    outliers = (places >= begin * inputs) & (places < end * inputs)
+    first, last = begin // BLOCK, end // BLOCK
+    blocks = ((packed >= first) & (packed < last)).nonzero().flatten().tolist()
+    return CompactExpansion(
+        inputs,
+        choose_expand(device),
+        upper_bytes(tables["books"][0].tolist()).to(device),
+        (places[outliers] - begin * inputs).to(device),
+        tables["values"][outliers].to(device),
+        tuple((int(packed[at]) - first, tables["rows"][at].to(device)) for at in blocks),
+    )
+
+
+def stack_expansion(stack: Stack, device: torch.device) -> CompactStackExpansion:
+    """Expansion of the weights of a stack."""
+    (outputs, inputs), tables = stack.shape, stack.tables
+    ends = torch.arange(len(tables["books"]) + 1)
+    return CompactStackExpansion(
+        stack.shape,
+        choose_expand(device),
+        torch.stack([upper_bytes(book.tolist()) for book in tables["books"]]).to(device),
+        tables["places"].to(device),
+        tables["values"].to(device),
+        tuple(torch.searchsorted(tables["places"], outputs * inputs * ends).tolist()),
+        tables["packed"].to(device),
+        tables["rows"].to(device),
+        tuple(torch.searchsorted(tables["packed"], outputs // BLOCK * ends).tolist()),
+    )

@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import (
     BLOCK,
-    AsOneWeight,
-    Expansion,
     HostWeight,
-    StackExpansion,
 )
 
 if TYPE_CHECKING:
@@ -38,8 +35,6 @@ NATIVE_SCALES = {
 """The native module's names of the types of scales."""
 LINE_BYTES = 64
 """Bytes of a cache line, of which a block takes whole ones."""
-CHUNK_WEIGHTS = 1 << 22
-"""Weights that a GPU expands at once, in float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,81 +250,12 @@ class ScaledWeight(HostWeight):
         """The layout, its type of scales by name."""
         return {**vars(self.layout), "scales": name_of(self.layout.scales)}
 
-    @classmethod
-    def part_expansion(
-        cls,
-        shape: tuple[int, int],
-        facts: Mapping[str, Any],
-        tables: Mapping[str, torch.Tensor],
-        outputs: tuple[int, int],
-        device: torch.device,
-    ) -> Expansion:
-        """Expansion that any outputs of a weight have."""
-        return _expansion(cls, shape[1], _layout_of(facts), device)
 
-    @classmethod
-    def stack_expansion(
-        cls,
-        shape: tuple[int, int],
-        facts: Mapping[str, Any],
-        tables: Mapping[str, torch.Tensor],
-        device: torch.device,
-    ) -> StackExpansion:
-        """Expansion of weights as one weight of all their outputs."""
-        return AsOneWeight(_expansion(cls, shape[1], _layout_of(facts), device))
-
-    def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
-        """Codes become bf16 in one kernel, or with torch's operators, some blocks at a time."""
-        return _expansion(type(self), self.shape[1], self.layout, device)
-
-
-def _expansion(
-    kind: type[ScaledWeight], inputs: int, layout: Layout, device: torch.device
-) -> Expansion:
-    from ray_hetero.kernels.formats.scaled_on_gpu import expansion_of
-
-    return expansion_of(kind, inputs, layout, device)
-
-
-@dataclass(frozen=True)
-class TorchExpansion:
-    """Expansion of any outputs of a weight with torch's operators, some blocks at a time."""
-
-    kind: type[ScaledWeight]
-    inputs: int
-    layout: Layout
-
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write outputs as `Expansion` does."""
-        blocks = weight.numel() // (BLOCK * self.inputs)
-        data, into = rows.view(blocks, -1), weight.view(blocks, BLOCK, self.inputs)
-        step = max(1, CHUNK_WEIGHTS // (BLOCK * self.inputs))
-        for first in range(0, blocks, step):
-            last = min(first + step, blocks)
-            codes = self._codes(data[first:last])
-            into[first:last] = self.kind.expanded(codes).view(-1, BLOCK, self.inputs)
-
-    def _codes(self, data: torch.Tensor) -> Codes:
-        layout, groups = self.layout, -(-self.inputs // self.layout.group)
-        at, end, _ = layout.places(self.inputs, self.kind.bits)
-        codes = self.kind.codes(data[:, :at], self.inputs)
-        scales = _of_groups(data[:, at:end].contiguous().view(layout.scales), groups)
-        zeros = None
-        if layout.has_zeros:
-            zeros = _of_groups(data[:, end : end + groups * BLOCK], groups)
-        return Codes(codes, scales, layout.group, zeros, layout.factor)
-
-
-def _layout_of(facts: Mapping[str, Any]) -> Layout:
+def layout_of(facts: Mapping[str, Any]) -> Layout:
     """What `ScaledWeight.facts` says."""
     import torch
 
     return Layout(**{**facts, "scales": getattr(torch, facts["scales"])})
-
-
-def _of_groups(blocks: torch.Tensor, groups: int) -> torch.Tensor:
-    """[blocks · outputs, groups] from [blocks, groups · outputs]."""
-    return blocks.reshape(len(blocks), groups, -1).transpose(1, 2).reshape(-1, groups)
 
 
 def name_of(kind: torch.dtype) -> str:

@@ -8,20 +8,58 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ray_hetero.kernels.formats.base import BLOCK, Expansion
+from ray_hetero.kernels.formats import SCALED_FORMATS
+from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.compact_on_gpu import runs_with_triton
-from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight, TorchExpansion, name_of
+from ray_hetero.kernels.formats.scaled import Codes, Layout, ScaledWeight, layout_of, name_of
+from ray_hetero.kernels.formats.stacks import AsOneWeight, Expansion, Stack, StackExpansion
 
 ROWS = 16
 """Rows of words that a program of the kernel expands: 64 inputs of codes of four bits, else 32."""
 CHECKED_INPUTS = 160
 """Inputs of the weight that the kernel is tried with: whole programs and a part of one."""
 CHECKED_BLOCKS = 2
+CHUNK_WEIGHTS = 1 << 22
+"""Weights that a GPU expands at once, in float32."""
+
+
+@dataclass(frozen=True)
+class TorchExpansion:
+    """Expansion of any outputs of a weight with torch's operators, some blocks at a time."""
+
+    kind: type[ScaledWeight]
+    inputs: int
+    layout: Layout
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """Write outputs as `Expansion` does."""
+        blocks = weight.numel() // (BLOCK * self.inputs)
+        data, into = rows.view(blocks, -1), weight.view(blocks, BLOCK, self.inputs)
+        step = max(1, CHUNK_WEIGHTS // (BLOCK * self.inputs))
+        for first in range(0, blocks, step):
+            last = min(first + step, blocks)
+            codes = self._codes(data[first:last])
+            into[first:last] = self.kind.expanded(codes).view(-1, BLOCK, self.inputs)
+
+    def _codes(self, data: torch.Tensor) -> Codes:
+        layout, groups = self.layout, -(-self.inputs // self.layout.group)
+        at, end, _ = layout.places(self.inputs, self.kind.bits)
+        codes = self.kind.codes(data[:, :at], self.inputs)
+        scales = _of_groups(data[:, at:end].contiguous().view(layout.scales), groups)
+        zeros = None
+        if layout.has_zeros:
+            zeros = _of_groups(data[:, end : end + groups * BLOCK], groups)
+        return Codes(codes, scales, layout.group, zeros, layout.factor)
+
+
+def _of_groups(blocks: torch.Tensor, groups: int) -> torch.Tensor:
+    """[blocks · outputs, groups] from [blocks, groups · outputs]."""
+    return blocks.reshape(len(blocks), groups, -1).transpose(1, 2).reshape(-1, groups)
 
 
 class TritonExpansion:
@@ -118,3 +156,14 @@ def is_right(kind: type[ScaledWeight], layout: Layout, device: torch.device) -> 
 def _kernel() -> Any:
     """The kernel, imported when it is first used: builds for CPUs alone have no Triton."""
     return importlib.import_module("ray_hetero.kernels.formats.scaled_on_gpu_triton").kernel
+
+
+def part_expansion(stack: Stack, begin: int, end: int, device: torch.device) -> Expansion:
+    """Expansion that any outputs of a weight have."""
+    kind, layout = SCALED_FORMATS[stack.format], layout_of(stack.facts)
+    return expansion_of(kind, stack.shape[1], layout, device)
+
+
+def stack_expansion(stack: Stack, device: torch.device) -> StackExpansion:
+    """Expansion of weights as one weight of all their outputs."""
+    return AsOneWeight(part_expansion(stack, 0, stack.shape[0], device))

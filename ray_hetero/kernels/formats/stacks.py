@@ -1,7 +1,7 @@
-"""Weights of one shape, one after the other in memory, as another process expands them.
+"""Weights of one shape, one after the other in memory, as a GPU expands them.
 
-Their rows lie in memory that both map; what belongs to them beside the rows travels as a few
-tensors and a little JSON.
+Their rows may lie in memory that another process maps; what belongs to them beside the rows travels
+as a few tensors and a little JSON.
 """
 
 from __future__ import annotations
@@ -10,17 +10,54 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load
 
 from placement.given import shown
-from ray_hetero.kernels.formats import FORMATS, SCALED_FORMATS
-from ray_hetero.kernels.formats.base import Expansion, HostWeight, StackExpansion
+from ray_hetero.kernels.formats import FORMATS, SCALED_FORMATS, HostWeight
 
 if TYPE_CHECKING:
     import torch
+
+
+class Expansion(Protocol):
+    """Expansion of neighbouring outputs of a weight by a GPU, which has what that takes."""
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """Write outputs as rows of a matrix.
+
+        Args:
+            rows: what `HostWeight.data` holds of these outputs, as bytes.
+            weight: elements of [outputs, K], bf16; overwritten.
+
+        """
+
+
+class StackExpansion(Protocol):
+    """Expansion of some of many weights of one shape and format, one after the other."""
+
+    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
+        """Write neighbouring weights.
+
+        Args:
+            rows: what `HostWeight.data` holds of each, one after the other, as bytes.
+            first: number of the first one.
+            weights: elements of [weights · N, K], bf16; overwritten.
+
+        """
+
+
+@dataclass(frozen=True)
+class AsOneWeight:
+    """A `StackExpansion` of weights whose rows say all: they are one with all their outputs."""
+
+    expansion: Expansion
+
+    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
+        """Expand the outputs."""
+        self.expansion(rows, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,17 +86,6 @@ class Stack:
     def table_bytes(self) -> int:
         """Bytes of the tables, as a GPU holds them."""
         return sum(table.nbytes for table in self.tables.values())
-
-    def expansion(self, device: torch.device) -> StackExpansion:
-        """How a GPU expands them; numbers are from `first` on."""
-        kind: type[HostWeight] = {**FORMATS, **SCALED_FORMATS}[self.format]
-        return kind.stack_expansion(self.shape, self.facts, self.tables, device)
-
-    def part_expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
-        """How a GPU expands outputs `begin` to `end`, multiples of 32, of a stack of one weight."""
-        assert self.count == 1, self.count
-        kind: type[HostWeight] = {**FORMATS, **SCALED_FORMATS}[self.format]
-        return kind.part_expansion(self.shape, self.facts, self.tables, (begin, end), device)
 
     def described(self) -> dict[str, Any]:
         """All but the tables, as JSON has it."""

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save
 
 from ray_hetero.kernels.formats import HostWeight
-from ray_hetero.kernels.formats.base import Expansion
 from ray_hetero.kernels.formats.stacks import Stack, stacks_of, tables_in, tensors_and_text
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.runtime import sealed_memory
@@ -99,10 +98,6 @@ class LinkedWeight:
     def gpu_bytes(self) -> int:
         """Memory of a GPU that its expansions take all together."""
         return self.stack.table_bytes
-
-    def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
-        """How a GPU expands outputs `begin` to `end`, multiples of 32."""
-        return self.stack.part_expansion(begin, end, device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,10 @@ from typing import Protocol
 
 import torch
 
-from ray_hetero.kernels.formats.base import BLOCK, Expansion
+from ray_hetero.kernels.formats import HostWeight
+from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.formats.expansions import part_expansion, stack_of
+from ray_hetero.kernels.formats.stacks import Expansion, Stack
 from ray_hetero.planning.prefill_memory import BF16_BYTES, piece_bytes
 
 TILE_OUTPUTS = 256
@@ -20,8 +23,11 @@ Run = tuple[int, int, int]
 """Outputs that are neighbours: first, last, and where the first is among those of the whole."""
 
 
-class Source(Protocol):
-    """A weight that a GPU reads: of this process, or of one that shares it."""
+class LinkedSource(Protocol):
+    """A weight of another process in memory that both map."""
+
+    stack: Stack
+    """The weight's format, and what belongs to it beside its rows."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -35,8 +41,9 @@ class Source(Protocol):
     def gpu_bytes(self) -> int:
         """Memory of a GPU that its expansions take all together."""
 
-    def expansion(self, begin: int, end: int, device: torch.device) -> Expansion:
-        """How a GPU expands outputs `begin` to `end`, multiples of 32."""
+
+Source = HostWeight | LinkedSource
+"""A weight that a GPU reads: of this process, or of one that shares it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,21 +197,19 @@ def cut(
 
     """
     for part in whole.parts:
-        inputs = part.source.shape[1]
+        inputs, source = part.source.shape[1], part.source
+        stack = stack_of(source) if isinstance(source, HostWeight) else source.stack
         most = most_outputs or piece_bytes(inputs) // (BF16_BYTES * BLOCK * inputs) * BLOCK
         columns = slice(part.inputs, part.inputs + inputs)
         for runs in part.cut_from(most if most_outputs is None else None):
             begin, end = runs[0][0], runs[-1][1]
             step = piece_outputs(end - begin, most)
             for first in range(begin, end, step):
-                piece = _piece(part.source, first, min(first + step, end), device)
+                last = min(first + step, end)
+                expansion = part_expansion(stack, first, last, device)
+                piece = Piece(part.source.data[first:last], first, last, inputs, expansion)
                 for rows, outputs in _within(piece, runs):
                     yield Placed(piece, rows, outputs, columns, part.is_added)
-
-
-def _piece(source: Source, begin: int, end: int, device: torch.device) -> Piece:
-    expansion = source.expansion(begin, end, device)
-    return Piece(source.data[begin:end], begin, end, source.shape[1], expansion)
 
 
 def _within(piece: Piece, runs: Sequence[Run]) -> Iterator[tuple[slice, slice]]:
