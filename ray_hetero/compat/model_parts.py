@@ -31,7 +31,7 @@ def parts_of(model: nn.Module, vllm_config: VllmConfig) -> Values:
     config = vllm_config.model_config
     text = config.hf_text_config
     experts = list(routed_layers(model))
-    layers = _decoder_layers(model, config.get_total_num_hidden_layers())
+    layers = decoder_layers(model, config.get_total_num_hidden_layers())
     return {
         "layers": config.get_total_num_hidden_layers(),
         "hidden_size": config.get_hidden_size(),
@@ -81,7 +81,7 @@ LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """Keys of a configuration with multi-head latent attention."""
 
 
-def _decoder_layers(model: nn.Module, count: int) -> str:
+def decoder_layers(model: nn.Module, count: int) -> str:
     """Name of the module list of the decoder's layers; the one with most parameters of that many.
 
     Empty where there is none.

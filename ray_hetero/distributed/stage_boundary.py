@@ -70,6 +70,8 @@ class StageBoundary:
         self._neighbours = neighbours
         self._device = device
         self._links = links
+        self._names = frozenset[str]()
+        """Names of the tensors that cross."""
         self._rows = 0
         self._exchanged = Exchanged()
         self._is_clock_shared = False
@@ -111,6 +113,7 @@ class StageBoundary:
             RuntimeError: a neighbour is late, or has ended.
 
         """
+        self._names = frozenset(template)
         packing = Packing(template)
         terms = Terms(
             packing, capacity, self._neighbours.stages, timeout_s, self._device, numa_nodes
@@ -170,10 +173,18 @@ class StageBoundary:
         GPU later kernels run behind the copy on the same stream.
 
         Raises:
-            RuntimeError: a receiver is late, or has ended, or an earlier step was not sent.
+            RuntimeError: a receiver is late, or has ended, or an earlier step was not sent, or
+                there are tensors for which nothing was agreed.
 
         """
         start = time.perf_counter()
+        if self._senders and (unknown := tensors.keys() - self._names):
+            raise RuntimeError(
+                f"the model of this stage sends {', '.join(sorted(unknown))} to the next one, for "
+                f"which its make_empty_intermediate_tensors has no place: it has "
+                f"{', '.join(sorted(self._names))}. Without them tokens would be wrong; write a "
+                "layout of one stage"
+            )
         if self._staging_out is not None:
             for name, place in self._staging_out.tensors.items():
                 place[: self._rows].copy_(tensors[name][: self._rows])

@@ -14,7 +14,7 @@ from ray_hetero.worker import cuda_init  # before torch and vLLM, which look for
 # isort: split
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from ray_hetero.compat import (
     model_runner,
     parallel_state,
     pipeline_models,
+    stage_layers,
 )
 from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, set_world
@@ -163,6 +164,8 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         )
         loaded = time.perf_counter()
         pipeline_models.read_per_layer_inputs()
+        if len(world.layers) > 1:
+            self._check_layers(world.layers, seat.stage)
         if speculation is not None:
             speculation.loaded(self.worker.model_runner)
         if self._remote_experts is not None:
@@ -202,6 +205,12 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             run_ahead(self.worker.worker, self._serving_cpus, self._own_cpus)
             seconds["dummy forward pass while other ranks load"] = time.perf_counter() - began
         return {**self.wait_for_init(), "seconds": seconds}
+
+    def _check_layers(self, layers: Sequence[int], stage: int) -> None:
+        """See that the loaded model has the layers of its stage."""
+        first = sum(layers[:stage])
+        own = range(first, first + layers[stage])
+        stage_layers.check_layers_of_stage(self.worker.model_runner.get_model(), own, sum(layers))
 
     def _prompt_gpu(self, physical_gpus: tuple[int, ...]) -> torch.device | None:
         """The GPU that may compute this CPU rank's prompts: near its socket, else of its node.

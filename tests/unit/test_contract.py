@@ -283,6 +283,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/pipeline_models", DefaultModelLoader, "get_all_weights"),
     ("compat/pipeline_models", ParallelLMHead, "tie_weights"),
     ("compat/pipeline_models", model_utils.PPMissingLayer, "forward"),
+    ("compat/stage_layers", model_utils, "PPMissingLayer"),
     ("compat/pipeline_models", model_utils, "is_pp_missing_parameter"),
     ("compat/pipeline_models", model_utils.WeightsMapper, "map_name"),
     ("compat/pipeline_models", gemma4.Gemma4Model, "__call__"),

@@ -264,6 +264,25 @@ def test_other_tensors_are_refused_where_they_arrive(tmp_path: Path) -> None:
     assert "(32,)" in second
 
 
+def refuses_more_tensors(rank: int, ranks: int, store: Path, answers: Any) -> None:
+    """The model of stage 0 sends what it has no template for."""
+    with boundary_of(rank, ranks, store) as boundary:
+        boundary.agree(TEMPLATE, CAPACITY)
+        boundary.begin_step(1)
+        said = ""
+        if rank == 0:
+            with pytest.raises(RuntimeError) as refused:
+                boundary.isend(tensors_of(0, 1) | {"per_layer_inputs": torch.zeros(1, 4)})
+            said = str(refused.value)
+        answers.put((rank, said))
+        dist.barrier()
+
+
+def test_tensors_for_which_nothing_was_agreed_are_not_left_out(tmp_path: Path) -> None:
+    (_, first), _ = run(refuses_more_tensors, 2, tmp_path)
+    assert first.startswith("the model of this stage sends per_layer_inputs to the next one")
+
+
 class NoLink:
     """A link that is offered, and that nobody reaches."""
 
