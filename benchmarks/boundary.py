@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ray_hetero.distributed.gloo_link import GlooLink
-from ray_hetero.distributed.links import LINKS
+from ray_hetero.distributed.linking import LINKS
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary
 

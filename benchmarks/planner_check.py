@@ -38,10 +38,10 @@ from placement.host.sysfs import read_host
 from placement.model.reading import shape_of
 from placement.plan.stage_plan import Split
 from ray_hetero.config import HeteroConfig
+from ray_hetero.planning.cluster_measurements import reading_together
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import Threads, plan_layers
 from ray_hetero.planning.planned_layers import LayerPlan
-from ray_hetero.planning.socket_bandwidth import reading_together
 
 ONE = Point(batch=1, prompt=1, output=4)
 """With a prompt of one token every step is a decode step, so the clocks count nothing else."""

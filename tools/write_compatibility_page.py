@@ -3,14 +3,14 @@
     python tools/write_compatibility_page.py
 
 What, where, why and what to do instead come from the rows of `ray_hetero.preflight.refusals`, the
-architectures from `ray_hetero.compat.fused_architectures`.
+architectures from `ray_hetero.compat.models.fused_architectures`.
 """
 
 from __future__ import annotations
 
 from page_blocks import DOCS, replaced, table
 
-from ray_hetero.compat.fused_architectures import ARCHITECTURES
+from ray_hetero.compat.models.fused_architectures import ARCHITECTURES
 from ray_hetero.preflight.refusal import Refusal
 from ray_hetero.preflight.refusals import REFUSALS
 

@@ -38,13 +38,15 @@ class Touched:
 
 def touched() -> Iterator[Touched]:
     """Everything of compat that says what it touches."""
-    for path in sorted(Path(compat.__file__).parent.glob("*.py")):
+    folder = Path(compat.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in (tree, *tree.body):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
                 said = [labelled(ast.get_docstring(node) or "", label) for label in LABELS]
                 if any(said):
-                    yield Touched(path.stem, getattr(node, "name", path.stem), *said)
+                    module = path.relative_to(folder).with_suffix("").as_posix()
+                    yield Touched(module, getattr(node, "name", path.stem), *said)
 
 
 def labelled(docstring: str, label: str) -> str:

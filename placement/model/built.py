@@ -28,7 +28,7 @@ def shape_from_parts(
     """Sizes of a model.
 
     Args:
-        parts: as `ray_hetero.compat.model_parts.parts_of` gives them.
+        parts: as `ray_hetero.compat.models.model_parts.parts_of` gives them.
         config: content of config.json.
         kv_dtype: vLLM's `--kv-cache-dtype`; None or auto takes what the layers ask for.
 

@@ -13,7 +13,7 @@ def addresses() -> tuple[str, ...]:
 
     Several engines on a host may have a Ray each.
     """
-    from ray_hetero.runtime.local_rays import local_addresses
+    from ray_hetero.runtime.ray_address import local_addresses
 
     named = os.environ.get("RAY_ADDRESS")
     return (named,) if named else local_addresses() or ("auto",)

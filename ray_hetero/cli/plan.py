@@ -20,6 +20,7 @@ from placement.plan.drafts import Drafter
 from placement.plan.picture import plan_svg
 from ray_hetero.cli import plan_output
 from ray_hetero.cli.serve_command import serve_command, speculative_option
+from ray_hetero.compat.models.fused_architectures import family_of
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.planning import machine as machines
@@ -29,7 +30,6 @@ from ray_hetero.planning.engine_facts import (
     DEFAULT_GPU_SHARE,
     facts_of_checkpoint,
 )
-from ray_hetero.planning.family import family_of
 from ray_hetero.planning.hub_headers import hub_model
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model
@@ -262,8 +262,7 @@ def _machine(topology: Path | None, config: HeteroConfig, *, cluster: bool) -> I
 
         with connection.cluster():
             from placement.cluster.ray_cluster import discover
-            from ray_hetero.planning.cluster_rows import rows_probe
-            from ray_hetero.planning.socket_bandwidth import bandwidth_probe
+            from ray_hetero.planning.cluster_measurements import bandwidth_probe, rows_probe
 
             cpu = config.cpu
             nodes = discover(

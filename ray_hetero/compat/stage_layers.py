@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ray_hetero.compat.model_parts import decoder_layers
+from ray_hetero.compat.models.model_parts import decoder_layers
 from ray_hetero.errors import UnsupportedError
 
 

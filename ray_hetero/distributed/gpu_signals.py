@@ -16,7 +16,7 @@ import torch
 from ray_hetero.distributed.expert_memory import HandoverMemory, native
 from ray_hetero.log import logger
 from ray_hetero.runtime import gpu_memory
-from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.runtime.gpu_memory import lock_pages
 from ray_hetero.runtime.stream_words import Driver, operations, waiting, writing
 
 

@@ -24,7 +24,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.parallel_state import GroupCoordinator, get_world_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from ray_hetero.compat import message_queues
+from ray_hetero.compat.worker import message_queues
 from ray_hetero.distributed.messages import There
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary

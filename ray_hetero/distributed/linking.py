@@ -9,12 +9,20 @@ import torch
 import torch.distributed as dist
 
 from placement.host.sysfs import machine_id
+from ray_hetero.distributed.gloo_link import GlooLink
 from ray_hetero.distributed.link import Link, Reached, Receiver, Sender, Terms, WaitUntilRead
 from ray_hetero.distributed.neighbour import Neighbour
+from ray_hetero.distributed.shared_memory_link import SharedMemoryLink
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.prompts import stage_output
 from ray_hetero.kernels.prompts.stage_output import GpuOffer, SeenOutput, StageOutput
 from ray_hetero.log import logger
+
+LINKS: Sequence[Link] = (
+    SharedMemoryLink(),
+    GlooLink(),
+)
+"""The fastest first; the last one can be reached from everywhere."""
 
 
 @dataclass(frozen=True)

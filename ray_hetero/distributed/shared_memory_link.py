@@ -23,7 +23,7 @@ from ray_hetero.distributed.messages import Message, OnItsWay, There
 from ray_hetero.distributed.neighbour import Neighbour
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory, unix_sockets
-from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.runtime.gpu_memory import lock_pages
 from ray_hetero.runtime.unix_sockets import NOTE
 
 

@@ -18,8 +18,7 @@ import torch
 
 from ray_hetero.distributed.exchanged import Exchanged
 from ray_hetero.distributed.link import Link, Receiver, Sender, Terms
-from ray_hetero.distributed.linking import Linking, Signature
-from ray_hetero.distributed.links import LINKS
+from ray_hetero.distributed.linking import LINKS, Linking, Signature
 from ray_hetero.distributed.messages import Message, OnItsWay, Packing, Tensors
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.sending_thread import SendingThread

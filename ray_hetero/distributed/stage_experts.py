@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from placement.model.shape import remote_layers
-from ray_hetero.compat import remote_experts
+from ray_hetero.compat.models import remote_experts
 from ray_hetero.distributed import expert_offers, expert_prompts
 from ray_hetero.distributed.expert_channel import ExpertChannel, HostSignals
 from ray_hetero.distributed.expert_meeting import ExpertMeeting

@@ -12,25 +12,17 @@ from placement.cluster.assignment import Node, Turn
 from placement.cluster.external_group import describe_group
 from placement.cluster.ray_cluster import ExternalGroup
 from placement.errors import LayoutError
-from ray_hetero.compat import (
-    engine_args,
-    late_tokens,
-    layer_partition,
-    model_dtype,
-    shared_batches,
-)
+from ray_hetero.compat.engine import engine_args, shared_batches
+from ray_hetero.compat.worker import late_tokens, layer_partition
 from ray_hetero.log import logger
 from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.world_table import as_text, placement_table
 from ray_hetero.planning import layer_plan, world_plan
-from ray_hetero.planning.cluster_rows import rows_probe
+from ray_hetero.planning.cluster_measurements import bandwidth_probe, rows_probe
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.planned_layers import LayerPlan, describe_split
 from ray_hetero.planning.rank_devices import reads_over_link
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
-from ray_hetero.planning.socket_bandwidth import bandwidth_probe
-from ray_hetero.preflight.heads import refuse_heads
-from ray_hetero.preflight.layers_between_stages import refuse_divided_layers
 from ray_hetero.preflight.refusal import refuse_first
 from ray_hetero.preflight.refusals import (
     DRAFTING_OF_CPU_RANKS,
@@ -38,6 +30,7 @@ from ray_hetero.preflight.refusals import (
     SCHEDULING_OF_CPU_RANKS,
 )
 from ray_hetero.preflight.refused_models import refuse_ranks
+from ray_hetero.preflight.refused_stages import refuse_divided_layers, refuse_heads
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 from ray_hetero.preflight.unsupported_drafters import Drafting
 from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle
@@ -210,12 +203,12 @@ class EnginePlanner:
         they have begun with, so that all have the same.
         """
         model = self._vllm_config.model_config
-        stock = model_dtype.stock_dtype(model)
+        stock = engine_args.stock_dtype(model)
         if stock is None:
             return
         has_cpus = world.has_cpu or bool(world.experts)
         if not has_cpus and self._spec.engines == 1:
-            model_dtype.take_stock_dtype(model)
+            engine_args.take_stock_dtype(model)
             return
         own = str(stock).removeprefix("torch.")
         logger.info(

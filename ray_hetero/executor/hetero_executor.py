@@ -25,9 +25,10 @@ from placement.cluster.assignment import Node, Turn
 from placement.cluster.external_group import nodes_within
 from placement.errors import ClaimError, PlacementError
 from placement.words import plural
-from ray_hetero.compat import engine_core, layer_partition
-from ray_hetero.compat.engine_args import spec_of
-from ray_hetero.compat.parallel_config import set_parallel_sizes
+from ray_hetero.compat.engine import engine_core
+from ray_hetero.compat.engine.engine_args import spec_of
+from ray_hetero.compat.worker import layer_partition
+from ray_hetero.compat.worker.parallel_config import set_parallel_sizes
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.executor.actors import RankActors, refuse_dead_nodes
 from ray_hetero.executor.engine_plan import EnginePlan, EnginePlanner

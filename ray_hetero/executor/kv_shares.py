@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement.cluster.layout import Layout
-from ray_hetero.compat import kv_cache
+from ray_hetero.compat.worker import kv_cache
 from ray_hetero.executor import kv_room
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import ray
 import vllm.envs as envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from ray_hetero.compat import message_queues
+from ray_hetero.compat.worker import message_queues
 from ray_hetero.errors import StartupError
 from ray_hetero.executor.failure import Failure
 from ray_hetero.world import World

@@ -31,8 +31,8 @@ from vllm.v1.engine import EngineStatusType
 from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 
 from placement.errors import PlacementError
-from ray_hetero.compat import engine_core
-from ray_hetero.compat.engine_args import spec_of
+from ray_hetero.compat.engine import engine_core
+from ray_hetero.compat.engine.engine_args import spec_of
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.executor.failure import said_by
 from ray_hetero.log import logger

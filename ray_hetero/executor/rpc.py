@@ -11,8 +11,8 @@ import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import FutureWrapper
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
-from ray_hetero.compat import engine_core
-from ray_hetero.compat.late_tokens import sampled_tokens
+from ray_hetero.compat.engine import engine_core
+from ray_hetero.compat.worker.late_tokens import sampled_tokens
 from ray_hetero.config import HeteroConfig
 from ray_hetero.executor.rank_set import Call, RankSet
 from ray_hetero.log import logger

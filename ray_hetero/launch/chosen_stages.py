@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from placement.cluster.assignment import Node
 from placement.errors import DoesNotFitError, TopologyError
 from placement.model.reading import UnknownModelError
-from ray_hetero.compat import engine_environment
+from ray_hetero.compat.engine import engine_environment
 from ray_hetero.config import HeteroConfig
 from ray_hetero.launch.found_machine import found_machine
 from ray_hetero.log import logger

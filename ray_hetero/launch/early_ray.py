@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import ray
 from vllm import envs
 
-from ray_hetero.compat import engine_environment
-from ray_hetero.compat.engine_args import spec_of
+from ray_hetero.compat.engine import engine_environment
+from ray_hetero.compat.engine.engine_args import spec_of
 from ray_hetero.runtime import ray_ahead
 from ray_hetero.runtime.ray_address import MODE as AUTH_MODE
 

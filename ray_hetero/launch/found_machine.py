@@ -14,9 +14,8 @@ from placement.cluster import ray_cluster
 from placement.cluster.external_group import nodes_within
 from ray_hetero.config import HeteroConfig
 from ray_hetero.launch.early_layout import OVERRIDE
-from ray_hetero.planning.cluster_rows import rows_probe
+from ray_hetero.planning.cluster_measurements import bandwidth_probe, rows_probe
 from ray_hetero.planning.machine import Machine, this_host
-from ray_hetero.planning.socket_bandwidth import bandwidth_probe
 from ray_hetero.runtime.ray_connection import RayConnection
 
 

@@ -15,17 +15,14 @@ from vllm import envs
 
 from placement.cluster import ray_cluster
 from placement.cluster.layout import Layout
-from ray_hetero.compat import (
+from ray_hetero.compat.engine import (
     api_server,
-    engine_clients,
     engine_environment,
     engine_processes,
-    image_libraries,
     input_processor,
-    model_dtype,
-    model_inspection,
 )
-from ray_hetero.compat.engine_args import found_spec
+from ray_hetero.compat.engine.engine_args import choose_dtype, found_spec
+from ray_hetero.compat.models import model_registry
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch import early_ray
 from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
@@ -38,7 +35,7 @@ from ray_hetero.launch.early_layout import (
 from ray_hetero.launch.found_machine import is_elsewhere
 from ray_hetero.observability import metrics
 from ray_hetero.planning.activation_dtype import dtype_with_cpus
-from ray_hetero.preflight.ray_version import check_ray_version
+from ray_hetero.preflight.checks import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason, heartbeat, ray_ahead
 from ray_hetero.world import EngineSpec
@@ -64,7 +61,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
 
     exit_reason.catch()
     ray_ahead.wait_at_exit()
-    engine_clients.end_engines_at_exit(exit_reason.engine_ended, early_ray.started_for)
+    engine_processes.end_engines_at_exit(exit_reason.engine_ended, early_ray.started_for)
     engine_processes.wait_for_engines_to_end()
     engine_processes.end_when_asked_during_start()
     check_ray_version()
@@ -74,7 +71,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     config = load_config(engine_args.additional_config)
     config = settle_experts(engine_args, config)
     # The stages are chosen by what CPU ranks would take.
-    model_dtype.choose_dtype(engine_args, dtype_with_cpus, has_cpus=True)
+    choose_dtype(engine_args, dtype_with_cpus, has_cpus=True)
     take_sizes(engine_args, config)
     config = choose_stages(engine_args, config, group, engines)
     config = resolve_auto_layout(
@@ -83,7 +80,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         engine_args.tensor_parallel_size,
         gpus if gpus is None else gpus // engines,
     )
-    model_dtype.choose_dtype(engine_args, dtype_with_cpus, has_cpus=_has_cpus(config, gpus))
+    choose_dtype(engine_args, dtype_with_cpus, has_cpus=_has_cpus(config, gpus))
     is_stock = _is_surely_stock(config)
     refuse_unsupported(engine_args, config, is_stock=is_stock)
     is_alone = engines == 1 and not ray.is_initialized()
@@ -109,8 +106,8 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
         # A forked engine would take this process's connection to Ray for its own.
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
     _choose_runner(engine_args, is_stock=is_stock)
-    model_inspection.inspect_here()
-    image_libraries.load_models_without_torchvision()
+    model_registry.inspect_here()
+    model_registry.load_models_without_torchvision()
     return spec
 
 

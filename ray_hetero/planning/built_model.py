@@ -45,10 +45,12 @@ def built(folder: str, dtype: str = "auto", *, trust_remote_code: bool = False) 
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    from ray_hetero.compat.image_libraries import load_models_without_torchvision
-    from ray_hetero.compat.meta_model import made, made_between, make_without_kernels
-    from ray_hetero.compat.model_inspection import inspect_here
-    from ray_hetero.compat.model_parts import has_vocabulary, is_divided, parts_of
+    from ray_hetero.compat.models.meta_model import made, made_between, make_without_kernels
+    from ray_hetero.compat.models.model_parts import has_vocabulary, is_divided, parts_of
+    from ray_hetero.compat.models.model_registry import (
+        inspect_here,
+        load_models_without_torchvision,
+    )
 
     make_without_kernels()
     inspect_here()

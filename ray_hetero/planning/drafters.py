@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement.model.shape import ModelShape
 from placement.plan.drafts import Drafter
-from ray_hetero.compat.draft_methods import source_of
+from ray_hetero.compat.engine.draft_methods import source_of
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig

@@ -20,9 +20,9 @@ from placement.plan.devices import Links
 from ray_hetero.config import CpuConfig
 from ray_hetero.log import logger
 from ray_hetero.planning.layer_plan import Measure
-from ray_hetero.planning.reading_together import reading_together
 from ray_hetero.planning.seat_devices import Described
 from ray_hetero.planning.socket_rows import MeasureRows, rows_probe_here
+from ray_hetero.planning.sockets import reading_together
 
 
 @dataclass(frozen=True)

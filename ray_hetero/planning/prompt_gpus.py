@@ -12,11 +12,11 @@ from dataclasses import replace
 from placement.cluster.assignment import Node, Seat
 from placement.host.topology import Host
 from placement.plan.devices import DeviceFigures, PromptGpu, StageDevices
-from ray_hetero.compat.fused_architectures import FUSED_MODEL_TYPES
+from ray_hetero.compat.models.fused_architectures import FUSED_MODEL_TYPES
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes, output_bytes
-from ray_hetero.planning.socket_kernels import streams_weights
+from ray_hetero.planning.sockets import streams_weights
 from ray_hetero.world import World
 
 

@@ -14,7 +14,7 @@ from placement.plan.devices import DeviceFigures, RankDevice
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.prompt_gpus import ranks_of_prompt_gpu
 from ray_hetero.planning.seat_devices import Described, gpu_device, socket_device
-from ray_hetero.planning.socket_kernels import read_share, streams_weights
+from ray_hetero.planning.sockets import read_share, streams_weights
 from ray_hetero.world import World
 
 

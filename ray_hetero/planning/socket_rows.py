@@ -25,10 +25,8 @@ from placement.host.topology import Host
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.log import logger
-from ray_hetero.planning.reading_together import Threads, reading_together
-from ray_hetero.planning.socket_kernels import level_of
-from ray_hetero.runtime.openmp_environment import openmp_environment
-from ray_hetero.runtime.preload_libraries import find_preload_libraries
+from ray_hetero.planning.sockets import Threads, level_of, reading_together
+from ray_hetero.runtime.openmp_environment import find_preload_libraries, openmp_environment
 
 PROGRAM = "ray_hetero.kernels.linear.row_timing"
 LIMIT_S = 60.0

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from placement.units import GIB
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.supported import SUPPORTED_VLLM, is_supported
 
 Status = Literal["ok", "warn", "fail"]
@@ -273,3 +275,15 @@ def _gib(size: int) -> str:
 
 def _limit(value: int) -> str:
     return "unlimited" if value < 0 else str(value)
+
+
+def check_ray_version(installed: str | None = None) -> None:
+    """Refuse a Ray that this backend does not work with.
+
+    Raises:
+        UnsupportedError: Ray is too old.
+
+    """
+    check = check_ray(installed or version("ray"))
+    if check.status == "fail":
+        raise UnsupportedError(f"ray_hetero and Ray: {check.found}. Type: {check.remedy}")

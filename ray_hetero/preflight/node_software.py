@@ -23,7 +23,7 @@ from ray_hetero.compat.cpu_site_install import install_site
 from ray_hetero.errors import CpuSiteError
 from ray_hetero.preflight.checks import Check
 from ray_hetero.preflight.host_checks import surroundings
-from ray_hetero.runtime.preload_libraries import PreloadLibraries, find_preload_libraries
+from ray_hetero.runtime.openmp_environment import PreloadLibraries, find_preload_libraries
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Models that CPU ranks cannot compute: nobody has a CPU kernel for their layers.
 
-Which formats of quantised checkpoints have one is said in compat/checkpoint_formats.py.
+Which formats of quantised checkpoints have one is said in compat/models/checkpoint_formats.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from placement.model.config import EXPERT_KEYS
-from ray_hetero.compat.checkpoint_formats import CheckpointFormat, Kernel, formats_of
+from ray_hetero.compat.models.checkpoint_formats import CheckpointFormat, Kernel, formats_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

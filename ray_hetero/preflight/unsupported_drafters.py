@@ -1,6 +1,6 @@
 """Speculative decoding that does not work with CPU ranks.
 
-The methods that are let through are the rows of compat/draft_methods.py.
+The methods that are let through are the rows of compat/engine/draft_methods.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from placement.cluster.layout import Layout
-from ray_hetero.compat import draft_methods
+from ray_hetero.compat.engine import draft_methods
 from ray_hetero.config import HeteroConfig
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from placement.cluster.layout import Layout
-from ray_hetero.compat.late_tokens import SCHEDULER
+from ray_hetero.compat.worker.late_tokens import SCHEDULER
 from ray_hetero.config import HeteroConfig
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Memory of a GPU, as tensors: taken for another process of the host, or by its address.
+"""Memory of a GPU, as tensors, shared with other processes of the host; and locked host memory.
 
 CUDA's driver API: cuMemAlloc, and cuIpcGetMemHandle and cuIpcOpenMemHandle of its section "Memory
 Management".  PyTorch's own way to share tensors keeps count of readers in files of /dev/shm, which
@@ -15,6 +15,9 @@ import torch
 _HANDLE_BYTES = 64
 _MAY_BE_OF_A_PEER = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, which cuIpcOpenMemHandle asks for."""
+_locked: dict[tuple[int, int], torch.Tensor] = {}
+"""Locked tensors by address and bytes.  Kept: other memory at an address that CUDA has locked could
+not be locked."""
 
 
 class _Handle(ctypes.Structure):
@@ -114,3 +117,23 @@ def give_unused_back(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.memory.empty_cache()
+
+
+def lock_pages(memory: torch.Tensor) -> None:
+    """Lock memory for as long as the process lives, once; it belongs to the current GPU.
+
+    See cudaHostRegister.
+
+    Args:
+        memory: of the host, contiguous, of any dtype and shape.
+
+    Raises:
+        RuntimeError: the system refuses; what CUDA says.
+
+    """
+    where = memory.data_ptr(), memory.nbytes
+    if where in _locked:
+        return
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    torch.cuda.check_error(int(status))
+    _locked[where] = memory

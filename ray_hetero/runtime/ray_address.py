@@ -1,4 +1,4 @@
-"""Connect to the Ray cluster at an address, and say in one line why that did not work."""
+"""Addresses of Ray clusters: those of this user's on this host, and connecting to one of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import ray
 from ray.exceptions import AuthenticationError
 
@@ -22,6 +23,8 @@ WHERE_IT_GOES = (
     "the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token (`ray get-auth-token` prints it "
     "on a host that has it)"
 )
+RAYLET = "raylet"
+ARGUMENT = "--gcs-address="
 
 
 def connect(address: str, **options: Any) -> None:
@@ -98,3 +101,22 @@ def _refused(address: str, reason: str) -> str:
         f"{'not set' if mode is None else repr(mode)} here. Type: export {MODE}=token, and put "
         f"{WHERE_IT_GOES}"
     )
+
+
+def local_addresses() -> tuple[str, ...]:
+    """host:port of each cluster's head, the oldest first."""
+    found: dict[str, float] = {}
+    for process in psutil.process_iter():
+        try:
+            if process.name() != RAYLET or process.uids().real != os.getuid():
+                continue
+            address = _address(process.cmdline())
+            if address is not None:
+                found.setdefault(address, process.create_time())
+        except psutil.Error:  # gone meanwhile, or another user's
+            continue
+    return tuple(sorted(found, key=lambda address: found[address]))
+
+
+def _address(command: list[str]) -> str | None:
+    return next((one.removeprefix(ARGUMENT) for one in command if one.startswith(ARGUMENT)), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from placement.plan.memory import has_whole_embedding
-from ray_hetero.compat import cpu_linear
+from ray_hetero.compat.models import cpu_linear
 from ray_hetero.log import logger
 from ray_hetero.worker.speculation import models_of
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from ray_hetero.compat import layer_partition
+from ray_hetero.compat.worker import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService

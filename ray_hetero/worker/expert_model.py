@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement.units import GIB
-from ray_hetero.compat import quantised_kernels, remote_experts
-from ray_hetero.compat.routed_experts import routed_layers
+from ray_hetero.compat.models import quantised_kernels, remote_experts
+from ray_hetero.compat.models.routed_experts import routed_layers
 from ray_hetero.distributed.expert_memory import MOST_TOKENS
 from ray_hetero.distributed.expert_service import HeldLayer
 from ray_hetero.errors import UnsupportedError

@@ -13,7 +13,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.compat import read_rows
+from ray_hetero.compat.worker import read_rows
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.structures import layers_attribute, structure_of
 from ray_hetero.log import logger

@@ -28,19 +28,16 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.units import GIB
-from ray_hetero.compat import (
+from ray_hetero.compat import stage_layers
+from ray_hetero.compat.models import expert_router, lora, pipeline_models
+from ray_hetero.compat.worker import (
     cpu_worker,
-    expert_router,
     kv_cache,
     late_tokens,
     layer_partition,
-    lora,
     message_queues,
-    model_config,
     model_runner,
     parallel_state,
-    pipeline_models,
-    stage_layers,
 )
 from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, set_world
@@ -118,7 +115,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 # A rank's own pipeline comes last, which is the one that its group keeps.
                 [list(ranks) for ranks in reversed(world.layout.pipelines())],
             )
-            model_config.use_stage(seat.stage)
+            layer_partition.use_stage(seat.stage)
         if physical_gpus:
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
             if seat.kind == "gpu":

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from placement.cluster.layout import Layout
 from placement.units import GIB
-from ray_hetero.compat import image_libraries, model_inspection, parallel_config
+from ray_hetero.compat.models import model_registry
+from ray_hetero.compat.worker import parallel_config
 from ray_hetero.errors import AgreementError
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE
 from ray_hetero.runtime.process_state import Place
@@ -111,8 +112,8 @@ def build_rank_config(rank: RankSpec) -> VllmConfig:
     from ray_hetero.worker import mixed_groups
 
     # The cache of what is known of a model is one of this node, on others it may be empty.
-    model_inspection.inspect_here()
-    image_libraries.load_models_without_torchvision()
+    model_registry.inspect_here()
+    model_registry.load_models_without_torchvision()
     args = copy.copy(rank.engine.engine_args)
     shared, config = rank.shared, rank.engine.config
     # vLLM's GPU worker checks local ranks against nnodes for every other backend name.

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ray_hetero.runtime.credentials import is_secret
-from ray_hetero.runtime.openmp_environment import openmp_environment
-from ray_hetero.runtime.preload_libraries import PreloadLibraries
+from ray_hetero.runtime.openmp_environment import PreloadLibraries, openmp_environment
 
 PROPAGATED_PREFIXES = (
     "RAY_HETERO_",

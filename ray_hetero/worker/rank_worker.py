@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from ray_hetero.compat import late_tokens
+from ray_hetero.compat.worker import late_tokens
 from ray_hetero.distributed.groups import HostCommunicator
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.kernels.layers import layer_tokens

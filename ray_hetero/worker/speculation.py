@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray_hetero.compat import spec_decode
-from ray_hetero.compat.draft_methods import reads_layers
+from ray_hetero.compat.engine.draft_methods import reads_layers
+from ray_hetero.compat.worker import spec_decode
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

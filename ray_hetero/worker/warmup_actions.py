@@ -16,7 +16,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import set_random_seed
 
-from ray_hetero.compat import warmup
+from ray_hetero.compat.worker import warmup
 from ray_hetero.log import logger
 from ray_hetero.planning.world_plan import KV_ROUNDS, KV_SHARE_OF_FREE
 from ray_hetero.runtime.core_binding import keep_to, lead_from_first_core

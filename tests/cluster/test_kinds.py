@@ -56,7 +56,7 @@ torch.Generator = Generator
 """
 """Start-up code of a pretended GPU's process: its random numbers are not those of a CPU."""
 NO_SHARING = """
-from ray_hetero.compat import model_runner
+from ray_hetero.compat.worker import model_runner
 
 model_runner.share_samples = lambda model_runner: None
 """

@@ -14,7 +14,7 @@ from typing import Any
 from families import stages
 from families.checkpoints import write_checkpoint
 from families.stock import stock_arguments
-from ray_hetero.compat import image_libraries
+from ray_hetero.compat.models import model_registry
 
 Json = dict[str, Any]
 
@@ -64,7 +64,7 @@ def _answer(kind: str, directory: Path) -> Json:
         write_checkpoint(directory, directory.name)
         return {}
     # Stock vLLM, too, is to load models that read images.
-    image_libraries.load_models_without_torchvision()
+    model_registry.load_models_without_torchvision()
     if kind == STAGES:
         stages.check(directory)
         return {}

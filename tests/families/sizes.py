@@ -55,7 +55,7 @@ def allocated_sizes(folder: Path) -> Sizes:
     try:
         return _allocated(folder)
     except Exception:  # noqa: BLE001
-        from ray_hetero.compat.meta_model import make_without_kernels
+        from ray_hetero.compat.models.meta_model import make_without_kernels
 
         make_without_kernels()
         return _allocated(folder) | {"only_made": True}
@@ -69,8 +69,10 @@ def _allocated(folder: Path) -> Sizes:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from ray_hetero.compat.image_libraries import load_models_without_torchvision
-    from ray_hetero.compat.model_inspection import inspect_here
+    from ray_hetero.compat.models.model_registry import (
+        inspect_here,
+        load_models_without_torchvision,
+    )
 
     inspect_here()
     load_models_without_torchvision()

@@ -144,7 +144,7 @@ def check(directory: Path) -> None:
         initialize_model_parallel,
     )
 
-    from ray_hetero.compat import pipeline_models
+    from ray_hetero.compat.models import pipeline_models
 
     # Compiled parts would keep what is pretended here.
     torch._dynamo.config.disable = True

@@ -23,7 +23,7 @@ from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
-from ray_hetero.compat.flash_attention import flash_attention_3  # noqa: E402
+from ray_hetero.compat.models.flash_attention import flash_attention_3  # noqa: E402
 from ray_hetero.distributed.messages import Packing  # noqa: E402
 from ray_hetero.kernels.formats import compact_on_gpu, scaled_on_gpu  # noqa: E402
 from ray_hetero.kernels.formats.fp4 import Fp4Weight  # noqa: E402
@@ -326,7 +326,7 @@ def test_turns_are_measured_between_steps(
 WAITS = """
 import sys, torch
 from ray_hetero.kernels.prompts.stage_output import GpuOffer, accept
-from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.runtime.gpu_memory import lock_pages
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)
 torch.zeros(1, device=device)

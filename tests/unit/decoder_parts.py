@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from ray_hetero.compat import decoder_classes
+from ray_hetero.compat.models import decoder_classes
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import fusible_layers

@@ -167,7 +167,7 @@ class Rank:
         module.added = None if other.added is None else mine(other.added)
 
     def _share_caches(self) -> None:
-        """As compat/kv_cache.py has it: all layers in one piece of memory."""
+        """As compat/worker/kv_cache.py has it: all layers in one piece of memory."""
         size = sum(cache.nbytes for cache in self.caches)
         pages = SharedPages.made(-(-size // STEP) * STEP, "caches")
         pages.seal()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from native_module import LEVELS, native
 
-from ray_hetero.compat.quantised_experts import StoredExperts
+from ray_hetero.compat.models.quantised_experts import StoredExperts
 from ray_hetero.kernels.experts.activations import SILU, SWIGLU_OAI, SWIGLU_STEP, Activation, Order
 from ray_hetero.kernels.experts.expert_room import SharedRoom
 from ray_hetero.kernels.experts.linked_experts import LinkedSlice, received, shared

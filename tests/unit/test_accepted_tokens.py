@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData  # noqa: E402
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # noqa: E402
 
-from ray_hetero.compat.spec_decode import expanded, learn_accepted_tokens  # noqa: E402
+from ray_hetero.compat.worker.spec_decode import expanded, learn_accepted_tokens  # noqa: E402
 
 PROMPT = [11, 12, 13]
 SAID = 14

@@ -33,7 +33,7 @@ from vllm.lora.ops.torch_ops import lora_ops  # noqa: E402
 from vllm.lora.punica_wrapper import punica_cpu  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.compat import lora  # noqa: E402
+from ray_hetero.compat.models import lora  # noqa: E402
 from ray_hetero.kernels.layers import decode_step, fusible_layers, layer_fusion  # noqa: E402
 from ray_hetero.kernels.layers.adapters import adapters_of  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402

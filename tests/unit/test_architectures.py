@@ -19,8 +19,8 @@ sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 import other_models
 
 from ray_hetero.cli.demo import model as demo
-from ray_hetero.compat import decoder_classes
-from ray_hetero.compat.fused_architectures import (
+from ray_hetero.compat.models import decoder_classes
+from ray_hetero.compat.models.fused_architectures import (
     ARCHITECTURES,
     IN_TRANSFORMERS,
     Architecture,

@@ -15,8 +15,8 @@ from vllm.v1.engine import EngineCoreRequestType, core
 from worlds import layout, node
 
 from placement.cluster.assignment import assign
-from ray_hetero.compat import engine_core
-from ray_hetero.compat.engine_core import MOST_S, QUIET_S, SEVERAL_QUIET_S
+from ray_hetero.compat.engine import engine_core
+from ray_hetero.compat.engine.engine_core import MOST_S, QUIET_S, SEVERAL_QUIET_S
 from ray_hetero.config import HeteroConfig
 from ray_hetero.executor import hetero_executor
 from ray_hetero.executor.hetero_executor import HeteroExecutor

@@ -21,9 +21,9 @@ from placement.host.bandwidth_cache import KEPT_SECONDS, cached_bandwidth
 from placement.host.sockets import sockets_of
 from placement.host.topology import Core, Host, NumaNode
 from placement.plan.parts import part_called
-from ray_hetero.planning import socket_bandwidth
-from ray_hetero.planning.reading_together import Readers, reading_together
-from ray_hetero.planning.socket_bandwidth import measure_bandwidth
+from ray_hetero.planning import cluster_measurements
+from ray_hetero.planning.cluster_measurements import measure_bandwidth
+from ray_hetero.planning.sockets import Readers, reading_together
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -172,7 +172,7 @@ def measured(
     def on_nodes(function: Any, node_ids: Any, timeout_s: float) -> dict[str, Any]:
         answers = {}
         for one in node_ids:
-            monkeypatch.setattr(socket_bandwidth, "_node_id", lambda one=one: one)
+            monkeypatch.setattr(cluster_measurements, "_node_id", lambda one=one: one)
             answers[one] = function()
         return answers
 
@@ -182,7 +182,7 @@ def measured(
         return 10e9 * len(cpus)
 
     monkeypatch.setattr(ray_cluster, "on_nodes", on_nodes)
-    monkeypatch.setattr(socket_bandwidth, "cached_bandwidth", cached)
+    monkeypatch.setattr(cluster_measurements, "cached_bandwidth", cached)
     models = {"id-a": "X", "id-b": None, "id-c": "without compiler"}
     return measure_bandwidth(seats, threads, models, 1)
 

@@ -555,7 +555,7 @@ def test_fp8_experts_that_are_timed_are_held_as_a_rank_holds_a_checkpoints(
     from experts import fp8_weight
 
     from ray_hetero import _streaming_linear as native
-    from ray_hetero.compat.quantised_experts import StoredExperts
+    from ray_hetero.compat.models.quantised_experts import StoredExperts
     from ray_hetero.kernels.experts.activations import Order
     from ray_hetero.kernels.experts.quantised_experts import held
 

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from placement.errors import DoesNotFitError
 from placement.plan.described import described
-from ray_hetero.compat import engine_environment
+from ray_hetero.compat.engine import engine_environment
 from ray_hetero.config import HeteroConfig
 from ray_hetero.launch import chosen_stages
 from ray_hetero.launch.chosen_stages import AUTO_LENGTH, choose_stages, settle_experts, take_sizes

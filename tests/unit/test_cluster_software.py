@@ -19,7 +19,7 @@ from ray_hetero.errors import CpuSiteError, StartupError
 from ray_hetero.preflight import checks, cluster_software
 from ray_hetero.preflight.cluster_software import software_of
 from ray_hetero.preflight.node_software import NodeSoftware, install_cpu_site, read_node_software
-from ray_hetero.runtime.preload_libraries import PreloadLibraries
+from ray_hetero.runtime.openmp_environment import PreloadLibraries
 from ray_hetero.world import World
 
 RELEASE = "0.32.0"

@@ -118,11 +118,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from ray_hetero import plugin
-from ray_hetero.compat import (
+from ray_hetero.compat import patching
+from ray_hetero.compat.models import (
     decoder_classes,
     lora,
     meta_model,
-    patching,
     quantised_experts,
     remote_experts,
 )
@@ -140,6 +140,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import write_upgrading_page as upgrading
 
 PACKAGE = Path(plugin.__file__).parent
+COMPAT = PACKAGE / "compat"
 
 OVERRIDES: dict[type, set[str]] = {
     HeteroExecutor: {
@@ -236,81 +237,85 @@ def _class(file: str, name: str) -> Any:
 
 
 PRIVATE: list[tuple[str, Any, str]] = [
-    ("compat/cpu_linear", GPUModelRunner, "reload_weights"),
-    ("compat/compilation", decorators, "support_torch_compile"),
-    ("compat/meta_model", CpuPlatform, "get_attn_backend_cls"),
-    ("compat/meta_model", fused_moe_config.FusedMoEConfig, "__post_init__"),
-    ("compat/meta_model", CPUAttentionBackendImpl, "__init__"),
-    ("compat/meta_model", AttentionBackend, "supports_alibi_sqrt"),
-    ("compat/meta_model", allocation, "set_triton_allocator"),
-    ("compat/meta_model", parallel_state, "_PP"),
-    *(("compat/meta_model", linear_kernels, name) for name in meta_model.KERNEL_MAKERS),
-    ("compat/meta_model", linear_kernels, meta_model.KERNEL_CHOICE),
+    ("compat/models/cpu_linear", GPUModelRunner, "reload_weights"),
+    ("compat/models/compilation", decorators, "support_torch_compile"),
+    ("compat/models/meta_model", CpuPlatform, "get_attn_backend_cls"),
+    ("compat/models/meta_model", fused_moe_config.FusedMoEConfig, "__post_init__"),
+    ("compat/models/meta_model", CPUAttentionBackendImpl, "__init__"),
+    ("compat/models/meta_model", AttentionBackend, "supports_alibi_sqrt"),
+    ("compat/models/meta_model", allocation, "set_triton_allocator"),
+    ("compat/models/meta_model", parallel_state, "_PP"),
+    *(("compat/models/meta_model", linear_kernels, name) for name in meta_model.KERNEL_MAKERS),
+    ("compat/models/meta_model", linear_kernels, meta_model.KERNEL_CHOICE),
     *(
-        ("compat/meta_model", importlib.import_module(f"{meta_model.ORACLES}.{module}"), name)
+        (
+            "compat/models/meta_model",
+            importlib.import_module(f"{meta_model.ORACLES}.{module}"),
+            name,
+        )
         for module, (names, backends) in meta_model.BACKENDS.items()
         for name in (*names, backends)
     ),
-    ("compat/model_parts", AttentionLayerBase, "get_kv_cache_spec"),
-    ("compat/model_parts", AttentionSpec, "num_heads"),
-    ("compat/model_parts", AttentionSpec, "unpadded_page_size_bytes"),
-    ("compat/model_parts", AttentionSpec, "block_size"),
-    ("compat/model_parts", MambaSpec, "shapes"),
-    ("compat/model_parts", MambaSpec, "dtypes"),
-    ("compat/model_parts", MambaSpec, "tp_replicated"),
-    ("compat/model_parts", CompilationConfig, "static_forward_context"),
-    ("compat/warmup", CPUModelRunner, "profile_run"),
-    ("compat/warmup", CPUModelRunner, "warming_up_model"),
-    ("compat/warmup", GPUModelRunner, "_dummy_run"),
-    ("compat/warmup", Worker, "_scoped_allocator_max_split"),
-    ("compat/warmup", Worker, "randomize_dummy_inputs"),
-    ("compat/warmup", GPUModelRunner, "_dummy_sampler_run"),
-    ("compat/warmup", GPUModelRunner, "_dummy_pooler_run"),
-    ("compat/warmup", GPUModelRunner, "_warmup_and_capture"),
-    ("compat/warmup", CudagraphDispatcher, "get_capture_descs"),
+    ("compat/models/model_parts", AttentionLayerBase, "get_kv_cache_spec"),
+    ("compat/models/model_parts", AttentionSpec, "num_heads"),
+    ("compat/models/model_parts", AttentionSpec, "unpadded_page_size_bytes"),
+    ("compat/models/model_parts", AttentionSpec, "block_size"),
+    ("compat/models/model_parts", MambaSpec, "shapes"),
+    ("compat/models/model_parts", MambaSpec, "dtypes"),
+    ("compat/models/model_parts", MambaSpec, "tp_replicated"),
+    ("compat/models/model_parts", CompilationConfig, "static_forward_context"),
+    ("compat/worker/warmup", CPUModelRunner, "profile_run"),
+    ("compat/worker/warmup", CPUModelRunner, "warming_up_model"),
+    ("compat/worker/warmup", GPUModelRunner, "_dummy_run"),
+    ("compat/worker/warmup", Worker, "_scoped_allocator_max_split"),
+    ("compat/worker/warmup", Worker, "randomize_dummy_inputs"),
+    ("compat/worker/warmup", GPUModelRunner, "_dummy_sampler_run"),
+    ("compat/worker/warmup", GPUModelRunner, "_dummy_pooler_run"),
+    ("compat/worker/warmup", GPUModelRunner, "_warmup_and_capture"),
+    ("compat/worker/warmup", CudagraphDispatcher, "get_capture_descs"),
     ("worker/warmup_actions", CPUWorker, "compile_or_warm_up_model"),
     ("worker/warmup_actions", CPUWorker, "determine_available_memory"),
     ("worker/warmup_actions", CPUWorker, "get_kv_cache_spec"),
-    ("compat/cpu_worker", CPUWorker, "init_device"),
-    ("compat/model_runner", GPUModelRunner, "_sample"),
-    ("compat/input_processor", InputProcessor, "_validate_model_input"),
-    ("compat/model_runner", GPUModelRunner, "sample_tokens"),
-    ("compat/model_runner", InputBatch, "num_reqs"),
-    ("compat/late_tokens", GPUModelRunner, "_preprocess"),
-    ("compat/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
-    ("compat/image_libraries", model_registry, "_LazyRegisteredModel"),
-    ("compat/image_libraries", model_registry._LazyRegisteredModel, "load_model_cls"),
-    ("compat/pipeline_models", DefaultModelLoader, "get_all_weights"),
-    ("compat/pipeline_models", ParallelLMHead, "tie_weights"),
-    ("compat/pipeline_models", model_utils.PPMissingLayer, "forward"),
+    ("compat/worker/cpu_worker", CPUWorker, "init_device"),
+    ("compat/worker/model_runner", GPUModelRunner, "_sample"),
+    ("compat/engine/input_processor", InputProcessor, "_validate_model_input"),
+    ("compat/worker/model_runner", GPUModelRunner, "sample_tokens"),
+    ("compat/worker/model_runner", InputBatch, "num_reqs"),
+    ("compat/worker/late_tokens", GPUModelRunner, "_preprocess"),
+    ("compat/worker/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
+    ("compat/models/model_registry", model_registry, "_LazyRegisteredModel"),
+    ("compat/models/model_registry", model_registry._LazyRegisteredModel, "load_model_cls"),
+    ("compat/models/pipeline_models", DefaultModelLoader, "get_all_weights"),
+    ("compat/models/pipeline_models", ParallelLMHead, "tie_weights"),
+    ("compat/models/pipeline_models", model_utils.PPMissingLayer, "forward"),
     ("compat/stage_layers", model_utils, "PPMissingLayer"),
-    ("compat/pipeline_models", model_utils, "is_pp_missing_parameter"),
-    ("compat/pipeline_models", model_utils.WeightsMapper, "map_name"),
-    ("compat/pipeline_models", gemma4.Gemma4Model, "__call__"),
-    ("compat/spec_decode", SpecDecodeBaseProposer, "_get_model"),
-    ("compat/spec_decode", SpecDecodeBaseProposer, "propose"),
-    ("compat/spec_decode", SpecDecodeBaseProposer, "dummy_run"),
-    ("compat/spec_decode", SpecDecodeBaseProposer, "_create_draft_vllm_config"),
-    ("compat/spec_decode", SpecDecodeBaseProposer, "_maybe_share_embeddings"),
-    ("compat/spec_decode", SpecDecodeBaseProposer, "_maybe_share_lm_head"),
-    ("compat/spec_decode", SpecDecodeBaseProposer, "_sample_draft_tokens"),
-    ("compat/spec_decode", DraftModelProposer, "_get_model"),
-    ("compat/spec_decode", rejection_sampler, "expand_batch_to_tokens"),
-    ("compat/spec_decode", GPUModelRunner, "_update_states"),
-    ("compat/spec_decode", GPUModelRunner, "_model_forward"),
-    ("compat/spec_decode", GPUModelRunner, "_preprocess"),
-    ("compat/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
-    ("compat/read_rows", ModelConfig, "is_diffusion"),
-    ("compat/read_rows", ParallelConfig, "use_ubatching"),
-    ("compat/read_rows", ParallelConfig, "decode_context_parallel_size"),
-    ("compat/read_rows", ParallelConfig, "prefill_context_parallel_size"),
-    ("compat/read_rows", CacheConfig, "kv_sharing_fast_prefill"),
-    ("compat/read_rows", CompilationConfig, "max_cudagraph_capture_size"),
-    ("compat/read_rows", SamplingParams, "prompt_logprobs"),
-    ("compat/read_rows", SamplingParams, "prompt_logprob_token_ids"),
-    ("compat/read_rows", ForwardContext, "attn_metadata"),
+    ("compat/models/pipeline_models", model_utils, "is_pp_missing_parameter"),
+    ("compat/models/pipeline_models", model_utils.WeightsMapper, "map_name"),
+    ("compat/models/pipeline_models", gemma4.Gemma4Model, "__call__"),
+    ("compat/worker/spec_decode", SpecDecodeBaseProposer, "_get_model"),
+    ("compat/worker/spec_decode", SpecDecodeBaseProposer, "propose"),
+    ("compat/worker/spec_decode", SpecDecodeBaseProposer, "dummy_run"),
+    ("compat/worker/spec_decode", SpecDecodeBaseProposer, "_create_draft_vllm_config"),
+    ("compat/worker/spec_decode", SpecDecodeBaseProposer, "_maybe_share_embeddings"),
+    ("compat/worker/spec_decode", SpecDecodeBaseProposer, "_maybe_share_lm_head"),
+    ("compat/worker/spec_decode", SpecDecodeBaseProposer, "_sample_draft_tokens"),
+    ("compat/worker/spec_decode", DraftModelProposer, "_get_model"),
+    ("compat/worker/spec_decode", rejection_sampler, "expand_batch_to_tokens"),
+    ("compat/worker/spec_decode", GPUModelRunner, "_update_states"),
+    ("compat/worker/spec_decode", GPUModelRunner, "_model_forward"),
+    ("compat/worker/spec_decode", GPUModelRunner, "_preprocess"),
+    ("compat/worker/spec_decode", GPUModelRunner, "_get_eagle3_aux_layers_from_config"),
+    ("compat/worker/read_rows", ModelConfig, "is_diffusion"),
+    ("compat/worker/read_rows", ParallelConfig, "use_ubatching"),
+    ("compat/worker/read_rows", ParallelConfig, "decode_context_parallel_size"),
+    ("compat/worker/read_rows", ParallelConfig, "prefill_context_parallel_size"),
+    ("compat/worker/read_rows", CacheConfig, "kv_sharing_fast_prefill"),
+    ("compat/worker/read_rows", CompilationConfig, "max_cudagraph_capture_size"),
+    ("compat/worker/read_rows", SamplingParams, "prompt_logprobs"),
+    ("compat/worker/read_rows", SamplingParams, "prompt_logprob_token_ids"),
+    ("compat/worker/read_rows", ForwardContext, "attn_metadata"),
     *(
-        ("compat/read_rows", metadata, name)
+        ("compat/worker/read_rows", metadata, name)
         for metadata in (CPUAttentionMetadata, FlashAttentionMetadata)
         for name in (
             "num_actual_tokens",
@@ -321,40 +326,40 @@ PRIVATE: list[tuple[str, Any, str]] = [
         )
     ),
     *(
-        ("compat/read_rows", FlashAttentionMetadata, name)
+        ("compat/worker/read_rows", FlashAttentionMetadata, name)
         for name in ("mm_prefix_query_range_tensor", "rswa_window")
     ),
-    ("compat/read_rows", CPUAttentionMetadata, "encoder_cache"),
-    ("compat/read_rows", FlashAttentionImpl, "forward"),
-    ("compat/read_rows", CPUAttentionBackendImpl, "forward"),
-    ("compat/read_rows", _custom_ops, "cpu_attn_get_scheduler_metadata"),
-    ("compat/read_rows", envs, "VLLM_BATCH_INVARIANT"),
-    ("compat/read_rows", envs, "VLLM_CPU_ATTN_SPLIT_KV"),
+    ("compat/worker/read_rows", CPUAttentionMetadata, "encoder_cache"),
+    ("compat/worker/read_rows", FlashAttentionImpl, "forward"),
+    ("compat/worker/read_rows", CPUAttentionBackendImpl, "forward"),
+    ("compat/worker/read_rows", _custom_ops, "cpu_attn_get_scheduler_metadata"),
+    ("compat/worker/read_rows", envs, "VLLM_BATCH_INVARIANT"),
+    ("compat/worker/read_rows", envs, "VLLM_CPU_ATTN_SPLIT_KV"),
     *(
-        ("compat/read_rows", metadata, "query_start_loc")
+        ("compat/worker/read_rows", metadata, "query_start_loc")
         for metadata in (CPUAttentionMetadata, FlashAttentionMetadata, TritonAttentionMetadata)
     ),
-    ("compat/engine_args", EngineArgs, "create_engine_config"),
-    ("compat/model_dtype", EngineArgs, "create_model_config"),
-    ("compat/engine_args", VllmConfig, "max_concurrent_batches"),
-    ("compat/engine_args", VllmConfig, "use_v2_model_runner"),
-    ("compat/engine_environment", envs, "disable_envs_cache"),
-    ("compat/engine_environment", envs, "enable_envs_cache"),
-    ("compat/engine_environment", envs, "_is_envs_cache_enabled"),
-    ("compat/parallel_config", ParallelConfig, "_coord_store_port"),
-    ("compat/parallel_state", parallel_state, "GroupCoordinator"),
-    ("compat/parallel_state", Platform, "dist_backend"),
-    ("compat/cpu_linear", layers.utils, "dispatch_cpu_unquantized_gemm"),
-    ("compat/engine_clients", EngineCoreClient, "make_client"),
-    ("compat/engine_clients", EngineCoreClient, "make_async_mp_client"),
-    ("compat/engine_clients", MPClient, "shutdown"),
-    ("compat/engine_clients", InprocClient, "shutdown"),
-    ("compat/engine_processes", CoreEngineProcManager, "shutdown"),
-    ("compat/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
-    ("compat/cpu_linear", UnquantizedEmbeddingMethod, "embedding"),
-    ("compat/cpu_linear", VocabParallelEmbedding, "__init__"),
+    ("compat/engine/engine_args", EngineArgs, "create_engine_config"),
+    ("compat/engine/engine_args", EngineArgs, "create_model_config"),
+    ("compat/engine/engine_args", VllmConfig, "max_concurrent_batches"),
+    ("compat/engine/engine_args", VllmConfig, "use_v2_model_runner"),
+    ("compat/engine/engine_environment", envs, "disable_envs_cache"),
+    ("compat/engine/engine_environment", envs, "enable_envs_cache"),
+    ("compat/engine/engine_environment", envs, "_is_envs_cache_enabled"),
+    ("compat/worker/parallel_config", ParallelConfig, "_coord_store_port"),
+    ("compat/worker/parallel_state", parallel_state, "GroupCoordinator"),
+    ("compat/worker/parallel_state", Platform, "dist_backend"),
+    ("compat/models/cpu_linear", layers.utils, "dispatch_cpu_unquantized_gemm"),
+    ("compat/engine/engine_processes", EngineCoreClient, "make_client"),
+    ("compat/engine/engine_processes", EngineCoreClient, "make_async_mp_client"),
+    ("compat/engine/engine_processes", MPClient, "shutdown"),
+    ("compat/engine/engine_processes", InprocClient, "shutdown"),
+    ("compat/engine/engine_processes", CoreEngineProcManager, "shutdown"),
+    ("compat/models/cpu_linear", UnquantizedEmbeddingMethod, "process_weights_after_loading"),
+    ("compat/models/cpu_linear", UnquantizedEmbeddingMethod, "embedding"),
+    ("compat/models/cpu_linear", VocabParallelEmbedding, "__init__"),
     *(
-        ("compat/cpu_experts", CPUUnquantizedExperts, name)
+        ("compat/models/cpu_experts", CPUUnquantizedExperts, name)
         for name in (
             "process_weights_after_loading",
             "apply",
@@ -363,9 +368,9 @@ PRIVATE: list[tuple[str, Any, str]] = [
             "_supports_grouped_gemm",
         )
     ),
-    ("compat/cpu_experts", FusedMoEConfig, "__post_init__"),
+    ("compat/models/cpu_experts", FusedMoEConfig, "__post_init__"),
     *(
-        ("compat/expert_activations", FusedMoEConfig, name)
+        ("compat/models/routed_experts", FusedMoEConfig, name)
         for name in (
             "swiglu_limit",
             "swiglu_alpha",
@@ -374,12 +379,12 @@ PRIVATE: list[tuple[str, Any, str]] = [
             "activation_situ_linear_beta",
         )
     ),
-    ("compat/expert_router", CPURouter, "_compute_routing"),
-    ("compat/expert_router", zero_expert_router, "fused_topk_bias"),
-    ("compat/expert_router", zero_expert_router, "zero_experts_compute_triton"),
-    ("compat/routed_experts", FusedMoEKernel, "fused_experts"),
+    ("compat/models/expert_router", CPURouter, "_compute_routing"),
+    ("compat/models/expert_router", zero_expert_router, "fused_topk_bias"),
+    ("compat/models/expert_router", zero_expert_router, "zero_experts_compute_triton"),
+    ("compat/models/routed_experts", FusedMoEKernel, "fused_experts"),
     *(
-        ("compat/quantised_experts", getattr(cpu_moe, name), attribute)
+        ("compat/models/quantised_experts", getattr(cpu_moe, name), attribute)
         for name in quantised_experts.CLASSES
         for attribute in (
             "_supports_current_device",
@@ -390,84 +395,84 @@ PRIVATE: list[tuple[str, Any, str]] = [
             "apply",
         )
     ),
-    ("compat/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
+    ("compat/models/quantised_experts", cpu_moe, "prepare_fp8_moe_layer_for_cpu"),
     *(
-        ("compat/quantised_experts", module, name)
+        ("compat/models/quantised_experts", module, name)
         for module in (modelopt, compressed_tensors_moe_w4a4_nvfp4)
         for name in ("select_nvfp4_moe_backend", "convert_to_nvfp4_moe_kernel_format")
     ),
     *(
-        ("compat/quantised_experts", module, "select_mxfp8_moe_backend")
+        ("compat/models/quantised_experts", module, "select_mxfp8_moe_backend")
         for module in (modelopt, compressed_tensors_moe_w8a8_mxfp8)
     ),
-    ("compat/quantised_experts", NvFp4MoeBackend, "EMULATION"),
-    ("compat/quantised_experts", Fp8MoeBackend, "CPU"),
-    ("compat/quantised_experts", cpu_moe.CPUExpertsInt8, "process_weights_after_loading"),
-    ("compat/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
-    ("compat/quantised_experts", int_wna16, "_process_weights_cpu"),
-    ("compat/quantised_kernels", w8a8_utils, "requantize_with_max_scale"),
-    ("compat/quantised_kernels", w8a8_utils, "convert_to_channelwise"),
-    ("compat/fused_experts", fused_moe, "fused_experts"),
-    ("compat/fused_experts", fused_moe, "try_get_optimal_moe_config"),
-    ("compat/fused_experts", fused_moe, "apply_moe_activation"),
-    ("compat/fused_experts", fused_moe_activation, "ApplyMoEActivationConfig"),
-    ("compat/fused_experts", fused_moe_activation, "MoEActivation"),
-    ("compat/fused_experts", fused_moe_config, "biased_moe_quant_config"),
-    ("compat/remote_experts", RoutedExperts, "_get_quant_method"),
-    ("compat/remote_experts", RoutedExperts, "__init__"),
-    ("compat/remote_experts", RoutedExperts, "forward_modular"),
-    ("compat/remote_experts", RoutedExperts, "_ensure_moe_quant_config_init"),
-    ("compat/remote_experts", FusedMoEExperts, "_supports_current_device"),
-    ("compat/remote_experts", FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"),
-    ("compat/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
-    ("compat/message_queues", AsyncModelRunnerOutput, "get_output"),
-    ("compat/quantised_kernels", Fp8BlockScaledMMLinearKernel, "_get_layer_params"),
-    ("compat/api_server", AsyncLLM, "check_admission"),
-    ("compat/api_server", AsyncLLM, "check_health"),
-    ("compat/api_server", GenerateBaseServing, "_raise_if_error"),
-    ("compat/engine_core", EngineCoreProc, "_process_input_queue"),
-    ("compat/engine_core", EngineCoreProc, "_process_engine_step"),
-    ("compat/engine_core", EngineCoreProc, "_handle_client_request"),
-    ("compat/engine_core", EngineCoreProc, "is_running"),
-    ("compat/engine_core", EngineCoreProc, "_send_error_outputs_to_client"),
-    ("compat/engine_core", Scheduler, "has_unfinished_requests"),
-    ("compat/engine_core", Scheduler, "finish_requests"),
-    ("compat/engine_core", Request, "num_tokens"),
-    ("compat/engine_core", Scheduler, "reset_prefix_cache"),
-    ("compat/engine_core", Scheduler, "reset_encoder_cache"),
-    ("compat/message_queues", SpinCondition, "wait"),
-    ("compat/message_queues", SpinCondition, "record_read"),
-    ("compat/message_queues", WorkerProc, "_execute_worker_rpc"),
-    ("compat/message_queues", WorkerProc, "handle_output"),
-    ("compat/message_queues", WorkerProc, "enqueue_output"),
+    ("compat/models/quantised_experts", NvFp4MoeBackend, "EMULATION"),
+    ("compat/models/quantised_experts", Fp8MoeBackend, "CPU"),
+    ("compat/models/quantised_experts", cpu_moe.CPUExpertsInt8, "process_weights_after_loading"),
+    ("compat/models/quantised_experts", cpu_moe, "prepare_mxfp4_moe_layer_for_cpu"),
+    ("compat/models/quantised_experts", int_wna16, "_process_weights_cpu"),
+    ("compat/models/quantised_kernels", w8a8_utils, "requantize_with_max_scale"),
+    ("compat/models/quantised_kernels", w8a8_utils, "convert_to_channelwise"),
+    ("compat/models/fused_experts", fused_moe, "fused_experts"),
+    ("compat/models/fused_experts", fused_moe, "try_get_optimal_moe_config"),
+    ("compat/models/fused_experts", fused_moe, "apply_moe_activation"),
+    ("compat/models/fused_experts", fused_moe_activation, "ApplyMoEActivationConfig"),
+    ("compat/models/fused_experts", fused_moe_activation, "MoEActivation"),
+    ("compat/models/fused_experts", fused_moe_config, "biased_moe_quant_config"),
+    ("compat/models/remote_experts", RoutedExperts, "_get_quant_method"),
+    ("compat/models/remote_experts", RoutedExperts, "__init__"),
+    ("compat/models/remote_experts", RoutedExperts, "forward_modular"),
+    ("compat/models/remote_experts", RoutedExperts, "_ensure_moe_quant_config_init"),
+    ("compat/models/remote_experts", FusedMoEExperts, "_supports_current_device"),
+    ("compat/models/remote_experts", FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"),
+    ("compat/models/remote_experts", SharedExpertsOrder, "MK_INTERNAL_OVERLAPPED"),
+    ("compat/worker/message_queues", AsyncModelRunnerOutput, "get_output"),
+    ("compat/models/quantised_kernels", Fp8BlockScaledMMLinearKernel, "_get_layer_params"),
+    ("compat/engine/api_server", AsyncLLM, "check_admission"),
+    ("compat/engine/api_server", AsyncLLM, "check_health"),
+    ("compat/engine/api_server", GenerateBaseServing, "_raise_if_error"),
+    ("compat/engine/engine_core", EngineCoreProc, "_process_input_queue"),
+    ("compat/engine/engine_core", EngineCoreProc, "_process_engine_step"),
+    ("compat/engine/engine_core", EngineCoreProc, "_handle_client_request"),
+    ("compat/engine/engine_core", EngineCoreProc, "is_running"),
+    ("compat/engine/engine_core", EngineCoreProc, "_send_error_outputs_to_client"),
+    ("compat/engine/engine_core", Scheduler, "has_unfinished_requests"),
+    ("compat/engine/engine_core", Scheduler, "finish_requests"),
+    ("compat/engine/engine_core", Request, "num_tokens"),
+    ("compat/engine/engine_core", Scheduler, "reset_prefix_cache"),
+    ("compat/engine/engine_core", Scheduler, "reset_encoder_cache"),
+    ("compat/worker/message_queues", SpinCondition, "wait"),
+    ("compat/worker/message_queues", SpinCondition, "record_read"),
+    ("compat/worker/message_queues", WorkerProc, "_execute_worker_rpc"),
+    ("compat/worker/message_queues", WorkerProc, "handle_output"),
+    ("compat/worker/message_queues", WorkerProc, "enqueue_output"),
     ("worker/rank_actor", RankActor, "worker_busy_loop"),
     ("worker/rank_actor", RankActor, "create_dist_init_method"),
     ("worker/rank_actor", RankActor, "get_node_and_physical_gpu_ids"),
     ("worker/rank_actor", RankActor, "wait_for_init"),
-    ("compat/engine_processes", engine_utils, "wait_for_engine_startup"),
-    ("compat/engine_processes", engine_utils, "zmq_socket_ctx"),
-    ("compat/kv_cache", kv_cache_utils, "get_kv_cache_config_from_groups"),
-    ("compat/kv_cache", kv_cache_utils, "_pool_bytes_per_block"),
-    ("compat/kv_cache", gpu_model_runner, "allocate_kv_cache"),
-    ("compat/model_config", ModelConfig, "get_layers_start_end_indices"),
-    ("compat/model_inspection", model_registry, "_run_in_subprocess"),
-    ("compat/model_config", distributed_utils, "get_pp_indices"),
-    ("compat/parallel_state", parallel_state, "initialize_model_parallel"),
-    ("compat/parallel_state", parallel_state, "init_model_parallel_group"),
+    ("compat/engine/engine_processes", engine_utils, "wait_for_engine_startup"),
+    ("compat/engine/engine_processes", engine_utils, "zmq_socket_ctx"),
+    ("compat/worker/kv_cache", kv_cache_utils, "get_kv_cache_config_from_groups"),
+    ("compat/worker/kv_cache", kv_cache_utils, "_pool_bytes_per_block"),
+    ("compat/worker/kv_cache", gpu_model_runner, "allocate_kv_cache"),
+    ("compat/worker/layer_partition", ModelConfig, "get_layers_start_end_indices"),
+    ("compat/models/model_registry", model_registry, "_run_in_subprocess"),
+    ("compat/worker/layer_partition", distributed_utils, "get_pp_indices"),
+    ("compat/worker/parallel_state", parallel_state, "initialize_model_parallel"),
+    ("compat/worker/parallel_state", parallel_state, "init_model_parallel_group"),
     *(
-        ("compat/parallel_state", parallel_state, f"_{name}")
+        ("compat/worker/parallel_state", parallel_state, f"_{name}")
         for name in ("TP", "ETP", "DCP", "PCP", "PP", "DP", "EP")
     ),
-    ("compat/parallel_config", MultiprocExecutor, "_get_parallel_sizes"),
+    ("compat/worker/parallel_config", MultiprocExecutor, "_get_parallel_sizes"),
     *(
-        ("compat/decoder_classes", _class(module, name), "forward")
+        ("compat/models/decoder_classes", _class(module, name), "forward")
         for module, names in decoder_classes.CLASSES.items()
         for name in names
     ),
-    ("compat/latent_attention", mla_attention, "MLAAttention"),
-    ("compat/latent_attention", mla_attention.MLACommonDecodeMetadata, "block_table"),
+    ("compat/models/latent_attention", mla_attention, "MLAAttention"),
+    ("compat/models/latent_attention", mla_attention.MLACommonDecodeMetadata, "block_table"),
     *(
-        ("compat/latent_attention", mla_attention.MLACommonMetadata, name)
+        ("compat/models/latent_attention", mla_attention.MLACommonMetadata, name)
         for name in (
             "num_actual_tokens",
             "max_query_len",
@@ -478,13 +483,16 @@ PRIVATE: list[tuple[str, Any, str]] = [
             "prefill",
         )
     ),
-    ("compat/latent_attention", mla_attention.MLACommonPrefillMetadata, "block_table"),
-    *(("compat/latent_attention", backend, "forward_mqa") for backend in (AMXMLAImpl, CPUMLAImpl)),
-    ("compat/latent_attention", MultiHeadLatentAttentionWrapper, "forward"),
-    ("compat/lora", lora_ops, "bgmv_shrink"),
-    ("compat/lora", punica_cpu, "bgmv_shrink"),
-    ("compat/lora", PunicaWrapperBase, "token_lora_indices"),
-    *(("compat/lora", lora_layers, name) for name in lora.KNOWN),
+    ("compat/models/latent_attention", mla_attention.MLACommonPrefillMetadata, "block_table"),
+    *(
+        ("compat/models/latent_attention", backend, "forward_mqa")
+        for backend in (AMXMLAImpl, CPUMLAImpl)
+    ),
+    ("compat/models/latent_attention", MultiHeadLatentAttentionWrapper, "forward"),
+    ("compat/models/lora", lora_ops, "bgmv_shrink"),
+    ("compat/models/lora", punica_cpu, "bgmv_shrink"),
+    ("compat/models/lora", PunicaWrapperBase, "token_lora_indices"),
+    *(("compat/models/lora", lora_layers, name) for name in lora.KNOWN),
 ]
 """Names of vLLM's that are not meant for others: where they are touched, of what they are."""
 
@@ -498,12 +506,12 @@ def test_private_names_exist(where: str, owner: Any, name: str) -> None:
 
 
 ASSIGNED: list[tuple[str, type, str]] = [
-    ("compat/model_parts", Attention, "kv_sharing_target_layer_name"),
-    ("compat/latent_attention", AMXMLAImpl, "_w_uk_packed"),
-    ("compat/latent_attention", AMXMLAImpl, "_w_uv_packed"),
-    ("compat/latent_attention", CustomOp, "_forward_method"),
+    ("compat/models/model_parts", Attention, "kv_sharing_target_layer_name"),
+    ("compat/models/latent_attention", AMXMLAImpl, "_w_uk_packed"),
+    ("compat/models/latent_attention", AMXMLAImpl, "_w_uv_packed"),
+    ("compat/models/latent_attention", CustomOp, "_forward_method"),
     *(
-        ("compat/latent_attention", mla_attention.MLAAttention, name)
+        ("compat/models/latent_attention", mla_attention.MLAAttention, name)
         for name in (
             "use_pcp",
             "q_pad_num_heads",
@@ -513,62 +521,62 @@ ASSIGNED: list[tuple[str, type, str]] = [
         )
     ),
     *(
-        ("compat/latent_attention", MultiHeadLatentAttentionWrapper, name)
+        ("compat/models/latent_attention", MultiHeadLatentAttentionWrapper, name)
         for name in ("indexer", "is_sparse", "g_proj", "dcp_q_replicate", "mla_attn")
     ),
-    ("compat/warmup", GPUModelRunner, "max_num_tokens"),
-    ("compat/warmup", GPUModelRunner, "is_pooling_model"),
-    ("compat/warmup", GPUModelRunner, "cudagraph_dispatcher"),
-    ("compat/read_rows", ModelConfig, "runner_type"),
+    ("compat/worker/warmup", GPUModelRunner, "max_num_tokens"),
+    ("compat/worker/warmup", GPUModelRunner, "is_pooling_model"),
+    ("compat/worker/warmup", GPUModelRunner, "cudagraph_dispatcher"),
+    ("compat/worker/read_rows", ModelConfig, "runner_type"),
     *(
-        ("compat/read_rows", LinearBase, name)
+        ("compat/worker/read_rows", LinearBase, name)
         for name in ("output_size", "return_bias", "skip_bias_add")
     ),
-    ("compat/read_rows", CPUAttentionBackendImpl, "sliding_window"),
-    ("compat/read_rows", CPUAttentionMetadataBuilder, "isa"),
+    ("compat/worker/read_rows", CPUAttentionBackendImpl, "sliding_window"),
+    ("compat/worker/read_rows", CPUAttentionMetadataBuilder, "isa"),
     *(
-        ("compat/read_rows", Attention, name)
+        ("compat/worker/read_rows", Attention, name)
         for name in ("impl", "dtype", "head_size", "num_heads", "num_kv_heads", "kv_cache_dtype")
     ),
     ("worker/warmup_actions", GPUModelRunner, "model_config"),
     ("worker/warmup_actions", GPUModelRunner, "device"),
-    ("compat/message_queues", MessageQueue, "buffer"),
-    ("compat/message_queues", MessageQueue, "handle"),
-    ("compat/message_queues", MessageQueue, "_spin_condition"),
-    ("compat/message_queues", SpinCondition, "last_read"),
-    ("compat/message_queues", SpinCondition, "busy_loop_s"),
-    ("compat/message_queues", ShmRingBuffer, "is_creator"),
-    ("compat/message_queues", ShmRingBuffer, "shared_memory"),
-    ("compat/message_queues", CpuCommunicator, "dist_module"),
-    ("compat/api_server", AsyncMPClient, "_engine_status"),
-    ("compat/engine_clients", MPClient, "resources"),
-    ("compat/engine_core", EngineCoreProc, "enable_fault_tolerance"),
-    ("compat/engine_core", EngineCoreProc, "ft_sentinel"),
-    ("compat/engine_core", EngineCoreProc, "engines_running"),
-    ("compat/engine_core", EngineCoreProc, "input_queue"),
-    ("compat/engine_core", EngineCoreProc, "output_queue"),
-    ("compat/engine_core", EngineCoreProc, "addresses"),
-    ("compat/engine_core", EngineCore, "batch_queue"),
-    ("compat/engine_core", Scheduler, "waiting"),
-    ("compat/engine_core", Scheduler, "max_num_scheduled_tokens"),
-    ("compat/spec_decode", GPUModelRunner, "speculative_config"),
-    ("compat/spec_decode", GPUModelRunner, "input_batch"),
-    ("compat/spec_decode", GPUModelRunner, "input_ids"),
-    ("compat/spec_decode", GPUModelRunner, "requests"),
+    ("compat/worker/message_queues", MessageQueue, "buffer"),
+    ("compat/worker/message_queues", MessageQueue, "handle"),
+    ("compat/worker/message_queues", MessageQueue, "_spin_condition"),
+    ("compat/worker/message_queues", SpinCondition, "last_read"),
+    ("compat/worker/message_queues", SpinCondition, "busy_loop_s"),
+    ("compat/worker/message_queues", ShmRingBuffer, "is_creator"),
+    ("compat/worker/message_queues", ShmRingBuffer, "shared_memory"),
+    ("compat/worker/message_queues", CpuCommunicator, "dist_module"),
+    ("compat/engine/api_server", AsyncMPClient, "_engine_status"),
+    ("compat/engine/engine_processes", MPClient, "resources"),
+    ("compat/engine/engine_core", EngineCoreProc, "enable_fault_tolerance"),
+    ("compat/engine/engine_core", EngineCoreProc, "ft_sentinel"),
+    ("compat/engine/engine_core", EngineCoreProc, "engines_running"),
+    ("compat/engine/engine_core", EngineCoreProc, "input_queue"),
+    ("compat/engine/engine_core", EngineCoreProc, "output_queue"),
+    ("compat/engine/engine_core", EngineCoreProc, "addresses"),
+    ("compat/engine/engine_core", EngineCore, "batch_queue"),
+    ("compat/engine/engine_core", Scheduler, "waiting"),
+    ("compat/engine/engine_core", Scheduler, "max_num_scheduled_tokens"),
+    ("compat/worker/spec_decode", GPUModelRunner, "speculative_config"),
+    ("compat/worker/spec_decode", GPUModelRunner, "input_batch"),
+    ("compat/worker/spec_decode", GPUModelRunner, "input_ids"),
+    ("compat/worker/spec_decode", GPUModelRunner, "requests"),
     *(
-        ("compat/late_tokens", GPUModelRunner, name)
+        ("compat/worker/late_tokens", GPUModelRunner, name)
         for name in ("requests", "input_batch", "input_ids", "query_start_loc")
     ),
-    ("compat/input_processor", InputProcessor, "model_config"),
-    ("compat/model_runner", GPUModelRunner, "discard_request_mask"),
-    ("compat/model_runner", InputBatch, "generators"),
-    ("compat/lora", BaseLinearLayerWithLoRA, "base_layer"),
-    ("compat/lora", BaseLinearLayerWithLoRA, "lora_a_stacked"),
-    ("compat/lora", BaseLinearLayerWithLoRA, "lora_b_stacked"),
-    ("compat/lora", BaseLayerWithLoRA, "punica_wrapper"),
-    ("compat/expert_router", BaseRouter, "top_k"),
+    ("compat/engine/input_processor", InputProcessor, "model_config"),
+    ("compat/worker/model_runner", GPUModelRunner, "discard_request_mask"),
+    ("compat/worker/model_runner", InputBatch, "generators"),
+    ("compat/models/lora", BaseLinearLayerWithLoRA, "base_layer"),
+    ("compat/models/lora", BaseLinearLayerWithLoRA, "lora_a_stacked"),
+    ("compat/models/lora", BaseLinearLayerWithLoRA, "lora_b_stacked"),
+    ("compat/models/lora", BaseLayerWithLoRA, "punica_wrapper"),
+    ("compat/models/expert_router", BaseRouter, "top_k"),
     *(
-        ("compat/expert_router", CPURouter, name)
+        ("compat/models/expert_router", CPURouter, name)
         for name in (
             "scoring_func",
             "renormalize",
@@ -660,7 +668,7 @@ def _made_here(paths: list[Path]) -> set[str]:
 
 
 def test_only_compat_touches_private_names_of_vllm() -> None:
-    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "compat"]
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if COMPAT not in path.parents]
     own = _made_here(paths)
     found = {
         f"{path.relative_to(PACKAGE)}: {use}" for path in paths for use in _private_uses(path, own)

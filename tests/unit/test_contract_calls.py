@@ -16,9 +16,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from ray_hetero.compat import (
-    message_queues,
-)
+from ray_hetero.compat.worker import message_queues
 from ray_hetero.errors import RankError
 from ray_hetero.worker.rank_actor import RankActor
 

@@ -26,12 +26,8 @@ from worlds import layout, world
 
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.compat import (
-    engine_args,
-    engine_clients,
-    engine_environment,
-    engine_processes,
-)
+from ray_hetero.compat import patching
+from ray_hetero.compat.engine import engine_args, engine_environment, engine_processes
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
@@ -71,10 +67,10 @@ def test_engines_that_are_left_are_shut_down_at_exit(monkeypatch: pytest.MonkeyP
     at_exit: list[tuple[Any, ...]] = []
     for name in ("make_client", "make_async_mp_client"):
         monkeypatch.setattr(EngineCoreClient, name, staticmethod(lambda vllm_config: Client()))
-    monkeypatch.setattr(engine_clients.atexit, "register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr(engine_processes.atexit, "register", lambda *call: at_exit.append(call))
     ended: list[tuple[int, int]] = []
     for _ in range(2):
-        engine_clients.end_engines_at_exit(lambda pid, status: ended.append((pid, status)))
+        engine_processes.end_engines_at_exit(lambda pid, status: ended.append((pid, status)))
     left, dropped = EngineCoreClient.make_client(1), EngineCoreClient.make_async_mp_client(2)
     (function, clients), (tell, managers, what) = at_exit
     managers[1].failed_proc_name = None
@@ -133,7 +129,9 @@ def test_an_engine_of_ours_that_is_up_gets_time_to_end(monkeypatch: pytest.Monke
 def test_who_waits_for_an_engine_that_starts_can_be_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_utils, "zmq_socket_ctx", engine_utils.zmq_socket_ctx)
+    # Another test of this process may have prepared an engine.
+    found = engine_utils.zmq_socket_ctx
+    monkeypatch.setattr(engine_utils, "zmq_socket_ctx", getattr(found, patching.STOCK, found))
 
     def wait() -> str:
         with engine_utils.zmq_socket_ctx("inproc://here", zmq.PULL, bind=True) as socket:
@@ -221,8 +219,8 @@ def test_an_engine_after_one_of_ours_has_the_model_runner_that_it_would_have_had
 
     for make in ("make_client", "make_async_mp_client"):
         monkeypatch.setattr(EngineCoreClient, make, staticmethod(Client))
-    monkeypatch.setattr(engine_clients.atexit, "register", lambda *call: None)
-    engine_clients.end_engines_at_exit(lambda pid, number: None)
+    monkeypatch.setattr(engine_processes.atexit, "register", lambda *call: None)
+    engine_processes.end_engines_at_exit(lambda pid, number: None)
     assert EngineCoreClient.make_client(ours).inherited == "0"
     assert RUNNER not in os.environ
     # The front end of the first engine still asks, and must hear the same.

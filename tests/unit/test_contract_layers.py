@@ -34,11 +34,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from ray_hetero.compat import (
-    compilation,
-    quantised_kernels,
-    spec_decode,
-)
+from ray_hetero.compat.models import compilation, quantised_kernels
+from ray_hetero.compat.worker import spec_decode
 from ray_hetero.kernels.experts.activations import ROWS
 from ray_hetero.kernels.linear import quantised_linear
 
@@ -98,7 +95,7 @@ CHOICES: dict[str, Callable[[], Any]] = {
 def test_the_first_kernel_of_a_list_that_suits_is_taken(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # compat/quantised_kernels.py puts one in front.
+    # compat/models/quantised_kernels.py puts one in front.
     monkeypatch.setitem(getattr(linear_kernels, name), current_platform._enum, [Chosen])
     assert type(CHOICES[name]()) is Chosen
     monkeypatch.setitem(getattr(linear_kernels, name), current_platform._enum, [])
@@ -149,12 +146,12 @@ def latent_attention() -> Any:
 
 
 def test_latent_attention_marks_the_layer_whose_tensors_it_reads(latent_attention: Any) -> None:
-    # compat/quantised_kernels.py looks at it.
+    # compat/models/quantised_kernels.py looks at it.
     assert latent_attention.kv_b_proj._cpu_skip_gemm_dispatch
 
 
 def test_latent_attention_keeps_the_matrices_of_its_heads(latent_attention: Any) -> None:
-    # compat/latent_attention.py reads them.
+    # compat/models/latent_attention.py reads them.
     weight = latent_attention.kv_b_proj.weight.view(2, 32 + 64, 64)
     latent_attention.process_weights_after_loading(torch.bfloat16)
     assert torch.equal(latent_attention.W_UK_T, weight[:, :32])
@@ -216,7 +213,7 @@ def test_an_earlier_stage_is_sent_what_it_learns_accepted_tokens_from() -> None:
     ahead = scheduler._make_cached_request_data(
         requests, [], dict.fromkeys(names, 1), {}, dict.fromkeys(names, blocks)
     )
-    # compat/late_tokens.py makes up for these.
+    # compat/worker/late_tokens.py makes up for these.
     assert (ahead.new_token_ids, ahead.all_token_ids) == ([], sent.all_token_ids)
     known = {field.name for field in dataclasses.fields(CachedRequestState)}
     assert "output_token_ids" in known
@@ -250,7 +247,7 @@ def test_fused_experts_take_what_is_given() -> None:
 
 
 def test_experts_without_a_gate_are_refused_on_cpus_behind_all_else() -> None:
-    """compat/cpu_experts.py goes on where vLLM raises: nothing may come behind it."""
+    """compat/models/cpu_experts.py goes on where vLLM raises: nothing may come behind it."""
     source = inspect.getsource(fused_moe_config.FusedMoEConfig.__post_init__)
     *_, last = source.split("raise NotImplementedError(")
     assert source.count("raise NotImplementedError(") == 1

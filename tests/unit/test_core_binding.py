@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ray_hetero.runtime.openmp_environment import openmp_environment
-from ray_hetero.runtime.preload_libraries import find_preload_libraries
+from ray_hetero.runtime.openmp_environment import find_preload_libraries, openmp_environment
 
 CPUS = sorted(os.sched_getaffinity(0))
 

@@ -17,9 +17,9 @@ from vllm import envs
 from ray_hetero.errors import StartupError
 from ray_hetero.executor import actors
 from ray_hetero.preflight.node_software import NodeSoftware
-from ray_hetero.runtime import private_folder, ray_token
+from ray_hetero.runtime import local_ray, private_folder
 from ray_hetero.runtime.credentials import is_secret, needed_by_ranks, withheld, without_secrets
-from ray_hetero.runtime.preload_libraries import PreloadLibraries
+from ray_hetero.runtime.openmp_environment import PreloadLibraries
 from ray_hetero.runtime.private_folder import PrivateFolder
 from ray_hetero.worker.rank_environment import propagated
 
@@ -146,9 +146,9 @@ def test_the_hubs_library_finds_a_token_that_comes_late() -> None:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in (ray_token.MODE, *ray_token.ELSEWHERE):
+    for name in (local_ray.MODE, *local_ray.ELSEWHERE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ray_token, "Config", SimpleNamespace(initialize=lambda text: None))
+    monkeypatch.setattr(local_ray, "Config", SimpleNamespace(initialize=lambda text: None))
     return tmp_path
 
 
@@ -159,17 +159,17 @@ def mode_of(path: Path) -> int:
 def test_a_new_token_can_be_read_by_its_user_only(home: Path) -> None:
     before = os.umask(0)
     try:
-        ray_token.ask_for_token()
+        local_ray.ask_for_token()
     finally:
         os.umask(before)
     token = home / ".ray" / "auth_token"
     assert (mode_of(token.parent), mode_of(token)) == (0o700, 0o600)
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
     first = token.read_text()
-    assert len(first) == 2 * ray_token.TOKEN_BYTES
-    ray_token.ask_for_token()
+    assert len(first) == 2 * local_ray.TOKEN_BYTES
+    local_ray.ask_for_token()
     assert token.read_text() == first
-    assert os.environ[ray_token.MODE] == "token"
+    assert os.environ[local_ray.MODE] == "token"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_the_user_has_set_stays(
     home: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    ray_token.ask_for_token()
+    local_ray.ask_for_token()
     assert os.environ[name] == value
     assert not (home / ".ray").exists()
 
@@ -187,23 +187,23 @@ def test_what_the_user_has_set_stays(
 def test_a_token_that_others_can_read_is_named(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ray_token.ask_for_token()
+    local_ray.ask_for_token()
     token = home / ".ray" / "auth_token"
     assert caplog.text == ""
     token.chmod(0o644)
     token.parent.chmod(0o755)
-    ray_token.logger.addHandler(caplog.handler)
+    local_ray.logger.addHandler(caplog.handler)
     try:
-        ray_token.ask_for_token()
+        local_ray.ask_for_token()
     finally:
-        ray_token.logger.removeHandler(caplog.handler)
+        local_ray.logger.removeHandler(caplog.handler)
     assert f"chmod go= {token.parent} {token}" in caplog.text
 
 
 def test_a_home_without_room_for_a_token_is_told(home: Path) -> None:
     (home / ".ray").write_text("a file")
     with pytest.raises(StartupError, match=r"auth_token, found: .*RAY_AUTH_TOKEN=\$"):
-        ray_token.ask_for_token()
+        local_ray.ask_for_token()
 
 
 # --- folders -----------------------------------------------------------------------------------

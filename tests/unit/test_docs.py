@@ -18,7 +18,7 @@ from test_imports import ROOMS
 
 from placement.plan.described import read_described
 from ray_hetero.cli.main import commands
-from ray_hetero.compat import draft_methods
+from ray_hetero.compat.engine import draft_methods
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.config_sources import ENVIRONMENT_VARIABLE, KEY
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from placement.plan.drafts import Drafter, Source, tokens_of_step
 from placement.plan.split import Split, choose_split, price_drafts
 from ray_hetero.cli.main import commands
-from ray_hetero.compat import draft_methods
-from ray_hetero.compat.draft_methods import DraftMethod
+from ray_hetero.compat.engine import draft_methods
+from ray_hetero.compat.engine.draft_methods import DraftMethod
 from ray_hetero.planning.drafters import drafter_of
 from ray_hetero.preflight.unsupported_drafters import method_named
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from ray_hetero.compat.cpu_linear import hold_embedding_whole, keep_embeddings_once
+from ray_hetero.compat.models.cpu_linear import hold_embedding_whole, keep_embeddings_once
 
 VOCABULARY, HIDDEN = 128, 64
 

@@ -9,7 +9,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from placement.cluster.assignment import Turn
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.compat import engine_args, late_tokens, shared_batches
+from ray_hetero.compat.engine import engine_args, shared_batches
+from ray_hetero.compat.worker import late_tokens
 from ray_hetero.executor.engine_plan import EnginePlanner
 
 STOCK = "vllm.v1.core.sched.scheduler.Scheduler"

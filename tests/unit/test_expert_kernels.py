@@ -7,7 +7,7 @@ import functools
 import torch
 from vllm.model_executor.layers.fused_moe import fused_moe
 
-from ray_hetero.compat.fused_experts import kernel_tokens
+from ray_hetero.compat.models.fused_experts import kernel_tokens
 
 SHAPES = (128, 1536, 2048), (128, 2048, 768)
 CHOSEN = 8

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.router.router_factory import (  # noqa
     create_fused_moe_router,
 )
 
-from ray_hetero.compat import expert_router  # noqa: E402
+from ray_hetero.compat.models import expert_router  # noqa: E402
 from ray_hetero.kernels.experts.routing import SCORES, route  # noqa: E402
 
 TOKENS, EXPERTS, CHOSEN = 40, 16, 4

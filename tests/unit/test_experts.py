@@ -27,7 +27,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
 )
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.compat import cpu_experts  # noqa: E402
+from ray_hetero.compat.models import cpu_experts  # noqa: E402
 from ray_hetero.kernels.experts.activations import (  # noqa: E402
     ROWS,
     SILU,

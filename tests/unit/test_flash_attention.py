@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ray_hetero.compat.flash_attention import ASKED, UnexpectedArgumentError, others
+from ray_hetero.compat.models.flash_attention import ASKED, UnexpectedArgumentError, others
 
 SCHEMA = """_vllm_fa3_C::fwd(Tensor(a!) q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new,
 Tensor? q_v, Tensor(b!)? out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
-from ray_hetero.compat import engine_core
+from ray_hetero.compat.engine import engine_core
 from ray_hetero.runtime import heartbeat
 from ray_hetero.runtime.heartbeat import BEAT_SECONDS, Heartbeat, late
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from vllm.model_executor.models.registry import ModelRegistry
 
-from ray_hetero.compat import image_libraries
+from ray_hetero.compat.models import model_registry
 from ray_hetero.errors import UnsupportedError
 
 MODELS = (
@@ -23,7 +23,7 @@ MODELS = (
 @pytest.mark.parametrize("name", MODELS)
 def test_their_classes_are_loaded(name: str) -> None:
     had = importlib.util.find_spec("torchvision") is not None
-    image_libraries.load_models_without_torchvision()
+    model_registry.load_models_without_torchvision()
     assert ModelRegistry.models[name].load_model_cls().__name__ == name
     # Nothing takes the library for installed afterwards.
     assert (importlib.util.find_spec("torchvision") is not None) == had
@@ -33,7 +33,7 @@ def test_their_classes_are_loaded(name: str) -> None:
     importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
 )
 def test_what_needs_the_library_says_so_when_it_is_called() -> None:
-    with image_libraries._absent_library():
+    with model_registry._absent_library():
         from torchvision.transforms.v2 import functional
 
     with pytest.raises(UnsupportedError, match=r"functional\.resize is needed for images"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_hetero.compat import layer_partition
+from ray_hetero.compat.worker import layer_partition
 
 ROOT = Path(__file__).parents[2]
 ROOMS = {
@@ -117,9 +117,9 @@ def test_kernels_of_the_cores_import_nothing_of_gpus() -> None:
 MOST_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "ray_hetero.cli.plan.plan": 170,
-    "ray_hetero.compat.expert_router.use_routing": 68,
-    "ray_hetero.compat.remote_experts._remote_method": 79,
-    "ray_hetero.compat.spec_decode.pass_hidden_states_on": 61,
+    "ray_hetero.compat.models.expert_router.use_routing": 68,
+    "ray_hetero.compat.models.remote_experts._remote_method": 79,
+    "ray_hetero.compat.worker.spec_decode.pass_hidden_states_on": 61,
     "ray_hetero.distributed.shared_sums.joined": 63,
     "ray_hetero.kernels.formats.scaled_on_gpu_triton.kernel": 70,
     "ray_hetero.kernels.layers.layer_fusion.install": 73,
@@ -154,15 +154,14 @@ def test_no_function_is_long() -> None:
 
 WRITERS = {
     "ray_hetero.cli.connection": "a token that lies where Ray looks for one",
-    "ray_hetero.compat.engine_environment": "what vLLM reads while it makes an engine, taken back",
-    "ray_hetero.compat.layer_partition": "the layers of each stage, for vLLM",
+    "ray_hetero.compat.engine.engine_environment": "variables that vLLM reads, taken back",
+    "ray_hetero.compat.worker.layer_partition": "the layers of each stage, for vLLM",
     "ray_hetero.runtime.credentials": "secrets, kept from processes that are being started",
     "ray_hetero.runtime.exit_reason": "where the engine's process leaves why it ended",
     "ray_hetero.runtime.heartbeat": "where a command's engines and API servers meet",
-    "ray_hetero.runtime.local_ray": "settings of a Ray that is started here",
     "ray_hetero.runtime.ray_ahead": "a Ray that was started ahead, which is asked for once",
     "ray_hetero.runtime.ray_connection": "no reports of usage",
-    "ray_hetero.runtime.ray_token": "a Ray that is started here asks for a token",
+    "ray_hetero.runtime.local_ray": "settings and token of a Ray that is started here",
     "ray_hetero.worker.cuda_init": "GPUs, while CUDA's driver is initialised",
     "ray_hetero.worker.process_setup": "a rank's secrets, which its runtime environment has not",
 }
@@ -208,7 +207,7 @@ def test_one_module_tells_vllm_the_layers_of_each_stage() -> None:
         if variable in (text := MODULES[module].read_text(encoding="utf-8"))
         or "layer_partition import" in text
     }
-    assert tell == {"ray_hetero.compat.layer_partition"}
+    assert tell == {"ray_hetero.compat.worker.layer_partition"}
     # Nobody has `engine_environment` write it.
     put = {
         ast.unparse(node.args[0])

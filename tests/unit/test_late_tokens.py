@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from ray_hetero.compat.late_tokens import PLACEHOLDER, LateTokens, sampled_tokens
+from ray_hetero.compat.worker.late_tokens import PLACEHOLDER, LateTokens, sampled_tokens
 
 PROMPT = [11, 12, 13]
 

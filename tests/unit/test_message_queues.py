@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from ray_hetero.compat import message_queues
-from ray_hetero.compat.message_queues import FIRST_NAP_S, LONGEST_NAP_S, POLLED_SHARE
+from ray_hetero.compat.worker import message_queues
+from ray_hetero.compat.worker.message_queues import FIRST_NAP_S, LONGEST_NAP_S, POLLED_SHARE
 
 
 class Waits:

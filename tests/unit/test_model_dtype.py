@@ -16,7 +16,7 @@ from worlds import world
 from placement.cluster.assignment import Turn
 from ray_hetero import plugin
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.compat import engine_args, model_dtype
+from ray_hetero.compat.engine import engine_args
 from ray_hetero.config import HeteroConfig
 from ray_hetero.executor.engine_plan import EnginePlanner
 from ray_hetero.launch.prepare import _has_cpus
@@ -71,7 +71,7 @@ def test_the_dtype_of_an_engine(
     config = configured(path := named(names, stored), **asked)
     assert config.model_config.dtype == dtype
     was_changed = (names, dtype) == ("float16", torch.bfloat16)
-    assert (model_dtype.stock_dtype(config.model_config) is not None) == was_changed
+    assert (engine_args.stock_dtype(config.model_config) is not None) == was_changed
     # The command plans for CPU ranks; GPUs by themselves have no use for the answer.
     if asked.get("additional_config") is not GPUS and "backend" not in asked:
         content = json.loads((path / "config.json").read_text())
@@ -83,17 +83,17 @@ def test_it_is_as_if_it_had_been_typed_and_goes_to_other_processes(named: Any) -
     path = named("float16")
     chosen, typed = configured(path), configured(path, dtype="bfloat16")
     assert chosen.model_config.compute_hash() == typed.model_config.compute_hash()
-    assert model_dtype.stock_dtype(typed.model_config) is None
+    assert engine_args.stock_dtype(typed.model_config) is None
     there = pickle.loads(pickle.dumps(chosen.model_config))  # noqa: S301
-    assert (there.dtype, model_dtype.stock_dtype(there)) == (torch.bfloat16, torch.float16)
-    model_dtype.take_stock_dtype(there)
+    assert (there.dtype, engine_args.stock_dtype(there)) == (torch.bfloat16, torch.float16)
+    engine_args.take_stock_dtype(there)
     assert there.dtype == torch.float16
 
 
 def test_stages_are_chosen_by_what_cpu_ranks_would_take(named: Any) -> None:
     arguments = EngineArgs(model=str(named("float16")), max_model_len=128)
     for has_cpus in (True, None, False):
-        model_dtype.choose_dtype(arguments, dtype_with_cpus, has_cpus=has_cpus)
+        engine_args.choose_dtype(arguments, dtype_with_cpus, has_cpus=has_cpus)
         found = facts_of_model(arguments, model_of(arguments), server_defaults([]))
         assert found.is_bf16 == (has_cpus is not False)
     assert arguments.dtype == "auto"
@@ -107,7 +107,7 @@ def test_a_model_with_images_is_not_changed_before_cpu_ranks_are_certain(
     monkeypatch.setattr(ModelConfig, "is_multimodal_model", property(lambda self: True))
     arguments = EngineArgs(model=str(named("float16")), max_model_len=128)
     for has_cpus, dtype in ((None, torch.float16), (True, torch.bfloat16)):
-        model_dtype.choose_dtype(arguments, dtype_with_cpus, has_cpus=has_cpus)
+        engine_args.choose_dtype(arguments, dtype_with_cpus, has_cpus=has_cpus)
         assert arguments.create_model_config().dtype == dtype
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from ray_hetero.compat import model_inspection
+from ray_hetero.compat.models import model_registry
 from ray_hetero.compat.patching import STOCK
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM for CPUs")
@@ -32,8 +32,8 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_no_process_is_started_for_it(known: Any, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         known.inspect_model_cls()
-    model_inspection.inspect_here()
-    model_inspection.inspect_here()
+    model_registry.inspect_here()
+    model_registry.inspect_here()
     found = known.inspect_model_cls()
     assert found == registry._ModelInfo.from_model_cls(known.load_model_cls())
     assert found.supports_pp
@@ -44,5 +44,5 @@ def test_no_process_is_started_for_it(known: Any, tmp_path: Path) -> None:
 def test_with_gpus_it_stays_as_it_was(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = registry._run_in_subprocess
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    model_inspection.inspect_here()
+    model_registry.inspect_here()
     assert registry._run_in_subprocess is stock

@@ -22,8 +22,9 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from placement.host import native
-from ray_hetero.compat import cpu_linear, cpu_worker, kv_cache, model_runner
-from ray_hetero.compat import parallel_state as our_parallel_state
+from ray_hetero.compat.models import cpu_linear
+from ray_hetero.compat.worker import cpu_worker, kv_cache, model_runner
+from ray_hetero.compat.worker import parallel_state as our_parallel_state
 
 
 def test_memory_is_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(TESTS))
 from families.configurations import architectures  # noqa: E402
 
 MENDED = ("Ernie4_5_MoeForCausalLM", "Gemma4ForCausalLM", "GraniteMoeHybridForCausalLM")
-"""Architectures that `compat/pipeline_models.py` is for."""
+"""Architectures that `compat/models/pipeline_models.py` is for."""
 SAMPLE = 9
 """Architectures of this date, beside those."""
 

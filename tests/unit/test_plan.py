@@ -26,7 +26,7 @@ from placement.plan.svg import fitted, width
 from placement.plan.table import COLUMNS, plan_report
 from placement.units import GIB
 from ray_hetero.cli.plan import plan as plan_command
-from ray_hetero.planning.family import family_of
+from ray_hetero.compat.models.fused_architectures import family_of
 
 DATA = Path(__file__).parent / "data"
 SERVER = read_described(DATA / "h100_two_8480.yaml")

@@ -32,7 +32,7 @@ from vllm.platforms.interface import PlatformEnum  # noqa: E402
 from placement.model.reading import shape_of  # noqa: E402
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
-from ray_hetero.compat import quantised_kernels  # noqa: E402
+from ray_hetero.compat.models import quantised_kernels  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.kernels.formats import SCALED_FORMATS  # noqa: E402
 from ray_hetero.kernels.linear import quantised_linear  # noqa: E402

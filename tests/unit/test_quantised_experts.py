@@ -14,7 +14,7 @@ from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native  # noqa: E4
 from test_experts import Given, assert_close, routed  # noqa: E402
 from test_scaled_weights import exact  # noqa: E402
 
-from ray_hetero.compat.quantised_experts import StoredExperts  # noqa: E402
+from ray_hetero.compat.models.quantised_experts import StoredExperts  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.experts.activations import (  # noqa: E402
     SILU,

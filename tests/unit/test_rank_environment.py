@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ray_hetero.errors import ConfigError
-from ray_hetero.runtime.preload_libraries import PreloadLibraries, find_preload_libraries
+from ray_hetero.runtime.openmp_environment import PreloadLibraries, find_preload_libraries
 from ray_hetero.worker.rank_environment import (
     PER_RANK,
     cpu_rank_environment,

@@ -9,7 +9,7 @@ import pytest
 from test_layer_plan import plan, server
 
 from placement.host.cpulist import format_cpulist
-from ray_hetero.compat import layer_partition
+from ray_hetero.compat.worker import layer_partition
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning import layer_plan
 from ray_hetero.planning.planned_layers import LayerPlan

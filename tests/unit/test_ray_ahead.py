@@ -16,7 +16,7 @@ import pytest
 import ray
 from vllm import envs
 
-from ray_hetero.compat import engine_environment
+from ray_hetero.compat.engine import engine_environment
 from ray_hetero.executor.hetero_executor import HeteroExecutor
 from ray_hetero.launch import early_ray
 from ray_hetero.runtime import ray_ahead

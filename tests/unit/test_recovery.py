@@ -15,8 +15,8 @@ from vllm.v1.engine import FT_STATUS_CALL_ID, EngineCoreRequestType
 from vllm.v1.fault_tolerance import fault_tolerant_wrapper
 from vllm.v1.request import RequestStatus
 
-from ray_hetero.compat import engine_core
-from ray_hetero.compat.engine_args import SPEC_ATTRIBUTE
+from ray_hetero.compat.engine import engine_core
+from ray_hetero.compat.engine.engine_args import SPEC_ATTRIBUTE
 from ray_hetero.errors import StartupError
 from ray_hetero.executor import recovery
 from ray_hetero.executor.recovery import RankRecovery

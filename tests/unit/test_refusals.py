@@ -14,7 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from placement.cluster.layout import Kind, Layout
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.compat.late_tokens import schedule_ahead
+from ray_hetero.compat.worker.late_tokens import schedule_ahead
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
 from ray_hetero.preflight import unsupported_drafters

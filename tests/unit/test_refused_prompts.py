@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.v1.engine.input_processor import InputProcessor  # noqa: E402
 
-from ray_hetero.compat import input_processor  # noqa: E402
+from ray_hetero.compat.engine import input_processor  # noqa: E402
 
 VOCABULARY, HIDDEN = 512, 8
 

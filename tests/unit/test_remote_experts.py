@@ -26,7 +26,7 @@ from dequantised import dequantised  # noqa: E402
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 from ray_hetero.cli.demo.stored import FORMATS  # noqa: E402
-from ray_hetero.compat import remote_experts  # noqa: E402
+from ray_hetero.compat.models import remote_experts  # noqa: E402
 from ray_hetero.config import HeteroConfig  # noqa: E402
 from ray_hetero.distributed import expert_memory  # noqa: E402
 from ray_hetero.distributed.stage_experts import are_remote  # noqa: E402

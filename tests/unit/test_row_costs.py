@@ -30,8 +30,8 @@ from placement.plan.step_time import PICO
 from ray_hetero.cli.main import commands
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.kernels.linear import row_timing
-from ray_hetero.planning import cluster_rows, socket_rows
-from ray_hetero.planning.cluster_rows import rows_probe
+from ray_hetero.planning import cluster_measurements, socket_rows
+from ray_hetero.planning.cluster_measurements import rows_probe
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of_checkpoint
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.machine import Machine
@@ -273,8 +273,8 @@ def test_nodes_of_a_cluster_measure_for_themselves(monkeypatch: pytest.MonkeyPat
         return STEEP
 
     monkeypatch.setattr(ray_cluster, "on_nodes", on_nodes)
-    monkeypatch.setattr(cluster_rows.ray, "get_runtime_context", Context)
-    monkeypatch.setattr(cluster_rows, "costs_here", here)
+    monkeypatch.setattr(cluster_measurements.ray, "get_runtime_context", Context)
+    monkeypatch.setattr(cluster_measurements, "costs_here", here)
     seats = assign(layout("cc", "cc"), nodes)
     threads = {seat.rank: (seat.rank,) for seat in seats}
     found = rows_probe(nodes, CpuConfig(), 5)(seats, threads)

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.compat import warmup  # noqa: E402
+from ray_hetero.compat.worker import warmup  # noqa: E402
 from ray_hetero.worker import warmup_actions  # noqa: E402
 from ray_hetero.worker.warmup_schedule import Action, Step  # noqa: E402
 

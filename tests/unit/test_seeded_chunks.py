@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ray_hetero.compat import model_runner
+from ray_hetero.compat.worker import model_runner
 
 WORDS = 64
 SEED = 7

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from ray_hetero.compat.shared_batches import CLASS, SharingScheduler
+from ray_hetero.compat.engine.shared_batches import CLASS, SharingScheduler
 
 DECODING = SimpleNamespace(num_computed_tokens=9, num_prompt_tokens=8)
 READING = SimpleNamespace(num_computed_tokens=4, num_prompt_tokens=8)

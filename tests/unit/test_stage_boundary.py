@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ray_hetero.distributed.gloo_link import GlooLink
 from ray_hetero.distributed.link import Link
-from ray_hetero.distributed.links import LINKS
+from ray_hetero.distributed.linking import LINKS
 from ray_hetero.distributed.messages import ALIGNMENT, HEADER_BYTES, Message, Packing
 from ray_hetero.distributed.neighbour import Neighbour, Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary

@@ -16,7 +16,7 @@ from native_module import LEVELS, TESTED, level_of, native, needs_native  # noqa
 from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.compat import cpu_linear  # noqa: E402
+from ray_hetero.compat.models import cpu_linear  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats import CompactWeight, HostWeight, PackedWeight  # noqa: E402

@@ -12,7 +12,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ray_hetero.compat import api_server
+from ray_hetero.compat.engine import api_server
 
 FAULT = {0: {"id": 0, "status": "unhealthy", "fault_info": "rank 1 died"}}
 WELL = ({}, {0: {"id": 0, "status": "healthy"}})

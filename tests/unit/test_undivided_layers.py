@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ray_hetero.cli.plan import plan
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.preflight.layers_between_stages import refuse_divided_layers
+from ray_hetero.preflight.refused_stages import refuse_divided_layers
 
 # The last 20 of 35 layers use the caches of layers 13 and 14.
 KINDS = (["sliding_attention"] * 4 + ["full_attention"]) * 7

@@ -19,7 +19,7 @@ def joins(rank: int, stages: tuple[str, ...], store: Path, answers: Any) -> None
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as groups
 
-    from ray_hetero.compat import parallel_state
+    from ray_hetero.compat.worker import parallel_state
     from ray_hetero.distributed.groups import HeteroGroup, set_world
 
     made = world(*stages)

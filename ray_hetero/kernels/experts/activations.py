@@ -2,7 +2,7 @@
 
 An activation is a row of `ROWS`, by the value of vLLM's MoEActivation.  Its formula stands in
 csrc/kernels/expert_activations.h for the cores, and here for everything else; a GPU calls vLLM's
-operator for it with the same figures (compat/fused_experts.py).
+operator for it with the same figures (compat/models/fused_experts.py).
 """
 
 from __future__ import annotations

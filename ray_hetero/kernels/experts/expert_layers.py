@@ -10,8 +10,8 @@ import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from placement.units import GIB
-from ray_hetero.compat import cpu_experts, expert_activations, quantised_experts
-from ray_hetero.compat.routed_experts import number_of
+from ray_hetero.compat.models import cpu_experts, quantised_experts, routed_experts
+from ray_hetero.compat.models.routed_experts import number_of
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.activations import FIXED, ROWS, Activation
@@ -197,7 +197,7 @@ def unsuited(layer: Any) -> str:
 
 def unsuited_activation(layer: Any) -> str:
     """Why the activation of a layer's experts cannot be computed here; or ""."""
-    said = expert_activations.activation_of(layer)
+    said = routed_experts.activation_of(layer)
     row = ROWS.get(said.value)
     if row is None:
         return f"the activation is {said.value}, expected one of {', '.join(ROWS)}"
@@ -215,7 +215,7 @@ def unsuited_activation(layer: Any) -> str:
 
 def activation_of(layer: Any) -> Activation:
     """The activation of a layer of which `unsuited_activation` says nothing."""
-    said = expert_activations.activation_of(layer)
+    said = routed_experts.activation_of(layer)
     if said.value in FIXED:
         return FIXED[said.value]
     if said.value == "situ":

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from placement.units import GIB
-from ray_hetero.compat.fused_experts import fused_experts, kernel_tokens
+from ray_hetero.compat.models.fused_experts import fused_experts, kernel_tokens
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.activations import Activation
 from ray_hetero.kernels.experts.expert_expansion import ExpertExpansion, LinkedLayer, sizes_of
@@ -24,7 +24,7 @@ from ray_hetero.kernels.experts.expert_pieces import ExpertPieces, ExpertReader,
 from ray_hetero.kernels.experts.experts_one_by_one import multiplied_one_by_one
 from ray_hetero.kernels.experts.linked_experts import LinkedSlice, check
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPERT_WORK_BYTES, ExpertSizes
-from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.runtime.gpu_memory import lock_pages
 
 UNUSED = 0.05
 """Share of a layer's experts from which on those that no token has chosen are left out, as expected

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch.nn.functional import pad
 
-from ray_hetero.compat.quantised_experts import StoredExperts
+from ray_hetero.compat.models.quantised_experts import StoredExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.activations import Order
 from ray_hetero.kernels.experts.routed_experts import MULTIPLE, paired

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from ray_hetero.compat.lora import StackedAdapters, stacked_adapters
+from ray_hetero.compat.models.lora import StackedAdapters, stacked_adapters
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer_parts import Linear

@@ -22,8 +22,8 @@ from vllm.model_executor.layers.activation import (
     SiluAndMul,
 )
 
-from ray_hetero.compat.compilation import is_compiled
-from ray_hetero.compat.lora import base_layer
+from ray_hetero.compat.models.compilation import is_compiled
+from ray_hetero.compat.models.lora import base_layer
 from ray_hetero.kernels.layers import attention
 from ray_hetero.kernels.layers.adapters import Adapters, adapters_of, first_of
 from ray_hetero.kernels.layers.attention import Attention, as_norm

@@ -35,7 +35,7 @@ from ray_hetero.kernels.prompts.prompt_group import RESULTS, PromptGroup
 from ray_hetero.kernels.prompts.shared_weights import PAGE, LinkedLinear, SharedWeights
 from ray_hetero.kernels.prompts.weight_pieces import WholeWeight
 from ray_hetero.planning.prefill_memory import BF16_BYTES
-from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.runtime.gpu_memory import lock_pages
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer import Layer

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
 
-from ray_hetero.compat.latent_attention import turns_wrongly, why_unknown
-from ray_hetero.compat.lora import base_layer
+from ray_hetero.compat.models.latent_attention import turns_wrongly, why_unknown
+from ray_hetero.compat.models.lora import base_layer
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.layers import latent_weights
 from ray_hetero.kernels.layers.attention import as_norm, is_neox

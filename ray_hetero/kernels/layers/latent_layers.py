@@ -20,7 +20,7 @@ import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.compat.latent_attention import blocks_of_tokens
+from ray_hetero.compat.models.latent_attention import blocks_of_tokens
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention

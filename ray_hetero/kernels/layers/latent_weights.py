@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ray_hetero.compat.latent_attention import head_weights
-from ray_hetero.compat.lora import base_layer
+from ray_hetero.compat.models.latent_attention import head_weights
+from ray_hetero.compat.models.lora import base_layer
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats import HostWeight, PackedWeight
 from ray_hetero.kernels.formats.base import BLOCK, pack

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import nn
 
 from placement.units import GIB
-from ray_hetero.compat.compilation import leave_uncompiled
+from ray_hetero.compat.models.compilation import leave_uncompiled
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import decoder_layers, latent_layers, shared_decode
 from ray_hetero.kernels.layers.adapters import Adapters

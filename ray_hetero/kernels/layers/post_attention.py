@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from ray_hetero.compat.custom_ops import vllm_ops
+from ray_hetero.compat.models.custom_ops import vllm_ops
 from ray_hetero.kernels.layers import adapters
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.linear.rank_sums import meeting

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from placement.units import GIB
 from placement.words import size
-from ray_hetero.compat import cpu_linear, quantised_kernels
+from ray_hetero.compat.models import cpu_linear, quantised_kernels
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.expert_layers import ExpertLayers

@@ -36,7 +36,7 @@ from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
-from ray_hetero.compat.quantised_kernels import block_parameters, is_read_by_attention
+from ray_hetero.compat.models.quantised_kernels import block_parameters, is_read_by_attention
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.fp8 import Fp8Weight

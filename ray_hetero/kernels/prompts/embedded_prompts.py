@@ -18,8 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from ray_hetero.compat.compilation import is_compiled
-from ray_hetero.compat.cpu_linear import look_up_with
+from ray_hetero.compat.models.compilation import is_compiled
+from ray_hetero.compat.models.cpu_linear import look_up_with
 from ray_hetero.kernels.linear.streaming_linear import Prompts
 from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows
 

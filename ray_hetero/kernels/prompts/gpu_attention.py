@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from ray_hetero.compat.flash_attention import flash_attention_3
+from ray_hetero.compat.models.flash_attention import flash_attention_3
 from ray_hetero.kernels.prompts.gpu_rows import chunks
 
 MOST_HEAD_SIZE = 256

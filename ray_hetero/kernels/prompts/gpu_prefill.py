@@ -35,7 +35,7 @@ from ray_hetero.kernels.prompts.reading_order import ReadingOrder
 from ray_hetero.kernels.prompts.step_memory import StepMemory
 from ray_hetero.kernels.prompts.weight_pieces import Piece, Placed, WholeWeight, cut
 from ray_hetero.planning.prefill_memory import ahead_bytes, gpu_bytes
-from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.runtime.gpu_memory import lock_pages
 
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer_parts import Linear, PostAttention

@@ -27,7 +27,7 @@ from ray_hetero.kernels.prompts.link_reader import current
 from ray_hetero.log import logger
 from ray_hetero.planning import prefill_memory
 from ray_hetero.planning.prefill_memory import BF16_BYTES, KV_RETURNS, KV_SLOTS
-from ray_hetero.runtime.locked_pages import lock_pages
+from ray_hetero.runtime.gpu_memory import lock_pages
 
 HOST_BUFFERS = 8
 """Layers whose new keys and values may wait in host memory to be written into the cache."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ray_hetero.compat.decoder_classes import has_forward_of
+from ray_hetero.compat.models.decoder_classes import has_forward_of
 
 
 class Calls(enum.Enum):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_hetero.compat.decoder_classes import has_forward_of
+from ray_hetero.compat.models.decoder_classes import has_forward_of
 from ray_hetero.kernels.layers.structures.base import (
     Calls,
     LayerModules,

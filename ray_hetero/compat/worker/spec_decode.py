@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ray_hetero.compat.layer_partition import without_partition
 from ray_hetero.compat.patching import original, replace
+from ray_hetero.compat.worker.layer_partition import without_partition
 from ray_hetero.errors import UnsupportedError
 
 

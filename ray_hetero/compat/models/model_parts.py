@@ -8,8 +8,8 @@ from itertools import pairwise
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
+from ray_hetero.compat.models.routed_experts import routed_layers
 from ray_hetero.compat.patching import original
-from ray_hetero.compat.routed_experts import routed_layers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from ray_hetero.compat.models.routed_experts import number_of, routed_layers, without_memory
 from ray_hetero.compat.patching import STOCK, original, replace
-from ray_hetero.compat.routed_experts import number_of, routed_layers, without_memory
 
 if TYPE_CHECKING:
     import torch

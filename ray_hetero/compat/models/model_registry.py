@@ -1,4 +1,4 @@
-"""Models that read images, for text alone, where torchvision is not installed."""
+"""vLLM's model registry: classes that import torchvision, and where a class is inspected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -90,3 +90,23 @@ def _absent_library() -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.split(".")[0] == LIBRARY]:
             del sys.modules[name]
+
+
+def inspect_here() -> None:
+    """On a CPU platform, let the registry look at a model's class in this process.
+
+    Replaces: `registry._run_in_subprocess` of vllm.model_executor.models.
+    Why: an architecture that its cache does not know is looked at in a process of its own, which
+    imports vLLM once more, about ten seconds of a first start.  That is to keep CUDA from being
+    initialised by the import of a model, which without GPUs cannot happen.
+    Can go when: vLLM looks in the same process where its platform is the CPU.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        replace(registry, "_run_in_subprocess", lambda stock: _run_here)
+
+
+def _run_here(function: Callable[[], Any]) -> Any:
+    return function()

@@ -1,4 +1,4 @@
-"""CPU ranks that read their weights at the same time through the same memory controllers."""
+"""CPU sockets in planning: the kernels that each has, and ranks that share memory controllers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.cluster.assignment import Seat
+from placement.host import instruction_sets
+from placement.host.topology import Host
+from ray_hetero.config import READ_SHARES, CpuConfig
 
 Threads = Mapping[int, Sequence[int]]
 
@@ -39,3 +42,20 @@ def _place(seat: Seat) -> tuple[object, ...]:
     package = seat.socket.package
     alone = None if package is not None else seat.socket.id
     return (seat.stage, seat.node_id, package, alone)
+
+
+def level_of(host: Host) -> str | None:
+    """The kernels that the host's processor has, as far as planning can tell."""
+    return instruction_sets.level_of(host.instruction_sets)
+
+
+def streams_weights(config: CpuConfig, host: Host) -> bool:
+    """Whether linear layers of a socket stream their weights."""
+    return config.streams(level_of(host))
+
+
+def read_share(config: CpuConfig, host: Host, *, is_bf16: bool) -> float:
+    """Share of the bytes of 16-bit matrices that a CPU rank reads."""
+    streams = is_bf16 and streams_weights(config, host)
+    name = config.weight_format(level_of(host)) if streams else "packed"
+    return READ_SHARES[name]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ray_hetero.compat.cpu_experts import computing, support_activations
+from ray_hetero.compat.models.cpu_experts import computing, support_activations
+from ray_hetero.compat.models.routed_experts import experts_of, routed_layers, without_memory
 from ray_hetero.compat.patching import original, replace
-from ray_hetero.compat.routed_experts import experts_of, routed_layers, without_memory
 from ray_hetero.errors import UnsupportedError
 
 if TYPE_CHECKING:

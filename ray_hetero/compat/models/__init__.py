@@ -1,0 +1,1 @@
+"""vLLM's models: their classes, layers, experts, kernels and checkpoint formats."""
