@@ -285,7 +285,9 @@ def spread_weights(worker: Any) -> int:
 
     changed = 0
     for name, parameter in worker.model_runner.model.named_parameters():
-        is_ours = re.search(r"(\.(router|gate)|(^|\.)(embed_tokens|lm_head))\.weight$", name)
+        is_ours = re.search(
+            r"(\.(router|gate)|(^|\.)(embed_tokens|embedding|lm_head))\.weight$", name
+        )
         if is_ours and parameter.dim() == 2 and parameter.is_floating_point():
             torch.manual_seed(changed)
             parameter.data.normal_()
