@@ -20,6 +20,7 @@ Json = dict[str, Any]
 
 LENGTHS = (1, 70, 2, 33, 5, 150)
 """Tokens of the prompts."""
+CACHE_MIB = 128
 TOKENS = 12
 """Tokens that each prompt is answered with."""
 STAGES = "stages"
@@ -43,9 +44,9 @@ def arguments(kind: str, directory: Path) -> Json:
     """Arguments of vLLM's for an engine of one of `KINDS`."""
     given = stock_arguments(directory)
     if kind == "stock":
-        return given
+        return given | {"kv_cache_memory_bytes": CACHE_MIB << 20}
     ours: Json = {
-        "cpu": {"kv_cache_gib": 0.25, "ranks_per_socket": 2},
+        "cpu": {"kv_cache_gib": CACHE_MIB / 1024, "ranks_per_socket": 2},
         "warmup": {"step_timeout_s": 120},
     }
     if kind == "experts":

@@ -137,7 +137,9 @@ def _parameters(model: nn.Module, layers: str) -> Iterator[Values]:
                     yield known | {"elements": elements // count, "count": count, "expert": True}
                     continue
             sizes = module.output_sizes if isinstance(module, QKVParallelLinear) else []
-            if sizes and "qkv_proj" in full and elements % sum(sizes) == 0:
+            # MiniMax M3 has its indexer's queries and keys in it, too.
+            is_qkv = len(sizes) == len("qkv") and "qkv_proj" in full
+            if is_qkv and elements % sum(sizes) == 0:
                 for part, size in zip("qkv", sizes, strict=True):
                     one = known["name"].replace("qkv_proj", f"{part}_proj")
                     yield known | {"name": one, "elements": elements // sum(sizes) * size}
