@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from placement.model.reading import shape_from_safetensors
-from ray_hetero.planning import hub_headers
+from ray_hetero.planning import engine_facts, hub_headers
 from ray_hetero.planning.hub_headers import HubError, HubModel, headers_on_hub, hub_model
 from ray_hetero.planning.model_sizes import sizes_of
 
@@ -190,6 +191,19 @@ def test_headers_come_from_the_hub(serve: Callable[[Hub], HubModel], expected: i
     # Kept: the second time asks nothing.
     assert sizes_of(CONFIG, hub=model) == shape
     assert len(hub.asked) == asked
+
+
+def test_the_engine_reads_what_the_command_reads(
+    serve: Callable[[Hub], HubModel], expected: int
+) -> None:
+    serve(Hub(in_two_files()))
+    model: Any = SimpleNamespace(
+        model=NAME, revision=None, hf_config=SimpleNamespace(to_dict=lambda: CONFIG),
+        dtype="torch.bfloat16", trust_remote_code=False,
+    )  # fmt: skip
+    shape, why = engine_facts._shape(model, "auto", LAYERS)
+    assert shape is not None, why
+    assert (shape.source, shape.weight_bytes) == ("safetensors", expected)
 
 
 def test_a_single_file(serve: Callable[[Hub], HubModel], expected: int) -> None:
