@@ -33,6 +33,8 @@ from ray_hetero.log import logger
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LIMIT_S = 20.0
 """Longest time for all headers of a model, in seconds."""
+REQUEST_S = 10.0
+"""Longest wait for an answer, or for more of one, in seconds."""
 MOST_BYTES = 512 << 20
 """Bytes that are fetched for a model; the headers of DeepSeek V3's 163 files have 11 MB."""
 MOST_FILES = 2000
@@ -196,7 +198,8 @@ class _Requests:
             "Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity",
         }  # fmt: skip
         found = bytearray()
-        with get_session().stream("GET", url, headers=headers, timeout=self._left()) as response:
+        timeout = min(self._left(), REQUEST_S)
+        with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
             if response.status_code == 404:
                 return None
             hf_raise_for_status(response)
