@@ -72,14 +72,11 @@ def test_what_fails_while_weights_are_asked_for_is_told_to_all_ranks(
     decoding.step(150)
     for _ in range(2 + PHASES):
         decoding.step()
-    begin = GpuPrefill.begin
 
-    def fails(gpu: GpuPrefill, tokens: int, *, is_shared: bool = False) -> None:
-        if is_shared:
-            raise error
-        begin(gpu, tokens)
+    def fails(gpu: GpuPrefill) -> None:
+        raise error
 
-    monkeypatch.setattr(GpuPrefill, "begin", fails)
+    monkeypatch.setattr(GpuPrefill, "settle", fails)
     if all_ranks:
         # The cores compute this step, and all others.
         steps = decoding.step()

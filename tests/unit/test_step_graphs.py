@@ -297,7 +297,7 @@ def test_another_share_is_taken_once_it_is_asked_for_some_times(
     monkeypatch.setattr(ColumnsOnGpu, "of_step", noted)
     for count in (1, 3, 3, 1, *[3] * steady_share.STEPS):
         decoding.step(count)
-    few, many = (shared._kept(shared._columns, parts).columns for parts in (4, 12))
+    few, many = (shared._kept(parts).columns for parts in (4, 12))
     assert kept == [few] * (3 + steady_share.STEPS) + [many]
     decoding.step(1)
     assert kept.pop() == many
