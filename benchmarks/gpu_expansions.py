@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from gpu_timing import milliseconds
 
-from ray_hetero.kernels.formats import compact_on_gpu, scaled_on_gpu
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.fp8 import Fp8Weight
 from ray_hetero.kernels.formats.int4 import Int4Weight
 from ray_hetero.kernels.formats.int8 import Int8Weight
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight
+from ray_hetero.offload.expand import compact_expansion, scaled_expansion
 
 OUTPUTS, INPUTS = 7168, 4096
 CASES: tuple[tuple[type[ScaledWeight], Layout], ...] = (
@@ -40,13 +40,13 @@ def main() -> None:
     print(torch.cuda.get_device_name(gpu))
     compact(gpu)
     for kind, layout in CASES:
-        is_right = scaled_on_gpu.is_right(kind, layout, gpu)
+        is_right = scaled_expansion.is_right(kind, layout, gpu)
         *_, block = layout.places(INPUTS, kind.bits)
         rows = torch.randint(120, (OUTPUTS // BLOCK * block,), dtype=torch.uint8, device=gpu)
         weight = torch.empty(OUTPUTS * INPUTS, dtype=torch.bfloat16, device=gpu)
         for expansion in (
-            scaled_on_gpu.TritonExpansion(kind, INPUTS, layout),
-            scaled_on_gpu.TorchExpansion(kind, INPUTS, layout),
+            scaled_expansion.TritonExpansion(kind, INPUTS, layout),
+            scaled_expansion.TorchExpansion(kind, INPUTS, layout),
         ):
             taken = milliseconds(partial(expansion, rows, weight), 9)
             moved = (rows.numel() + 2 * weight.numel()) / taken / 1e6
@@ -59,10 +59,10 @@ def main() -> None:
 
 def compact(gpu: torch.device) -> None:
     """Weights in 12 bits."""
-    upper = compact_on_gpu.upper_bytes(list(range(50, 66))).to(gpu)[None]
+    upper = compact_expansion.upper_bytes(list(range(50, 66))).to(gpu)[None]
     rows = torch.randint(256, (OUTPUTS * INPUTS * 3 // 2,), dtype=torch.uint8, device=gpu)
     weight = torch.empty(OUTPUTS * INPUTS, dtype=torch.bfloat16, device=gpu)
-    for expand in (compact_on_gpu.expand_with_triton, compact_on_gpu.expand_with_torch):
+    for expand in (compact_expansion.expand_with_triton, compact_expansion.expand_with_torch):
         taken = milliseconds(partial(expand, rows, upper, INPUTS, weight), 9)
         moved = (rows.numel() + 2 * weight.numel()) / taken / 1e6
         print(f"12 bits: {expand.__name__} {taken:.3f} ms, {moved:.0f} GB/s")

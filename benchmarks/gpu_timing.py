@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ray_hetero.kernels.prompts.link_reader import LinkReader
+from ray_hetero.offload.weights.link_reader import LinkReader
 
 
 def milliseconds(work: Callable[[], Any], repeats: int) -> float:

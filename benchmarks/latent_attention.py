@@ -37,7 +37,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ray_hetero.config import CpuConfig
-from ray_hetero.kernels.linear.linear_layers import LinearLayers
+from ray_hetero.offload.linear_layers import LinearLayers
 
 SHAPES: dict[str, dict[str, Any]] = {
     "v2-lite": {"hidden_size": 2048, "num_attention_heads": 16, "q_lora_rank": None},

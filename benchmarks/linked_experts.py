@@ -36,10 +36,10 @@ from gpu_timing import copied, milliseconds, without_copies
 
 from placement.units import GIB
 from ray_hetero.kernels.experts.expert_rates import random_tokens
-from ray_hetero.kernels.experts.gpu_experts import GpuExperts
-from ray_hetero.kernels.experts.linked_experts import received, shared
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
-from ray_hetero.kernels.formats.compact_on_gpu import choose_expand
+from ray_hetero.offload.expand.compact_expansion import choose_expand
+from ray_hetero.offload.experts.gpu_experts import GpuExperts
+from ray_hetero.offload.experts.linked_experts import received, shared
 
 
 def main() -> None:

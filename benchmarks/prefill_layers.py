@@ -35,13 +35,13 @@ from gpu_timing import copied, milliseconds, without_copies
 from shapes import SHAPES
 
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
-from ray_hetero.kernels.formats.compact_on_gpu import choose_expand
 from ray_hetero.kernels.layers.kv_layouts import Caches
 from ray_hetero.kernels.layers.layer_parts import AttentionShape, Norm, PostAttention, Scores
 from ray_hetero.kernels.layers.step_rows import Request, StepRows
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, GpuLayers
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
-from ray_hetero.kernels.prompts.weight_pieces import WholeWeight
+from ray_hetero.offload.expand.compact_expansion import choose_expand
+from ray_hetero.offload.prefill.gpu_layers import AttentionMemory, GpuLayers
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
+from ray_hetero.offload.weights.weight_pieces import WholeWeight
 
 BLOCK = 128
 OUTLIERS = 3e-4
@@ -80,7 +80,7 @@ def random_weight(outputs: int, inputs: int, *, is_compact: bool) -> Any:
     return PackedWeight(rows.view(torch.bfloat16), SimpleNamespace(shape=(outputs, inputs)))
 
 
-def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> tuple[list[Any], AttentionShape]:
+def made_layers(options: argparse.Namespace, gpu: OffloadGpu) -> tuple[list[Any], AttentionShape]:
     """Layers as `GpuLayers` takes them."""
     shape = SHAPES[options.shape]
     hidden, inner, heads = (
@@ -149,7 +149,7 @@ class Write:
                 into[whole, : tokens % BLOCK].copy_(part[whole * BLOCK :])
 
 
-def link_only(gpu: GpuPrefill) -> None:
+def link_only(gpu: OffloadGpu) -> None:
     """Copy all weights once."""
     # Private names: what only a benchmark leaves out.
     copied(gpu.reader, (placed.piece for found in gpu._pieces.values() for placed in found))
@@ -170,7 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens = sorted(map(int, options.tokens.split(",")))
     options.most, options.cached = tokens[-1], sorted(map(int, options.cached.split(",")))
-    gpu = GpuPrefill(torch.device("cuda:0"), options.most)
+    gpu = OffloadGpu(torch.device("cuda:0"), options.most)
     layers, shape = made_layers(options, gpu)
     start = time.perf_counter()
     taken = gpu.take(layers[0].parts.output.weight.shape[0])
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def measure(
-    options: argparse.Namespace, on_gpu: GpuLayers, gpu: GpuPrefill,
+    options: argparse.Namespace, on_gpu: GpuLayers, gpu: OffloadGpu,
     caches: tuple[torch.Tensor, ...], count: int, cached: int, link: float,
 ) -> None:  # fmt: skip
     """Measure one step and print it."""

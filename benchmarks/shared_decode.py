@@ -9,7 +9,7 @@
 Whole steps of decoder layers with heavy-tailed weights in 12 bits (or `--format`), requests of one
 token each, no engine around them.  In `columns_ms` the GPU computes so many sixteenths of the
 columns of every layer's gate and up, with weights that cross its link meanwhile
-(ray_hetero/kernels/layers/shared_decode.py).  `link_ms` is what a layer's weights behind the
+(ray_hetero/offload/decode/shared_decode.py).  `link_ms` is what a layer's weights behind the
 attention take on the link, nothing computed.
 
 With `--steady` only steps that follow one another are measured, with these sixteenths of the
@@ -47,12 +47,6 @@ from shapes import SHAPES, head_size
 from placement.host.cpulist import parse_cpulist
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.formats.base import pack
-from ray_hetero.kernels.layers.decode_shares import (
-    Shares,
-    best_shares,
-    kept_blocks,
-    most_parts,
-)
 from ray_hetero.kernels.layers.decode_step import StepRequests, address_of
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
 from ray_hetero.kernels.layers.layer_parts import (
@@ -63,17 +57,23 @@ from ray_hetero.kernels.layers.layer_parts import (
     QkvInput,
     Scores,
 )
-from ray_hetero.kernels.layers.shared_decode import BLOCK, SharedDecode, step_seconds
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu, columns_of
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.offload.decode.mlp_columns import MlpColumnOffload, columns_of
+from ray_hetero.offload.decode.share_choice import (
+    Shares,
+    best_shares,
+    kept_blocks,
+    most_parts,
+)
+from ray_hetero.offload.decode.shared_decode import BLOCK, SharedDecode, step_seconds
+from ray_hetero.offload.prefill.gpu_layers import AttentionMemory
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
 
 STEPS = 12
 """Steps of a steady measurement."""
 
 
-def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
+def made_layers(options: argparse.Namespace, gpu: OffloadGpu) -> list[Any]:
     """Layers as `SharedDecode` takes them, each with weights of its own in memory."""
     shape = SHAPES[options.shape]
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
@@ -115,7 +115,7 @@ def made_layers(options: argparse.Namespace, gpu: GpuPrefill) -> list[Any]:
     ]  # fmt: skip
 
 
-def link_ms(layers: list[Any], gpu: GpuPrefill) -> float:
+def link_ms(layers: list[Any], gpu: OffloadGpu) -> float:
     """Milliseconds in which a layer's weights behind its attention cross the link."""
     # Private names: what only a benchmark leaves out.
     wanted = [linear.weight.data.data_ptr() for layer in layers for linear in layer.parts.linears]
@@ -137,7 +137,7 @@ class Steady:
     """
 
     def __init__(
-        self, layers: list[Any], kernel: StreamingLinear, columns: ColumnsOnGpu, pause_s: float
+        self, layers: list[Any], kernel: StreamingLinear, columns: MlpColumnOffload, pause_s: float
     ) -> None:
         self._layers, self._kernel, self._columns = layers, kernel, columns
         self._step = SharedDecode(layers, kernel, columns, Shares(()))
@@ -201,7 +201,7 @@ def measure_steady(steady: Steady, options: argparse.Namespace) -> None:
                 print("STEADY " + json.dumps(found), flush=True)
 
 
-def tell_bytes(layers: list[Any], columns: ColumnsOnGpu, options: argparse.Namespace) -> None:
+def tell_bytes(layers: list[Any], columns: MlpColumnOffload, options: argparse.Namespace) -> None:
     """Print what steps read, a line for each share of the columns."""
     weights = sum(
         linear.weight.data.nbytes
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--cores", default="", help="of the thread that orders the GPU's work")
     options = parser.parse_args()
     kernel = StreamingLinear(native)
-    gpu = GpuPrefill(
+    gpu = OffloadGpu(
         torch.device(options.device), options.step_tokens, parse_cpulist(options.cores)
     )
     layers = made_layers(options, gpu)

@@ -29,10 +29,10 @@ from ray_hetero.distributed.expert_prompts import ExpertLink
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
 from ray_hetero.kernels.experts.expert_rates import random_tokens
 from ray_hetero.kernels.experts.expert_room import SharedRoom
-from ray_hetero.kernels.experts.expert_shares import ExpertShares
-from ray_hetero.kernels.experts.gpu_experts import GpuExperts
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.kernels.formats import FORMATS
+from ray_hetero.offload.experts.expert_shares import ExpertShares
+from ray_hetero.offload.experts.gpu_experts import GpuExperts
 from ray_hetero.worker.expert_model import core_rates, shared_pages
 
 LIMIT_S = 600.0

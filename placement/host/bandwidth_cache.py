@@ -1,7 +1,7 @@
 """A socket's measured figures, kept in a file so that the next start does not measure again.
 
 The read bandwidth is here, what several rows cost is in `row_costs`, shares of decode steps are in
-ray_hetero/kernels/layers/kept_shares.py.  One file a host, in the
+ray_hetero/offload/decode/share_cache.py.  One file a host, in the
 user's cache directory: homes are often shared between the nodes of a cluster.  A figure is used
 again for a week: a measurement that something else disturbed is not kept for ever, and a machine
 may get other memory.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ray_hetero.distributed.expert_meeting import MOST_BYTES, Reached, naming
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.experts.expert_rates import CoreRates
-from ray_hetero.kernels.experts.linked_experts import LinkedSlice, received
+from ray_hetero.offload.experts.linked_experts import LinkedSlice, received
 from ray_hetero.runtime.shared_pages import SharedPages
 
 

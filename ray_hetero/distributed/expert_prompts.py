@@ -20,11 +20,11 @@ from ray_hetero.distributed.expert_offers import Offer
 from ray_hetero.distributed.split_experts import OtherExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.expert_rates import CoreRates, random_tokens
-from ray_hetero.kernels.experts.expert_shares import ExpertShares
-from ray_hetero.kernels.experts.gpu_experts import GpuExperts
-from ray_hetero.kernels.experts.linked_experts import LinkedSlice
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.log import logger
+from ray_hetero.offload.experts.expert_shares import ExpertShares
+from ray_hetero.offload.experts.gpu_experts import GpuExperts
+from ray_hetero.offload.experts.linked_experts import LinkedSlice
 from ray_hetero.planning.prefill_memory import BF16_BYTES
 
 MEASURED_TOKENS = 1024

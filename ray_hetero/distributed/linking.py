@@ -14,9 +14,9 @@ from ray_hetero.distributed.link import Link, Reached, Receiver, Sender, Terms, 
 from ray_hetero.distributed.neighbour import Neighbour
 from ray_hetero.distributed.shared_memory_link import SharedMemoryLink
 from ray_hetero.errors import AgreementError
-from ray_hetero.kernels.prompts import stage_output
-from ray_hetero.kernels.prompts.stage_output import GpuOffer, SeenOutput, StageOutput
 from ray_hetero.log import logger
+from ray_hetero.offload.prefill import stage_output
+from ray_hetero.offload.prefill.stage_output import GpuOffer, SeenOutput, StageOutput
 
 LINKS: Sequence[Link] = (
     SharedMemoryLink(),

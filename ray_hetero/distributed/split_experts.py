@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ray_hetero.distributed.expert_channel import ExpertChannel
-from ray_hetero.kernels.prompts.link_reader import current
+from ray_hetero.offload.weights.link_reader import current
 
 
 class OtherExperts:

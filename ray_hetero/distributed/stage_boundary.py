@@ -5,7 +5,7 @@ nothing but one message of the step's rows crosses it, by the best link that two
 (`link.py`).  The memory of messages is allocated once.  A GPU rank packs the rows on its device and
 copies them from, or to, page-locked memory in one piece; a CPU rank reads its tensors where they
 have arrived.  Rows that the next stage's GPU has computed for a CPU rank stay there
-(`kernels.prompts.stage_output`).
+(`offload.prefill.stage_output`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ray_hetero.distributed.messages import Message, OnItsWay, Packing, Tensors
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.sending_thread import SendingThread
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.prompts import stage_output
-from ray_hetero.kernels.prompts.stage_output import SeenOutput, StageOutput
 from ray_hetero.log import logger
+from ray_hetero.offload.prefill import stage_output
+from ray_hetero.offload.prefill.stage_output import SeenOutput, StageOutput
 from ray_hetero.runtime.stream_words import CurrentStream, StreamWords, words_of
 
 

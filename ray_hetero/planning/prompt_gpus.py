@@ -1,7 +1,7 @@
 """GPUs that compute prompts for CPU ranks: which, with how much memory, and how fast.
 
-What the ranks themselves do is in kernels/prompts/gpu_prefill.py and gpu_layers.py, and in
-kernels/layers/group_layers.py.
+What the ranks themselves do is in offload/prefill/offload_gpu.py and gpu_layers.py, and in
+offload/group/group_layers.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ tried (`tools/write_compatibility_page.py`).
 
 Checks of what a node or a device has are elsewhere in this room.  Two stand beside what they ask:
 an engine of another backend where there is no device (`compat/stand_in.py`, which lends that
-process its platform), and a GPU for prompts where there is none (`kernels/linear/linear_layers.py`,
+process its platform), and a GPU for prompts where there is none (`offload/linear_layers.py`,
 which knows the kernel that the process has).
 """
 

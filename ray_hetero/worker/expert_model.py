@@ -17,12 +17,13 @@ from ray_hetero.compat.models.routed_experts import routed_layers
 from ray_hetero.distributed.expert_memory import MOST_TOKENS
 from ray_hetero.distributed.expert_service import HeldLayer
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.experts import expert_layers, expert_rates, linked_experts
+from ray_hetero.kernels.experts import expert_layers, expert_rates
 from ray_hetero.kernels.experts.expert_layers import ExpertLayers
 from ray_hetero.kernels.experts.expert_rates import CoreRates
 from ray_hetero.kernels.experts.expert_room import Room, room_to_share
 from ray_hetero.kernels.linear import quantised_linear, streaming_linear
 from ray_hetero.log import logger
+from ray_hetero.offload.experts import linked_experts
 from ray_hetero.runtime.shared_pages import SharedPages
 
 if TYPE_CHECKING:

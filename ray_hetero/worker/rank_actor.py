@@ -41,15 +41,15 @@ from ray_hetero.compat.worker import (
 )
 from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, set_world
-from ray_hetero.distributed.shared_prompts import joined
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.routing import route
-from ray_hetero.kernels.linear.linear_layers import LinearLayers
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter
+from ray_hetero.offload.group.joining import joined
+from ray_hetero.offload.linear_layers import LinearLayers
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
 from ray_hetero.runtime.shared_pages import kept_memory

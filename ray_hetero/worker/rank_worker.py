@@ -15,9 +15,9 @@ from ray_hetero.distributed.groups import HostCommunicator
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
-from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead
 from ray_hetero.log import logger
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
+from ray_hetero.offload.prefetch import Prefetcher
 from ray_hetero.worker import last_layer
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.worker.warmup_schedule import Step
@@ -42,7 +42,7 @@ class RankWorker:
         self._boundary: Any = None
         self._over_host: HostCommunicator | None = None
         self.late_tokens: late_tokens.LateTokens | None = None
-        self._prompts_ahead = PromptsAhead()
+        self._prefetcher = Prefetcher()
         self.failure: Exception | None = None
         """Error of a step that failed: the ranks are out of step, this one must not go on."""
         self.clock = StepClock(
@@ -79,7 +79,7 @@ class RankWorker:
         layer_tokens.take()
         start = self.clock.begin()
         with self._step():
-            self._prompts_ahead.begin_step(scheduler_output)
+            self._prefetcher.begin_step(scheduler_output)
             output = self._worker.execute_model(scheduler_output)
             if self._boundary is not None:
                 self._boundary.end_step()

@@ -45,7 +45,7 @@ def _share_columns(worker: Any, parts: int) -> int:
     """In a rank: have a GPU compute parts of all columns in decode steps; of how many layers it
     has computed some up to now."""
     from ray_hetero.kernels.layers import decoder_layers
-    from ray_hetero.kernels.layers.decode_shares import Share, Shares
+    from ray_hetero.offload.decode.share_choice import Share, Shares
 
     found = [run.shared for run in decoder_layers.registered() if run.shared is not None]
     for shared in found:

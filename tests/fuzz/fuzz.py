@@ -39,11 +39,12 @@ with atheris.instrument_imports(include=READERS):
 
     from placement.errors import PlacementError
     from placement.model.reading import shape_from_safetensors
-    from ray_hetero.distributed import expert_meeting, expert_memory, expert_offers, shared_prompts
+    from ray_hetero.distributed import expert_meeting, expert_memory, expert_offers
     from ray_hetero.distributed.expert_meeting import Reached
     from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
     from ray_hetero.errors import RayHeteroError
-    from ray_hetero.kernels.prompts.prompt_group import PromptGroup
+    from ray_hetero.offload.group import joining
+    from ray_hetero.offload.group.prompt_group import PromptGroup
     from ray_hetero.runtime import sealed_memory
 
 SEEDS = Path(__file__).with_name("seeds")
@@ -169,8 +170,8 @@ def weights() -> Callable[[bytes], None]:
             messages = [(message, [told]), *[(b"\0", [pages])] * 3]
             with told_by_a_peer(*messages) as ours:
                 try:
-                    with shared_prompts.naming(sums):
-                        shared_prompts._weights(ours, LIMIT_S)
+                    with joining.naming(sums):
+                        joining._weights(ours, LIMIT_S)
                 except RuntimeError as error:
                     # The name of who has sent it; anything else comes from elsewhere.
                     if not str(error).startswith(("one of the ranks", "shared memory is not")):

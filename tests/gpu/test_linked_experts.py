@@ -16,10 +16,10 @@ from linked_layers import ACTIVATIONS, CHOSEN, Layer, assert_close, routed  # no
 from native_module import needs_native  # noqa: E402
 
 from placement.units import GIB  # noqa: E402
-from ray_hetero.kernels.experts.expert_expansion import sizes_of  # noqa: E402
-from ray_hetero.kernels.experts.gpu_experts import GpuExperts  # noqa: E402
 from ray_hetero.kernels.experts.quantised_experts import KINDS  # noqa: E402
 from ray_hetero.kernels.formats import FORMATS  # noqa: E402
+from ray_hetero.offload.experts.expert_expansion import sizes_of  # noqa: E402
+from ray_hetero.offload.experts.gpu_experts import GpuExperts  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), needs_native]
 GPU = torch.device("cpu" if IS_PRETENDED else "cuda:0")

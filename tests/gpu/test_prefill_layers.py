@@ -25,23 +25,26 @@ from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.compat.models.flash_attention import flash_attention_3  # noqa: E402
 from ray_hetero.distributed.messages import Packing  # noqa: E402
-from ray_hetero.kernels.formats import compact_on_gpu, scaled_on_gpu  # noqa: E402
 from ray_hetero.kernels.formats.fp4 import Fp4Weight  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
 from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
-from ray_hetero.kernels.prompts import column_pieces, gpu_prefill, stage_output  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_attention import (  # noqa: E402
+from ray_hetero.offload.decode import column_pieces  # noqa: E402
+from ray_hetero.offload.expand import compact_expansion, scaled_expansion  # noqa: E402
+from ray_hetero.offload.prefill import offload_gpu, stage_output  # noqa: E402
+from ray_hetero.offload.prefill.gpu_attention import (  # noqa: E402
     Lengths,
     _attend_with_torch,
     attend,
     put_together,
 )
-from ray_hetero.kernels.prompts.gpu_unpacking import unpack  # noqa: E402
-from ray_hetero.kernels.prompts.stage_output import StageOutput  # noqa: E402
-from ray_hetero.kernels.prompts.turns import turns_from  # noqa: E402
+from ray_hetero.offload.prefill.kv_transfer import unpack  # noqa: E402
+from ray_hetero.offload.prefill.stage_output import (  # noqa: E402
+    StageOutput,
+    turns_from,
+)
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import gpu_memory  # noqa: E402
 
@@ -55,7 +58,7 @@ def _as_in_a_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_streams(monkeypatch)
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -131,7 +134,7 @@ def test_attention_is_flash_attention_3_where_vllm_has_it() -> None:
 @pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no kernel of Triton's")
 def test_compact_weights_are_expanded_by_one_kernel_that_gives_what_torch_gives() -> None:
     torch.cuda.set_device(GPU)
-    assert compact_on_gpu.choose_expand(GPU) is compact_on_gpu.expand_with_triton
+    assert compact_expansion.choose_expand(GPU) is compact_expansion.expand_with_triton
 
 
 @pytest.mark.skipif(IS_PRETENDED, reason="a CPU has no kernel of Triton's")
@@ -146,7 +149,7 @@ def test_codes_are_expanded_by_one_kernel_that_gives_what_torch_gives(
             for has_zeros in {False, kind.has_zeros}:
                 factor = 0.37 if name == "float8_e4m3fn" else 1.0
                 layout = Layout(group, getattr(torch, name), is_uniform, has_zeros, factor)
-                assert scaled_on_gpu.is_right(kind, layout, GPU), layout
+                assert scaled_expansion.is_right(kind, layout, GPU), layout
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
@@ -325,7 +328,7 @@ def test_turns_are_measured_between_steps(
 
 WAITS = """
 import sys, torch
-from ray_hetero.kernels.prompts.stage_output import GpuOffer, accept
+from ray_hetero.offload.prefill.stage_output import GpuOffer, accept
 from ray_hetero.runtime.gpu_memory import lock_pages
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)

@@ -13,7 +13,7 @@ from token_checks import Answer, Case, answers_of, check
 
 from ray_hetero.kernels.formats import FORMATS
 from ray_hetero.kernels.formats.base import pack
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
 
 streaming_linear = pytest.importorskip("ray_hetero._streaming_linear")
 
@@ -44,7 +44,7 @@ def test_it_computes_what_torch_computes(kind: str, monkeypatch: pytest.MonkeyPa
     found = [FORMATS[kind].made(pack(weight), streaming_linear) for weight in weights]
     made = [weight for weight in found if weight is not None]
     assert len(made) == len(weights)
-    gpu = GpuPrefill(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)
+    gpu = OffloadGpu(torch.device("cpu" if IS_PRETENDED else "cuda:0"), 1024)
     for weight in made:
         gpu.add(weight)
     taken = gpu.take()

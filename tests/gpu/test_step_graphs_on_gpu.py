@@ -20,8 +20,8 @@ from native_module import needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels.prompts import column_pieces  # noqa: E402
-from ray_hetero.kernels.prompts.column_memory import LINE_BYTES, PHASES  # noqa: E402
+from ray_hetero.offload.decode import column_pieces  # noqa: E402
+from ray_hetero.offload.decode.column_channel import LINE_BYTES, PHASES  # noqa: E402
 from ray_hetero.runtime.stream_graph import captured  # noqa: E402
 from ray_hetero.runtime.stream_words import words_of  # noqa: E402
 

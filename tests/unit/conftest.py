@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 def own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured decode steps count, whoever else computes on these cores: what is done about steps
     that others disturb has tests of its own."""
-    from ray_hetero.kernels.layers import shared_decode
+    from ray_hetero.offload.decode import shared_decode
 
     monkeypatch.setattr(shared_decode, "had_cores", lambda *given: True)
 
@@ -48,7 +48,7 @@ def own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each step whose layers a prompt GPU has computed."""
-    from ray_hetero.kernels.prompts.gpu_layers import GpuLayers
+    from ray_hetero.offload.prefill.gpu_layers import GpuLayers
 
     found: list[int] = []
     call = GpuLayers.__call__

@@ -9,12 +9,13 @@ import pytest
 import torch
 from paged_steps import Conversation, Steps
 
-from ray_hetero.kernels.layers.shared_decode import SharedDecode
-from ray_hetero.kernels.prompts import column_pieces, gpu_prefill
-from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu
-from ray_hetero.kernels.prompts.kept_pieces import IdleMemory
-from ray_hetero.kernels.prompts.piece_reader import PieceReader
-from ray_hetero.kernels.prompts.weight_pieces import Piece
+from ray_hetero.offload.decode import column_pieces
+from ray_hetero.offload.decode.mlp_columns import MlpColumnOffload
+from ray_hetero.offload.decode.shared_decode import SharedDecode
+from ray_hetero.offload.prefill import offload_gpu
+from ray_hetero.offload.weights.piece_reader import PieceReader
+from ray_hetero.offload.weights.resident_pieces import IdleMemory
+from ray_hetero.offload.weights.weight_pieces import Piece
 from ray_hetero.planning import prefill_memory
 
 LAYERS = 5
@@ -25,7 +26,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     have a GPU compute columns of their few."""
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 64 << 10)
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 64 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
     monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
 
 
@@ -83,10 +84,10 @@ class KeptColumns(CopiedPieces):
         return self.steps.shared
 
     @property
-    def columns(self) -> ColumnsOnGpu:
+    def columns(self) -> MlpColumnOffload:
         """What computes columns."""
         columns = self.shared._columns
-        assert isinstance(columns, ColumnsOnGpu)
+        assert isinstance(columns, MlpColumnOffload)
         return columns
 
     def have_idle(self, monkeypatch: pytest.MonkeyPatch, memory: Sequence[IdleMemory]) -> None:

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
-from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows
+from ray_hetero.offload.prefill.embedded_prompts import look_up_for
+from ray_hetero.offload.prefill.embedded_rows import EmbeddedRows
 
 VOCABULARY = 200
 

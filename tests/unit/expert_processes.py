@@ -37,7 +37,7 @@ from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.stage_experts import RemoteExperts, are_remote
 from ray_hetero.kernels.layers import layer_tokens
-from ray_hetero.kernels.linear.linear_layers import LinearLayers
+from ray_hetero.offload.linear_layers import LinearLayers
 from ray_hetero.planning.expert_ranks import asked_layers
 from ray_hetero.worker.expert_model import load_experts, shared_pages
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World

@@ -23,18 +23,18 @@ from paged_steps import CPU, SCALE, Conversation, Steps
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends import cpu_attn
 
-from ray_hetero.distributed import shared_prompts
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import post_attention
-from ray_hetero.kernels.layers.decode_shares import Share, Shares
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
-from ray_hetero.kernels.layers.group_layers import PromptOffer
 from ray_hetero.kernels.layers.layer_parts import Linear
-from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.shared_weights import SharedWeights
+from ray_hetero.offload.decode.share_choice import Share, Shares
+from ray_hetero.offload.decode.shared_decode import SharedDecode
+from ray_hetero.offload.group import joining
+from ray_hetero.offload.group.group_layers import PromptOffer
+from ray_hetero.offload.weights.shared_weights import SharedWeights
 from ray_hetero.runtime.shared_pages import STEP, SharedPages
 
 SECONDS = 120.0
@@ -218,7 +218,7 @@ class GroupSteps(Steps):
         self.of_rank = HEADS, 1
         self.threads = Threads(count)
         monkeypatch.setattr(
-            shared_prompts, "dist",
+            joining, "dist",
             SimpleNamespace(all_gather_object=self.threads.all_gather_object),
         )  # fmt: skip
         monkeypatch.setattr(
@@ -241,7 +241,7 @@ class GroupSteps(Steps):
     def join(self) -> list[Any]:
         """Have the ranks come together; what computes each one's prompts."""
         found = self.threads.run(
-            [lambda rank=rank, sums=sums: shared_prompts.joined(None, sums, rank.offer)
+            [lambda rank=rank, sums=sums: joining.joined(None, sums, rank.offer)
              for rank, sums in zip(self.ranks, self.sums, strict=True)]
         )  # fmt: skip
         for rank, groups in zip(self.ranks, found, strict=True):

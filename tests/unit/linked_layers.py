@@ -13,10 +13,10 @@ from native_module import LEVELS, native
 from ray_hetero.compat.models.quantised_experts import StoredExperts
 from ray_hetero.kernels.experts.activations import SILU, SWIGLU_OAI, SWIGLU_STEP, Activation, Order
 from ray_hetero.kernels.experts.expert_room import SharedRoom
-from ray_hetero.kernels.experts.linked_experts import LinkedSlice, received, shared
 from ray_hetero.kernels.experts.quantised_experts import KINDS, codes_of, held
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.kernels.formats import FORMATS
+from ray_hetero.offload.experts.linked_experts import LinkedSlice, received, shared
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 7, 64, 96, 3
 ACTIVATIONS = {

@@ -21,17 +21,17 @@ from vllm.v1.attention.backends import cpu_attn
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import attention as attention_module
-from ray_hetero.kernels.layers import decode_step, decoder_layers, shared_decode
-from ray_hetero.kernels.layers.columns import MakeColumns
-from ray_hetero.kernels.layers.decode_shares import Share, Shares
+from ray_hetero.kernels.layers import decode_step, decoder_layers
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.layers.layer_parts import Linear
-from ray_hetero.kernels.layers.shared_decode import SharedDecode
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
-from ray_hetero.kernels.prompts import column_pieces
-from ray_hetero.kernels.prompts.columns_on_gpu import maker_of
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory, GpuLayers, shape_of
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill
+from ray_hetero.offload.decode import column_pieces, shared_decode
+from ray_hetero.offload.decode.column_channel import MakeColumns
+from ray_hetero.offload.decode.mlp_columns import maker_of
+from ray_hetero.offload.decode.share_choice import Share, Shares
+from ray_hetero.offload.decode.shared_decode import SharedDecode
+from ray_hetero.offload.prefill.gpu_layers import AttentionMemory, GpuLayers, shape_of
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
 
 CPU = torch.device("cpu")
 GPU_FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "granite", "stablelm", "falcon-rw")
@@ -135,7 +135,7 @@ class Steps:
         has_memory: bool, parts: int,
     ) -> DecoderLayers:  # fmt: skip
         kernel = StreamingLinear(native)
-        linears, gpu = {}, GpuPrefill(device, most)
+        linears, gpu = {}, OffloadGpu(device, most)
         for module in self.decoder.modules():
             if hasattr(module, "matrix"):
                 kind = CompactWeight if is_compact else PackedWeight

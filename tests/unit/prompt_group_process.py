@@ -27,11 +27,12 @@ from paged_steps import Conversation
 from slow_links import PRODUCT_S, slow_cores, slow_link
 from vllm.platforms import current_platform
 
-from ray_hetero.distributed import shared_prompts, shared_sums
+from ray_hetero.distributed import shared_sums
 from ray_hetero.kernels.layers import layer_tokens, post_attention
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.linear.rank_sums import SumTerms
-from ray_hetero.kernels.prompts import gpu_step
+from ray_hetero.offload.group import joining
+from ray_hetero.offload.prefill import gpu_layers
 
 BREAK_S = 3.0
 """How long the GPU takes for an attention in the steps in which a rank is lost."""
@@ -56,7 +57,7 @@ class Rank:
         )  # fmt: skip
         given = {"least": 96, "most": 1024} if link else {}
         self.steps = GroupSteps(pytest.MonkeyPatch(), count, **given)
-        shared_prompts.dist = dist
+        joining.dist = dist
         post_attention.tensor_model_parallel_all_reduce = all_reduce
         self.rank = self.steps.ranks[own]
         kernel, group = self.rank.kernel, dist.group.WORLD
@@ -69,7 +70,7 @@ class Rank:
         with pytest.MonkeyPatch.context() as patch:
             if link:
                 self._measure(patch, link)
-            groups = shared_prompts.joined(group, sums, self.rank.offer)
+            groups = joining.joined(group, sums, self.rank.offer)
         assert groups is not None
         self.from_tokens = groups[0].from_tokens
         self.rank.made = DecoderLayers(self.rank.known, kernel, groups[0], groups[0])
@@ -99,14 +100,14 @@ class Rank:
 
 def take_time() -> None:
     """Let attentions say that they begin, and take long."""
-    attend = gpu_step.attend
+    attend = gpu_layers.attend
 
     def attend_slowly(*given: Any, **more: Any) -> Any:
         tell(attending=True)
         time.sleep(BREAK_S)
         return attend(*given, **more)
 
-    gpu_step.attend = attend_slowly
+    gpu_layers.attend = attend_slowly
 
 
 def main() -> None:

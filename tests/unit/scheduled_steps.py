@@ -17,9 +17,10 @@ from stage_outputs import offered, pretended_memory, results
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from ray_hetero.kernels.prompts import kv_transfer, prompts_ahead
-from ray_hetero.kernels.prompts.embedded_prompts import look_up_for
-from ray_hetero.kernels.prompts.prompts_ahead import PromptsAhead
+from ray_hetero.offload import prefetch
+from ray_hetero.offload.prefetch import Prefetcher
+from ray_hetero.offload.prefill import kv_transfer
+from ray_hetero.offload.prefill.embedded_prompts import look_up_for
 
 LARGE = 192
 """Tokens of a step that cannot be a decode step."""
@@ -95,8 +96,8 @@ class Engine:
         self.gpu = self.layers.gpu
         self.sent = SentSteps(self.layers)
         first = None if self.layers.shared is None else self.layers
-        prompts_ahead.use([self.steps.kernel.prompts], first)
-        self._ahead = PromptsAhead()
+        prefetch.use([self.steps.kernel.prompts], first)
+        self._ahead = Prefetcher()
         # What the model does with rows, and what is sent, is known after two steps.
         for _ in range(2):
             request = self.request(LARGE)
@@ -159,8 +160,8 @@ class GroupEngine:
         self.gpu = self.first.gpu
         self.sent = SentSteps(self.first)
         decodes = None if self.first.shared is None else self.first
-        prompts_ahead.use([self.first._many], decodes)
-        self._ahead = PromptsAhead()
+        prefetch.use([self.first._many], decodes)
+        self._ahead = Prefetcher()
         for _ in range(2):
             request = self.request(LARGE)
             self.step((request, 0, LARGE))

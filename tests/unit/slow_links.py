@@ -10,8 +10,8 @@ import pytest
 
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.prompts.piece_reader import PieceReader
-from ray_hetero.kernels.prompts.weight_pieces import Piece
+from ray_hetero.offload.weights.piece_reader import PieceReader
+from ray_hetero.offload.weights.weight_pieces import Piece
 
 PRODUCT_S = 0.02
 """Time of the cores for a product, beyond what they take in truth."""

@@ -9,8 +9,8 @@ import torch
 from decoder_parts import HIDDEN
 
 from ray_hetero.distributed.messages import Packing
-from ray_hetero.kernels.prompts import gpu_prefill, stage_output
-from ray_hetero.kernels.prompts.stage_output import SeenOutput, StageOutput, accept
+from ray_hetero.offload.prefill import offload_gpu, stage_output
+from ray_hetero.offload.prefill.stage_output import SeenOutput, StageOutput, accept
 from ray_hetero.planning import prefill_memory
 
 CAPACITY = 256
@@ -82,5 +82,5 @@ def pretended_memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     # Of no step until a test says otherwise.
     monkeypatch.setattr(stage_output, "turns_from", lambda gpu: CAPACITY + 1)
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
     return made

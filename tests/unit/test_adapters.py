@@ -34,12 +34,13 @@ from vllm.lora.punica_wrapper import punica_cpu  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.compat.models import lora  # noqa: E402
-from ray_hetero.kernels.layers import decode_step, fusible_layers, layer_fusion  # noqa: E402
+from ray_hetero.kernels.layers import decode_step, fusible_layers  # noqa: E402
 from ray_hetero.kernels.layers.adapters import adapters_of  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.structures import Calls  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
+from ray_hetero.offload import layer_fusion  # noqa: E402
+from ray_hetero.offload.prefill import offload_gpu  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -267,7 +268,7 @@ def test_chunks_of_prompts_and_decoding_requests_have_them(
         return decoder
 
     monkeypatch.setattr(paged_steps, "model", made)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
     steps = Steps(monkeypatch, least=least)
     for cache in steps.caches:
         cache.zero_()  # vLLM's kernels multiply what was never written with zeros

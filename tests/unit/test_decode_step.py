@@ -30,13 +30,14 @@ from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.kernels.layers import attention as attention_module  # noqa: E402
 from ray_hetero.kernels.layers import decode_step, decoder_layers  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.kernels.prompts import column_pieces, gpu_prefill  # noqa: E402
-from ray_hetero.kernels.prompts.columns_on_gpu import columns_of  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.offload.decode import column_pieces  # noqa: E402
+from ray_hetero.offload.decode.mlp_columns import columns_of  # noqa: E402
+from ray_hetero.offload.decode.share_choice import Share, Shares  # noqa: E402
+from ray_hetero.offload.decode.shared_decode import SharedDecode  # noqa: E402
+from ray_hetero.offload.prefill import offload_gpu  # noqa: E402
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -441,7 +442,7 @@ def share(requests: Requests, layers: DecoderLayers, parts: int) -> None:
     """Have columns of the MLPs computed by the pretended GPU."""
     given, kernel = linears(requests.decoder), kernel_of(LEVELS[-1])
     known = known_layers(requests.decoder, given, kernel)
-    gpu = GpuPrefill(torch.device("cpu"), 64)
+    gpu = OffloadGpu(torch.device("cpu"), 64)
     for linear in given.values():
         gpu.add(linear.weight)
     gpu.take()
@@ -453,7 +454,7 @@ def share(requests: Requests, layers: DecoderLayers, parts: int) -> None:
 
 @pytest.mark.parametrize("parts", [0, 8, 16])
 def test_layers_with_blocks_of_their_own(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
     monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
     requests = Requests(monkeypatch, [300, 64, 90])
     attends(requests.layers[1]).impl.sliding_window = 50

@@ -32,10 +32,11 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa:
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sequence import IntermediateTensors  # noqa: E402
 
-from ray_hetero.kernels.layers import decoder_layers, layer_fusion  # noqa: E402
+from ray_hetero.kernels.layers import decoder_layers  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layers.structures import Calls, llama, structure_of  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.offload import layer_fusion  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("contexts")
 

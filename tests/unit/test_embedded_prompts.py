@@ -23,12 +23,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
 )
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels.layers import layer_fusion  # noqa: E402
 from ray_hetero.kernels.layers.fusible_layers import find  # noqa: E402
-from ray_hetero.kernels.prompts import embedded_rows, gpu_prefill, step_memory  # noqa: E402
-from ray_hetero.kernels.prompts.embedded_prompts import look_up_for  # noqa: E402
-from ray_hetero.kernels.prompts.embedded_rows import EmbeddedRows  # noqa: E402
-from ray_hetero.kernels.prompts.step_memory import StepMemory  # noqa: E402
+from ray_hetero.offload import layer_fusion  # noqa: E402
+from ray_hetero.offload.prefill import embedded_rows, offload_gpu, step_memory  # noqa: E402
+from ray_hetero.offload.prefill.embedded_prompts import look_up_for  # noqa: E402
+from ray_hetero.offload.prefill.embedded_rows import EmbeddedRows  # noqa: E402
+from ray_hetero.offload.prefill.step_memory import StepMemory  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -38,7 +38,7 @@ CPU, STREAM = torch.device("cpu"), torch.cpu.Stream()
 
 @pytest.fixture(autouse=True)
 def _small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
 
 
 @pytest.fixture

@@ -36,15 +36,15 @@ from ray_hetero.distributed import expert_offers, expert_prompts  # noqa: E402
 from ray_hetero.distributed.expert_memory import RemoteLayer  # noqa: E402
 from ray_hetero.distributed.expert_offers import Offer  # noqa: E402
 from ray_hetero.errors import AgreementError, StartupError, UnsupportedError  # noqa: E402
-from ray_hetero.kernels.experts import gpu_experts  # noqa: E402
-from ray_hetero.kernels.experts.expert_expansion import sizes_of  # noqa: E402
-from ray_hetero.kernels.experts.expert_pieces import runs_of  # noqa: E402
 from ray_hetero.kernels.experts.expert_rates import CoreRates  # noqa: E402
-from ray_hetero.kernels.experts.expert_shares import ExpertShares  # noqa: E402
-from ray_hetero.kernels.experts.gpu_experts import GpuExperts  # noqa: E402
-from ray_hetero.kernels.experts.linked_experts import LinkedSlice, shared  # noqa: E402
 from ray_hetero.kernels.experts.quantised_experts import KINDS  # noqa: E402
 from ray_hetero.kernels.formats import FORMATS  # noqa: E402
+from ray_hetero.offload.experts import gpu_experts  # noqa: E402
+from ray_hetero.offload.experts.expert_expansion import sizes_of  # noqa: E402
+from ray_hetero.offload.experts.expert_pieces import runs_of  # noqa: E402
+from ray_hetero.offload.experts.expert_shares import ExpertShares  # noqa: E402
+from ray_hetero.offload.experts.gpu_experts import GpuExperts  # noqa: E402
+from ray_hetero.offload.experts.linked_experts import LinkedSlice, shared  # noqa: E402
 from ray_hetero.planning.prefill_memory import ExpertSizes  # noqa: E402
 
 if native is None:

@@ -18,7 +18,7 @@ from placement.plan.expert_split import (
     splits,
 )
 from ray_hetero.kernels.experts.expert_rates import STEP_TOKENS, CoreRates
-from ray_hetero.kernels.experts.expert_shares import ExpertShares
+from ray_hetero.offload.experts.expert_shares import ExpertShares
 
 SECONDS = st.floats(1e-6, 1.0)
 MOST = 2048

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from ray_hetero.kernels.prompts.gpu_angles import GpuAngles  # noqa: E402
-from ray_hetero.kernels.prompts.step_memory import StepMemory  # noqa: E402
+from ray_hetero.offload.prefill.gpu_attention import GpuAngles  # noqa: E402
+from ray_hetero.offload.prefill.step_memory import StepMemory  # noqa: E402
 
 TOKENS = 12
 ROTATED = 8

@@ -25,21 +25,16 @@ from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels.layers import decoder_layers, layer_fusion, layer_tokens  # noqa: E402
+from ray_hetero.kernels.layers import decoder_layers, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import AttentionShape  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.layers.step_rows import Request, one_prompt, step_rows  # noqa: E402
-from ray_hetero.kernels.prompts import (  # noqa: E402
-    gpu_layers,
-    gpu_prefill,
-    gpu_rows,
-    gpu_step,
-    kv_transfer,
-)
-from ray_hetero.kernels.prompts.gpu_attention import Lengths, attend, put_together  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_layers import AttentionMemory  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.offload import layer_fusion  # noqa: E402
+from ray_hetero.offload.prefill import gpu_layers, kv_transfer, layer_ops, offload_gpu  # noqa: E402
+from ray_hetero.offload.prefill.gpu_attention import Lengths, attend, put_together  # noqa: E402
+from ray_hetero.offload.prefill.gpu_layers import AttentionMemory  # noqa: E402
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.planning.prefill_memory import attention_bytes  # noqa: E402
 
@@ -52,8 +47,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     # Two blocks of 32 tokens and two heads of keys.
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
-    monkeypatch.setattr(gpu_rows, "CHUNK_TOKENS", 24)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
+    monkeypatch.setattr(layer_ops, "CHUNK_TOKENS", 24)
 
 
 @pytest.mark.parametrize("family", GPU_FAMILIES)
@@ -179,7 +174,7 @@ def test_an_error_in_the_gpus_thread_is_raised_in_the_step(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_step, "put_together", fail)
+    monkeypatch.setattr(gpu_layers, "put_together", fail)
     request = steps.request(100)
     steps.check((request, 0, 50))
     with pytest.raises(RuntimeError, match="illegal memory access"):
@@ -194,7 +189,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_attention_to_the_cores(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(gpu_step, "attend", fail)
+    monkeypatch.setattr(gpu_layers, "attend", fail)
     monkeypatch.setattr(steps.made, "_layer_by_layer", lambda *given: given)
     positions, hidden = steps.begin([(steps.request(40), 0, 40)])
     layer_tokens.take()
@@ -207,7 +202,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_attention_to_the_cores(
 def test_memory_that_is_not_there_is_said_with_what_it_costs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = GpuPrefill(CPU, 64)
+    gpu = OffloadGpu(CPU, 64)
 
     def no_memory(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
@@ -337,11 +332,11 @@ def test_kernels_give_what_torch_gives() -> None:
     # Triton decides when it is imported whether it interprets.
     code = """
 import torch
-from ray_hetero.kernels.formats import compact_on_gpu
-from ray_hetero.kernels.prompts import gpu_rows
-from ray_hetero.kernels.prompts.gpu_rotation import rotate
+from ray_hetero.offload.expand import compact_expansion
+from ray_hetero.offload.prefill import layer_ops
+from ray_hetero.offload.prefill.gpu_attention import rotate
 from ray_hetero.kernels.layers.layer_parts import Norm
-assert compact_on_gpu._is_right(torch.device("cpu"))
+assert compact_expansion._is_right(torch.device("cpu"))
 for size, half in ((64, 32), (96, 24)):
     rows = torch.randn(3, 7 * size).bfloat16()
     # Queries and keys are followed by values, which stay as they are.
@@ -354,17 +349,17 @@ for size, half in ((64, 32), (96, 24)):
 for columns, kind, adds in ((4096, "rms", True), (96, "rms_plus_one", True), (200, "rms", False)):
     y, total = torch.randn(2, 5, columns).bfloat16()
     norm = Norm(torch.rand(columns).bfloat16(), 1e-5, kind)
-    assert gpu_rows.has_norm(norm, columns)
+    assert layer_ops.has_norm(norm, columns)
     expected = total + y if adds else total.clone()
     x = torch.empty_like(total)
-    gpu_rows.add_and_norm(y if adds else None, total, norm, norm.weight, x)
+    layer_ops.add_and_norm_at_once(y if adds else None, total, norm, norm.weight, x)
     # The interpreter cuts what a GPU rounds.
     torch.testing.assert_close(total, expected, rtol=2**-7, atol=0)
     torch.testing.assert_close(x, norm(expected), rtol=2**-6, atol=2**-8)
 for columns in (96, 2048, 5632):
     y, x = 3 * torch.randn(4, 2 * columns), torch.empty(4, columns).bfloat16()
     y = y.bfloat16()
-    gpu_rows.activate(y, x)
+    layer_ops.activate_at_once(y, x)
     gate, up = y.chunk(2, dim=-1)
     torch.testing.assert_close(x, torch.nn.functional.silu(gate) * up, rtol=2**-6, atol=2**-8)
 print(True)
@@ -379,7 +374,7 @@ print(True)
 def test_layers_whose_weights_are_too_small_for_the_gpu_stay_on_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1 << 30)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1 << 30)
     steps = Steps(monkeypatch, has_memory=False)
     assert steps.made._on_gpu is None
     kernel = steps.made._kernel

@@ -18,17 +18,17 @@ from native_module import needs_native  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels.prompts import column_memory  # noqa: E402
-from ray_hetero.kernels.prompts.column_memory import (  # noqa: E402
+from ray_hetero.offload.decode import column_channel  # noqa: E402
+from ray_hetero.offload.decode.column_channel import (  # noqa: E402
     FAILED,
     OUT_OF_MEMORY,
     PHASES,
     WORDS_BYTES,
     ColumnMemory,
+    MlpColumnClient,
 )
-from ray_hetero.kernels.prompts.columns_from_gpu import ColumnsFromGpu  # noqa: E402
-from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.offload.decode.mlp_columns import MlpColumnOffload  # noqa: E402
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(300)]
@@ -73,10 +73,10 @@ def test_what_fails_while_weights_are_asked_for_is_told_to_all_ranks(
     for _ in range(2 + PHASES):
         decoding.step()
 
-    def fails(gpu: GpuPrefill) -> None:
+    def fails(gpu: OffloadGpu) -> None:
         raise error
 
-    monkeypatch.setattr(GpuPrefill, "settle", fails)
+    monkeypatch.setattr(OffloadGpu, "settle", fails)
     if all_ranks:
         # The cores compute this step, and all others.
         steps = decoding.step()
@@ -95,9 +95,9 @@ def memory() -> ColumnMemory:
     return ColumnMemory(torch.zeros(WORDS_BYTES, dtype=torch.uint8), torch.empty(0))
 
 
-def rank_of(words: ColumnMemory) -> ColumnsFromGpu:
+def rank_of(words: ColumnMemory) -> MlpColumnClient:
     """What another rank than the first has, as far as it listens."""
-    rank = ColumnsFromGpu.__new__(ColumnsFromGpu)
+    rank = MlpColumnClient.__new__(MlpColumnClient)
     rank._own = words
     return rank
 
@@ -115,7 +115,7 @@ def test_a_rank_hears_what_was_said_once() -> None:
 
 
 def test_the_first_rank_tells_all_others() -> None:
-    first, others = ColumnsOnGpu.__new__(ColumnsOnGpu), [memory() for _ in range(2)]
+    first, others = MlpColumnOffload.__new__(MlpColumnOffload), [memory() for _ in range(2)]
     first._ranks = [memory(), *others]
     for takes_part in (True, False):
         assert first.agreed(takes_part=takes_part) is takes_part
@@ -124,7 +124,7 @@ def test_the_first_rank_tells_all_others() -> None:
 
 
 def test_a_first_rank_that_says_nothing_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(column_memory, "WAIT_S", 0.05)
+    monkeypatch.setattr(column_channel, "WAIT_S", 0.05)
     with pytest.raises(dist.DistError, match=r"has not said in 0\.05 s how a decode step"):
         rank_of(memory()).agreed(takes_part=True)
 

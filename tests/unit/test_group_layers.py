@@ -32,23 +32,24 @@ from ray_hetero.kernels.formats import (  # noqa: E402
     ScaledWeight,
 )
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
-from ray_hetero.kernels.layers import layer_tokens, shared_decode  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
+from ray_hetero.kernels.layers import layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
-from ray_hetero.kernels.layers.group_layers import linears_of  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.kernels.linear import step_limit  # noqa: E402
-from ray_hetero.kernels.prompts import (  # noqa: E402
+from ray_hetero.offload.decode import (  # noqa: E402
     column_pieces,
-    columns_on_gpu,
-    gpu_layers,
-    gpu_post_attention,
-    gpu_rows,
-    gpu_step,
+    mlp_columns,
+    shared_decode,
 )
-from ray_hetero.kernels.prompts.shared_weights import SharedWeights, linked  # noqa: E402
-from ray_hetero.kernels.prompts.weight_pieces import Placed, WholeWeight, cut  # noqa: E402
+from ray_hetero.offload.decode.share_choice import Share, Shares  # noqa: E402
+from ray_hetero.offload.group.group_layers import linears_of  # noqa: E402
+from ray_hetero.offload.prefill import (  # noqa: E402
+    gpu_layers,
+    layer_ops,
+    threshold,
+)
+from ray_hetero.offload.weights.shared_weights import SharedWeights, linked  # noqa: E402
+from ray_hetero.offload.weights.weight_pieces import WeightSlice, WholeWeight, cut  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -61,7 +62,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
     # Two blocks of 32 tokens and two heads of keys.
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
-    monkeypatch.setattr(gpu_rows, "CHUNK_TOKENS", 24)
+    monkeypatch.setattr(layer_ops, "CHUNK_TOKENS", 24)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_gpu_that_runs_out_of_memory_ends_it_on_all_ranks(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(gpu_step, "attend", fail)
+    monkeypatch.setattr(gpu_layers, "attend", fail)
     monkeypatch.setattr(DecoderLayers, "_layer_by_layer", lambda self, *given: given[1:])
     request = steps.request(80)
     for _ in range(2):
@@ -170,7 +171,7 @@ def test_a_failure_of_the_first_rank_is_the_others_too(monkeypatch: pytest.Monke
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_step, "attend", fail)
+    monkeypatch.setattr(gpu_layers, "attend", fail)
     first, other = steps.step((steps.request(40), 0, 40))
     assert str(first).startswith("CUDA error: an illegal")
     assert str(other) == (
@@ -279,7 +280,7 @@ def test_weights_of_another_process_are_read_in_pieces(kind: Any) -> None:
         assert torch.equal(rebuilt, matrix)
 
 
-def _expanded(whole: WholeWeight) -> Iterator[tuple[Placed, torch.Tensor]]:
+def _expanded(whole: WholeWeight) -> Iterator[tuple[WeightSlice, torch.Tensor]]:
     """What pieces give of a weight with 64 inputs."""
     for placed in cut(whole, CPU):
         piece = placed.piece
@@ -362,8 +363,8 @@ def test_ranks_agree_on_the_largest_step_of_their_cores(
         rank.offer = replace(rank.offer, kernel=rank.kernel, from_tokens=steps.least)
     if cores is not None:
         of_kernels = dict(zip(map(id, kernels), cores, strict=True))
-        monkeypatch.setattr(step_limit, "on_cores", lambda kernel, layers: of_kernels[id(kernel)])
-        monkeypatch.setattr(step_limit, "over_link", lambda kernel, gpu, layers: link)
+        monkeypatch.setattr(threshold, "on_cores", lambda kernel, layers: of_kernels[id(kernel)])
+        monkeypatch.setattr(threshold, "over_link", lambda kernel, gpu, layers: link)
     steps.join()
     limits = {kernel.step_tokens for kernel in kernels}
     by_gpu, by_cores = {steps.least - 1}, {native.STEP_TOKENS}
@@ -390,7 +391,7 @@ def test_prompts_of_a_group_stay_on_the_cores_up_to_one_number(
         slow_link(patch, some, 2.5 * slowest_s)
         found = steps.join()
     (least,) = {group.from_tokens for groups in found for group in groups}
-    assert 320 - step_limit.MULTIPLE < least < 1024
+    assert 320 - threshold.MULTIPLE < least < 1024
     assert {rank.kernel.step_tokens for rank in steps.ranks} == {native.STEP_TOKENS}
     assert caplog.text.count(f"prompts of fewer than {least} tokens stay on the cores") == 1
     assert caplog.text.count("the GPU's link is slow") == 1
@@ -450,14 +451,14 @@ def test_columns_that_a_gpu_has_no_memory_for_are_computed_by_all_ranks(
     steps = GroupSteps(monkeypatch, layers=5, share=1.0)
     steps.join()
     columns = steps.give_columns(8)
-    expanded, times = columns_on_gpu.expanded_whole, iter(range(8))
+    expanded, times = mlp_columns.expanded_whole, iter(range(8))
 
     def until_none_is_left(*given: Any) -> Any:
         if next(times, None) is None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return expanded(*given)
 
-    monkeypatch.setattr(columns_on_gpu, "expanded_whole", until_none_is_left)
+    monkeypatch.setattr(mlp_columns, "expanded_whole", until_none_is_left)
     request = steps.request(6)
     steps.check((request, 0, 3))
     assert asked(columns) == [5, 5]
@@ -474,12 +475,12 @@ def test_columns_stay_on_the_cores_of_all_ranks_where_the_driver_refuses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
-    columns_on_gpu._say_once.cache_clear()
+    mlp_columns._say_once.cache_clear()
 
     def refuse(*given: Any) -> Any:
         raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
 
-    monkeypatch.setattr(columns_on_gpu, "words_of", refuse)
+    monkeypatch.setattr(mlp_columns, "words_of", refuse)
     steps = GroupSteps(monkeypatch, layers=3, share=1.0)
     found = steps.join()
     assert [group[0].columns_of(3) for group in found] == [None, None]
@@ -540,7 +541,7 @@ def test_without_memory_of_the_gpu_all_ranks_decode_alone(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(gpu_post_attention, "activated", fail)
+    monkeypatch.setattr(layer_ops, "activated", fail)
     request = steps.request(4)
     steps.check((request, 0, 3))
     steps.check((request, 3, 4))

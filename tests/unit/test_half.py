@@ -43,10 +43,11 @@ from ray_hetero.kernels.formats import PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Codes  # noqa: E402
-from ray_hetero.kernels.layers import fusible_layers, layer_fusion  # noqa: E402
+from ray_hetero.kernels.layers import fusible_layers  # noqa: E402
 from ray_hetero.kernels.linear import quantised_linear, streaming_linear  # noqa: E402
-from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.offload import layer_fusion  # noqa: E402
+from ray_hetero.offload.linear_layers import LinearLayers  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 
-from ray_hetero.distributed import expert_offers, shared_prompts, shared_sums  # noqa: E402
+from ray_hetero.distributed import expert_offers, shared_sums  # noqa: E402
 from ray_hetero.distributed.expert_meeting import ExpertMeeting, reach  # noqa: E402
 from ray_hetero.distributed.expert_memory import (  # noqa: E402
     Geometry,
@@ -29,7 +29,8 @@ from ray_hetero.distributed.expert_memory import (  # noqa: E402
     _native,
 )
 from ray_hetero.errors import AgreementError, RayHeteroError, StartupError  # noqa: E402
-from ray_hetero.kernels.prompts.prompt_group import PromptGroup  # noqa: E402
+from ray_hetero.offload.group import joining  # noqa: E402
+from ray_hetero.offload.group.prompt_group import PromptGroup  # noqa: E402
 from ray_hetero.runtime import sealed_memory, unix_sockets  # noqa: E402
 from ray_hetero.runtime.shared_pages import STEP  # noqa: E402
 
@@ -207,8 +208,8 @@ def send_weights(end: socket.socket, content: bytes, told: bytes, pages: Sequenc
 def taken(ours: socket.socket) -> Any:
     """The peer's weights, with errors as `joined` names them."""
     sums: Any = SimpleNamespace(ranks=(6, 7), limit_s=LIMIT_S)
-    with shared_prompts.naming(sums):
-        return shared_prompts._weights(ours, LIMIT_S)
+    with joining.naming(sums):
+        return joining._weights(ours, LIMIT_S)
 
 
 def test_weights_that_are_right_are_linked() -> None:
@@ -310,7 +311,7 @@ def test_memory_for_results_has_the_size_that_was_agreed_on(nbytes: int, sealed:
     with pair() as (ours, theirs), descriptor_of(nbytes, sealed=sealed) as descriptor:
         socket.send_fds(theirs, [unix_sockets.NOTE], [descriptor])
         with pytest.raises(RuntimeError, match=f"{nbytes} bytes, expected 4096, sealed"):
-            shared_prompts._results_memory(ours, 4096)
+            joining._results_memory(ours, 4096)
 
 
 needs_handover = pytest.mark.skipif(_native is None, reason="needs the native module")

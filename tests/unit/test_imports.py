@@ -14,7 +14,7 @@ from ray_hetero.compat.worker import layer_partition
 ROOT = Path(__file__).parents[2]
 ROOMS = {
     "ray_hetero": (
-        "cli", "launch", "executor", "worker", "observability", "distributed", "kernels",
+        "cli", "launch", "executor", "worker", "observability", "distributed", "offload", "kernels",
         "planning", "preflight", "runtime", "compat", "",
     ),
     "placement": ("plan", "cluster", "model", "host", ""),
@@ -85,31 +85,45 @@ def test_a_module_imports_from_its_room_and_from_those_below(module: str) -> Non
 def test_no_modules_import_each_other() -> None:
     graph = {module: set(imported(module, at_import=True)) - {module} for module in MODULES}
     graphlib.TopologicalSorter(graph).prepare()
+    # Nor for types alone, or within functions.
+    mine = [module for module in MODULES if room_of(module)[0] == "ray_hetero"]
+    graph = {module: set(imported(module)) - {module} for module in mine}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
-KERNELS = "ray_hetero.kernels."
-OFFLOAD = (
-    "prompts.",
-    "formats.compact_on_gpu", "formats.expansions", "formats.scaled_on_gpu", "formats.stacks",
-    "linear.linear_layers", "linear.step_limit",
-    "layers.columns", "layers.decode_shares", "layers.group_layers", "layers.kept_shares",
-    "layers.layer_fusion", "layers.shared_decode", "layers.steady_share",
-    "experts.expert_expansion", "experts.expert_pieces", "experts.expert_shares",
-    "experts.gpu_experts", "experts.linked_experts",
-)  # fmt: skip
-"""Beginnings of the names of kernel modules for what a GPU computes for CPU ranks; all others are
-for the cores."""
+FOLDERS = {
+    "ray_hetero.offload": ("", "group", "decode", "prefill", "experts", "weights", "expand"),
+    "ray_hetero.kernels": ("layers", "experts", "linear", "formats", ""),
+}
+"""Folders inside of rooms, from the top down, with the modules beside them as ""."""
+
+
+def folder_of(module: str, room: str) -> str:
+    folder, dot, _ = module.removeprefix(room).removeprefix(".").partition(".")
+    return folder if dot or MODULES[module].name == "__init__.py" else ""
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_a_module_imports_from_its_folder_and_from_those_below(room: str) -> None:
+    order = FOLDERS[room]
+    own = {module for module in MODULES if f"{module}.".startswith(f"{room}.")}
+    assert {folder_of(module, room) for module in own} == set(order)
+    upward = {
+        (module, name)
+        for module in own
+        for name in imported(module)
+        if name in own and order.index(folder_of(name, room)) < order.index(folder_of(module, room))
+    }
+    assert not upward
 
 
 def test_kernels_of_the_cores_import_nothing_of_gpus() -> None:
-    names = {module[len(KERNELS) :] for module in MODULES if module.startswith(KERNELS)}
-    offload = {name for name in names if f"{name}.".startswith(OFFLOAD) or name.startswith(OFFLOAD)}
-    assert len(offload) > 50
     found = {
-        (name, below)
-        for name in names - offload
-        for other in imported(KERNELS + name)
-        if (below := other.removeprefix(KERNELS)) in offload
+        (module, name)
+        for module in MODULES
+        if room_of(module)[1] == "kernels"
+        for name in imported(module)
+        if room_of(name)[1] == "offload"
     }
     assert not found
 
@@ -121,10 +135,10 @@ LONG_FUNCTIONS = {
     "ray_hetero.compat.models.remote_experts._remote_method": 79,
     "ray_hetero.compat.worker.spec_decode.pass_hidden_states_on": 61,
     "ray_hetero.distributed.shared_sums.joined": 63,
-    "ray_hetero.kernels.formats.scaled_on_gpu_triton.kernel": 70,
-    "ray_hetero.kernels.layers.layer_fusion.install": 73,
-    "ray_hetero.kernels.linear.linear_layers.loaded": 65,
+    "ray_hetero.offload.layer_fusion.install": 73,
+    "ray_hetero.offload.linear_layers.loaded": 65,
     "ray_hetero.launch.prepare.prepare": 66,
+    "ray_hetero.offload.expand.triton_kernels.expand_scaled": 70,
     "ray_hetero.planning.layer_plan.plan_layers": 86,
     "ray_hetero.planning.layout_choice.choose_layout": 84,
     "ray_hetero.planning.model_plan.plan_model": 92,

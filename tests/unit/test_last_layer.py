@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata  # no
 from worlds import world  # noqa: E402
 
 from ray_hetero.kernels.layers import layer_tokens  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
+from ray_hetero.offload.prefill import offload_gpu  # noqa: E402
 from ray_hetero.worker import last_layer  # noqa: E402
 from ray_hetero.worker.last_layer import LEAST, find, install  # noqa: E402
 
@@ -209,7 +209,7 @@ class Attention:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 0)
+        monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 0)
         steps = Steps(monkeypatch)
         begun, whole_prompt, decoding = map(steps.request, (900, 400, 21))
         # vLLM's own attention multiplies what is behind a request's end by 0.

@@ -48,16 +48,11 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
-from ray_hetero.kernels.layers import (  # noqa: E402
-    latent_fusion,
-    latent_layers,
-    latent_weights,
-    layer_fusion,
-    layer_tokens,
-)
+from ray_hetero.kernels.layers import latent_fusion, latent_layers, latent_weights, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.latent_layers import LatentLayer, LatentShape  # noqa: E402
 from ray_hetero.kernels.linear.quantised_linear import BlockFloats, StreamedBlockFloats  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.offload import layer_fusion  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

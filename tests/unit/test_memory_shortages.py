@@ -14,8 +14,9 @@ from native_module import needs_native  # noqa: E402
 from scheduled_steps import LARGE, Engine, GroupEngine  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels.prompts import gpu_step, prompts_ahead  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.offload import prefetch  # noqa: E402
+from ray_hetero.offload.prefill import gpu_layers  # noqa: E402
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(120)]
@@ -27,13 +28,13 @@ SHORT = 29
 def _nothing_is_left() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    prompts_ahead.use([])
+    prefetch.use([])
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(GpuPrefill, "read_first"), (gpu_step, "attend")],
+    [(OffloadGpu, "read_first"), (gpu_layers, "attend")],
     ids=["first weights", "attention"],
 )
 @pytest.mark.parametrize("kind", [Engine, GroupEngine])

@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ray_hetero.kernels.prompts.link_reader import SLOT_ALIGNMENT, Slot  # noqa: E402
-from ray_hetero.kernels.prompts.piece_ring import PieceRing  # noqa: E402
+from ray_hetero.offload.weights.link_reader import SLOT_ALIGNMENT, Slot  # noqa: E402
+from ray_hetero.offload.weights.piece_reader import PieceRing  # noqa: E402
 
 KIB = 1024
 

@@ -27,8 +27,8 @@ from ray_hetero.kernels.layers.layer_parts import (  # noqa: E402
 )
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_post_attention, gpu_prefill, gpu_rows  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
+from ray_hetero.offload.prefill import layer_ops, offload_gpu  # noqa: E402
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -255,11 +255,11 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
     is_last: bool, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 256 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
     # The last chunk is shorter.
-    monkeypatch.setattr(gpu_rows, "CHUNK_TOKENS", 24)
+    monkeypatch.setattr(layer_ops, "CHUNK_TOKENS", 24)
     layer = Layer(is_last=is_last, **variant)
-    gpu = GpuPrefill(torch.device("cpu"), 64)
+    gpu = OffloadGpu(torch.device("cpu"), 64)
     for one in layer.parts.linears:
         gpu.add(one.weight)
     gpu.take()
@@ -267,13 +267,13 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
     computing.prompts = Prompts(gpu, 16)
     fused = PostAttentionBlock(layer.parts, computing)
     sizes: list[int] = []
-    post_attention = gpu_post_attention.post_attention
+    post_attention = OffloadGpu.post_attention
 
-    def call_and_note(gpu: GpuPrefill, parts: PostAttention, x: torch.Tensor, *rest: Any) -> Any:
+    def call_and_note(gpu: OffloadGpu, parts: PostAttention, x: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(x))
         return post_attention(gpu, parts, x, *rest)
 
-    monkeypatch.setattr(gpu_post_attention, "post_attention", call_and_note)
+    monkeypatch.setattr(OffloadGpu, "post_attention", call_and_note)
     for tokens in (15, 16, 64, 65, 50):
         check(fused, layer, tokens)
     assert sizes == [16, 64, 50]

@@ -36,7 +36,7 @@ from ray_hetero.compat.models import quantised_kernels  # noqa: E402
 from ray_hetero.config import CpuConfig  # noqa: E402
 from ray_hetero.kernels.formats import SCALED_FORMATS  # noqa: E402
 from ray_hetero.kernels.linear import quantised_linear  # noqa: E402
-from ray_hetero.kernels.linear.linear_layers import LinearLayers  # noqa: E402
+from ray_hetero.offload.linear_layers import LinearLayers  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(300)]

@@ -24,12 +24,12 @@ from native_module import (  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats import SCALED_FORMATS, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import BLOCK, pack  # noqa: E402
-from ray_hetero.kernels.formats.expansions import part_expansion, stack_of  # noqa: E402
 from ray_hetero.kernels.formats.fp4 import Fp4Weight  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import NAN, Fp8Weight  # noqa: E402
 from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Codes  # noqa: E402
+from ray_hetero.offload.expand.expansions import part_expansion, stack_of  # noqa: E402
 
 pytestmark = needs_native
 TYPES = {

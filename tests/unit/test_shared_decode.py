@@ -25,8 +25,18 @@ from native_module import level_of, native, needs_native  # noqa: E402
 from paged_steps import GPU_FAMILIES, Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels.layers import decode_shares, decode_step, layer_tokens, shared_decode  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import (  # noqa: E402
+from ray_hetero.kernels.layers import decode_step, layer_tokens  # noqa: E402
+from ray_hetero.kernels.layers.layer_parts import CpuBlocks  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.offload.decode import (  # noqa: E402  # noqa: E402
+    column_channel,
+    column_pieces,
+    mlp_columns,
+    share_choice,
+    shared_decode,
+)
+from ray_hetero.offload.decode.column_channel import PHASE  # noqa: E402
+from ray_hetero.offload.decode.share_choice import (  # noqa: E402
     COLUMN_PARTS,
     Share,
     Shares,
@@ -35,18 +45,8 @@ from ray_hetero.kernels.layers.decode_shares import (  # noqa: E402
     kept_blocks,
     most_parts,
 )
-from ray_hetero.kernels.layers.layer_parts import KeptBlocks  # noqa: E402
-from ray_hetero.kernels.layers.shared_decode import SharedDecode  # noqa: E402
-from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.kernels.prompts import (  # noqa: E402
-    column_memory,
-    column_pieces,
-    columns_on_gpu,
-    gpu_post_attention,
-    gpu_prefill,
-    step_memory,
-)
-from ray_hetero.kernels.prompts.column_memory import PHASE  # noqa: E402
+from ray_hetero.offload.decode.shared_decode import SharedDecode  # noqa: E402
+from ray_hetero.offload.prefill import layer_ops, offload_gpu, step_memory  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 from ray_hetero.runtime import stream_words  # noqa: E402
 
@@ -60,7 +60,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged; vLLM's logger hands nothing on to pytest's."""
     found: list[str] = []
     for level in ("info", "warning"):
-        for module in (columns_on_gpu, decode_shares, decode_step, shared_decode):
+        for module in (mlp_columns, share_choice, decode_step, shared_decode):
             monkeypatch.setattr(
                 module.logger, level, lambda text, *given: found.append(text % given)
             )
@@ -70,7 +70,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
     monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
     layer_tokens.take()
 
@@ -117,7 +117,7 @@ def test_memory_that_a_gpu_sees_by_its_address_is_kept(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(step_memory.StepMemory, "host_memory", noted)
     # On a GPU, what it sees is another tensor.
-    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "_seen", lambda _, memory: memory.clone())
+    monkeypatch.setattr(mlp_columns.MlpColumnOffload, "_seen", lambda _, memory: memory.clone())
     steps = Steps(monkeypatch, layers=LAYERS, columns=8)
     before = len(made)
     columns = steps.columns_of(LAYERS)
@@ -168,7 +168,7 @@ def test_results_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_tokens_than_a_shared_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns_on_gpu, "SHARED_TOKENS", 2)
+    monkeypatch.setattr(mlp_columns, "SHARED_TOKENS", 2)
     steps = Steps(monkeypatch, layers=LAYERS, columns=8)
     assert steps.shared is not None
     request = steps.request(5)
@@ -182,7 +182,7 @@ def test_without_memory_of_the_gpu_the_cores_compute_the_step(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, columns=8)
-    computed, calls = gpu_post_attention.activated, []
+    computed, calls = layer_ops.activated, []
 
     def fails_in_the_second_layer(*parts: Any) -> Any:
         calls.append(parts)
@@ -190,7 +190,7 @@ def test_without_memory_of_the_gpu_the_cores_compute_the_step(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
         return computed(*parts)
 
-    monkeypatch.setattr(gpu_post_attention, "activated", fails_in_the_second_layer)
+    monkeypatch.setattr(layer_ops, "activated", fails_in_the_second_layer)
     request = steps.request(6)
     steps.check((request, 0, 4))
     (line,) = said
@@ -205,7 +205,7 @@ def test_what_fails_while_columns_are_computed_is_raised(monkeypatch: pytest.Mon
     def fails(*given: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_post_attention, "activated", fails)
+    monkeypatch.setattr(layer_ops, "activated", fails)
     request = steps.request(2)
     positions, hidden = steps.begin([(request, 0, 2)])
     with pytest.raises(RuntimeError, match="illegal memory access"):
@@ -217,13 +217,13 @@ def test_what_the_cores_wait_for_columns_is_counted(
     parts: int, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, columns=parts)
-    compute, late_s = getattr(columns_on_gpu.ColumnsOnGpu, late), 0.05
+    compute, late_s = getattr(mlp_columns.MlpColumnOffload, late), 0.05
 
     def compute_late(*given: Any) -> Any:
         time.sleep(late_s)
         return compute(*given)
 
-    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, late, compute_late)
+    monkeypatch.setattr(mlp_columns.MlpColumnOffload, late, compute_late)
     request = steps.request(3)
     steps.check((request, 0, 2))
     layer_tokens.take()
@@ -239,7 +239,7 @@ def test_what_the_cores_wait_for_columns_is_counted(
 def test_columns_that_do_not_come_are_an_error(
     parts: int, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(column_memory, "WAIT_S", 0.25)
+    monkeypatch.setattr(column_channel, "WAIT_S", 0.25)
     write = stream_words.OfHost.write
     steps = Steps(monkeypatch, layers=LAYERS, columns=parts)
     assert steps.shared is not None
@@ -277,11 +277,11 @@ def test_a_driver_that_refuses_to_wait_leaves_all_to_the_cores(
         def run(self, given: Any, stream: Any) -> int:
             return 801
 
-    columns_on_gpu._say_once.cache_clear()
+    mlp_columns._say_once.cache_clear()
     monkeypatch.setattr(stream_words, "Driver", Refusing)
     words_of = stream_words.words_of
     monkeypatch.setattr(
-        columns_on_gpu, "words_of", lambda _, *given: words_of(torch.device("cuda"), *given)
+        mlp_columns, "words_of", lambda _, *given: words_of(torch.device("cuda"), *given)
     )
     steps = Steps(monkeypatch, layers=LAYERS)
     for _ in range(2):
@@ -318,8 +318,8 @@ def test_words_go_round(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_some_columns_are_left_for_both(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=2, columns=8)
     assert steps.shared is not None
-    monkeypatch.setattr(shared_decode, "kept_blocks", lambda *given: KeptBlocks(kept))
-    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "of_step", lambda *given: nullcontext())
+    monkeypatch.setattr(shared_decode, "kept_blocks", lambda *given: CpuBlocks(kept))
+    monkeypatch.setattr(mlp_columns.MlpColumnOffload, "of_step", lambda *given: nullcontext())
     request = steps.request(2)
     positions, hidden = steps.begin([(request, 0, 2)])
     with pytest.raises(ValueError, match="expected from 1 to"):
@@ -330,7 +330,7 @@ def test_a_step_of_more_tokens_than_there_is_room_for(monkeypatch: pytest.Monkey
     steps = Steps(monkeypatch, layers=2, columns=8)
     assert steps.shared is not None
     assert steps.shared._columns is not None
-    monkeypatch.setattr(columns_on_gpu.ColumnsOnGpu, "of_step", lambda *given: nullcontext())
+    monkeypatch.setattr(mlp_columns.MlpColumnOffload, "of_step", lambda *given: nullcontext())
     steps.shared._columns.native.room = 1
     requests = [steps.request(1) for _ in range(2)]
     positions, hidden = steps.begin([(one, 0, 1) for one in requests])
@@ -426,13 +426,13 @@ def test_fewer_tokens_give_away_what_more_of_them_do_where_that_takes_less() -> 
 def test_steps_that_other_programs_disturb_are_measured_again() -> None:
     pauses: list[float] = []
     answers = [math.inf, math.inf, 0.5, 0.25]
-    measured = decode_shares.undisturbed(lambda *step: answers.pop(0), pauses.append)
+    measured = share_choice.undisturbed(lambda *step: answers.pop(0), pauses.append)
     assert [measured(1, 0), measured(1, 2)] == [0.5, 0.25]
-    assert pauses == [decode_shares.PAUSE_S] * 2
-    measured = decode_shares.undisturbed(lambda *step: math.inf, pauses.append)
-    with pytest.raises(decode_shares.DisturbedError):
+    assert pauses == [share_choice.PAUSE_S] * 2
+    measured = share_choice.undisturbed(lambda *step: math.inf, pauses.append)
+    with pytest.raises(share_choice.DisturbedError):
         measured(1, 0)
-    assert len(pauses) == 2 + decode_shares.TRIES
+    assert len(pauses) == 2 + share_choice.TRIES
 
 
 def test_a_step_is_believed_if_its_threads_had_their_cores() -> None:
@@ -445,9 +445,9 @@ def test_nothing_is_given_away_or_kept_where_cores_are_not_free(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     kept: list[Shares] = []
-    monkeypatch.setattr(decode_shares, "PAUSE_S", 0.0)
+    monkeypatch.setattr(share_choice, "PAUSE_S", 0.0)
     monkeypatch.setattr(shared_decode, "had_cores", lambda *given: False)
-    monkeypatch.setattr(shared_decode.KeptShares, "keep", lambda _, found: kept.append(found))
+    monkeypatch.setattr(shared_decode.ShareCache, "keep", lambda _, found: kept.append(found))
     steps = Steps(monkeypatch, layers=LAYERS)
     found = shared_decode.shares_of("auto", steps.known, steps.kernel, steps.columns_of)
     assert (found, kept) == (Shares(()), [])

@@ -28,9 +28,11 @@ from scheduled_steps import LARGE, Engine, GroupEngine, Part  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS, PROMPT_TOKENS  # noqa: E402
-from ray_hetero.kernels.prompts import columns_on_gpu, gpu_step, kv_transfer, prompts_ahead  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.prompts.step_graphs import StepGraphs  # noqa: E402
+from ray_hetero.offload import prefetch  # noqa: E402
+from ray_hetero.offload.decode import mlp_columns  # noqa: E402
+from ray_hetero.offload.decode.step_graphs import StepGraphs  # noqa: E402
+from ray_hetero.offload.prefill import gpu_layers, kv_transfer  # noqa: E402
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -214,11 +216,11 @@ def shortages(monkeypatch: pytest.MonkeyPatch, chance: random.Random, told: list
 
         monkeypatch.setattr(owner, name, call)
 
-    fail_sometimes(gpu_step, "attend")
-    fail_sometimes(columns_on_gpu, "expanded_whole")
+    fail_sometimes(gpu_layers, "attend")
+    fail_sometimes(mlp_columns, "expanded_whole")
     fail_sometimes(StepGraphs, "fetch")
-    fail_sometimes(GpuPrefill, "read_first")
-    fail_sometimes(GpuPrefill, "linear")
+    fail_sometimes(OffloadGpu, "read_first")
+    fail_sometimes(OffloadGpu, "linear")
 
 
 def seeds() -> range:
@@ -232,7 +234,7 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Two blocks of 32 tokens and two heads of keys at once.
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
     yield
-    prompts_ahead.use([])
+    prefetch.use([])
 
 
 @pytest.mark.parametrize("seed", seeds())

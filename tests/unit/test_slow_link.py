@@ -20,12 +20,14 @@ from slow_links import PRODUCT_S, slow_cores, slow_link  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers import layer_tokens  # noqa: E402
-from ray_hetero.kernels.layers.group_layers import linears_of  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
-from ray_hetero.kernels.linear import step_limit  # noqa: E402
-from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
-from ray_hetero.kernels.prompts.gpu_prefill import GpuPrefill  # noqa: E402
-from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
+from ray_hetero.offload.group.group_layers import linears_of  # noqa: E402
+from ray_hetero.offload.prefill import (  # noqa: E402
+    offload_gpu,
+    threshold,
+)
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
+from ray_hetero.offload.weights.piece_reader import PieceReader  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -40,7 +42,7 @@ products take some time in truth."""
 @pytest.fixture(autouse=True)
 def _small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
     layer_tokens.take()
 
 
@@ -50,23 +52,23 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for level in ("info", "warning"):
         monkeypatch.setattr(
-            step_limit.logger, level,
+            threshold.logger, level,
             lambda text, *given, level=level: found.append((level, text % given)),
         )  # fmt: skip
     return found
 
 
 @pytest.fixture
-def asked_gpu(monkeypatch: pytest.MonkeyPatch) -> list[GpuPrefill]:
+def asked_gpu(monkeypatch: pytest.MonkeyPatch) -> list[OffloadGpu]:
     """The GPU, for each time that it begins with products."""
-    found: list[GpuPrefill] = []
-    begin = GpuPrefill.begin
+    found: list[OffloadGpu] = []
+    begin = OffloadGpu.begin
 
-    def begin_and_note(self: GpuPrefill, tokens: int, **given: Any) -> None:
+    def begin_and_note(self: OffloadGpu, tokens: int, **given: Any) -> None:
         found.append(self)
         begin(self, tokens, **given)
 
-    monkeypatch.setattr(GpuPrefill, "begin", begin_and_note)
+    monkeypatch.setattr(OffloadGpu, "begin", begin_and_note)
     return found
 
 
@@ -80,7 +82,7 @@ def settled(
         monkeypatch: makes cores and link slow until then.
         link: its time in those of the cores.
         is_auto: whether no number of tokens was given.
-        has_steps: as of `step_limit.settle`.
+        has_steps: as of `threshold.settle`.
         slow_rounds: of the measurement, after which the link is fast.
         most: tokens of a step.
 
@@ -102,7 +104,7 @@ def settled(
     with monkeypatch.context() as patch:
         slow_cores(patch, kernel)
         slow_link(patch, [one for layer in layers for one in layer], link * CORES_S, is_slow)
-        step_limit.settle(kernel, prompts, layers, has_steps=has_steps)
+        threshold.settle(kernel, prompts, layers, has_steps=has_steps)
     return steps
 
 
@@ -118,12 +120,12 @@ def levels(said: list[tuple[str, str]]) -> list[str]:
 @pytest.mark.parametrize("has_steps", [True, False])
 def test_prompts_below_the_crossing_stay_on_the_cores(
     has_steps: bool, monkeypatch: pytest.MonkeyPatch, said: list[tuple[str, str]],
-    asked_gpu: list[GpuPrefill], on_gpu: list[int],
+    asked_gpu: list[OffloadGpu], on_gpu: list[int],
 ) -> None:  # fmt: skip
     steps = settled(monkeypatch, SLOW, has_steps=has_steps)
     least = from_tokens(steps)
-    assert least % step_limit.MULTIPLE == 0
-    assert 128 * SLOW - step_limit.MULTIPLE < least < MOST
+    assert least % threshold.MULTIPLE == 0
+    assert 128 * SLOW - threshold.MULTIPLE < least < MOST
     assert steps.kernel.step_tokens == native.STEP_TOKENS
     assert levels(said) == ["warning"] + ["info"] * has_steps
     (warning,) = (text for level, text in said if level == "warning")
@@ -139,7 +141,7 @@ def test_prompts_below_the_crossing_stay_on_the_cores(
     assert steps.kernel.prompts is not None
     pieces = sum(map(len, steps.kernel.prompts.gpu._pieces.values()))
     assert link >= 1e3 * CORES_S * SLOW * (1 - 1 / pieces)
-    assert least - step_limit.MULTIPLE - 1 < 128 * link / cores < least + 1  # they are rounded
+    assert least - threshold.MULTIPLE - 1 < 128 * link / cores < least + 1  # they are rounded
     assert "nvidia-smi -q, lspci -vv" in warning
     one, other, third = (steps.request(tokens) for tokens in (least + 4, least, 30))
     asked_gpu.clear()
@@ -154,7 +156,7 @@ def test_prompts_below_the_crossing_stay_on_the_cores(
 
 
 def test_no_step_goes_over_a_link_that_never_pays(
-    monkeypatch: pytest.MonkeyPatch, said: list[tuple[str, str]], asked_gpu: list[GpuPrefill]
+    monkeypatch: pytest.MonkeyPatch, said: list[tuple[str, str]], asked_gpu: list[OffloadGpu]
 ) -> None:
     steps = settled(monkeypatch, SLOW, most=256)
     assert from_tokens(steps) > 256
@@ -177,7 +179,7 @@ def test_no_step_goes_over_a_link_that_never_pays(
         (0.0, {}),
         (1.0, {}),
         (SLOW, {"is_auto": False}),
-        (SLOW, {"slow_rounds": step_limit.ROUNDS}),
+        (SLOW, {"slow_rounds": threshold.ROUNDS}),
         (0.0, {"has_steps": False}),
     ],
     ids=["fast", "as fast as the cores", "a number was given", "busy for a moment", "shared"],
@@ -209,6 +211,6 @@ def test_a_link_that_fails_is_an_error(
     steps.kernel.prompts.is_auto = is_auto
     layers = [linears_of(layer) for layer in steps.known]
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        step_limit.settle(steps.kernel, steps.kernel.prompts, layers)
+        threshold.settle(steps.kernel, steps.kernel.prompts, layers)
     assert (from_tokens(steps), steps.kernel.step_tokens) == (FROM_TOKENS, native.STEP_TOKENS)
     assert said == []

@@ -31,9 +31,9 @@ from ray_hetero.distributed.expert_prompts import ExpertLink  # noqa: E402
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer  # noqa: E402
 from ray_hetero.distributed.split_experts import OtherExperts  # noqa: E402
 from ray_hetero.errors import RankError  # noqa: E402
-from ray_hetero.kernels.experts.expert_shares import ExpertShares  # noqa: E402
-from ray_hetero.kernels.experts.gpu_experts import GpuExperts  # noqa: E402
 from ray_hetero.kernels.layers import layer_tokens  # noqa: E402
+from ray_hetero.offload.experts.expert_shares import ExpertShares  # noqa: E402
+from ray_hetero.offload.experts.gpu_experts import GpuExperts  # noqa: E402
 
 if native is None or expert_memory._native is None:
     pytest.skip("needs the native modules", allow_module_level=True)

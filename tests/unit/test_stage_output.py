@@ -36,13 +36,9 @@ from ray_hetero.distributed.messages import Message, Packing  # noqa: E402
 from ray_hetero.distributed.neighbour import Neighbours  # noqa: E402
 from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels.layers import group_layers  # noqa: E402
-from ray_hetero.kernels.prompts import (  # noqa: E402
-    kv_transfer,
-    row_words,
-    stage_output,
-)
-from ray_hetero.kernels.prompts.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
+from ray_hetero.offload.group import group_layers  # noqa: E402
+from ray_hetero.offload.prefill import kv_transfer, row_words, stage_output  # noqa: E402
+from ray_hetero.offload.prefill.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = [needs_native, pytest.mark.timeout(120)]

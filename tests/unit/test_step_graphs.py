@@ -18,16 +18,19 @@ from paged_steps import Steps  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.kernels.layers import steady_share  # noqa: E402
-from ray_hetero.kernels.layers.decode_shares import Share, Shares  # noqa: E402
-from ray_hetero.kernels.layers.layer_parts import KeptBlocks  # noqa: E402
+from ray_hetero.kernels.layers.layer_parts import CpuBlocks  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.kernels.prompts import columns_on_gpu, step_graphs  # noqa: E402
-from ray_hetero.kernels.prompts.column_memory import PHASES  # noqa: E402
-from ray_hetero.kernels.prompts.columns_on_gpu import ColumnsOnGpu  # noqa: E402
-from ray_hetero.kernels.prompts.kept_pieces import IdleMemory  # noqa: E402
-from ray_hetero.kernels.prompts.piece_reader import PieceReader  # noqa: E402
-from ray_hetero.kernels.prompts.weight_pieces import Piece  # noqa: E402
+from ray_hetero.offload.decode import (  # noqa: E402
+    mlp_columns,
+    shared_decode,
+    step_graphs,
+)
+from ray_hetero.offload.decode.column_channel import PHASES  # noqa: E402
+from ray_hetero.offload.decode.mlp_columns import MlpColumnOffload  # noqa: E402
+from ray_hetero.offload.decode.share_choice import Share, Shares  # noqa: E402
+from ray_hetero.offload.weights.piece_reader import PieceReader  # noqa: E402
+from ray_hetero.offload.weights.resident_pieces import IdleMemory  # noqa: E402
+from ray_hetero.offload.weights.weight_pieces import Piece  # noqa: E402
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS  # noqa: E402
 
 current_platform.import_kernels()
@@ -134,7 +137,7 @@ def test_the_gpu_has_its_part_where_pieces_come_sooner_than_the_cores_are_done(
 def test_the_gpu_has_its_part_where_steps_of_several_kinds_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(steady_share, "STEPS", 1)
+    monkeypatch.setattr(shared_decode, "STEPS", 1)
     kept = decoding(monkeypatch)
     shared, columns = kept.shared, kept.columns
     for parts in (4, 4, 4, 4, 4, 12):
@@ -253,12 +256,12 @@ def test_there_is_a_size_for_every_number_of_tokens(
         assert tokens <= size(tokens) <= min(largest, 2 * tokens)
     assert [size(tokens) for tokens in (1, 3, 8, 9, 33, 97)] == [1, 4, 8, 16, 48, largest]
     # All of them have graphs at the same time.
-    assert len(columns_on_gpu.SIZES) * PHASES <= step_graphs.MOST_GRAPHS
+    assert len(mlp_columns.SIZES) * PHASES <= step_graphs.MOST_GRAPHS
 
 
 @pytest.mark.parametrize("parts", [12, 20])
 def test_steps_of_several_kinds_take_turns(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steady_share, "STEPS", 1)
+    monkeypatch.setattr(shared_decode, "STEPS", 1)
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2 * PHASES)
     steps = Steps(monkeypatch, layers=5, columns=12, most=512)
     shared = steps.shared
@@ -288,17 +291,17 @@ def test_another_share_is_taken_once_it_is_asked_for_some_times(
     shared.shares = Shares((Share(1, columns=4), Share(3, columns=12)))
     decoding = Decoding(steps, 120, 120, 120)
     kept: list[int] = []
-    of_step = ColumnsOnGpu.of_step
+    of_step = MlpColumnOffload.of_step
 
-    def noted(columns: ColumnsOnGpu, tokens: int, blocks: KeptBlocks) -> Any:
+    def noted(columns: MlpColumnOffload, tokens: int, blocks: CpuBlocks) -> Any:
         kept.append(blocks.columns)
         return of_step(columns, tokens, blocks)
 
-    monkeypatch.setattr(ColumnsOnGpu, "of_step", noted)
-    for count in (1, 3, 3, 1, *[3] * steady_share.STEPS):
+    monkeypatch.setattr(MlpColumnOffload, "of_step", noted)
+    for count in (1, 3, 3, 1, *[3] * shared_decode.STEPS):
         decoding.step(count)
     few, many = (shared._kept(parts).columns for parts in (4, 12))
-    assert kept == [few] * (3 + steady_share.STEPS) + [many]
+    assert kept == [few] * (3 + shared_decode.STEPS) + [many]
     decoding.step(1)
     assert kept.pop() == many
     # A prompt takes the place of what stays.

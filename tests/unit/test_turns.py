@@ -11,9 +11,9 @@ from copied_pieces import CopiedPieces  # noqa: E402
 from native_module import needs_native  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels.prompts import gpu_prefill  # noqa: E402
-from ray_hetero.kernels.prompts.piece_reader import ROUNDS  # noqa: E402
-from ray_hetero.kernels.prompts.turns import SHARE, turns_from  # noqa: E402
+from ray_hetero.offload.prefill import offload_gpu  # noqa: E402
+from ray_hetero.offload.prefill.stage_output import SHARE, turns_from  # noqa: E402
+from ray_hetero.offload.weights.piece_reader import ROUNDS  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
 
 current_platform.import_kernels()
@@ -23,7 +23,7 @@ pytestmark = [needs_native, pytest.mark.timeout(120)]
 @pytest.fixture(autouse=True)
 def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)
-    monkeypatch.setattr(gpu_prefill, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", 1)
 
 
 @pytest.mark.parametrize("is_compact", [False, True])

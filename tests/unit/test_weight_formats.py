@@ -14,7 +14,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.formats import FORMATS, CompactWeight, HostWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
-from ray_hetero.kernels.formats.expansions import part_expansion, stack_of  # noqa: E402
+from ray_hetero.offload.expand.expansions import part_expansion, stack_of  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native

@@ -8,18 +8,14 @@ Both read vLLM's own tensors, so that an adapter that comes or goes needs no not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ray_hetero.compat.models.lora import StackedAdapters, stacked_adapters
-
-if TYPE_CHECKING:
-    from ray_hetero.kernels.layers.layer_parts import Linear
-    from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 
 OUTPUTS_MULTIPLE = 16
 """Divisor of the number of a slice's outputs: a vector's elements."""
@@ -107,16 +103,3 @@ def adapters_of(
     ):
         return f"adapters have outputs {outputs} of a layer {list(shape)}"
     return Adapters(stacked, native)
-
-
-def first_of(linears: Iterable[Linear]) -> Adapters | None:
-    """Adapters of the first layer that has some; all layers of a step have the same slots."""
-    return next((one.adapters for one in linears if one.adapters is not None), None)
-
-
-def product(kernel: StreamingLinear, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """What a linear layer gives of x [M, K], bf16, with what adapters add."""
-    y = kernel.compute(x, linear.weight, linear.bias)
-    if linear.adapters is not None:
-        linear.adapters.add(x, y)
-    return y

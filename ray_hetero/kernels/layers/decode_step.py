@@ -21,7 +21,7 @@ from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.adapters import Adapters
 from ray_hetero.kernels.layers.attention import SPAN, Attention
 from ray_hetero.kernels.layers.kv_layouts import ROWS, TILES
-from ray_hetero.kernels.layers.layer_parts import CacheAddress, KeptBlocks, QkvInput
+from ray_hetero.kernels.layers.layer_parts import CacheAddress, CpuBlocks, QkvInput
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.layers.protocols import SharesDecode
 from ray_hetero.kernels.layers.step_rows import StepRows
@@ -73,7 +73,7 @@ def address_of(cache: torch.Tensor, number: int = 0) -> CacheAddress:
     return cache.data_ptr(), cache.stride(0), cache.stride(1), number
 
 
-NOTHING_SHARED = KeptBlocks(0)
+NOTHING_SHARED = CpuBlocks(0)
 """Blocks of a step whose cores compute everything."""
 
 
@@ -107,7 +107,7 @@ class NativeLayers:
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
         residual: torch.Tensor | None, y: torch.Tensor, total: torch.Tensor,
         slots: torch.Tensor | None = None, share: Any = None,
-        kept: KeptBlocks = NOTHING_SHARED,
+        kept: CpuBlocks = NOTHING_SHARED,
     ) -> None:  # fmt: skip
         """Compute a decode step.
 

@@ -23,10 +23,11 @@ import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ray_hetero.kernels.layers import adapters, decode_step, layer_tokens
+from ray_hetero.kernels.layers import decode_step, layer_tokens
 from ray_hetero.kernels.layers.decode_step import DecodeStep
 from ray_hetero.kernels.layers.kv_layouts import Caches, can_be_copied
 from ray_hetero.kernels.layers.layer import Layer
+from ray_hetero.kernels.layers.layer_parts import adapters_in, product
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and_norm, norm
 from ray_hetero.kernels.layers.protocols import (
     LayersOnGpu,
@@ -72,7 +73,7 @@ class DecoderLayers:
             for layer, begins in zip(layers, following, strict=True)
         ]
         parts = [linear for _, block in self._layers for linear in block.parts.linears]
-        self._adapters = adapters.first_of([self._input.qkv, *parts])
+        self._adapters = adapters_in([self._input.qkv, *parts])
         self._decode_step = (
             DecodeStep(self._input, self._layers, kernel, self._adapters)
             if all(attention.scores is not None for attention, _ in self._layers)
@@ -242,7 +243,7 @@ class DecoderLayers:
             x, total = (one.clone(memory_format=torch.contiguous_format)
                         for one in (hidden, residual))  # fmt: skip
             x = add_and_norm(x, total, how)
-        x = adapters.product(self._kernel, x, qkv)
+        x = product(self._kernel, x, qkv)
         for attention, behind in self._layers:
             x, total = behind(attention(positions, x), total)
         return x, total

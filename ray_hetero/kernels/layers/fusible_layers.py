@@ -25,12 +25,18 @@ from vllm.model_executor.layers.activation import (
 from ray_hetero.compat.models.compilation import is_compiled
 from ray_hetero.compat.models.lora import base_layer
 from ray_hetero.kernels.layers import attention
-from ray_hetero.kernels.layers.adapters import Adapters, adapters_of, first_of
+from ray_hetero.kernels.layers.adapters import Adapters, adapters_of
 from ray_hetero.kernels.layers.attention import Attention, as_norm
 from ray_hetero.kernels.layers.latent_fusion import latent_layer_of
 from ray_hetero.kernels.layers.latent_layers import LatentLayer
 from ray_hetero.kernels.layers.layer import Layer
-from ray_hetero.kernels.layers.layer_parts import Activation, Linear, PostAttention, QkvInput
+from ray_hetero.kernels.layers.layer_parts import (
+    Activation,
+    Linear,
+    PostAttention,
+    QkvInput,
+    adapters_in,
+)
 from ray_hetero.kernels.layers.structures import Calls, LayerModules, layers_attribute, structure_of
 from ray_hetero.kernels.linear.rank_sums import RankSums, why_not_added
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
@@ -74,7 +80,7 @@ class Run:
     @property
     def adapters(self) -> Adapters | None:
         """Adapters of one of the layers, if they have some."""
-        return first_of(
+        return adapters_in(
             one for layer in self.layers for one in (layer.input.qkv, *layer.parts.linears)
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.layers.adapters import Adapters
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
@@ -43,6 +44,19 @@ class Linear:
         bias = 0 if self.bias is None else self.bias.data_ptr()
         adapters = None if self.adapters is None else self.adapters.native
         return self.weight.data.data_ptr(), bias, self.weight.encoding, adapters
+
+
+def adapters_in(linears: Iterable[Linear]) -> Adapters | None:
+    """Adapters of the first layer that has some; all layers of a step have the same slots."""
+    return next((one.adapters for one in linears if one.adapters is not None), None)
+
+
+def product(kernel: StreamingLinear, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """What a linear layer gives of x [M, K], bf16, with what adapters add."""
+    y = kernel.compute(x, linear.weight, linear.bias)
+    if linear.adapters is not None:
+        linear.adapters.add(x, y)
+    return y
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +243,7 @@ class AttentionShape:
         return self.kv_heads * self.size
 
 
-class KeptBlocks(NamedTuple):
+class CpuBlocks(NamedTuple):
     """Blocks of 32 that the cores compute of an MLP in a step."""
 
     columns: int

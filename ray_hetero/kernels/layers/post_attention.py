@@ -4,7 +4,7 @@ A decode step's time on a socket is that of reading the weights, and of what lie
 products: operators whose instructions the weights have driven out of the caches, each of which
 calls all threads together anew.  Here the products between two attentions, with their norms and
 the activation, are one call of csrc/kernels/post_attention.h; a GPU that computes prompts
-(gpu_prefill.py) gets them as one piece of work too, and sends back one result instead of four.
+(offload_gpu.py) gets them as one piece of work too, and sends back one result instead of four.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from ray_hetero.compat.models.custom_ops import vllm_ops
-from ray_hetero.kernels.layers import adapters
-from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
+from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, adapters_in, product
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 
@@ -25,7 +24,7 @@ class PostAttentionBlock:
     def __init__(self, parts: PostAttention, kernel: StreamingLinear) -> None:
         self.parts = parts
         self._kernel = kernel
-        self._adapters = adapters.first_of(parts.linears)
+        self._adapters = adapters_in(parts.linears)
         self.native = parts.native(kernel.native, kernel.sums and kernel.sums.native)
 
     def __call__(
@@ -108,7 +107,7 @@ class PostAttentionBlock:
         return summed
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return adapters.product(self._kernel, x, linear)
+        return product(self._kernel, x, linear)
 
 
 def addend(x: torch.Tensor, own: Norm | None, multiplier: float) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Prompts(Generic[Gpu]):
     gpu: Gpu
     from_tokens: int
     """Least tokens of such a step.  Whoever has the GPU compute one reads them in each step: where
-    the link turns out to be slow they are raised after the layers are made (step_limit.py)."""
+    the link turns out to be slow they are raised after the layers are made (threshold.py)."""
     is_auto: bool = False
     """Whether a slow link raises them."""
 

@@ -1,0 +1,242 @@
+"""Puts one operator into the place of decoder layers, once a model's weights are loaded.
+
+Which layers that can be is in fusible_layers.py, what the operator computes in decoder_layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from placement.units import GIB
+from ray_hetero.compat.models.compilation import leave_uncompiled
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.layers import decoder_layers, latent_layers
+from ray_hetero.kernels.layers.adapters import Adapters
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, register
+from ray_hetero.kernels.layers.fused_modules import (
+    MODULES,
+    WITH_MODULES,
+    LatentAttentionRun,
+    keep_parts,
+)
+from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
+from ray_hetero.kernels.layers.layer import Layer
+from ray_hetero.kernels.layers.layer_parts import AttentionShape
+from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.log import logger
+from ray_hetero.offload.decode import shared_decode
+from ray_hetero.offload.decode.column_channel import MakeColumns
+from ray_hetero.offload.decode.mlp_columns import maker_of
+from ray_hetero.offload.decode.share_choice import Shares, parts_text
+from ray_hetero.offload.decode.shared_decode import SharedDecode
+from ray_hetero.offload.group.group_layers import GroupLayers
+from ray_hetero.offload.prefill import gpu_layers, stage_output
+from ray_hetero.offload.prefill.embedded_prompts import look_up_for
+from ray_hetero.offload.prefill.gpu_layers import AttentionMemory, GpuLayers
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
+from ray_hetero.offload.prefill.stage_output import StageOutput
+
+Memories = dict[AttentionShape, AttentionMemory | None]
+"""Memory made for each shape; None where there was no room."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What was fused of a model."""
+
+    layers: int
+    is_shared: bool
+    """Whether a GPU computes a part of decode steps."""
+    first: DecoderLayers | None = None
+    """Layers that are called first."""
+
+
+def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
+    """Fuse what can be fused of a model whose weights are loaded, and log what cannot.
+
+    Args:
+        model: vLLM's.
+        linears: its linear layers that the kernel computes.
+        kernel: what computes them.
+
+    Returns:
+        How many layers were fused.
+
+    """
+    return install(find(model, linears, kernel), kernel).layers
+
+
+def install(
+    found: Fusible, kernel: StreamingLinear, group: Sequence[GroupLayers] | None = None,
+    *, sends_alone: bool = False, share: float | Literal["auto"] = 0.0, seat: str = "",
+) -> Fused:  # fmt: skip
+    """Put operators into the places of layers, and log what is left.
+
+    Args:
+        found: of a model.
+        kernel: what computes its linear layers.
+        group: by run, what computes prompts for all ranks of this one's group, if something does.
+        sends_alone: whether no other rank of this stage sends results to the next one.
+        share: that a GPU computes of decode steps, see `CpuConfig.decode_gpu_share`.
+        seat: of this rank, see `RankSpec.place`.
+
+    """
+    memories: Memories = {}
+    adapters: Adapters | None = None
+    shares: Shares | None = None
+    first: DecoderLayers | None = None
+    on_gpu: list[tuple[Prompts[OffloadGpu] | GroupLayers, nn.Module]] = []
+    for place, run in enumerate(found.runs):
+        of_group = None if group is None else group[place]
+        memory = _memory(run.layers, kernel, memories) if of_group is None else None
+        gpu, many = _on_gpu(run.layers, kernel, memory, of_group)
+        made = DecoderLayers(run.layers, kernel, gpu, many)
+        first = first or made
+        if of_group is not None:
+            shares = of_group.shares
+            _share(made, run.layers, kernel, shares, of_group.columns_of)
+        elif share and kernel.prompts is not None and _can_share(run.layers, kernel):
+            make = maker_of(run.layers, kernel.prompts.gpu, kernel)
+            if shares is None:
+                shares = shared_decode.shares_of(share, run.layers, kernel, make, place=seat)
+            _share(made, run.layers, kernel, shares, make)
+        if sends_alone and place + 1 == len(found.runs) and run.is_last:
+            made.output = _output(made.gpu)
+        if many is not None and run.is_whole:
+            on_gpu.append((many, run.decoder))
+        layers = getattr(run.decoder, run.attribute)
+        adapters = run.adapters or adapters
+        for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
+            if run.adapters is not None:
+                keep_parts(one, layers[number])
+            layers[number] = one
+    for latent in found.latents:
+        number = latent_layers.register(latent.layer)
+        latent.layers[latent.place] = LatentAttentionRun(number, latent.mlp)
+    if adapters is not None:
+        logger.info(
+            "adapters of requests are added in the same call, up to %d at once, of rank %d and "
+            "less (--max-loras, --max-lora-rank)%s",
+            adapters.count,
+            adapters.rank,
+            ""
+            if kernel.prompts is None and group is None
+            else "; no GPU computes whole layers of prompts with one",
+        )
+    for caller in found.callers:
+        leave_uncompiled(caller)
+    for prompts, decoder in on_gpu:
+        look_up_for(prompts, decoder)
+    for why, layers_left in found.left.items():
+        logger.info(
+            "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
+            layers_left, why,
+        )  # fmt: skip
+    layers_fused = sum(len(run.layers) for run in found.runs) + len(found.latents)
+    return Fused(layers_fused, shares is not None and not shares.is_empty, first)
+
+
+def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:
+    """What takes the places of layers that are one operator, by its number."""
+    first = layers[0]
+    if first.mlp is not None:
+        yield WITH_MODULES[first.calls](run, first.mlp)
+        return
+    of_first, of_others = MODULES[first.calls]
+    yield of_first(run)
+    yield from (of_others() for _ in layers[1:])
+
+
+def _on_gpu(
+    layers: Sequence[Layer], kernel: StreamingLinear, memory: AttentionMemory | None,
+    group: GroupLayers | None,
+) -> tuple[GpuLayers | GroupLayers | None, Prompts[OffloadGpu] | GroupLayers | None]:  # fmt: skip
+    """The GPU that computes whole layers in large steps, and the holder of its threshold."""
+    if group is not None:
+        return group, group
+    if memory is None:
+        return None, None
+    assert kernel.prompts is not None
+    return GpuLayers(layers, kernel.prompts.gpu, memory), kernel.prompts
+
+
+def _memory(
+    layers: Sequence[Layer], kernel: StreamingLinear, made: Memories
+) -> AttentionMemory | None:
+    """What attention on the GPU needs, if a GPU computes these layers and has room for it."""
+    many, shape = kernel.prompts, gpu_layers.shape_of(layers)
+    if many is None or shape is None or not _has_weights(layers, many.gpu):
+        return None
+    if kernel.sums is not None:
+        return None  # it would have to wait for the other ranks twice a layer, see group_layers.py
+    if shape in made:
+        return made[shape]
+    try:
+        memory = made[shape] = AttentionMemory(many.gpu, shape)
+    except UnsupportedError as error:
+        made[shape] = None
+        logger.warning("%s", error)
+        return None
+    logger.info(
+        "prompts are computed by the GPU in whole layers, their attention too, which takes %.1f "
+        "GiB more of its memory (cpu.prefill_on_gpu); requests that decode meanwhile stay on the "
+        "cores where they have more than %d cached tokens, all together",
+        memory.gpu_bytes / GIB,
+        decoder_layers.most_sent(layers),
+    )
+    return memory
+
+
+def _can_share(layers: Sequence[Layer], kernel: StreamingLinear) -> bool:
+    """Whether a GPU of this rank alone can compute a part of these layers in decode steps."""
+    return (
+        kernel.prompts is not None
+        and kernel.sums is None  # see group_layers.py
+        and shared_decode.suits(layers)
+        and _has_weights(layers, kernel.prompts.gpu)
+    )
+
+
+def _share(
+    made: DecoderLayers, layers: Sequence[Layer], kernel: StreamingLinear, shares: Shares,
+    make: MakeColumns,
+) -> None:  # fmt: skip
+    """Share decode steps of layers with the GPU that computes their prompts.
+
+    Args:
+        made: what computes the layers.
+        layers: its layers.
+        kernel: what computes them on the cores.
+        shares: of what is given away, none if they are empty.
+        make: makes what computes columns of the layers' MLPs.
+
+    """
+    columns = None if shares.is_empty else make(len(layers))
+    if columns is None:
+        return
+    made.shared = SharedDecode(layers, kernel, columns, shares)
+    logger.info(
+        "in decode steps of %d layers the GPU computes up to %s, which it reads over its link "
+        "while the cores compute the others (cpu.decode_gpu_share)",
+        len(layers),
+        parts_text(max(one.columns for one in shares.measured), " of every gate and up"),
+    )
+
+
+def _output(gpu: OffloadGpu | None) -> StageOutput | None:
+    """Output in which the last layers of a stage leave what a GPU computes for the next one."""
+    if gpu is None or gpu.device.type != "cuda":
+        return None
+    output = StageOutput(gpu)
+    stage_output.use(output)
+    return output
+
+
+def _has_weights(layers: Sequence[Layer], gpu: OffloadGpu) -> bool:
+    linears = [linear for layer in layers
+               for linear in (layer.input.qkv, *layer.parts.linears)]  # fmt: skip
+    return all(gpu.suits(linear.weight.data, 1) for linear in linears)

@@ -1,0 +1,76 @@
+"""The thread that orders a GPU's work beside the main one, and what it does ahead of a call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ray_hetero.runtime.core_binding import compute_alone
+
+LIMIT_S = 600.0
+"""Longest wait for the thread that orders work beside the main one."""
+SWITCH_S = 1e-4
+"""Seconds after which one Python thread of this process makes room for another.  With Python's own
+5 ms, the thread that orders a prompt's work began 1 to 3 ms after it was told, because the main one
+prepared the step."""
+
+
+class SubmissionThread:
+    """What one thread orders of a GPU's work, one thing after the other.
+
+    Args:
+        device: the GPU.
+        cores: logical CPUs for the thread; without any, those of the thread that makes this.
+
+    """
+
+    def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
+        self._ordering = ThreadPoolExecutor(
+            1, thread_name_prefix="OffloadGpu", initializer=_begin_thread,
+            initargs=(device, cores),
+        )  # fmt: skip
+        self._shortage: torch.OutOfMemoryError | None = None
+        """Shortage that the next call learns of."""
+
+    def order(self, work: Callable[[], Any]) -> Future[Any]:
+        """Have the GPU's work ordered beside this thread."""
+        return self._ordering.submit(work)
+
+    @property
+    def has_shortage(self) -> bool:
+        """Whether memory has run out, of which no call has learnt."""
+        return self._shortage is not None
+
+    def settle(self) -> None:
+        """Learn of a shortage that was left to this call.
+
+        Raises:
+            torch.OutOfMemoryError: memory has run out.
+
+        """
+        shortage, self._shortage = self._shortage, None
+        if shortage is not None:
+            raise shortage
+
+    @contextmanager
+    def leaving_shortage(self) -> Iterator[None]:
+        """Leave it to the next call of what is computed here that memory has run out.
+
+        That call has somebody to go on without the GPU, and other ranks of a group come to it.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._shortage = error
+
+
+def _begin_thread(device: torch.device, cores: Collection[int]) -> None:
+    compute_alone(cores)
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
