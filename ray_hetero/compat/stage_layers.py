@@ -11,10 +11,10 @@ from ray_hetero.errors import UnsupportedError
 def check_layers_of_stage(model: nn.Module, layers: range, total: int) -> None:
     """Refuse a stage whose model has not taken the layers that it is to have.
 
+    The class of each model decides for itself which layers it makes, and one that none makes leaves
+    no trace but wrong tokens.
+
     Uses: `PPMissingLayer`, of which vLLM's models make what is on other stages.
-    Why: the class of each model decides for itself which layers it makes, and one that none makes
-    leaves no trace but wrong tokens.
-    Can go when: vLLM checks it.
 
     Args:
         model: of the stage, with its weights, as vLLM has made it.
