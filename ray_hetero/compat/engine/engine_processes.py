@@ -12,12 +12,15 @@ from typing import Any
 
 from ray_hetero.compat.engine import engine_environment
 from ray_hetero.compat.patching import original, replace
+from ray_hetero.log import logger
 
 END_SECONDS = 30.0
 """Longest wait for an engine process that has been asked to end, in seconds.  Without a request
 under way it takes two or three, most of it for a Ray that was started for it."""
 Sockets = Callable[..., AbstractContextManager[Any]]
 """A function that makes a socket for a `with` block."""
+SIGTERM = ("terminated",)
+"""Arguments of the KeyboardInterrupt that a server's handler of SIGTERM raises."""
 ENDS_IN_ORDER = "_ray_hetero_ends_in_order"
 
 
@@ -78,7 +81,8 @@ def end_when_asked_during_start() -> None:
     Why: vLLM's servers make a KeyboardInterrupt of a SIGTERM that comes while an engine starts, and
     zmq_socket_ctx, in which they wait for it, swallows that: the server serves in spite of it, or
     waits for ten minutes (VLLM_ENGINE_READY_TIMEOUT_S) for an engine that has failed to start.
-    Can go when: zmq_socket_ctx lets a KeyboardInterrupt through.
+    Can go when: zmq_socket_ctx lets a KeyboardInterrupt through, and SIGTERM ends a server that
+    starts with status 0, as it ends one that serves.
     """
     from vllm.v1.engine import utils
 
@@ -93,6 +97,9 @@ def end_when_asked_during_start() -> None:
                 except KeyboardInterrupt as interrupt:
                     swallowed = interrupt
                     raise
+            if swallowed is not None and swallowed.args == SIGTERM:
+                logger.info("ray_hetero: asked to end while the engine starts")
+                raise SystemExit(0)
             if swallowed is not None:
                 raise swallowed
 
