@@ -86,8 +86,10 @@ class Work:
                     self._faults(name, last)
                 # Whatever it is, the others go on.
                 except BaseException as error:  # noqa: BLE001
-                    self.failed.append(f"{name}, {last}: {error}")
-                    self._say(name, f"FAILED, {last}: {type(error).__name__}: {error}")
+                    # The end of the server's output is above.
+                    told = f"{type(error).__name__}: {str(error)[:300]}"
+                    self.failed.append(f"{name}, {last}: {told}")
+                    self._say(name, f"FAILED, {last}: {told}")
 
     def not_reached(self) -> list[str]:
         """What the limit has left out."""
