@@ -32,7 +32,8 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if "none" in row:
         return (*(NOT_ASKED,) * len(COLUMNS), row["none"])
     if "stock" in row:
-        return (*(NOT_ASKED,) * len(COLUMNS), f"stock vLLM fails on CPUs: {_quoted(row['stock'])}")
+        why = f"stock vLLM fails on CPUs: {_quoted(row['stock'])}"
+        return (*(row.get(key, {}).get("outcome", NOT_ASKED) for key in COLUMNS), why)
     found = [row.get(key, {}) for key in COLUMNS]
     sentences = dict.fromkeys(one["sentence"] for one in found if "sentence" in one)
     outcomes = (one.get("outcome", NOT_ASKED) for one in found)

@@ -185,8 +185,7 @@ class StageBoundary:
                 "layout of one stage"
             )
         if self._staging_out is not None:
-            for name, place in self._staging_out.tensors.items():
-                place[: self._rows].copy_(tensors[name][: self._rows])
+            self._put(tensors, self._staging_out.tensors)
         for sender, receiver in zip(self._senders, self._neighbours.following, strict=True):
             message = sender.next_message()
             message.wait_until_sent()
@@ -200,6 +199,16 @@ class StageBoundary:
             self._output.settle()
             self._exchanged.waiting_s += self._output.take_waited()
 
+    def _put(self, tensors: Mapping[str, torch.Tensor | None], places: Tensors) -> None:
+        """Copy a step's rows to their places."""
+        for name, place in places.items():
+            tensor = tensors[name]
+            if tensor is None:
+                # MiniCPM's layers leave no residual: the next stage adds nothing then.
+                place[: self._rows].zero_()
+            else:
+                place[: self._rows].copy_(tensor[: self._rows])
+
     def _send_here(
         self, sender: Sender, message: Message, tensors: Mapping[str, torch.Tensor], start: float
     ) -> OnItsWay:
@@ -209,8 +218,7 @@ class StageBoundary:
             message.awaited = self._output.number
             self._output.sent(message)
         else:
-            for name, place in message.tensors.items():
-                place[: self._rows].copy_(tensors[name][: self._rows])
+            self._put(tensors, message.tensors)
         message.computed_at = start
         return sender.send(message, self._rows)
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from families import forked_workers
 from families.configurations import architectures, small_config
-from families.one_engine import KINDS, STAGES, WRITE, ask
+from families.one_engine import KINDS, STAGES, TRANSFORMERS, WRITE, ask
 from families.stages import StockError
 
 Json = dict[str, Any]
 
-EQUAL, REFUSED, STOCK_FAILS, FAILS, WRONG, NONE = (
-    "equal", "refused", "stock fails too", "fails", "wrong", "none",
+EQUAL, REFUSED, STOCK_FAILS, STOCK_WRONG, FAILS, WRONG, NONE = (
+    "equal", "refused", "stock fails too", "stock differs", "fails", "wrong", "none",
 )  # fmt: skip
 NEAR_TIE = 1e-3
 """Of logprobs in float32: tokens that are nearer to each other may change places."""
@@ -168,11 +168,28 @@ def row(architecture: str, kinds: Sequence[str], known: Json, work: Path, limit_
         return known
     stock = ask("stock", directory, logs, limit_s) if set(wanted) - {STAGES} else {}
     if "error" in stock:
-        return {"stock": f"{stock['type']}: {first_sentence(stock['error'])}"}
+        return known | {"stock": f"{stock['type']}: {first_sentence(stock['error'])}"}
     for kind in wanted:
         ours = ask(kind, directory, logs, limit_s)
-        known = known | {kind: compared(stock, ours) | {"seconds": ours["seconds"]}}
+        found = compared(stock, ours)
+        if found["outcome"] == WRONG:
+            found = judged(stock, ours, found, ask(TRANSFORMERS, directory, logs, limit_s))
+        known = known | {kind: found | {"seconds": ours["seconds"]}}
     return known
+
+
+def judged(stock: Json, ours: Json, found: Json, reference: Json) -> Json:
+    """Outcome of an engine that differs from stock vLLM's, beside Transformers."""
+    if "tokens" not in reference:
+        return found
+    if compared(reference, ours)["outcome"] == EQUAL:
+        return {
+            "outcome": STOCK_WRONG,
+            "sentence": "tokens are those of Transformers, and stock vLLM's on a CPU are not",
+        }
+    if compared(reference, stock)["outcome"] != EQUAL:
+        found["sentence"] += "; stock vLLM's tokens on a CPU are not those of Transformers either"
+    return found
 
 
 def main() -> int:

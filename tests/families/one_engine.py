@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from families import stages
+from families import reference, stages
 from families.checkpoints import write_checkpoint
 from families.stock import stock_arguments
 from ray_hetero.compat.models import model_registry
@@ -21,10 +21,13 @@ Json = dict[str, Any]
 LENGTHS = (1, 70, 2, 33, 5, 150)
 """Tokens of the prompts."""
 CACHE_MIB = 128
+"""Room of each engine for keys and values."""
 TOKENS = 12
 """Tokens that each prompt is answered with."""
 STAGES = "stages"
 """In the place of an engine: the models of two stages beside the whole one."""
+TRANSFORMERS = "transformers"
+"""In the place of an engine: greedy tokens of Transformers' class, without a cache."""
 KINDS = ("stock", STAGES, "pipeline", "tensor", "experts")
 """How each architecture is asked."""
 WRITE = "checkpoint"
@@ -64,6 +67,8 @@ def _answer(kind: str, directory: Path) -> Json:
     if kind == WRITE:
         write_checkpoint(directory, directory.name)
         return {}
+    if kind == TRANSFORMERS:
+        return reference.greedy(directory, prompts(), TOKENS)
     # Stock vLLM, too, is to load models that read images.
     model_registry.load_models_without_torchvision()
     if kind == STAGES:

@@ -283,6 +283,28 @@ def test_tensors_for_which_nothing_was_agreed_are_not_left_out(tmp_path: Path) -
     assert first.startswith("the model of this stage sends per_layer_inputs to the next one")
 
 
+def sends_no_residual(rank: int, ranks: int, store: Path, answers: Any) -> None:
+    """The layers of stage 0 leave no residual, as MiniCPM's."""
+    with boundary_of(rank, ranks, store) as boundary:
+        boundary.agree(TEMPLATE, CAPACITY)
+        is_zero = True
+        for step in range(2):
+            boundary.begin_step(1)
+            if rank == 0:
+                sent: dict[str, Any] = {**tensors_of(step, 1)}
+                boundary.isend(sent if step == 0 else sent | {"residual": None})
+            else:
+                received, (handle,), _ = boundary.irecv()
+                handle.wait()
+                is_zero = not received["residual"][:1].any()
+        answers.put((rank, is_zero))
+        dist.barrier()
+
+
+def test_what_a_stage_leaves_out_is_zero_on_the_next(tmp_path: Path) -> None:
+    assert run(sends_no_residual, 2, tmp_path) == [(0, True), (1, True)]
+
+
 class NoLink:
     """A link that is offered, and that nobody reaches."""
 
