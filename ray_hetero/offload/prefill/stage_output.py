@@ -202,9 +202,8 @@ class StageOutput:
             RuntimeError: they do, and are not what is sent.
 
         """
-        sent = tuple(
-            tensors[name].data_ptr() if name in tensors else 0 for name in (HIDDEN, RESIDUAL)
-        )
+        given = (tensors.get(name) for name in (HIDDEN, RESIDUAL))
+        sent = tuple(0 if tensor is None else tensor.data_ptr() for tensor in given)
         is_direct = self._returned == sent
         stays, self._stays = self._stays, False
         if stays and not is_direct:
