@@ -9,7 +9,7 @@ MODEL ?=
 DEMO_ARGS ?= --enforce-eager
 PYTEST_ARGS ?=
 BUILD_ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 # Hide what this processor has beyond it from the tests: avx2, avx512 or avx512_bf16.
 MAX_CPU_ISA ?=
 REPORT ?= gpu-report
@@ -60,7 +60,8 @@ demo: env ## Serve a small trained model over two CPU ranks, chat with it and st
 	$(BIN)/python examples/serve_and_chat.py "$$model" $(DEMO_ARGS)
 
 test: env ## Run all tests, JOBS files at a time; those that need a GPU say why they are skipped
-	@# In this order engines start first: half of their time is waiting, in which unit tests run.
+	@# In this order engines start first: half of their time is waiting, in which others compute, so
+	@# that two cores have work for three files.
 	@# With more threads, tests side by side would wait for each other's; engines have their own.
 	$(MASK) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

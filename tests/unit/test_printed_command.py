@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,15 @@ def shown(*arguments: object) -> str:
     return str(answer.stdout)
 
 
+@cache
+def arguments_of_vllm() -> FlexibleArgumentParser:
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
 def typed(command: str, folder: Path) -> AsyncEngineArgs:
     """vLLM's arguments, as its server takes them from a line that was typed."""
     words = shlex.split(command[command.index("vllm serve") :])
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    given = parser.parse_args(["--model", str(folder), *words[3:]])
+    given = arguments_of_vllm().parse_args(["--model", str(folder), *words[3:]])
     return AsyncEngineArgs.from_cli_args(given)
 
 
