@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from placement.host.tree import Tree
+from placement.host.tree import Tree, integer
 
 UNLIMITED = 1 << 60
 """cgroup v1 writes 2^63 less one page where there is no limit; no machine has an exabyte."""
@@ -66,19 +66,20 @@ def _bytes(tree: Tree, path: str) -> int | None:
     content = tree.find_text(path)
     if content is None or content.strip() == "max":
         return None
-    if not content.strip().isdecimal():
+    limit = integer(content.strip())
+    if limit is None:
         raise tree.wrong(path, "bytes or max", content)
-    return int(content) if int(content) < UNLIMITED else None
+    return limit if limit < UNLIMITED else None
 
 
 def _quota_v2(tree: Tree, path: str) -> float | None:
     content = tree.find_text(path)
     if content is None or content.startswith("max"):
         return None
-    fields = content.split()
-    if len(fields) != 2 or not all(field.isdecimal() for field in fields) or int(fields[1]) == 0:
+    quota, period = ([integer(field) for field in content.split()] + [None, None])[:2]
+    if len(content.split()) != 2 or quota is None or not period:
         raise tree.wrong(path, "quota and period in µs, such as 200000 100000", content)
-    return int(fields[0]) / int(fields[1])
+    return quota / period
 
 
 def _quota_v1(tree: Tree, folder: str) -> float | None:

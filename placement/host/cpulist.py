@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from placement.given import shown
+
 MAX_ID = 1 << 16
 """Limit above every CPU and node number of Linux (NR_CPUS ≤ 8192); guards against absurd ranges."""
+MOST_DIGITS = 20
+"""More than any number below that has, however many zeros precede it."""
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:
@@ -17,10 +21,10 @@ def parse_cpulist(text: str) -> tuple[int, ...]:
     for part in filter(None, (part.strip() for part in text.strip().split(","))):
         first, dash, last = part.partition("-")
         if not (_is_number(first) and (not dash or _is_number(last))):
-            raise ValueError(f"{part!r} is neither a number nor a range such as 0-3")
+            raise ValueError(f"{shown(part)} is neither a number nor a range such as 0-3")
         low, high = int(first), int(last) if dash else int(first)
         if not low <= high < MAX_ID:
-            raise ValueError(f"{part!r} is not a range of ascending numbers below {MAX_ID}")
+            raise ValueError(f"{shown(part)} is not a range of ascending numbers below {MAX_ID}")
         numbers.update(range(low, high + 1))
     return tuple(sorted(numbers))
 
@@ -37,4 +41,4 @@ def format_cpulist(numbers: Iterable[int]) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+    return text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS

@@ -12,7 +12,7 @@ from pathlib import Path
 from placement.errors import TopologyError
 from placement.host import nvml
 from placement.host.topology import Gpu, GpuDetails
-from placement.host.tree import Tree
+from placement.host.tree import Tree, one_line
 
 NVIDIA_SMI_FIELDS = "index,uuid,name,memory.total,pci.bus_id"
 NVIDIA_SMI_TIMEOUT_S = 30.0
@@ -151,6 +151,7 @@ def _gpu(
     bus_id: str | None,
 ) -> Gpu:
     address = _pci_address(bus_id) if bus_id else None
+    uuid, name = (None if text is None else one_line(text) for text in (uuid, name))
     return Gpu(index, uuid, name, memory_bytes, address, _numa_node(tree, address))
 
 

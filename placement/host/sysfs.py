@@ -17,7 +17,7 @@ from placement.host.cpulist import format_cpulist
 from placement.host.gpus import read_gpus
 from placement.host.instruction_sets import INSTRUCTION_SETS, allowed
 from placement.host.topology import Core, Host, NumaNode
-from placement.host.tree import Tree
+from placement.host.tree import Tree, integer, one_line
 
 NODES = "sys/devices/system/node"
 CPUS = "sys/devices/system/cpu"
@@ -48,7 +48,7 @@ def read_host(root: Path = Path("/"), *, gpus: bool = True) -> Host:
     numa_nodes = _read_nodes(tree)
     flags, model = _cpuinfo(tree)
     return Host(
-        name=(tree.find_text("proc/sys/kernel/hostname") or platform.node()).strip(),
+        name=one_line(tree.find_text("proc/sys/kernel/hostname") or platform.node()),
         numa_nodes=numa_nodes,
         gpus=read_gpus(root) if gpus else (),
         instruction_sets=allowed(flags) if root == Path("/") else flags & INSTRUCTION_SETS,
@@ -214,10 +214,10 @@ def _distances(tree: Tree, node: int, nodes: int) -> tuple[int, ...]:
     content = tree.find_text(path)
     if content is None:
         return ()
-    fields = content.split()
-    if len(fields) != nodes or not all(field.isdecimal() for field in fields):
+    distances = tuple(number for field in content.split() if (number := integer(field)) is not None)
+    if len(distances) != nodes or len(content.split()) != nodes:
         raise tree.wrong(path, f"{nodes} distances, one for each online node", content)
-    return tuple(int(field) for field in fields)
+    return distances
 
 
 def _cpuinfo(tree: Tree) -> tuple[frozenset[str], str | None]:
@@ -226,4 +226,5 @@ def _cpuinfo(tree: Tree) -> tuple[frozenset[str], str | None]:
     lines = set(re.findall(r"^(?:flags|Features)\s*:(.*)$", content, re.MULTILINE))
     flags = [frozenset(line.split()) for line in lines]
     model = re.search(r"^model name\s*: *(.+)$", content, re.MULTILINE)
-    return frozenset.intersection(*flags) if flags else frozenset(), model[1] if model else None
+    name = one_line(model[1]) if model else None
+    return frozenset.intersection(*flags) if flags else frozenset(), name

@@ -14,6 +14,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from placement.given import shown
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.supported import SUPPORTED_VLLM, is_supported
@@ -150,7 +151,7 @@ def check_huge_pages(enabled: str | None) -> Check:
     if enabled is None:
         return Check(name, "warn", "the kernel has no transparent huge pages, or hides them")
     match = re.search(r"\[(\w+)\]", enabled)
-    chosen = match[1] if match else enabled.strip()
+    chosen = match[1] if match else shown(enabled.strip())
     if chosen in ("always", "madvise"):
         return Check(name, "ok", f"transparent: {chosen}")
     remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"

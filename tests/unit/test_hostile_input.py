@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import fcntl
+import io
 import json
 import os
 import re
@@ -13,17 +15,22 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+import hostile_hosts
 import pytest
 from hostile import LLAMA, ODD_FILES, Case, all_cases, plan_of
+from rich.console import Console
 from typer.testing import CliRunner
 
 from placement.cluster.claims import held
-from placement.errors import ClaimError, PlacementError
+from placement.errors import ClaimError, PlacementError, TopologyError
 from placement.host.bandwidth_cache import read_figures
+from placement.host.describe import host_from_json, host_table, to_json
+from placement.host.sysfs import read_host
 from placement.model import ignored
 from placement.model.reading import UnknownModelError, shape_of
 from ray_hetero.cli.main import commands
 from ray_hetero.errors import RayHeteroError
+from ray_hetero.preflight.host_checks import _hardware_checks, surroundings
 
 CASES = list(all_cases())
 LONGEST = 1200
@@ -211,3 +218,46 @@ def test_a_pipe_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         os.close(reader)
     assert result.exit_code == 0
     assert "RAY_HETERO_CONFIG=" in result.stdout
+
+
+DAMAGED = int(os.environ.get("RAY_HETERO_SEEDS", "100"))
+"""Damaged hosts of each machine; others each day."""
+
+
+def of_host(root: Path) -> str:
+    """Everything that is printed of a host, or the error that `ray-hetero` prints."""
+    shown = io.StringIO()
+    try:
+        host = read_host(root)
+        Console(width=160, file=shown).print(host_table(host))
+        assert host_from_json(to_json(host)) == host
+        found = [*_hardware_checks(root, measures=False), *surroundings(root)]
+        return shown.getvalue() + "".join(f"{one.found}{one.remedy}\n" for one in found)
+    except TopologyError as error:
+        return f"ray-hetero: {error}"
+
+
+@pytest.mark.parametrize("name", hostile_hosts.NAMES)
+def test_a_host_with_damaged_files_is_shown_or_its_file_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("placement.host.tree.MOST_BYTES", 1 << 20)
+    root = hostile_hosts.written(name, tmp_path / "host")
+    assert not of_host(root).startswith("ray-hetero: ")
+    refused = 0
+    for damages in hostile_hosts.some(root, datetime.date.today().isoformat(), DAMAGED):
+        mends = [hostile_hosts.damage(root, one) for one in damages]
+        try:
+            said = of_host(root)
+        finally:
+            for mend in mends:
+                mend()
+        names = ", ".join(f"{one.path}: {one.name}" for one in damages)
+        assert re.sub(r"\n", "", said).isprintable(), names
+        assert len(max(said.splitlines(), key=len)) < LONGEST, names
+        if said.startswith("ray-hetero: "):
+            refused += 1
+            assert "\n" not in said, names
+            assert str(root) in said, f"{names}: {said}"
+            assert REMEDY.search(said), f"{names}: {said}"
+    assert refused > DAMAGED / 5

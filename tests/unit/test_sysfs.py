@@ -123,15 +123,15 @@ def test_long_garbage_is_cut_in_the_message(tmp_path: Path) -> None:
     (tmp_path / NODE0 / "cpulist").write_text("x" * 100_000)
     with pytest.raises(TopologyError) as caught:
         read_host(tmp_path)
-    assert "…" in str(caught.value)
-    assert len(str(caught.value)) < 100_600
+    assert "..." in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_directory_in_place_of_a_file(tmp_path: Path) -> None:
     write_tree("xeon-8480-two-sockets", tmp_path)
     (tmp_path / NODE0 / "cpulist").unlink()
     (tmp_path / NODE0 / "cpulist").mkdir()
-    with pytest.raises(TopologyError, match=r"node0/cpulist: cannot be read: Is a directory"):
+    with pytest.raises(TopologyError, match=r"node0/cpulist: the file cannot be read: Is a directory"):
         read_host(tmp_path)
 
 
