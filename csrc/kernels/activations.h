@@ -4,6 +4,10 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Functions that a gate goes through, or what has no gate.

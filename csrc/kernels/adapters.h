@@ -9,6 +9,14 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "few_tokens.h"
+#include "layers.h"
+#include "team.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // The slots of a step's tokens, or nullptr if none has an adapter.

@@ -8,6 +8,18 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "attention_heads.h"
+#include "attention_parts.h"
+#include "layers.h"
+#include "rotation.h"
+#include "scratch.h"
+#include "team.h"
+#include "work_queue.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // A layer's: `qkv` [m][queries, keys, values] → `attended` [m][queries], both bf16; the latter

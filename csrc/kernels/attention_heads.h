@@ -7,6 +7,14 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "layers.h"
+#include "read_ahead.h"
+#include "sums.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // sums += values · by(head) for each head, in float.

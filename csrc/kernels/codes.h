@@ -11,6 +11,18 @@
 // tiles, dot products of vectors are cheaper.  The sums of such short groups cost more than scaled
 // weights once there are several tokens.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "formats/all.h"
+#include "read_ahead.h"
+#include "scratch.h"
+#include "sums.h"
+#include "tiles.h"
+#include "tokens.h"
+#include "weight.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Sum of a token's inputs of some rows, the first of which are from `row` on.

@@ -9,6 +9,19 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "adapters.h"
+#include "attention.h"
+#include "column_share.h"
+#include "few_tokens.h"
+#include "layers.h"
+#include "post_attention.h"
+#include "sum_over_ranks.h"
+#include "team.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 class DecodeStep {

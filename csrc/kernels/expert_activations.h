@@ -5,6 +5,13 @@
 //
 // For a negative value a power may be infinite: a quotient by it is then 0.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "activations.h"
+#include "layers.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 RAY_HETERO_INLINE Floats smaller(Floats values, float most) {

@@ -6,6 +6,18 @@
 // whatever the expert, so that all of them stream weights until the last unit.  Sums of a block's
 // parts are added up one after the other, whichever thread took them.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "expert_tokens.h"
+#include "layers.h"
+#include "pieces.h"
+#include "row_products.h"
+#include "tiles.h"
+#include "weight.h"
+#include "work_queue.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Tokens whose products are summed from a weight's rows as these lie in memory.

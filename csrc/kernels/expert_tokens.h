@@ -2,6 +2,13 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "routing.h"
+#include "tokens.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Vectors of bf16 of an expert's tokens: groups of 32, which lie one behind the other.

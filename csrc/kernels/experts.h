@@ -12,6 +12,19 @@
 // Sums are taken in an order that depends neither on the number of threads nor on chance: parts of a
 // block one after the other, then a token's experts as they were chosen.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "expert_activations.h"
+#include "expert_product.h"
+#include "expert_tokens.h"
+#include "layers.h"
+#include "routing.h"
+#include "scratch.h"
+#include "team.h"
+#include "work_queue.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 class ExpertLayer {

@@ -8,6 +8,21 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "denormals.h"
+#include "layers.h"
+#include "pieces.h"
+#include "row_products.h"
+#include "scratch.h"
+#include "sizes.h"
+#include "team.h"
+#include "tiles.h"
+#include "weight.h"
+#include "work_queue.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // How the blocks of a weight are cut into units.

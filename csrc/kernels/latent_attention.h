@@ -13,6 +13,22 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "attention_parts.h"
+#include "expert_tokens.h"
+#include "latent_chunks.h"
+#include "latent_lanes.h"
+#include "latent_scores.h"
+#include "layers.h"
+#include "pieces.h"
+#include "scratch.h"
+#include "team.h"
+#include "tiles.h"
+#include "work_queue.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // A layer's: queries [m][heads][size], bf16 → attended [heads][m][latent], bf16, the tokens of a head

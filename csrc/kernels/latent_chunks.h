@@ -2,6 +2,15 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "latent_lanes.h"
+#include "layers.h"
+#include "read_ahead.h"
+#include "work_queue.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 constexpr std::int64_t kChunkPairs = kChunk / 2;

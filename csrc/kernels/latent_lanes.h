@@ -3,6 +3,12 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "attention_parts.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Where the queries of a step are: a lane for each head of each request, 32 lanes a block.  The

@@ -13,6 +13,18 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "few_tokens.h"
+#include "latent_attention.h"
+#include "layers.h"
+#include "post_attention.h"
+#include "rotation.h"
+#include "scratch.h"
+#include "team.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // A product of each head's vectors with its own part of a weight [heads · outputs, k].

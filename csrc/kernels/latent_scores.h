@@ -2,6 +2,13 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "formats/rows.h"
+#include "tiles.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Scores [tokens][kBlock] of one or two tiles of cached tokens for a block of queries; `kRight` is

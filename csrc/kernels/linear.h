@@ -12,6 +12,15 @@
 // A sum is always taken over the same pieces in the same order, whichever thread took them: the
 // result depends neither on the number of threads nor on chance.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "few_tokens.h"
+#include "layers.h"
+#include "many_tokens.h"
+#include "sizes.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 inline void run(const Task& given) {

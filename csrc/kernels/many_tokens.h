@@ -2,6 +2,20 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "denormals.h"
+#include "layers.h"
+#include "pieces.h"
+#include "scratch.h"
+#include "sizes.h"
+#include "team.h"
+#include "tiles.h"
+#include "weight.h"
+#include "work_queue.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 class ManyTokens {

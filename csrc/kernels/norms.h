@@ -6,6 +6,12 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "layers.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // What a root-mean-square norm multiplies n values with, by the sums of their squares.

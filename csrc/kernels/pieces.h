@@ -7,6 +7,15 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "row_products.h"
+#include "sizes.h"
+#include "tiles.h"
+#include "weight.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Most rows of one, which many tokens use before the next rows are read.  With tiles, twice as many

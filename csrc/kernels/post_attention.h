@@ -16,6 +16,20 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "activations.h"
+#include "adapters.h"
+#include "few_tokens.h"
+#include "layers.h"
+#include "norms.h"
+#include "rank_sums.h"
+#include "scratch.h"
+#include "sum_over_ranks.h"
+#include "team.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 inline Task task_of(const Linear& linear, const std::uint16_t* from, const Places& places,

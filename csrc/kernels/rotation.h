@@ -3,6 +3,14 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "denormals.h"
+#include "layers.h"
+#include "norms.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Two coordinates that turn together, in place.

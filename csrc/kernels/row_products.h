@@ -3,6 +3,18 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "codes.h"
+#include "formats/all.h"
+#include "scratch.h"
+#include "sums.h"
+#include "tiles.h"
+#include "weight.h"
+#include "widened.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 RAY_HETERO_INLINE void store_token(const Task& task, std::int64_t token, std::int64_t block,

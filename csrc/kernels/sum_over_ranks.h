@@ -2,6 +2,13 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "rank_sums.h"
+#include "team.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // A thread's share of some vectors.

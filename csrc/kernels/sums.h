@@ -2,6 +2,10 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 // Two rows, each as it is multiplied: 16 outputs left, 16 right.

@@ -3,6 +3,14 @@
 // Included once for each level, see levels.h; tiles/ has a file for each kind of tiles.  TileConfig
 // says which tile is what.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "formats/rows.h"
+#include "read_ahead.h"
+#include "tile_config.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 constexpr std::int64_t kSumStride = kBlock * sizeof(float);

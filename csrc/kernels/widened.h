@@ -3,6 +3,13 @@
 //
 // Included once for each level, see levels.h.
 
+#pragma once
+
+#include "this_level.h"
+
+#include "formats/rows.h"
+#include "sums.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 constexpr std::int64_t kWideRows = 64;   // of a weight, which a first-level cache has room for

@@ -186,7 +186,12 @@ class Compact : public Encoding {
 
 #endif
 
-#ifdef RAY_HETERO_LEVEL
+#if defined(RAY_HETERO_LEVEL) && !defined(RAY_HETERO_FORMATS_COMPACT_ROWS)
+#define RAY_HETERO_FORMATS_COMPACT_ROWS
+
+#include "../read_ahead.h"
+#include "../sums.h"
+#include "../this_level.h"
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 

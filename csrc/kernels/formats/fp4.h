@@ -24,7 +24,8 @@ class Fp4 : public Scaled {
 
 #endif
 
-#ifdef RAY_HETERO_LEVEL
+#if defined(RAY_HETERO_LEVEL) && !defined(RAY_HETERO_FORMATS_FP4_ROWS)
+#define RAY_HETERO_FORMATS_FP4_ROWS
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 

@@ -22,7 +22,8 @@ class Fp8 : public Scaled {
 
 #endif
 
-#ifdef RAY_HETERO_LEVEL
+#if defined(RAY_HETERO_LEVEL) && !defined(RAY_HETERO_FORMATS_FP8_ROWS)
+#define RAY_HETERO_FORMATS_FP8_ROWS
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 

@@ -26,7 +26,8 @@ constexpr std::uint16_t kInt4Values[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc08
 
 #endif
 
-#ifdef RAY_HETERO_LEVEL
+#if defined(RAY_HETERO_LEVEL) && !defined(RAY_HETERO_FORMATS_INT4_ROWS)
+#define RAY_HETERO_FORMATS_INT4_ROWS
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 

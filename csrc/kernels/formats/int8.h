@@ -20,7 +20,8 @@ class Int8 : public Scaled {
 
 #endif
 
-#ifdef RAY_HETERO_LEVEL
+#if defined(RAY_HETERO_LEVEL) && !defined(RAY_HETERO_FORMATS_INT8_ROWS)
+#define RAY_HETERO_FORMATS_INT8_ROWS
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 

@@ -23,7 +23,11 @@ class Packed : public Encoding {
 
 #endif
 
-#ifdef RAY_HETERO_LEVEL
+#if defined(RAY_HETERO_LEVEL) && !defined(RAY_HETERO_FORMATS_PACKED_ROWS)
+#define RAY_HETERO_FORMATS_PACKED_ROWS
+
+#include "../sums.h"
+#include "../this_level.h"
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 

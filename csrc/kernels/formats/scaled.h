@@ -76,7 +76,11 @@ class Scaled : public Encoding {
 
 #endif
 
-#ifdef RAY_HETERO_LEVEL
+#if defined(RAY_HETERO_LEVEL) && !defined(RAY_HETERO_FORMATS_SCALED_ROWS)
+#define RAY_HETERO_FORMATS_SCALED_ROWS
+
+#include "../sums.h"
+#include "../this_level.h"
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
 

@@ -3,6 +3,11 @@
 //
 // Included once for each level that has these tiles, see levels.h.
 
+#pragma once
+
+#include "../formats/rows.h"
+#include "../tile_config.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 struct Tile {

@@ -3,6 +3,10 @@
 // Included once for each level that has these vectors, see levels.h; RAY_HETERO_IS_HALF is 1 where
 // elements are float16 in the place of bf16.
 
+#pragma once
+
+#include "../vectors.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 constexpr int kGroup = 3;  // tokens whose sums, four registers each, leave room for weights

@@ -3,6 +3,10 @@
 // Included once for each level that has these vectors, see levels.h; RAY_HETERO_HAS_BF16 is 1 where
 // there is AVX512-BF16, RAY_HETERO_IS_HALF where elements are float16 in the place of bf16.
 
+#pragma once
+
+#include "../vectors.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 constexpr int kGroup = 8;  // tokens whose sums, two registers each, leave room for weights

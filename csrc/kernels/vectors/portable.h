@@ -5,6 +5,10 @@
 // of two bf16 are exact, so that sums of these are the same bit by bit.  Denormal numbers are 0 to
 // all of them (denormals.h).
 
+#pragma once
+
+#include "../vectors.h"
+
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 constexpr int kGroup = 4;  // tokens whose sums are kept in registers
