@@ -45,6 +45,7 @@ def built(folder: str, dtype: str = "auto", *, trust_remote_code: bool = False) 
     """
     from vllm.engine.arg_utils import EngineArgs
 
+    from ray_hetero.compat.models import pipeline_models
     from ray_hetero.compat.models.meta_model import made, made_between, make_without_kernels
     from ray_hetero.compat.models.model_parts import has_vocabulary, is_divided, parts_of
     from ray_hetero.compat.models.model_registry import (
@@ -53,6 +54,8 @@ def built(folder: str, dtype: str = "auto", *, trust_remote_code: bool = False) 
     )
 
     make_without_kernels()
+    # As ranks make their stages.
+    pipeline_models.prepare_loading()
     inspect_here()
     load_models_without_torchvision()
 

@@ -11,6 +11,7 @@ from ray_hetero.preflight.unsupported_checkpoints import (
     experts_without_kernel,
     layers_only_streamed,
     layers_without_kernel,
+    short_convolutions,
     sparse_attention,
 )
 
@@ -42,6 +43,14 @@ MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
         architecture_without_kernel,
         "vLLM's CPU kernels lack their selective scan",
         "Write a layout without CPU ranks.",
+    ),
+    Refusal(
+        "a model with {found}",
+        short_convolutions,
+        "vLLM's layers for them on CPUs give other tokens than Transformers, without a warning",
+        "Write a layout without CPU ranks.",
+        seen="Random LFM2 checkpoints in float32: stock vLLM on a CPU differs from Transformers "
+        "from the second to the eighth token on.",
     ),
     Refusal(
         "a model with {found}",

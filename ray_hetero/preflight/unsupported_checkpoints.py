@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = {"mamba": "Mamba"}
 """Architectures without a kernel → what the layers are: their selective scan is not there."""
+SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
+"""Architectures of which most layers are gated convolutions over a few tokens."""
 KEPT = ("ignore", "modules_to_not_convert", "exclude_modules")
 """Keys under which a checkpoint names modules that it does not quantise."""
 
@@ -97,6 +99,12 @@ def _first(checkpoint: CheckpointOnCpus, lacks: Callable[[CheckpointFormat], boo
 def architecture_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
     """What layers of an architecture have no CPU kernel; None where all have, or nobody knows."""
     return MODEL_TYPES.get(checkpoint.model_type)
+
+
+def short_convolutions(checkpoint: CheckpointOnCpus) -> str | None:
+    """The short convolutions of a model; None where it has none."""
+    is_one = checkpoint.text.get("model_type", checkpoint.model_type) in SHORT_CONVOLUTIONS
+    return "short convolutions" if is_one else None
 
 
 def sparse_attention(checkpoint: CheckpointOnCpus) -> str | None:

@@ -75,11 +75,13 @@ def assert_nowhere(places: Iterable[tuple[object, str]]) -> int:
     return len(places)
 
 
-def command_output(scene: Scene, *words: str) -> str:
+def command_output(scene: Scene, address: str, *words: str) -> str:
+    """Of a command that asks one Ray: those of tests side by side have other tokens."""
     ray_hetero = str(Path(sys.executable).with_name("ray-hetero"))
     ran = subprocess.run(
         [ray_hetero, *words],
-        env=environment_of(scene, {}), capture_output=True, text=True, timeout=120, check=False,
+        env=environment_of(scene, {"RAY_ADDRESS": address}),
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert "rank" in ran.stdout, (ran.stdout, ran.stderr)
     return ran.stdout + ran.stderr
@@ -131,8 +133,9 @@ def test_an_engine_with_a_ray_of_its_own(scene: Scene, logs: Path, model: Model)
     (folder,) = scene.temporary.glob("rh-*")
     assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.getuid())
     assert_nowhere(served(server))
-    assert_nowhere([("status", command_output(scene, "status", "--json"))])
-    assert_nowhere([("status", command_output(scene, "status"))])
+    (address,) = re.findall(r"a Ray for this engine alone, at (\S+) ", server.child.log)
+    assert_nowhere([("status", command_output(scene, address, "status", "--json"))])
+    assert_nowhere([("status", command_output(scene, address, "status"))])
     assert assert_nowhere(files_below(folder)) > 10
     # The user's own process and what vLLM itself starts below it; no process of Ray's, no rank.
     tree = psutil.Process(server.child.process.pid)

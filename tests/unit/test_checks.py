@@ -97,7 +97,11 @@ def test_judgement(
 
 
 def test_every_check_is_judged_both_ways() -> None:
-    names = {name for name in vars(checks) if name.startswith("check_")}
+    names = {
+        name
+        for name, check in vars(checks).items()
+        if name.startswith("check_") and check.__annotations__["return"] == "Check"
+    }
     assert {check.__name__ for check, *_ in JUDGED} == names
     always_ok = {checks.check_locked_memory}
     for check in {check for check, *_ in JUDGED} - always_ok:

@@ -23,8 +23,9 @@ SAMPLE = (
 WHOLE = ("Gemma3nForCausalLM",)
 """Those of them for which vLLM has no pipelines."""
 WITH_VOCABULARY = (
-    "GptOssForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM",
-    "Qwen3MoeForCausalLM@modelopt", "MixtralForCausalLM@nvfp4",
+    "GptOssForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Gemma4ForCausalLM",
+    "NemotronHForCausalLM", "GPT2LMHeadModel", "Qwen3MoeForCausalLM@modelopt",
+    "MixtralForCausalLM@nvfp4",
 )  # fmt: skip
 """Those of which each stage holds the embedding or the head."""
 AT_ONCE = 5

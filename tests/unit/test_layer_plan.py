@@ -459,6 +459,7 @@ def vllm_config(model: str, hf: dict[str, Any], layers: int) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model=model,
+            revision=None,
             hf_config=FakeConfig(values=hf),
             dtype="torch.bfloat16",
             max_model_len=2048,
