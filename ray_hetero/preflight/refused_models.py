@@ -45,7 +45,7 @@ MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
         "Write a layout without CPU ranks.",
     ),
     Refusal(
-        "a model with {found}",
+        "a model with {found} convolutions",
         short_convolutions,
         "vLLM's layers for them on CPUs give other tokens than Transformers, without a warning",
         "Write a layout without CPU ranks.",

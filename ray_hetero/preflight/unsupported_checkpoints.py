@@ -102,9 +102,9 @@ def architecture_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
 
 
 def short_convolutions(checkpoint: CheckpointOnCpus) -> str | None:
-    """The short convolutions of a model; None where it has none."""
+    """The word "short" for a model with such convolutions; None where it has none."""
     is_one = checkpoint.text.get("model_type", checkpoint.model_type) in SHORT_CONVOLUTIONS
-    return "short convolutions" if is_one else None
+    return "short" if is_one else None
 
 
 def sparse_attention(checkpoint: CheckpointOnCpus) -> str | None:

@@ -162,7 +162,7 @@ NOT_RUN = {
     Block(MONITORING, "(rank 1 gpu node-a"): EXAMPLE,
     Block(RAY_SERVE, "pip install 'ray[serve]'"): "needs a package index",
     Block(RAY_SERVE, "ValueError"): EXAMPLE,
-    Block(BENCHMARKS, "tests/soak"): MEASURES,
+    Block(BENCHMARKS, "make soak"): MEASURES,
     Block(BENCHMARKS, "post_attention.py"): MEASURES,
     Block(BENCHMARKS, "engine_run.py"): MEASURES,
     Block(BENCHMARKS, "side_by_side.py --list"): MEASURES,
