@@ -163,6 +163,7 @@ NOT_RUN = {
     Block(RAY_SERVE, "pip install 'ray[serve]'"): "needs a package index",
     Block(RAY_SERVE, "ValueError"): EXAMPLE,
     Block(BENCHMARKS, "make soak"): MEASURES,
+    Block(BENCHMARKS, "benchmarks/quality.py"): MEASURES,
     Block(BENCHMARKS, "post_attention.py"): MEASURES,
     Block(BENCHMARKS, "engine_run.py"): MEASURES,
     Block(BENCHMARKS, "side_by_side.py --list"): MEASURES,
