@@ -110,7 +110,7 @@ from ray_hetero.world import World
 
 ray.init(runtime_env={{"env_vars": {environment}}}, logging_level="error")
 layout = Layout((("cpu",), ("cpu",)))
-nodes = cluster.discover(unit="package", shares=1, timeout_s=60)
+nodes = ray_cluster.discover(unit="package", shares=1, timeout_s=60)
 world = World(layout, assign(layout, nodes), (1, 1))
 told = {{}}
 try:
@@ -188,7 +188,7 @@ def test_a_pipeline_answers_like_stock_and_ends_when_a_node_is_gone(
 ) -> None:
     with serving(nodes, scene, logs / "server", model("llama", "f32")) as (child, client):
         for node in ("node-a", "node-b"):
-            assert re.search(rf"│ cpu +│ {node} +│ socket 0 \(NUMA \d+, \d+ cores\)", child.log)
+            assert re.search(rf"│ cpu +│ {node} +│ socket 0 \(NUMA \d+, \d+ cores?\)", child.log)
         asked = {"prompt": prompts(), "max_tokens": 24, "temperature": 0, "return_token_ids": True}
         answer = client.post("/v1/completions", json={**ENDLESS, **asked, "stream": False}).json()
         assert [choice["token_ids"] for choice in answer["choices"]] == stock("llama-f32")
