@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+TRIES = "4"
+"""Tries of a connection, a second each, of which Ray makes 20.  Only a head that is still starting
+needs them, or one that wants another token, for which a command would wait in vain."""
+
 
 def addresses() -> tuple[str, ...]:
     """The cluster of RAY_ADDRESS, else all of this host; "auto", which says so, if there is none.
@@ -31,6 +35,7 @@ def cluster(address: str | None = None) -> Iterator[None]:
 
     """
     _use_token()
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", TRIES)
     import logging
 
     import ray

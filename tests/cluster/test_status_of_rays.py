@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,12 +29,13 @@ SECONDS = 120
 
 
 @contextmanager
-def engine(scene: Scene, name: str) -> Iterator[str]:
+def engine(scene: Scene, name: str, **extra: str) -> Iterator[str]:
     """A Ray of its own with the status actor of an engine; its address."""
     command = [sys.executable, "-c", KEEPER, name]
     keeper = subprocess.Popen(
-        command, env=environment_of(scene), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+        command, env=environment_of(scene, extra), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     try:
@@ -55,7 +57,10 @@ def test_engines_of_all_rays_of_the_host_are_shown(scene: Scene) -> None:
     with ExitStack() as stack:
         there = {name: stack.enter_context(engine(scene, name)) for name in ("first", "second")}
         assert len(set(there.values())) == 2
+        token = secrets.token_hex(16)
+        foreign = stack.enter_context(engine(scene, "foreign", RAY_AUTH_TOKEN=token))
         shown = status(scene, "--json")
+        assert f"the Ray at {foreign} is left out: the Ray cluster at" in shown.stderr
         found = {one["engine"]: one["ray"] for one in json.loads(shown.stdout)}
         # Other tests may run engines on this host.
         assert there.items() <= found.items()
