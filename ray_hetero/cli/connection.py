@@ -17,6 +17,7 @@ def addresses() -> tuple[str, ...]:
 
     Several engines on a host may have a Ray each.
     """
+    _settle_environment()
     from ray_hetero.runtime.ray_address import local_addresses
 
     named = os.environ.get("RAY_ADDRESS")
@@ -34,8 +35,7 @@ def cluster(address: str | None = None) -> Iterator[None]:
         StartupError: none answers, or it wants another token.
 
     """
-    _use_token()
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", TRIES)
+    _settle_environment()
     import logging
 
     import ray
@@ -50,12 +50,13 @@ def cluster(address: str | None = None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _use_token() -> None:
-    """Use this user's token, if there is one; Ray reads the mode when it is imported.
+def _settle_environment() -> None:
+    """Use this user's token, if there is one, and few tries; Ray reads both when it is imported.
 
-    A Ray that an engine starts for itself asks for one, and a cluster that asks for none does not
-    mind.
+    A Ray that an engine starts for itself asks for a token, and a cluster that asks for none does
+    not mind.
     """
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", TRIES)
     places = (os.environ.get("RAY_AUTH_TOKEN_PATH"), Path.home() / ".ray" / "auth_token")
     if os.environ.get("RAY_AUTH_TOKEN") or any(place and Path(place).exists() for place in places):
         os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -6,11 +6,11 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from engines import environment_of
+from engines import TOKEN, environment_of
 from leftovers import Scene
 
 KEEPER = """
@@ -29,20 +29,31 @@ SECONDS = 120
 
 
 @contextmanager
-def engine(scene: Scene, name: str, **extra: str) -> Iterator[str]:
-    """A Ray of its own with the status actor of an engine; its address."""
-    command = [sys.executable, "-c", KEEPER, name]
-    keeper = subprocess.Popen(
-        command, env=environment_of(scene, extra), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert keeper.stdin is not None
-    assert keeper.stdout is not None
+def engines(scene: Scene, tokens: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Addresses of Rays, each with the status actor of an engine, by the engine's name.
+
+    Args:
+        scene: of the test.
+        tokens: of the Rays, by the same names.
+
+    """
+    keepers = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", KEEPER, name],
+            env=environment_of(scene, {"RAY_AUTH_TOKEN": token}),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for name, token in tokens.items()
+    }  # fmt: skip
     try:
-        yield keeper.stdout.readline().strip()
+        yield {name: str(keeper.stdout and keeper.stdout.readline().strip())
+               for name, keeper in keepers.items()}  # fmt: skip
     finally:
-        keeper.stdin.close()
-        keeper.wait(SECONDS)
+        for keeper in keepers.values():
+            assert keeper.stdin is not None
+            keeper.stdin.close()
+        for keeper in keepers.values():
+            keeper.wait(SECONDS)
 
 
 def status(scene: Scene, *options: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -54,11 +65,10 @@ def status(scene: Scene, *options: str, **extra: str) -> subprocess.CompletedPro
 
 
 def test_engines_of_all_rays_of_the_host_are_shown(scene: Scene) -> None:
-    with ExitStack() as stack:
-        there = {name: stack.enter_context(engine(scene, name)) for name in ("first", "second")}
-        assert len(set(there.values())) == 2
-        token = secrets.token_hex(16)
-        foreign = stack.enter_context(engine(scene, "foreign", RAY_AUTH_TOKEN=token))
+    tokens = {"first": TOKEN, "second": TOKEN, "foreign": secrets.token_hex(16)}
+    with engines(scene, tokens) as there:
+        foreign = there.pop("foreign")
+        assert len({foreign, *there.values()}) == 3
         shown = status(scene, "--json")
         assert f"the Ray at {foreign} is left out: the Ray cluster at" in shown.stderr
         found = {one["engine"]: one["ray"] for one in json.loads(shown.stdout)}
