@@ -1,4 +1,4 @@
-"""What a user gave, as error messages show it: on one line, and short whatever it was."""
+"""A user's input as error messages show it: on one line, and short whatever it was."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class ExpertsConfig(_Section):
 
 
 class WorkloadConfig(_Section):
-    """What the engine is to be fast at, and how much it must hold at the same time."""
+    """Load that the engine is planned for: its steps, and requests at the same time."""
 
     users: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = "auto"
     """Number of sequences that are decoded together, for which layout and layers are planned; auto
@@ -321,7 +321,7 @@ def load_config(additional_config: object) -> HeteroConfig:
 
 
 def read_settings(additional_config: object) -> Merged:
-    """What the file and the command line say, with the source of each value; not validated yet.
+    """Settings of file and command line, with the source of each value, not yet validated.
 
     Raises:
         ConfigError: a file that cannot be read, or keys where nobody reads them.

@@ -62,7 +62,7 @@ class Merged:
 
 
 def read_sources(additional_config: object, names: Collection[str]) -> tuple[Source, ...]:
-    """What each source says, the weakest first; keys by their names of today.
+    """Settings of each source, the weakest first, keys by today's names.
 
     Args:
         additional_config: vLLM's `additional_config`, which other plugins may use too.

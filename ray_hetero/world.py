@@ -1,4 +1,4 @@
-"""What every rank's process is told about the world it joins: plain values, pickled by Ray."""
+"""Description of the world that a rank's process joins: plain values, pickled by Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one `create_engine_config` call asked of this backend, carried to the executor."""
+    """Request of one `create_engine_config` call to this backend, carried to the executor."""
 
     engine_args: EngineArgs
     """Arguments as the user gave them; each rank builds its own configuration from them."""
@@ -38,7 +38,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """What all ranks must have in common with the driver, imposed on each rank's configuration."""
+    """Settings of the driver that every rank's configuration must have as well."""
 
     instance_id: str
     dtype: str
@@ -146,7 +146,7 @@ class World:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the plan expects of one rank."""
+    """Expectation of the plan for one rank."""
 
     batch: int
     """Sequences in the decode step that was priced."""

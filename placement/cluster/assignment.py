@@ -68,7 +68,7 @@ class Seat:
 
     @property
     def device(self) -> str:
-        """What the rank computes on, for people."""
+        """Name of the rank's device, for people."""
         if self.socket is None:
             return f"gpu {self.local_rank}"
         nodes = ",".join(map(str, self.socket.numa_nodes))
@@ -77,7 +77,7 @@ class Seat:
 
 @dataclass
 class _Free:
-    """What is left of one node."""
+    """Cores, GPUs and sockets of one node that no rank has yet."""
 
     node: Node
     gpus: int

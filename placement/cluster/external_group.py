@@ -32,7 +32,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Offer:
-    """What one bundle gives a rank: a GPU, or cores of one socket."""
+    """Device that one bundle gives a rank: a GPU, or cores of one socket."""
 
     bundle: int
     node_id: str
@@ -60,7 +60,7 @@ def chosen_bundles(bundles: Sequence[Bundle], numbers: str) -> tuple[Bundle, ...
 
 
 def offers_of(nodes: Sequence[Node], bundles: Sequence[Bundle]) -> tuple[Offer, ...]:
-    """What the bundles give, the largest first.
+    """Devices that the bundles give, the largest first.
 
     A CPU bundle gives as many free cores of one socket as it has CPUs, fewer where no socket has
     so many left, nothing where none is left.  Of equal bundles the first one (number 0) comes last:

@@ -189,7 +189,7 @@ def heads_problem(layout: Layout, heads: int, kv_heads: int) -> str | None:
 
 
 def sizes_to_type(sizes: Sequence[int]) -> str:
-    """What to type for a layout with stages of these sizes."""
+    """Command-line options for a layout with stages of these sizes."""
     return (
         f"Leave both out, or type: --pipeline-parallel-size {len(sizes)} "
         f"--tensor-parallel-size {max(sizes)} (the ranks of the largest stage)."

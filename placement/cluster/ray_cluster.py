@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Description:
-    """What a node says of itself."""
+    """Answer of a node about itself."""
 
     host: Host
     claims: tuple[Holder, ...]
@@ -171,7 +171,7 @@ def _called(function: Callable[[], T]) -> T:
 
 
 def _alive() -> dict[str, dict[str, Any]]:
-    """What Ray says of its nodes, by id."""
+    """Ray's entries of its nodes, by id."""
     return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
@@ -332,7 +332,7 @@ def _bundles(group: PlacementGroup, timeout_s: float) -> tuple[Bundle, ...]:
 def _resources(
     nodes: Mapping[str, dict[str, Any]], but: PlacementGroup | None = None
 ) -> dict[str, NodeResources]:
-    """What Ray has on these nodes, and what placement groups, but one, hold of it."""
+    """Ray's resources of these nodes, with those that placement groups, except one, hold."""
     ignored = None if but is None else but.id.hex()
     found = {
         node_id: NodeResources(_name(node), dict(node["Resources"]))

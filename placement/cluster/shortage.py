@@ -1,4 +1,4 @@
-"""What Ray's nodes have, what is held there, and why bundles do not fit."""
+"""Resources of Ray's nodes, their holders, and the reason why bundles do not fit."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class NodeResources:
             mine[resource] = mine.get(resource, 0) + amount
 
     def total(self, resource: str) -> float:
-        """What the node has."""
+        """Amount of a resource on the node."""
         return self.resources.get(resource, 0.0)
 
     def free(self, resource: str) -> float:
-        """What no placement group holds; tasks and actors outside of groups are not known."""
+        """Amount that no placement group holds; tasks and actors outside are not known."""
         return self.total(resource) - self.held_of(resource)
 
     def held_of(self, resource: str) -> float:
-        """What placement groups hold."""
+        """Amount that placement groups hold."""
         return sum(bundle.get(resource, 0) for bundle in self.held.values())
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow: memory and CPU time, cgroup v1 and v2.
+"""Limits of this process's control groups: memory and CPU time, cgroup v1 and v2.
 
 A limit of an outer group holds for all groups in it, so the smallest on the way up counts.  In a
 container without a cgroup namespace /proc/self/cgroup names a path of the host that is not mounted

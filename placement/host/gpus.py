@@ -131,7 +131,7 @@ def _nvidia_smi_gpu(row: list[str], tree: Tree) -> Gpu:
 
 
 def _from_proc(tree: Tree) -> tuple[Gpu, ...]:
-    """What the loaded driver writes to /proc; it does not tell the memory."""
+    """GPUs that the loaded driver lists in /proc; it does not tell the memory."""
     folders = sorted((tree.root / "proc/driver/nvidia/gpus").glob("*"))
     return tuple(_proc_gpu(tree, index, folder.name) for index, folder in enumerate(folders))
 

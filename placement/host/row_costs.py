@@ -1,4 +1,4 @@
-"""What a step of several rows costs a socket beside one of a single row, kept once measured.
+"""Time of a step of several rows on a socket in steps of a single row, kept once measured.
 
 A product reads its weights once, however many rows it has; what more rows cost beside that depends
 on processor, kernel and format of the weights.

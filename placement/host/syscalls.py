@@ -1,4 +1,4 @@
-"""What csrc/placement/native.cpp does about pages, by ctypes: for hosts without a compiler."""
+"""System calls of csrc/placement/native.cpp about pages, by ctypes for hosts without a compiler."""
 
 from __future__ import annotations
 

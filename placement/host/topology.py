@@ -1,4 +1,4 @@
-"""What a host is made of: cores, NUMA nodes, sockets, GPUs.  Values only; reading them is `sysfs`.
+"""Parts of a host: cores, NUMA nodes, sockets, GPUs.  Values only; reading them is `sysfs`.
 
 A *socket* here is what one CPU rank is given: by default a CPU package with all NUMA nodes on it,
 or, where the configuration says so, one NUMA node of it (sub-NUMA clustering) or an equal share
@@ -94,7 +94,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Socket:
-    """What one CPU rank computes on."""
+    """Cores and memory that one CPU rank computes on."""
 
     id: int
     """Position on its host, 0-based, in the order packages → NUMA nodes → shares."""

@@ -1,4 +1,4 @@
-"""What the layers of a model cache, told from its config; or why only vLLM can tell."""
+"""Caches of a model's layers, read from its config, or the reason why only vLLM knows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the formats of quantised checkpoints store in place of one linear layer's weight."""
+"""Tensors that formats of quantised checkpoints store in place of one linear layer's weight."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class ModelShape:
 
     @property
     def output_matrix(self) -> tuple[Tensor, ...]:
-        """What a decode step reads after the last layer."""
+        """Tensors that a decode step reads after the last layer."""
         if not self.tied:
             return self.output_head + self.final_norm
         matrix = max(self.embedding, key=lambda tensor: tensor.nbytes, default=None)

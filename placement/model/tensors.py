@@ -147,7 +147,7 @@ _NOT_MULTIPLIED = re.compile(
 
 
 def role_of(name: str) -> Role:
-    """What a tensor of a decoder layer is for, by its name in the checkpoint."""
+    """Role of a tensor of a decoder layer, by its name in the checkpoint."""
     if ".experts." in name:
         return "expert"
     if "shared_expert" in name:

@@ -23,7 +23,7 @@ class Use:
 
 
 def uses_of(config: Config) -> tuple[Use, ...]:
-    """What layers of a model use of each other.
+    """Tensors and caches that layers of a model use of each other.
 
     Args:
         config: of the decoder.

@@ -10,7 +10,7 @@ from placement.model.quantisation import Stored
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What stands before the first and after the last layer."""
+    """Parts of a model before the first and after the last layer."""
 
     embedding: tuple[Stored, ...]
     final_norm: tuple[Stored, ...]

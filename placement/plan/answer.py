@@ -91,7 +91,7 @@ def _speed(plan: Plan) -> str:
 
 
 def _on_gpu(split: Split) -> str:
-    """What is said of the passes that a GPU computes for CPU ranks."""
+    """Line about the passes that a GPU computes for CPU ranks."""
     gpus = [one.devices.prompt_gpu for one in split.stages if one.devices.prompt_gpu is not None]
     if not gpus:
         return ""

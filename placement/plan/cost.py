@@ -1,4 +1,4 @@
-"""What a step costs on a stage, in picoseconds.
+"""Time of a step on a stage, in picoseconds.
 
 Decode reads every weight that a token of the batch needs and the KV cache of the batch's
 contexts, so a layer costs bytes ÷ bandwidth, or its operations ÷ compute where these take longer.
@@ -183,7 +183,7 @@ def _read(
 
 
 def _row_costs(figures: DeviceFigures, run: Pass) -> RowCosts | None:
-    """What rows cost in a decode step; None where it is to be told by operations."""
+    """Costs of rows in a decode step; None where operations tell them."""
     is_known = not run.is_prompt and run.tokens <= NATIVE_STEP_TOKENS
     return figures.row_costs if is_known else None
 
@@ -210,7 +210,7 @@ def _reduce(shape: ModelShape, stage: StageDevices, run: Pass, links: Links) -> 
 
 
 def fixed_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
-    """What a step costs on a stage beside its layers, output and exchange.
+    """Time of a step on a stage beside its layers, output and exchange.
 
     That is its slowest rank, and the way of a prompt's tokens to the GPU that computes it and back.
     """

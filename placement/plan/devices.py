@@ -21,7 +21,7 @@ computed operator by operator."""
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """What one GPU, or one CPU socket, can do."""
+    """Rates of one GPU or one CPU socket."""
 
     name: str
     kind: Kind

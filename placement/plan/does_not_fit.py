@@ -1,4 +1,4 @@
-"""What to tell when a model does not fit: the arithmetic of each rank and the nearest that does."""
+"""Message for a model that does not fit: the arithmetic of each rank and the nearest that fits."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Drafter:
-    """What guesses the next tokens of a request: on all ranks of the last stage, whole."""
+    """A drafter, which guesses a request's next tokens: whole, on all ranks of the last stage."""
 
     drafts: int
     """Tokens that it guesses for a request in a step."""
@@ -54,7 +54,7 @@ class Drafter:
 
     @classmethod
     def of(cls, source: Source, drafts: int, model: object, target: ModelShape | None) -> Drafter:
-        """What drafts, with sizes as far as they are known.
+        """The drafter of a source, with sizes as far as they are known.
 
         Args:
             source: where drafts come from.
@@ -97,7 +97,7 @@ class Drafter:
         )
 
     def added(self, memory: Memory, size: int, work: Workload, *, is_first: bool) -> Memory:
-        """What a rank of the last stage holds with the drafter."""
+        """Memory of a rank of the last stage with the drafter."""
         return replace(
             memory,
             weights=memory.weights + self.weights(size, is_first=is_first),
@@ -167,7 +167,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class SocketRows:
-    """What steps of several rows cost a socket."""
+    """Costs of steps of several rows on a socket."""
 
     node: str
     name: str
@@ -185,7 +185,7 @@ class SocketRows:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What speculative decoding brings on a plan's ranks."""
+    """Gain of speculative decoding on a plan's ranks."""
 
     acceptance: float
     asked: Drafting
@@ -197,7 +197,7 @@ class Speculation:
     """Sockets' costs of several rows that these prices rest on, where sockets compute a step."""
 
     def lines(self) -> Iterator[str]:
-        """What to tell of it."""
+        """Lines that describe it."""
         asked, best = self.asked, self.best
         yield (
             f"speculative decoding: {asked.drafts} drafts a request, each accepted with "

@@ -90,7 +90,7 @@ def with_bandwidth(gpu: Gpu, memory: Figure) -> DeviceFigures:
 
 
 def short_name(name: str | None) -> str:
-    """What tables call a GPU: its name as the driver writes it, without the maker's."""
+    """Name of a GPU in tables: that as the driver writes it, without the maker's."""
     return re.sub(r"^NVIDIA (GeForce )?", "", name or "") or "GPU"
 
 

@@ -1,4 +1,4 @@
-"""What a stage's ranks hold, in bytes: weights, KV cache, activations."""
+"""Memory of a stage's ranks, in bytes: weights, KV cache, activations."""
 
 from __future__ import annotations
 

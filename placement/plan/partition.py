@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What layers cost at one place in the pipeline."""
+    """Costs of layers at one place in the pipeline."""
 
     layers: tuple[int, ...]
     """Cost of each layer of the model there."""

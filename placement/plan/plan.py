@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the plan should know beside its numbers."""
+        """Notes for a reader of the plan beside its numbers."""
         split, notes = self.split, list(self.remarks)
         if self.experts:
             layers, ranks = self.experts[0].layers, len(self.experts)

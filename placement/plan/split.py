@@ -198,7 +198,7 @@ def price_drafts(
 
 
 def rows_of_sockets(split: Split) -> Iterator[SocketRows]:
-    """What rows cost each socket of a split, those of expert ranks too."""
+    """Costs of rows on each socket of a split, those of expert ranks too."""
     for stage in split.stages:
         for rank in (*stage.devices.ranks, *stage.devices.experts):
             if rank.kind == "cpu":

@@ -15,7 +15,7 @@ Objective = Literal["latency", "throughput"]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds and may hold."""
+    """Memory that one rank holds and may hold."""
 
     rank: int
     device: RankDevice
@@ -31,13 +31,13 @@ class RankPlan:
 
     @property
     def free_bytes(self) -> int:
-        """What stays free when the KV budget is used up."""
+        """Bytes that stay free when the KV budget is used up."""
         return self.device.usable_bytes - self.memory.beside_kv - self.kv_bytes
 
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """What one expert rank holds: a slice of every expert that is not on the stages."""
+    """Weights that one expert rank holds: a slice of every expert that is not on the stages."""
 
     rank: int
     device: RankDevice
@@ -116,7 +116,7 @@ class Split:
 
     @property
     def value(self) -> tuple[int, int]:
-        """What the objective minimises, in picoseconds: first what counts, then the tie-break."""
+        """Value that is minimised, in picoseconds: the objective's, then the tie-break's."""
         totals = [stage.decode.total for stage in self.stages]
         return objective_value(totals, self.objective)
 

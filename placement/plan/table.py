@@ -95,7 +95,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _places(plan: Plan) -> dict[str, str]:
-    """What stands before a device by its node: nothing where there is one node only."""
+    """Prefix of a device by its node; empty where there is only one node."""
     nodes = {device.node for device in plan.devices}
     return dict.fromkeys(nodes, "") if len(nodes) == 1 else {node: f"{node} " for node in nodes}
 

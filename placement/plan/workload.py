@@ -1,4 +1,4 @@
-"""What an engine is asked to hold and to be fast at."""
+"""Load that an engine is planned for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Workload:
-    """What the engine is asked to hold and to be fast at."""
+    """Load that the engine is planned for: requests to hold and steps to be fast at."""
 
     batch: int
     """Sequences in one decode step."""

@@ -56,7 +56,7 @@ def _show(found: Sequence[Check]) -> None:
 
 
 def next_step(counts: Mapping[str, int]) -> str:
-    """What to do now, by the number of checks with each status."""
+    """Advice by the number of checks with each status."""
     if counts["fail"]:
         return "next: type the command after → for each fail, then ray-hetero doctor again"
     warnings = "engines can start, but read each warn; " if counts["warn"] else ""

@@ -224,7 +224,7 @@ def _unless(default: object, value: object) -> object:
 def _settings(
     objective: str | None, layers: str | None, layout: str | None, experts: str | None
 ) -> dict[str, Any]:
-    """What these options ask for, over the file of RAY_HETERO_CONFIG."""
+    """Settings of these options, over the file of RAY_HETERO_CONFIG."""
     given: dict[str, Any] = {}
     if objective not in (None, "latency", "throughput"):
         raise LayoutError(f"--objective: expected latency or throughput, got {shown(objective)}")
@@ -304,7 +304,7 @@ def _length(text: str | None) -> int | None:
 def _drafter(
     speculative: str | None, model: str | None, target: ModelShape
 ) -> tuple[Drafter | None, float | None]:
-    """What --speculative and --draft-model ask for, and the chance of a draft."""
+    """The drafter of --speculative and --draft-model, and the chance of a draft."""
     if speculative is None:
         if model is not None:
             raise LayoutError("--draft-model: expected --speculative with it, like 3,0.7")

@@ -1,4 +1,4 @@
-"""What `ray-hetero plan` prints: for people, or as JSON."""
+"""Output of `ray-hetero plan`: for people, or as JSON."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def require_cpu_site(vllm_version: str, torch_version: str) -> CpuSite:
 
 
 def read_site(directory: Path) -> CpuSite:
-    """What is unpacked in a directory.
+    """The CPU build of vLLM that is unpacked in a directory.
 
     Raises:
         CpuSiteError: it holds no CPU wheel of vLLM, or only a part of one.

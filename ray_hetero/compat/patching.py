@@ -1,4 +1,4 @@
-"""What every patch of vLLM begins with: the upstream name, or an error that says it is gone."""
+"""Start of every patch of vLLM: the upstream name, or an error that says it is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exchanges between ranks have taken.
+"""Seconds and bytes of exchanges between ranks.
 
 Without torch, which the process of the status board has no other use for.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Exchanged:
-    """What a rank's exchanges have taken; seconds and bytes."""
+    """Sums over a rank's exchanges, in seconds and bytes."""
 
     waiting_s: float = 0.0
     """Seconds of waiting until the previous stage had computed what it sent, or the next one what

@@ -46,9 +46,7 @@ class Signals(Protocol):
         """Ask for a layer, once what was written before is there."""
 
     def wait(self) -> bool:
-        """Have what is computed next wait for all answers; False if the channel is known to have
-        failed.
-        """
+        """Delay later work until all answers are there; False if the channel has failed."""
 
 
 class HostSignals:

@@ -207,7 +207,7 @@ def reach(
 
 
 def _agreed(told: bytes, number: int) -> tuple[tuple[RemoteLayer, ...], Geometry]:
-    """What the rank of a stage tells an expert rank of its layers and of their memory."""
+    """Layers and their memory as the rank of a stage describes them to an expert rank."""
     given = json.loads(told)
     layers = tuple(RemoteLayer(**layer) for layer in given.pop("layers"))
     dtype = getattr(torch, given["dtype"], None)

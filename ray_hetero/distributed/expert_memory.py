@@ -85,7 +85,7 @@ class Geometry:
     def of(
         cls, layers: Sequence[RemoteLayer], *, ranks: int, tokens: int, dtype: torch.dtype
     ) -> Geometry:
-        """What suits layers and steps of at most so many tokens."""
+        """Geometry for layers and steps of at most so many tokens."""
         return cls(
             ranks,
             min(tokens, MOST_TOKENS),

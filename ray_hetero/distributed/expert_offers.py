@@ -1,4 +1,4 @@
-"""What an expert rank offers to the stages beside its computing: its experts' memory to read, and
+"""Offers of an expert rank to the stages beside its computing: its experts' memory to read, and
 how long its cores take.
 
 It is sent once over the connection that `expert_meeting` has made, behind the word that the expert
@@ -23,7 +23,7 @@ from ray_hetero.runtime.shared_pages import SharedPages
 
 @dataclass(frozen=True)
 class Offer:
-    """What one expert rank offers to a stage."""
+    """Offer of one expert rank to a stage."""
 
     rates: CoreRates | None
     """Rates of the rank's cores for one layer; None where it has measured nothing."""

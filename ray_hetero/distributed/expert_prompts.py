@@ -36,7 +36,7 @@ ROUNDS = 3
 
 
 class ExpertLink:
-    """What computes experts of large steps on this rank's GPU, all of a layer or its first ones.
+    """Experts of large steps on this rank's GPU: all of a layer or its first ones.
 
     Args:
         experts: where.
@@ -171,7 +171,7 @@ def _say(
 
 
 def _split(shares: ExpertShares, tokens: int) -> str:
-    """What is said of a split, for the log."""
+    """Description of a split, for the log."""
     if not shares.has_splits:
         return ""
     sizes = sorted({shares.tokens, max(shares.tokens, min(MEASURED_TOKENS, tokens)), tokens})
@@ -236,7 +236,7 @@ def _rates(offers: Sequence[Offer]) -> CoreRates | None:
 
 
 def _cost(rates: CoreRates | None) -> str:
-    """What the cores take, for the log."""
+    """Description of the cores' time, for the log."""
     if rates is None:
         return ""
     tokens, seconds = rates.points[-1]

@@ -98,7 +98,7 @@ class ExpertService:
 
     @property
     def totals(self) -> dict[str, float]:
-        """What has been computed so far: steps, tokens, layers, layer_tokens, experts,
+        """Totals of all steps so far: steps, tokens, layers, layer_tokens, experts,
         computing_s, waiting_s."""
         found: dict[str, float] = self._receiver.totals
         return found

@@ -79,18 +79,18 @@ class GpuSignals:
         return tuple(mapped(memory.memory, device).split(memory.geometry.sizes))
 
     def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
-        """Have a kernel write the tensor over the link.
+        """Write the tensor over the link with a kernel.
 
         A copy of torch's would take the memory for the GPU's own, and tell CUDA so.
         """
         torch.mul(values, 1, out=to)
 
     def begin_step(self, tokens: int) -> None:
-        """Have the stream mark the step's tokens: its graphs were captured with more rows."""
+        """Mark the step's tokens on the stream: its graphs were captured with more rows."""
         torch.lt(self._rows, tokens, out=self._is_token)
 
     def write_ids(self, ids: torch.Tensor, to: torch.Tensor) -> None:
-        """Have a kernel write experts of tokens over the link, and -1 for other rows.
+        """Write experts of tokens over the link with a kernel, and -1 for other rows.
 
         Rows that fill a graph up would have the sockets read experts for nothing.
         """
@@ -111,7 +111,7 @@ class GpuSignals:
         self._order(given)
 
     def wait(self) -> bool:
-        """Have the stream wait for the answers; that is all that can be known here."""
+        """Make the stream wait for the answers; a failure cannot be known here."""
         self._order(self._takes if self.has_operations else self._sender.waiting())
         return True
 

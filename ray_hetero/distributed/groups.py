@@ -219,7 +219,7 @@ class HeteroGroup(GroupCoordinator):  # type: ignore[misc]
 
     @property
     def over_host(self) -> HostCommunicator | None:
-        """What a group of both kinds, or of several hosts, exchanges tensors with."""
+        """Communicator of a group of both kinds, or of several hosts."""
         communicator = self.device_communicator
         return communicator if isinstance(communicator, HostCommunicator) else None
 

@@ -1,4 +1,4 @@
-"""What a stage boundary asks of a link; each way of getting from one process to another has a file.
+"""Interface of a link of a stage boundary; each transport between two processes has a file.
 
 A link carries messages in one direction, from one rank of a stage to one rank of the next one.  A
 rank with several receivers has a link to each of them (`neighbour.Neighbours`).  Links are tried in
@@ -27,7 +27,7 @@ WaitUntilRead = Callable[[Message], None]
 
 @dataclass(frozen=True)
 class Terms:
-    """What both ends of a link have agreed on, and how this end computes."""
+    """Terms that both ends of a link have agreed on, and this end's device."""
 
     packing: Packing
     """Layout of the tensors of a token in a row."""
@@ -89,7 +89,7 @@ class Offer(Protocol):
 
     @property
     def address(self) -> bytes:
-        """What the receiving rank reaches the link by."""
+        """Address by which the receiving rank reaches the link."""
 
     def accept(self) -> Sender:
         """The sending end, for the receiving rank that has chosen this link.

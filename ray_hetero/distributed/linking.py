@@ -27,7 +27,7 @@ LINKS: Sequence[Link] = (
 
 @dataclass(frozen=True)
 class Signature:
-    """What crosses a stage boundary for each token; both sides must agree on it."""
+    """Tensors that cross a stage boundary for each token; both sides must agree on it."""
 
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
     """Name, shape of one token's row and dtype of each tensor, in the order they are packed."""
@@ -43,7 +43,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a sending rank tells the receiving one once."""
+    """Message of a sending rank to the receiving one, sent once."""
 
     signature: Signature
     """Names and shapes of the tensors that the sending rank sends."""
@@ -57,7 +57,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a receiving rank answers to an introduction."""
+    """Answer of a receiving rank to an introduction."""
 
     link: str | None
     """Name of the link that it has chosen; None where the two do not come together."""
@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Incoming:
-    """What a receiving rank has of a neighbour."""
+    """State that a receiving rank keeps of a neighbour."""
 
     receiver: Receiver
     is_clock_shared: bool
@@ -154,7 +154,7 @@ class Linking:
         return Incoming(reached.take(wait_until_read), is_clock_shared, gpu)
 
     def _difference(self, heard: Introduction, neighbour: Neighbour) -> str:
-        """What the two ends disagree on; empty where they agree."""
+        """Description of the two ends' differences; empty where they agree."""
         if heard.signature == self.signature:
             return ""
         return (

@@ -102,7 +102,7 @@ class Connection:
             raise self.failed(None)
 
     def failed(self, error: OSError | None) -> RuntimeError:
-        """What to raise for an error of the socket; None stands for its end."""
+        """Exception for an error of the socket; None stands for its end."""
         who = f"rank {self._rank}, at the other end of the stage boundary,"
         if isinstance(error, TimeoutError):
             limit_s = self.socket.gettimeout()

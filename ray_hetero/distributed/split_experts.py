@@ -11,7 +11,7 @@ from ray_hetero.offload.weights.link_reader import current
 
 
 class OtherExperts:
-    """What a stage hands over of a layer whose first experts its GPU computes.
+    """Handover of a layer whose first experts the stage's GPU computes.
 
     Tokens and sums go through a stream of their own: the stream of the products would wait for the
     sockets between two pieces of weights, where they have no room for all tokens at once.

@@ -258,7 +258,7 @@ class StageBoundary:
         return self._staging_in.tensors, [], [lambda: self._behind(receiving, rows)]
 
     def _behind(self, receiving: Receiving, rows: int) -> None:
-        """Have the stream wait for a message: the step can be ordered before it is there."""
+        """Make the stream wait for a message: the step can be submitted before it is there."""
         assert self._words is not None
         message = receiving.message
         self._words.wait(message.complete_address, message.number)
@@ -331,7 +331,7 @@ class StageBoundary:
         self._exchanged.exchange_s += end - computed
 
     def take(self) -> Exchanged:
-        """What has been exchanged since the last call."""
+        """Sums of exchanges since the last call."""
         taken, self._exchanged = self._exchanged, Exchanged()
         return taken
 

@@ -132,7 +132,7 @@ class RemoteExperts:
 
     @property
     def problem(self) -> Exception | None:
-        """What has ended the handover; what steps have computed since is nothing."""
+        """Error that has ended the handover; results of later steps are invalid."""
         return None if self._channel is None else self._channel.problem
 
     def begin_step(self, tokens: int) -> None:
@@ -172,7 +172,7 @@ class RemoteExperts:
         )
 
     def _link_up(self, offers: Sequence[Offer]) -> None:
-        """Have the GPU compute experts of large steps where it can.
+        """Compute experts of large steps on the GPU where that is possible.
 
         Raises:
             UnsupportedError: it was asked for, and cannot be had.

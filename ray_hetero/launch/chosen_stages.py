@@ -120,7 +120,7 @@ def _choose(
     engines: int,
     engine_args: EngineArgs,
 ) -> tuple[EngineFacts, Choice]:
-    """What is chosen, and the facts with the length that it is chosen for."""
+    """The choice, and the facts with the length for which it was made."""
 
     def choose(facts: EngineFacts) -> Choice:
         return choose_layout(

@@ -25,7 +25,7 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 
 @contextmanager
 def started_for(vllm_config: VllmConfig) -> Iterator[None]:
-    """Have an engine's Ray start, while what is inside starts the engine's process.
+    """Start an engine's Ray while the block starts the engine's process.
 
     Ray takes seconds to start, most of which it waits, and so does importing vLLM, which is the
     first that the process does.  An engine that finds a Ray, or does not import, starts none ahead.

@@ -1,4 +1,4 @@
-"""What an engine that starts now would find, asked before vLLM builds its configuration."""
+"""Devices that an engine that starts now would find, before vLLM builds its configuration."""
 
 from __future__ import annotations
 

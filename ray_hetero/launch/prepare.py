@@ -1,4 +1,4 @@
-"""What happens while vLLM builds its configuration: check what needs no cluster, name the executor.
+"""Steps while vLLM builds its configuration: checks that need no cluster, the executor's name.
 
 This runs in the process that the user started, before any other process of the engine.
 """
@@ -112,7 +112,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
 
 
 def _late(vllm_config: Any) -> str | None:
-    """What is wrong with an engine of this backend that does not go on; None for any other."""
+    """Description of an engine of this backend that does not go on; None for any other."""
     spec = found_spec(vllm_config)
     if spec is None:
         return None

@@ -1,4 +1,4 @@
-"""What an engine is: known when its devices are claimed, the same until it ends."""
+"""Description of an engine: known when its devices are claimed, the same until it ends."""
 
 from __future__ import annotations
 

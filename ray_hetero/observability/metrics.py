@@ -1,4 +1,4 @@
-"""What every rank's step clock has added up, as metrics to scrape.
+"""Metrics of every rank's step clock, for Prometheus to scrape.
 
 - Each rank counts in Ray's metrics, which every node of a cluster exports.
 - `vllm serve` shows all ranks on its own `/metrics`: the engine's status board writes the ranks'
@@ -103,7 +103,7 @@ class RankFigures:
 
     @classmethod
     def of(cls, engine: str, info: RankInfo, totals: StepTotals) -> RankFigures:
-        """What is known of a rank of an engine."""
+        """Known figures of a rank of an engine."""
         return cls(
             labels_of(engine, info.rank, info.stage, info.kind, info.node),
             {figure.field: getattr(totals, figure.field) for figure in FIGURES},
@@ -146,7 +146,7 @@ class SharedFigures:
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def read(self) -> list[RankFigures]:
-        """What was last written; nothing before the first time."""
+        """Figures that were last written; none before the first time."""
         for _ in range(READS):
             content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
             try:

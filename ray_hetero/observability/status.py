@@ -83,7 +83,7 @@ class RankStatus:
 
 
 def _of_experts(totals: StepTotals, recent: StepTotals) -> dict[str, Any]:
-    """What only expert ranks have."""
+    """Figures that only expert ranks have."""
     if not totals.expert_layers:
         return {}
     layers = recent.expert_layers

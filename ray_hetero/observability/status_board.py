@@ -107,7 +107,7 @@ class StatusBoard:
         self._state = "serving"
 
     def report(self, report: RankReport) -> None:
-        """What a rank says of itself."""
+        """Store a rank's report about itself."""
         self._histories.setdefault(report.rank, _History()).add(report, time.monotonic())
         assert self._figures is not None
         ranks = ((self._info.ranks[r], known.report) for r, known in self._histories.items())

@@ -14,10 +14,10 @@ REPORT_SECONDS = 30.0
 
 
 class Boundary(Protocol):
-    """What a rank exchanges tensors with other stages through."""
+    """Interface by which a rank exchanges tensors with other stages."""
 
     def take(self) -> Exchanged:
-        """What has been exchanged since the last call."""
+        """Sums of exchanges since the last call."""
 
     @property
     def computed_at(self) -> float:
@@ -81,7 +81,7 @@ class StepTotals:
         self.columns_waited_s += computed.columns_waited_s
 
     def __sub__(self, earlier: StepTotals) -> StepTotals:
-        """What came after an earlier moment."""
+        """Totals since an earlier moment."""
         names = (field.name for field in fields(self))
         return StepTotals(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
@@ -109,14 +109,14 @@ class StepTotals:
         )
 
     def _of_columns(self) -> str:
-        """What the cores waited for columns of the GPU; nothing where they did not."""
+        """Line about the cores' wait for the GPU's columns; none where they did not wait."""
         if not self.columns_waited_s:
             return ""
         each = 1000 * self.columns_waited_s / self.steps
         return f" ({each:.2f} ms of it waiting for the GPU's columns)"
 
     def _of_verifying(self) -> str:
-        """What steps with drafts took, beside those without; nothing where there were none."""
+        """Line about steps with drafts, beside those without; none where there were none."""
         count, others = self.verifying_steps, self.steps - self.verifying_steps
         if not count:
             return ""

@@ -1,4 +1,4 @@
-"""What can be wrong on a host: one small judgement each, from values that the caller read.
+"""Checks of a host: one small judgement each, from values that the caller read.
 
 `host_checks` reads the values of this host: for `doctor`, and on every node of an engine.
 """

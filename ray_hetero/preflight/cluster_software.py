@@ -1,4 +1,4 @@
-"""What every node of a world has for its ranks, and what is missing before actors start there."""
+"""Software of every node of a world for its ranks, compared before actors start there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one node has for its ranks: vLLM, libraries, CPU kernels, network; and how it is set up.
+"""Software of one node for its ranks: vLLM, libraries, CPU kernels, network; and how it is set up.
 
 Read on the node.
 """

@@ -1,4 +1,4 @@
-"""What this backend cannot do, refused in one line before anything starts.
+"""Refusals of unsupported requests, one line each, before anything starts.
 
 Every refusal is a row: what is refused, when it is asked for, why, and what to do instead; the
 tables say in which worlds.  docs/compatibility.md shows the rows, and what was seen when they were

@@ -72,19 +72,19 @@ class CheckpointOnCpus:
 
 
 def layers_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
-    """What layers of a checkpoint have no CPU kernel; None where all have, or nobody knows."""
+    """Reason why layers of a checkpoint have no CPU kernel; None where all have, or unknown."""
     return _first(checkpoint, lambda one: one.linear is Kernel.NOBODY)
 
 
 def layers_only_streamed(checkpoint: CheckpointOnCpus) -> str | None:
-    """What layers of a checkpoint have no CPU kernel, as vLLM's own are to compute them."""
+    """Reason why vLLM's own kernels, if asked for, cannot compute layers of a checkpoint."""
     if checkpoint.linear_kernel != "vllm":
         return None
     return _first(checkpoint, lambda one: one.linear is Kernel.STREAMED)
 
 
 def experts_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
-    """What routed experts of a checkpoint have no CPU kernel; None where nobody knows."""
+    """Reason why routed experts of a checkpoint have no CPU kernel; None where nobody knows."""
     if not checkpoint.has_experts or _keeps_experts(checkpoint.scheme):
         return None
     return _first(checkpoint, lambda one: not one.has_experts)
@@ -97,7 +97,7 @@ def _first(checkpoint: CheckpointOnCpus, lacks: Callable[[CheckpointFormat], boo
 
 
 def architecture_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
-    """What layers of an architecture have no CPU kernel; None where all have, or nobody knows."""
+    """Reason why layers of an architecture have no CPU kernel; None where all have, or unknown."""
     return MODEL_TYPES.get(checkpoint.model_type)
 
 

@@ -94,7 +94,7 @@ def lead_from_first_core(compute: Sequence[int]) -> None:
 
 
 def compute_alone(cpus: Collection[int] = ()) -> None:
-    """Have the current thread compute without OpenMP's workers, which belong to the main thread.
+    """Compute on the current thread alone; OpenMP's workers belong to the main thread.
 
     vLLM's CPU worker makes `torch.set_num_threads` do nothing.  A thread whose first large operator
     calls workers gets a second set of them on the cores of the main thread's, and both runtimes

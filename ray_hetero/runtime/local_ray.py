@@ -113,7 +113,7 @@ atexit.register(_stop_late)
 
 
 def ask_for_token() -> None:
-    """Have the Ray that this process starts next ask for a token, unless the user has forbidden it.
+    """Let the Ray that this process starts next ask for a token, unless the user has forbidden it.
 
     Ray 2.60 does so by itself; earlier ones, from 2.55 on, only when they are told.  All of them
     write a new token by the umask, so that others could often read it: so it is written here.

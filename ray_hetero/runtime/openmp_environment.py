@@ -15,7 +15,7 @@ from ray_hetero.errors import ConfigError
 def openmp_environment(
     threads: Sequence[int], libraries: PreloadLibraries, openmp: str
 ) -> dict[str, str]:
-    """What makes OpenMP compute on these CPUs as a CPU rank does.
+    """Variables with which OpenMP computes on these CPUs as a CPU rank does.
 
     Args:
         threads: logical CPUs, one thread bound to each, in this order.

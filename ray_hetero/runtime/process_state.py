@@ -1,4 +1,4 @@
-"""What a process of this host is doing, read from /proc: a rank that hangs cannot be asked."""
+"""State of a process of this host, read from /proc, as a rank that hangs cannot be asked."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _started: list[RayAhead] = []
 
 @functools.cache
 def wait_at_exit() -> None:
-    """Have this process see its Rays end before itself, so that its last words come last.
+    """Wait for this process's Rays at its exit, so that its last line comes last.
 
     Exit handlers run in the reverse order of their registration: this is to be called before one
     ends the engines, and after one prints the reason.

@@ -1,4 +1,4 @@
-"""What to add to `ray start` so that a node suits this backend."""
+"""Arguments of `ray start` with which a node suits this backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RayArguments:
 
 
 def ray_arguments(host: Host) -> RayArguments:
-    """What suits a host.
+    """Arguments that suit a host.
 
     `--num-cpus` is physical cores, which is what bundles are sized in; Ray would count logical
     ones.  `--memory` is what CPU ranks may reserve for their weights; Ray would count 70 %.

@@ -60,7 +60,7 @@ def _own_handler_kept() -> Iterator[None]:
 
 
 def show_lines_at_once() -> None:
-    """Have this process's standard output written line by line, wherever it goes.
+    """Write this process's standard output line by line, wherever it goes.
 
     Ray prints the lines of ranks there and flushes none.  In a file or a pipe, as under systemd or
     in a job, they would be seen minutes later, when they fill a block of Python's buffer.
@@ -131,7 +131,7 @@ class RayConnection:
                 move_process(process.pid, cpus)
 
     def watch(self, on_end: Callable[[str], object]) -> None:
-        """Have it told, from another thread, when a Ray that was started here is gone.
+        """Call back, from another thread, when a Ray that was started here is gone.
 
         Args:
             on_end: called once, with one line about the process that has ended.

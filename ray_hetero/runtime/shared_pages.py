@@ -134,7 +134,7 @@ class SharedPages:
 
 
 def own_name(name: str = "") -> str:
-    """What memory of this process is called, for those who look at the maps of processes."""
+    """Name of memory of this process, as the maps of processes show it."""
     return f"{name}.{os.getpid()}"
 
 

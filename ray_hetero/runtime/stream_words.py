@@ -70,10 +70,10 @@ class StreamWords(Protocol):
     """Words that a stream waits for and writes."""
 
     def wait(self, address: int, value: int) -> None:
-        """Have the stream wait until the word at an address has at least a value."""
+        """Make the stream wait until the word at an address has at least a value."""
 
     def write(self, address: int, value: int) -> None:
-        """Have the stream write a value to the word at an address."""
+        """Write a value to the word at an address, in the order of the stream."""
 
 
 class OfGpu:

@@ -63,6 +63,6 @@ def turn_away_while_unhealthy(late: Callable[[Any], str | None]) -> None:
 
 
 def _fault_of(engine: Any) -> str | None:
-    """What the engine has told to be wrong with it."""
+    """The fault that the engine has reported."""
     statuses: dict[int, dict[str, str]] = getattr(engine.engine_core, "_engine_status", {})
     return next((s["fault_info"] for s in statuses.values() if "fault_info" in s), None)

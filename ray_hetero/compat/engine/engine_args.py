@@ -68,7 +68,7 @@ def teach_backend_name(
 
 
 def spec_of(vllm_config: VllmConfig) -> EngineSpec:
-    """What `teach_backend_name` attached to the driver's configuration.
+    """Specification that `teach_backend_name` attached to the driver's configuration.
 
     Raises:
         UnsupportedError: the plugin did not run in the process that built the configuration.

@@ -14,7 +14,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def leave_uncompiled(module: Any) -> None:
-    """Have a module computed as it is written.
+    """Leave a module uncompiled.
 
     Args:
         module: one that `is_compiled`, and that was not called yet.

@@ -75,7 +75,7 @@ def _without_gates_too(stock: Any) -> Any:
 
 
 def support_activations(experts: Any, activations: Collection[str]) -> None:
-    """Have a class of vLLM's experts chosen for more activations, those without a gate too.
+    """Offer a class of vLLM's experts for more activations, also for those without a gate.
 
     Args:
         experts: the class.

@@ -132,7 +132,7 @@ def look_up_with(
     layer: Any,
     look_up: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None],
 ) -> None:
-    """Have a function look up an embedding's rows.
+    """Replace an embedding's look-up of rows by a function.
 
     Replaces: `UnquantizedEmbeddingMethod.embedding` of one layer.
     Why: UnquantizedEmbeddingMethod puts the rows into new memory each time, and a prompt's into so
@@ -156,7 +156,7 @@ def look_up_with(
 
 
 def refuse_reload(reason: str) -> None:
-    """Have a rank refuse to load weights anew, before it has touched any.
+    """Refuse to load a rank's weights anew, before any is touched.
 
     Replaces: `GPUModelRunner.reload_weights`.
     Why: reload_weights loads into a model's parameters, of which the layers of this rank have made

@@ -68,7 +68,7 @@ class UnexpectedArgumentError(Exception):
 
 
 def others(schema: Any) -> dict[str, Any]:
-    """What the operator is given beside what is asked.
+    """Arguments of the operator that are not among those asked for.
 
     Raises:
         UnexpectedArgumentError: it lacks an argument that is given here, or has one more that

@@ -156,7 +156,7 @@ FUSED_MODEL_TYPES = frozenset(
 
 
 def family_of(model_type: str) -> str:
-    """What the tests compare with stock vLLM: this family, one of the same layers, or neither.
+    """Comparison with stock vLLM in the tests: this family, one of the same layers, or neither.
 
     Args:
         model_type: of the model's config.json.

@@ -70,7 +70,7 @@ def turns_wrongly(rotary: Any) -> bool:
 
 
 def head_weights(attend: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """What makes keys and values of latents, for each head by itself.
+    """Weights that make keys and values of latents, for each head by itself.
 
     Args:
         attend: vLLM's `MLAAttention`, whose weights are loaded, see `why_unknown`.

@@ -76,7 +76,7 @@ def stacked_adapters(module: Any) -> StackedAdapters | str | None:
 
 
 def leave_tokens_without_adapter() -> None:
-    """Have vLLM's operators add nothing to tokens of requests without an adapter.
+    """Leave out tokens of requests without an adapter in vLLM's operators.
 
     Replaces: `lora_ops.bgmv_shrink`, `punica_cpu.bgmv_shrink`.
     Why: bgmv_shrink looks tokens without an adapter up in the slot −1, which is the last one:

@@ -1,4 +1,4 @@
-"""What vLLM's class of a model holds and caches, as plain values: parameters, layers, caches."""
+"""Parameters, layers and caches of vLLM's class of a model, as plain values."""
 
 from __future__ import annotations
 

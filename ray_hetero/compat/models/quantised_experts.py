@@ -111,7 +111,7 @@ def nvfp4_experts() -> Any:
 
 
 def _choose_for_four_bits(kernel: Callable[..., None], activations: Collection[str]) -> None:
-    """Have experts in NVFP4 computed on a CPU rank, of ModelOpt's and compressed-tensors' layout.
+    """Compute experts in NVFP4 on a CPU rank, in ModelOpt's and compressed-tensors' layout.
 
     Replaces: `modelopt.select_nvfp4_moe_backend`, `modelopt.convert_to_nvfp4_moe_kernel_format`,
     the same two of `compressed_tensors_moe_w4a4_nvfp4`.
@@ -143,7 +143,7 @@ def _choose_for_four_bits(kernel: Callable[..., None], activations: Collection[s
 
 
 def _choose_for_mx() -> None:
-    """Have experts in MXFP8 computed as those in FP8, whose blocks are of 1 and 32 then.
+    """Compute experts in MXFP8 as experts in FP8 with blocks of 1 × 32.
 
     Replaces: `modelopt.select_mxfp8_moe_backend`,
     `compressed_tensors_moe_w8a8_mxfp8.select_mxfp8_moe_backend`.

@@ -20,7 +20,7 @@ kernel does not look for it before its first step (CPUWNA16LinearKernel)."""
 
 
 def offer_kernels(kernels: Mapping[str, type], *, is_first: bool) -> None:
-    """Have vLLM choose among more kernels for linear layers on CPUs.
+    """Add kernels to those of which vLLM chooses for linear layers on CPUs.
 
     Replaces: the lists `_POSSIBLE_…_KERNELS` of vllm.model_executor.kernels.linear, on CPU ranks.
     Why: `register_linear_kernel` puts a kernel behind those of vLLM, and knows no list of those for

@@ -81,7 +81,7 @@ def config_of_rank(
 
 
 def place_in(memory: Callable[[int], torch.Tensor]) -> None:
-    """Have a CPU rank's KV cache in memory that another rank of its group can map.
+    """Allocate a CPU rank's KV cache in memory that another rank of its group can map.
 
     Replaces: `gpu_model_runner.allocate_kv_cache`.
     Why: allocate_kv_cache takes private memory, and the first rank of a group has a GPU compute

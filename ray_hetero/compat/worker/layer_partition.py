@@ -40,7 +40,7 @@ def restore_partition(given: str | None) -> None:
 
 @contextmanager
 def without_partition() -> Iterator[None]:
-    """Have vLLM divide layers by itself, for a model that is not the one that was planned."""
+    """Leave the division of layers to vLLM, for a model that is not the planned one."""
     partition = os.environ.pop(VARIABLE, None)
     try:
         yield

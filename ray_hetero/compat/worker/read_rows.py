@@ -135,7 +135,7 @@ def attention_of_rows(layer: Any, metadata: Any, rows: torch.Tensor) -> Any:
 
 
 def compute_mlp_by(mlp: Any, make: Callable[[Compute], Compute]) -> None:
-    """Have an MLP computed by another function, its model not having been called yet.
+    """Replace the function that computes an MLP, before its model is called first.
 
     Replaces: `forward` of the MLP of the last decoder layer.
     Why: the model computes all rows of a prompt's step in its last layer too, though only those of
@@ -151,7 +151,7 @@ def compute_mlp_by(mlp: Any, make: Callable[[Compute], Compute]) -> None:
 
 
 def compute_linear_by(linear: Any, make: Callable[[Compute], Compute]) -> None:
-    """Have a linear layer computed by another function, as `compute_mlp_by` has an MLP.
+    """Replace the function that computes a linear layer, as `compute_mlp_by` does of an MLP.
 
     Replaces: `forward` of the linear layer behind the attention of the last decoder layer.
     Why: as `compute_mlp_by`.
@@ -177,7 +177,7 @@ def compute_linear_by(linear: Any, make: Callable[[Compute], Compute]) -> None:
 
 
 def attend_by(attention: Any, attend: Callable[..., torch.Tensor]) -> None:
-    """Have an attention computed by another function.
+    """Replace the function that computes an attention.
 
     Replaces: `forward` of the `AttentionImpl` of the last decoder layer.
     Why: as `compute_mlp_by`.
