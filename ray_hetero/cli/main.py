@@ -15,6 +15,7 @@ from ray_hetero.cli.doctor import doctor
 from ray_hetero.cli.install_cpu_kernels import install_cpu_kernels
 from ray_hetero.cli.plan import plan
 from ray_hetero.cli.ray_args import ray_args
+from ray_hetero.cli.serve import serve
 from ray_hetero.cli.status import status
 from ray_hetero.cli.topology import topology
 from ray_hetero.errors import RayHeteroError
@@ -28,6 +29,10 @@ commands = typer.Typer(
 # Lines of the list of commands, which cuts off longer ones.
 commands.command(short_help="NUMA nodes, cores, memory and GPUs of this host.")(topology)
 commands.command(short_help="Predict where a model goes, and its speed.")(plan)
+commands.command(
+    short_help="Serve a model as planned, and compare it with the plan.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(serve)
 commands.command(short_help="The configuration in force, and its sources.")(config)
 commands.command(short_help="Diagnose this host and print the fix.")(doctor)
 commands.command(short_help="The engines that run on the Ray cluster.")(status)

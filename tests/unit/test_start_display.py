@@ -1,21 +1,15 @@
-"""What `make demo` shows while the server starts."""
+"""Display of a server's start in `ray-hetero serve` and `make demo`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+import vllm
 
-pytest.importorskip("openai")
-vllm = pytest.importorskip("vllm")
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-import serve_and_chat  # noqa: E402
-
-from ray_hetero.observability.progress import STEPS  # noqa: E402
+from ray_hetero.cli.serving import start_display
+from ray_hetero.cli.serving.start_display import StartDisplay
+from ray_hetero.observability.progress import STEPS
 
 WRITTEN = {
     "entrypoints/serve/utils/api_utils.py": "non-default args: ",
@@ -41,7 +35,7 @@ LOG = [
 
 
 def test_each_phase_begins_once_and_each_step_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    display = serve_and_chat.StartDisplay()
+    display = StartDisplay()
     for line in LOG:
         display.saw(f"{line}\n")
     shown = capsys.readouterr().out.splitlines()
@@ -57,8 +51,8 @@ def test_what_it_is_busy_with_is_told_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(serve_and_chat.time, "monotonic", lambda: now[0])
-    display = serve_and_chat.StartDisplay()
+    monkeypatch.setattr(start_display.time, "monotonic", lambda: now[0])
+    display = StartDisplay()
     for _ in range(25):
         now[0] += 1
         display.tick()
@@ -70,8 +64,32 @@ def test_what_it_is_busy_with_is_told_now_and_then(
     ]
 
 
+SHARDS = "\x1b[36m(rank 0 cpu vm pid=7)\x1b[0m Loading safetensors checkpoint shards: "
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (" 25% Completed | 2/8 [00:10<00:30,  5.0s/it]", ", 2.5 of 10.0 GiB, about 30 s left"),
+        (" 50% Completed | 4/8 [1:00:10<1:00:09]", ", 5.0 of 10.0 GiB, about 3609 s left"),
+        ("  0% Completed | 0/8 [00:00<?, ?it/s]", ", 0.0 of 10.0 GiB"),
+        ("100% Completed | 8/8 [00:40<00:00,  5.0s/it]", ", 10.0 of 10.0 GiB"),
+    ],
+)
+def test_loaded_bytes_are_shown(
+    line: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(start_display.time, "monotonic", lambda: now[0])
+    display = StartDisplay(10 << 30)
+    display.saw(SHARDS + line)
+    now[0] += 20
+    display.tick()
+    assert capsys.readouterr().out == f"  … loading vLLM: 20 s{shown}\n"
+
+
 @pytest.mark.parametrize("path", WRITTEN)
 def test_vllm_still_writes_what_a_phase_is_known_by(path: str) -> None:
     written = WRITTEN[path]
     assert written in (Path(vllm.__file__).parent / path).read_text(encoding="utf-8")
-    assert any(begin.search(written) for begin, _ in serve_and_chat.PHASES[1:])
+    assert any(begin.search(written) for begin, _ in start_display.PHASES[1:])
