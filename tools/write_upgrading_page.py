@@ -2,8 +2,8 @@
 
     python tools/write_upgrading_page.py
 
-In `ray_hetero.compat` a docstring says `Replaces:`, `Uses:`, `Why:` and `Can go when:`, each at the
-beginning of a line.
+In `ray_hetero.compat` a docstring says `Replaces:`, `Uses:`, `Why:`, `Serves:` and `Can go when:`,
+each at the beginning of a line; without `Serves:` a patch serves every supported release.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 from page_blocks import DOCS, replaced, table
 
 from ray_hetero import compat
+from ray_hetero.supported import SUPPORTED_VLLM
 
 PAGE = DOCS / "upgrading-vllm.md"
 PATCHES = ("<!-- patches: written by tools/write_upgrading_page.py -->", "<!-- end of patches -->")
 USES = ("<!-- uses: written by tools/write_upgrading_page.py -->", "<!-- end of uses -->")
-LABELS = ("Replaces", "Uses", "Why", "Can go when")
+LABELS = ("Replaces", "Uses", "Why", "Serves", "Can go when")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Touched:
     replaces: str
     uses: str
     why: str
+    serves: str
     can_go_when: str
 
 
@@ -59,9 +61,16 @@ def labelled(docstring: str, label: str) -> str:
 def patches() -> str:
     """The table of patches."""
     return table(
-        ("patch", "in `compat/`", "replaces", "why", "can go when"),
+        ("patch", "in `compat/`", "vLLM", "replaces", "why", "can go when"),
         (
-            (f"`{one.name}`", f"`{one.module}.py`", one.replaces, one.why, one.can_go_when)
+            (
+                f"`{one.name}`",
+                f"`{one.module}.py`",
+                one.serves or ", ".join(SUPPORTED_VLLM),
+                one.replaces,
+                one.why,
+                one.can_go_when,
+            )
             for one in touched()
             if one.can_go_when
         ),

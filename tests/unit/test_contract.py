@@ -94,7 +94,6 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.engine import utils as engine_utils
@@ -126,6 +125,7 @@ from ray_hetero.compat.models import (
     quantised_experts,
     remote_experts,
 )
+from ray_hetero.compat.worker import kv_cache
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
@@ -451,8 +451,8 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("worker/rank_actor", RankActor, "wait_for_init"),
     ("compat/engine/engine_processes", engine_utils, "wait_for_engine_startup"),
     ("compat/engine/engine_processes", engine_utils, "zmq_socket_ctx"),
-    ("compat/worker/kv_cache", kv_cache_utils, "get_kv_cache_config_from_groups"),
-    ("compat/worker/kv_cache", kv_cache_utils, "_pool_bytes_per_block"),
+    ("compat/worker/kv_cache", kv_cache.planning(), "get_kv_cache_config_from_groups"),
+    ("compat/worker/kv_cache", kv_cache.planning(), "_pool_bytes_per_block"),
     ("compat/worker/kv_cache", gpu_model_runner, "allocate_kv_cache"),
     ("compat/worker/layer_partition", ModelConfig, "get_layers_start_end_indices"),
     ("compat/models/model_registry", model_registry, "_run_in_subprocess"),
@@ -609,8 +609,17 @@ def test_private_attributes_are_assigned(where: str, owner: type, name: str) -> 
     assert f"self.{name}" in assigned, f"{where}.py reads it"
 
 
+MOVED = {"kv_cache_planning": "kv_cache_utils"}
+"""Modules of later releases, and where their names are in the oldest that is supported."""
+
+
+def _first_name(owner: Any) -> str:
+    name = owner.__name__.split(".")[-1]
+    return MOVED.get(name, name)
+
+
 def test_everything_that_the_patches_name_is_held_here() -> None:
-    held = {f"{owner.__name__.split('.')[-1]}.{name}" for _, owner, name in (*PRIVATE, *ASSIGNED)}
+    held = {f"{_first_name(owner)}.{name}" for _, owner, name in (*PRIVATE, *ASSIGNED)}
     named = {
         found.removeprefix("layers.")
         for touched in upgrading.touched()

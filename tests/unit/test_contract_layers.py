@@ -58,6 +58,10 @@ class Chosen:
     def get_min_capability(cls) -> int:
         return -1
 
+    @classmethod
+    def _supports_quant_scheme(cls, weights: Any, activations: Any) -> bool:
+        return True
+
 
 FP8 = {"input_dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "weight_shape": (64, 64)}
 INTEGERS = MPLinearLayerConfig(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from worlds import layout
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
+from ray_hetero.compat.worker import kv_cache
 from ray_hetero.executor.kv_shares import KvShares, heads_of_rank
 
 BLOCK, HEAD = 128, 64
@@ -71,7 +71,9 @@ def test_every_rank_has_as_many_blocks_within_its_memory(
         for first, heads in ((0, 4), (0, 4), (10, 8))
     ]
     shares = KvShares(specs, layout("cc", "g"), model(8))
-    planned = get_kv_cache_configs(vllm_config, shares.common, shares.common_bytes(list(available)))
+    planned = kv_cache.planning().get_kv_cache_configs(
+        vllm_config, shares.common, shares.common_bytes(list(available))
+    )
     own = shares.own(planned, vllm_config)
     blocks = own[0].num_blocks
     assert {config.num_blocks for config in own} == {blocks}

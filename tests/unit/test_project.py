@@ -27,7 +27,7 @@ def test_the_changelog_has_its_form() -> None:
         assert re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", release)
     groups = re.findall(r"^### (.+)$", CHANGELOG, re.M)
     assert set(groups) <= set(GROUPS)
-    assert f"For vLLM {SUPPORTED_VLLM}." in CHANGELOG
+    assert f"For vLLM {' and '.join(SUPPORTED_VLLM)}." in CHANGELOG
 
 
 def test_the_changelog_names_the_version_to_come_or_the_last_one() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ray_hetero.compat.patching import original, replace
+from ray_hetero.supported import is_since
 
 KNOWN = (
     "ColumnParallelLinearWithLoRA",
@@ -81,8 +82,11 @@ def leave_tokens_without_adapter() -> None:
     Replaces: `lora_ops.bgmv_shrink`, `punica_cpu.bgmv_shrink`.
     Why: bgmv_shrink looks tokens without an adapter up in the slot −1, which is the last one:
     beside requests with adapters they get the adapter that is in there.
-    Can go when: it leaves out tokens whose index is negative.
+    Serves: 0.32.
+    Can go when: 0.32 is not supported; since 0.33 it leaves out tokens whose index is negative.
     """
+    if is_since("0.33"):
+        return
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 

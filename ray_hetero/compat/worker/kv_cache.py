@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ray_hetero.compat.patching import original
 from ray_hetero.compat.patching import replace as replace_with
 from ray_hetero.log import logger
+from ray_hetero.supported import is_since
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
 
 KEPT = ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens")
 """Fields that vLLM's engine has added to a rank's configuration of its KV cache."""
+
+
+def planning() -> Any:
+    """vLLM's module that plans the KV cache: of its own since 0.33, before in kv_cache_utils."""
+    name = "kv_cache_planning" if is_since("0.33") else "kv_cache_utils"
+    return import_module(f"vllm.v1.core.{name}")
 
 
 def with_heads(spec: KVCacheSpec, heads: Callable[[int], int]) -> KVCacheSpec:
@@ -46,7 +54,8 @@ def config_of_rank(
     """A rank's KV cache with as many blocks and another number of heads.
 
     Replaces: nothing; changes what the engine has planned for a rank.
-    Uses: `kv_cache_utils.get_kv_cache_config_from_groups`, `kv_cache_utils._pool_bytes_per_block`.
+    Uses: `kv_cache_utils.get_kv_cache_config_from_groups`, `kv_cache_utils._pool_bytes_per_block`;
+    since 0.33 of kv_cache_planning.
     Why: get_kv_cache_configs wants the layers of all ranks to be alike, and where stages differ in
     size their ranks keep different numbers of heads.
     Can go when: it takes specifications that differ between stages for every kind of attention.
@@ -57,11 +66,10 @@ def config_of_rank(
         heads: from the heads that were planned with to those of the rank.
 
     """
-    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    build = original(kv_cache_utils, "get_kv_cache_config_from_groups")
-    block_bytes = original(kv_cache_utils, "_pool_bytes_per_block")
+    build = original(planning(), "get_kv_cache_config_from_groups")
+    block_bytes = original(planning(), "_pool_bytes_per_block")
 
     def own(spec: KVCacheSpec) -> KVCacheSpec:
         if not isinstance(spec, UniformTypeKVCacheSpecs):

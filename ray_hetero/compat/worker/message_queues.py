@@ -168,6 +168,9 @@ def answer_if_well(process: Any, problem: Callable[[], Exception | None]) -> Non
                 raise found
             return output
 
+        def get_kv_connector_output(self) -> None:
+            """What vLLM 0.33 sends of a failed step in place of its error; the error counts."""
+
     enqueue = original(process, "enqueue_output")
 
     def enqueue_output(output: Any) -> None:
@@ -177,6 +180,14 @@ def answer_if_well(process: Any, problem: Callable[[], Exception | None]) -> Non
             enqueue(problem() or output)
 
     process.enqueue_output = enqueue_output
+
+
+def error_of(answer: Any) -> str:
+    """What went wrong, from an answer that is none.
+
+    In vLLM 0.33, a rank with a KV connector answers with that one's output, and logs the error.
+    """
+    return answer if isinstance(answer, str) else "an error that is in the log of the rank"
 
 
 def answer(process: Any, call: Any) -> None:
