@@ -35,6 +35,7 @@ from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model
 from ray_hetero.planning.model_sizes import sizes_of, with_caches
 from ray_hetero.planning.quantise_first import quantised_forms
+from ray_hetero.preflight.node_software import lacking_kernels
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 MOST_TOKENS = 1_000_000_000
@@ -185,7 +186,10 @@ def plan(
                 config,
                 pipeline_parallel_size=pipeline_parallel_size or _stages_of(config),
                 tensor_parallel_size=tensor_parallel_size,
-                checkpoint=CheckpointOnCpus.of_config(content, config.cpu.linear_kernel),
+                checkpoint=replace(
+                    CheckpointOnCpus.of_config(content, config.cpu.linear_kernel),
+                    lacks_kernels="" if topology or cluster else lacking_kernels(),
+                ),
                 acceptance=acceptance,
                 quantised=quantised_forms(content, computed, kv_cache_dtype),
                 in_8_bits=None if kv_cache_dtype != "auto" else _in_8_bits(shape, path, computed),

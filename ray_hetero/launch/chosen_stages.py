@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from placement.cluster.assignment import Node
@@ -33,6 +34,7 @@ from ray_hetero.planning.layout_choice import Choice, choose_layout, config_of
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.seat_devices import UnknownDeviceError
+from ray_hetero.preflight.node_software import lacking_kernels
 from ray_hetero.preflight.refusals import WITH_EXPERT_RANKS
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
@@ -121,6 +123,8 @@ def _choose(
     engine_args: EngineArgs,
 ) -> tuple[EngineFacts, Choice]:
     """The choice, and the facts with the length for which it was made."""
+    if all(node.is_driver for node in machine.nodes) and not config.cpu.install_kernels:
+        checkpoint = replace(checkpoint, lacks_kernels=lacking_kernels())
 
     def choose(facts: EngineFacts) -> Choice:
         return choose_layout(

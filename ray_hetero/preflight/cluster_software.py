@@ -31,7 +31,7 @@ def software_of(world: World, config: HeteroConfig, model: str) -> dict[str, Nod
         By node; each has what its ranks need.
 
     Raises:
-        CpuSiteError: nodes with CPU ranks lack the CPU kernels; names them.
+        CpuSiteError: nodes with CPU ranks lack the CPU kernels that these need; names them.
         StartupError: nodes do not answer, have another vLLM or no such model, or are set up so
             that no engine can run there; names them.
 
@@ -40,11 +40,11 @@ def software_of(world: World, config: HeteroConfig, model: str) -> dict[str, Nod
     read = functools.partial(read_node_software, directory)
     limit_s = config.placement.timeout_s
     software = ray_cluster.on_nodes(read, world.node_ids, limit_s)
-    lacking = _without_kernels(world, software)
+    lacking = _without_kernels(world, software, config)
     if lacking and config.cpu.install_kernels:
         _install(world, lacking, config.startup.load_timeout_s)
         software |= ray_cluster.on_nodes(read, lacking, limit_s)
-        lacking = _without_kernels(world, software)
+        lacking = _without_kernels(world, software, config)
     if problems := list(_problems(world, software, directory, limit_s)):
         raise StartupError(f"{'; '.join(problems)}. Every node needs the same as the driver's.")
     _judge_surroundings(world, software)
@@ -56,9 +56,18 @@ def software_of(world: World, config: HeteroConfig, model: str) -> dict[str, Nod
     return software
 
 
-def _without_kernels(world: World, software: Mapping[str, NodeSoftware]) -> dict[str, str]:
-    """Nodes with CPU ranks that cannot start, and why."""
-    nodes = {seat.node_id for seat in world.members if seat.kind == "cpu"} & software.keys()
+def _without_kernels(
+    world: World, software: Mapping[str, NodeSoftware], config: HeteroConfig
+) -> dict[str, str]:
+    """Nodes with CPU ranks that cannot start, and why.
+
+    Experts are computed by this project's kernels, unless others are asked for.
+    """
+    nodes = {
+        seat.node_id
+        for seat in world.members
+        if seat.kind == "cpu" and not (seat.serves_experts and config.cpu.linear_kernel != "vllm")
+    } & software.keys()
     return {node: problem for node in nodes if (problem := software[node].problem) is not None}
 
 

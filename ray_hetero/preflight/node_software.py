@@ -85,6 +85,11 @@ def vllm_release() -> str | None:
     return None if installed is None else Version(installed).public
 
 
+def lacking_kernels() -> str:
+    """Release of vLLM whose CPU kernels are missing on this node; empty where they are there."""
+    return (vllm_release() or "") if _cpu_site()[1] else ""
+
+
 def _cpu_site() -> tuple[str | None, str | None]:
     """(folder, problem); neither where the install is CPU-only."""
     if not cpu_site_needed():

@@ -17,6 +17,13 @@ from ray_hetero.preflight.unsupported_checkpoints import (
 
 MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
     Refusal(
+        "a CPU stage without the CPU kernels of vLLM {found}",
+        lambda checkpoint: checkpoint.lacks_kernels,
+        "its attention and norms are vLLM's, and the build for CUDA has none for CPUs, which only "
+        "expert ranks do without",
+        "Type: ray-hetero install-cpu-kernels, or write a layout without CPU ranks.",
+    ),
+    Refusal(
         "a checkpoint with {found} layers",
         layers_without_kernel,
         "vLLM loads them for kernels of GPUs only",

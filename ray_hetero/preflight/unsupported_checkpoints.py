@@ -38,6 +38,9 @@ class CheckpointOnCpus:
     """Setting `cpu.linear_kernel`."""
     text: Mapping[str, Any] = field(default_factory=dict)
     """Configuration of the language model: `text_config`, or the whole."""
+    lacks_kernels: str = ""
+    """Release of vLLM whose CPU kernels its only host lacks; empty where they are there, or are
+    looked for later."""
 
     @classmethod
     def of_model(cls, model: ModelConfig, linear_kernel: str) -> CheckpointOnCpus:

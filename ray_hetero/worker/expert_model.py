@@ -13,6 +13,7 @@ import torch
 
 from placement.units import GIB
 from ray_hetero.compat.models import quantised_kernels, remote_experts
+from ray_hetero.compat.models.custom_ops import has_cpu_kernels
 from ray_hetero.compat.models.routed_experts import routed_layers
 from ray_hetero.distributed.expert_memory import MOST_TOKENS
 from ray_hetero.distributed.expert_service import HeldLayer
@@ -22,6 +23,7 @@ from ray_hetero.kernels.experts.expert_layers import ExpertLayers
 from ray_hetero.kernels.experts.expert_rates import CoreRates
 from ray_hetero.kernels.experts.expert_room import Room, room_to_share
 from ray_hetero.kernels.linear import quantised_linear, streaming_linear
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.offload.experts import linked_experts
 from ray_hetero.runtime.shared_pages import SharedPages
@@ -59,11 +61,7 @@ def load_experts(
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    kernel = streaming_linear.choose(config.cpu)
-    if config.cpu.linear_kernel == "auto" and vllm_config.model_config.quantization:
-        # As for linear layers: vLLM's own kernels of most formats need AMX.
-        kernel = kernel or streaming_linear.at_hand()
-    own = None
+    kernel, own = _kernel(vllm_config, config), None
     if kernel is not None:
         own = ExpertLayers(
             config.cpu, kernel, room_to_share if config.experts.prefill_on_gpu else Room
@@ -94,8 +92,34 @@ def load_experts(
     if own is not None:
         # Those that stay with the stages have no memory here.
         own.loaded(torch.nn.ModuleList(layers.values()))
+    _check_kernels(layers)
     logger.info("slices %d of %d of the experts of %d layers", number + 1, ranks, len(layers))
     return {name: _held(layer, model_config.dtype) for name, layer in layers.items()}
+
+
+def _kernel(vllm_config: VllmConfig, config: HeteroConfig) -> StreamingLinear | None:
+    """This project's kernels; None for vLLM's."""
+    kernel = streaming_linear.choose(config.cpu)
+    if config.cpu.linear_kernel == "auto" and vllm_config.model_config.quantization:
+        # As for linear layers: vLLM's own kernels of most formats need AMX.
+        kernel = kernel or streaming_linear.at_hand()
+    return kernel
+
+
+def _check_kernels(layers: Mapping[str, Any]) -> None:
+    """Raise for a layer that only vLLM's kernels could compute, where these are not.
+
+    Raises:
+        UnsupportedError: names it, and what to type.
+
+    """
+    for name, layer in layers.items():
+        if expert_layers.held_by(layer) is None and not has_cpu_kernels():
+            raise UnsupportedError(
+                f"{name}: this project's kernels do not compute these experts (the log says why), "
+                "and vLLM's for CPUs are not installed on this node. Type: "
+                "ray-hetero install-cpu-kernels"
+            )
 
 
 def _held(layer: Any, dtype: torch.dtype) -> HeldLayer:

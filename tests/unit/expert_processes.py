@@ -1,6 +1,6 @@
 """Processes of the test of remote experts: a model's layers of experts, computed by themselves.
 
-    python expert_processes.py {stock,stage,expert} WORK NUMBER
+    python expert_processes.py {stock,stage,expert,bare} WORK NUMBER
 
 WORK holds `request.json`: by name the model, its dtype, the expert ranks and their kernel.
 """
@@ -13,7 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if "bare" in sys.argv:
+    # As the build for CUDA, which has none; before vLLM loads them.
+    sys.modules.update(dict.fromkeys(("vllm._C", "vllm._C_AVX512", "vllm._C_AVX2")))
+
+# isort: split
 import torch
+from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import (
     ensure_model_parallel_initialized,
@@ -31,14 +37,18 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from placement.cluster.assignment import Seat
 from placement.cluster.layout import Layout
+from ray_hetero.compat.models.custom_ops import has_cpu_kernels
 from ray_hetero.config import HeteroConfig
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.stage_experts import RemoteExperts, are_remote
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.experts import expert_layers
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.offload.linear_layers import LinearLayers
 from ray_hetero.planning.expert_ranks import asked_layers
+from ray_hetero.worker import expert_model
 from ray_hetero.worker.expert_model import load_experts, shared_pages
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
 
@@ -88,11 +98,48 @@ def main() -> None:
             init_distributed_environment(1, 0, "env://", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
             meeting = f"{work.name}-{name}"
+            if role == "bare":
+                torch.save(bare(vllm_config, config), work / "bare.pt")
+                break
             if role == "expert":
                 serve(meeting, vllm_config, config, number)
             else:
                 found = stage(meeting, vllm_config, config, has_experts=role == "stock")
                 torch.save(found, work / f"{name}-{role}.pt")
+
+
+def bare(vllm_config: Any, config: HeteroConfig) -> dict[str, Any]:
+    """What a rank without vLLM's kernels makes of tokens, and says of layers that need them."""
+    assert not has_cpu_kernels()
+    held = load_experts(vllm_config, config, are_remote(4, 4), 0, 1)
+    name, layer = next(iter(held.items()))
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, layer.hidden).bfloat16()
+    weights, ids = torch.rand(TOKENS, layer.chosen).topk(layer.chosen)
+    ids = ids.int()
+    ours = layer.compute(x, weights, ids)
+    prefix = name.removesuffix(".routed_experts")
+    expected = torch.zeros(TOKENS, layer.hidden)
+    tensors = {}
+    for path in Path(vllm_config.model_config.model).glob("*.safetensors"):
+        tensors |= load_file(path)
+    for token in range(TOKENS):
+        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+            gate, up, down = (
+                tensors[f"{prefix}.{expert}.{part}_proj.weight"].float()
+                for part in ("gate", "up", "down")
+            )
+            row = x[token].float()
+            expected[token] += weight * (down @ (torch.nn.functional.silu(gate @ row) * (up @ row)))
+    refusal = ""
+    expert_layers.held_by = lambda layer: None
+    try:
+        # A layer that has none of this project's kernels.
+        expert_model._check_kernels({name: torch.nn.Identity()})
+    except UnsupportedError as error:
+        refusal = str(error)
+    atol = float(expected.abs().max()) * 2**-6
+    return {"ours": ours.float(), "expected": expected, "atol": atol, "refusal": refusal}
 
 
 def serve(meeting: str, vllm_config: Any, config: HeteroConfig, number: int) -> None:

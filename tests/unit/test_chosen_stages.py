@@ -16,6 +16,7 @@ from placement.errors import DoesNotFitError
 from placement.plan.described import described
 from ray_hetero.compat.engine import engine_environment
 from ray_hetero.config import HeteroConfig
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.launch import chosen_stages
 from ray_hetero.launch.chosen_stages import AUTO_LENGTH, choose_stages, settle_experts, take_sizes
 from ray_hetero.planning.machine import Machine
@@ -57,6 +58,19 @@ def test_sizes_follow_from_the_machine_and_the_model(
     chosen = choose_stages(arguments, HeteroConfig(), group=None, engines=1)
     assert chosen.layout == layout
     assert (arguments.pipeline_parallel_size, arguments.tensor_parallel_size) == sizes
+
+
+def test_without_cpu_kernels_no_stage_is_on_a_socket(
+    arguments: EngineArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen_stages, "lacking_kernels", lambda: "0.33.0")
+    on(monkeypatch, sockets=XEON)
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.33\.0 .* install-cpu-kernels"):
+        choose_stages(arguments, HeteroConfig(), group=None, engines=1)
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    on(monkeypatch, gpus={"part": "L40S"}, sockets={**XEON, "count": 2})
+    chosen = choose_stages(arguments, HeteroConfig(), group=None, engines=1)
+    assert (chosen.layout, chosen.experts.ranks) == ([["gpu"]], 2)
 
 
 MIXTRAL = config_of(

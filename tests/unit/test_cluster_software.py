@@ -103,6 +103,26 @@ def test_an_installation_that_fails_names_the_node(world: World, there: Cluster)
         software_of(world, ALLOWED, "owner/name")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "needs"), [("auto", False), ("streaming", False), ("vllm", True)]
+)
+def test_expert_ranks_need_vllms_cpu_kernels_only_where_these_are_asked_for(
+    kernel: str, needs: bool, there: Cluster
+) -> None:
+    shape = layout("g", "c")
+    nodes = [node("a", sockets=1, gpus=1, is_driver=True)]
+    stage, socket = assign(shape, nodes)
+    expert = replace(socket, stage=0, serves_experts=True)
+    world = World(layout("g"), (stage,), (2,), (expert,), 2)
+    there(a=BARE)
+    config = HeteroConfig.model_validate({"cpu": {"linear_kernel": kernel}})
+    if needs:
+        with pytest.raises(CpuSiteError, match="node a"):
+            software_of(world, config, "owner/name")
+    else:
+        assert software_of(world, config, "owner/name") == {"id-a": BARE}
+
+
 def test_gpu_ranks_need_no_cpu_kernels(there: Cluster) -> None:
     shape = layout("c", "g")
     nodes = [node("a", sockets=1, is_driver=True), node("b", sockets=0, gpus=1)]

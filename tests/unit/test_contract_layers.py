@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import _custom_ops
 from vllm.compilation import decorators
 from vllm.config import (
     CompilationMode,
@@ -131,6 +132,11 @@ def test_an_operator_that_a_build_may_lack_is_what_vllms_kernel_calls(
     monkeypatch.setattr(torch.ops._C, operator, called, raising=False)
     with pytest.raises(CalledError):
         kernel.apply_weights(layer, torch.zeros(1, 64, dtype=torch.bfloat16))
+
+
+def test_the_operator_by_which_cpu_kernels_are_known_is_vllms() -> None:
+    # compat/models/custom_ops.py looks for it.
+    assert "torch.ops._C.cpu_fused_moe(" in inspect.getsource(_custom_ops)
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ LONG_FUNCTIONS = {
     "ray_hetero.planning.layout_choice.choose_layout": 84,
     "ray_hetero.planning.model_plan.plan_model": 92,
     "ray_hetero.planning.rank_devices.rank_devices": 78,
-    "ray_hetero.worker.expert_model.load_experts": 64,
+    "ray_hetero.worker.expert_model.load_experts": 61,
     "ray_hetero.worker.rank_actor.start": 112,
 }
 """Functions that are longer, and the lines that they may have; the numbers only fall."""

@@ -224,6 +224,18 @@ def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[
         torch.testing.assert_close(stage["sums"][layer], sums, rtol=0, atol=atol, msg=layer)
 
 
+@pytest.mark.timeout(300)
+def test_experts_are_loaded_and_computed_without_vllms_cpu_kernels(tmp_path: Path) -> None:
+    """As beside a build for CUDA; of a layer that needs them the rank says so, and ends."""
+    model = str(written(tmp_path / "model", "qwen3_moe", "bfloat16"))
+    case = LINKED | {"model": model, "latent": False, "kernel": "auto"}
+    (tmp_path / "request.json").write_text(json.dumps({"bare": case}))
+    assert run("bare", tmp_path).wait(250) == 0, (tmp_path / "bare0.log").read_text()[-3000:]
+    found = torch.load(tmp_path / "bare.pt")
+    torch.testing.assert_close(found["ours"], found["expected"], rtol=0, atol=found["atol"])
+    assert "vLLM's for CPUs are not installed on this node" in found["refusal"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_experts_that_only_gpus_compute_are_refused(tmp_path: Path) -> None:
