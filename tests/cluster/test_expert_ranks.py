@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import (
     IN_THIS_PROCESS,
+    START_SECONDS,
     STOP_SECONDS,
     TOTALS,
     Json,
@@ -19,12 +22,14 @@ from engines import (
     hetero,
     prompts,
     run_engines,
+    start,
     tokens,
 )
 from faulty_server import Client, FaultyServer, errors_of
 from image_model import write_image_model
 from leftovers import Scene
 from lora_adapters import write_adapter, write_merged
+from transformers import PreTrainedTokenizerFast
 
 from ray_hetero.cli.demo.model import DemoShape
 
@@ -34,6 +39,9 @@ RAY: Json = {
     "num_cpus": 2, "num_gpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False
 }  # fmt: skip
 STARTS = 10
+ROOT = Path(__file__).parents[2]
+TRAINING = ROOT / "benchmarks" / "train_mixture.py"
+LICENCE = ROOT / "LICENSE"
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1"}
 ONE = [["gpu"]]
 LAYOUTS: dict[str, tuple[str, list[list[str]], Json, tuple[int, ...]]] = {
@@ -121,6 +129,32 @@ def test_families_answer_what_stock_does(name: str, scene: Scene, logs: Path, mo
     assert tokens(beside_gpu) == tokens(expected)
     assert f"experts of {FAMILIES[name]} layers are computed by" in log
     assert tokens(of_stages) == tokens(expected)
+
+
+@pytest.mark.slow
+def test_a_trained_mixture_answers_what_stock_does(
+    scene: Scene, logs: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(TRAINING), "--tiny", "--minutes", "0.5", "--out", str(tmp_path)]
+    assert start(scene, command, tmp_path / "log").wait(START_SECONDS) == 0
+    path = tmp_path / "checkpoint"
+    ids = PreTrainedTokenizerFast.from_pretrained(path)(LICENCE.read_text()).input_ids
+    # So little training makes every answer the same; likelihoods differ from token to token.
+    asked = [batch([ids[at : at + 200] for at in range(0, 1600, 100)], prompt_logprobs=0)]
+    made = [engine(path, dtype="float32"), arguments(path, ONE, {"ranks": 2})]
+    runs = [(one, asked) for one in made]
+    (expected,), (ours,) = run_engines(scene, logs / "trained", runs, ray=RAY, extra=PRETENDED)
+    for mine, theirs in zip(ours, expected, strict=True):
+        for one, other in zip(mine["prompt_logprobs"], theirs["prompt_logprobs"], strict=True):
+            assert one == pytest.approx(other, abs=1e-3)
+    seen = [value for one in expected for at in one["prompt_logprobs"] for value in at.values()]
+    assert len(seen) == 16 * 199
+    assert np.std(seen) > 1
+    routing = np.load(tmp_path / "routing.npz")["experts"]
+    assert routing.shape == (4, 1024, 4)
+    assert all(len(np.unique(layer)) > routing.shape[2] for layer in routing)
+    found = json.loads((tmp_path / "training.json").read_text())
+    assert found["held_out_loss"] < found["losses"][0]["loss"]
 
 
 @pytest.mark.slow
