@@ -1,14 +1,18 @@
-"""Likelihood of text and greedy answers of a trained model, in every format that CPU ranks compute.
+"""Likelihood of text and greedy answers of a trained model, in every format and way of computing.
 
     ray-hetero demo-model --trained smollm2
-    python benchmarks/quality.py --model smollm2 --out results              # all formats
-    python benchmarks/quality.py --model smollm2 --out results --formats bf16,fp8,w4a16
+    python benchmarks/quality.py --model smollm2 --out results                  # all formats
+    python benchmarks/quality.py --model smollm2 --out results --formats bf16 --ways stock,tensor
+    python benchmarks/quality.py --model smollm2 --out results --ways gpu,gpu-cores,gpu-shares
 
 The model's linear layers are stored in each format (`demo-model --stored` does the same).  An
-engine of CPU ranks answers with the mean negative log-likelihood of a fixed text, in nats a token,
-and with greedy answers to a dozen questions.  Beside it stands the likelihood of the same stored
-weights in Transformers, expanded and computed in float32; the difference is what the kernels'
-rounding adds.  The text is Python's own language reference (`pydoc_data.topics`).
+engine answers with the mean negative log-likelihood of a fixed text, in nats a token; it goes on
+with every window of the text, whose beginning it then finds in its prefix cache; and it answers a
+dozen questions, all greedily.  Beside it stands the likelihood of the same stored weights in
+Transformers, expanded and computed in float32; the difference is what rounding adds.  Differences
+of stock vLLM in bf16, from window to window, tell how far apart a right engine may be (`bound`).
+The text is Python's own language reference (`pydoc_data.topics`).  A run with the same `--out` adds
+to its results.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ import gc
 import hashlib
 import json
 import os
+import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "cluster"))
 WINDOW, WINDOWS = 256, 14
 """Tokens of a prompt whose likelihood is asked for, and how many there are."""
 ANSWER = 32
+"""Tokens of an answer."""
 QUESTIONS = (
     "What is the capital of France?", "What is the opposite of hot?", "What does a baker do?",
     "Which language is spoken in Brazil?", "How many legs does a spider have?",
@@ -37,58 +44,156 @@ QUESTIONS = (
     "Why do leaves fall in autumn?", "Count from one to ten.", "What is the sun?",
     "Say hello in Spanish.",
 )  # fmt: skip
-PLAIN = "bf16"
+DEVIATIONS, CHOSEN_DEVIATIONS = 4, 6
+"""Standard errors that a mean difference may be away from zero: of given tokens, and of those that
+an engine has chosen, which are the ones that its own rounding favours."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """CPU ranks of an engine."""
+class Format:
+    """How weights are stored and held."""
 
-    pipeline: int = 1
-    tensor: int = 1
+    stored: str | None = None
+    """Format of `demo-model --stored`; None leaves the checkpoint in bf16."""
+    dtype: str = "bfloat16"
+    compact: bool = False
+    """Whether CPU ranks hold bf16 weights in 12 bits."""
 
-    @property
-    def engine(self) -> dict[str, Any]:
-        """Arguments of LLM()."""
-        ranks = self.pipeline * self.tensor
-        cpu = {"kv_cache_gib": 0.5, "ranks_per_socket": ranks, "linear_kernel": "streaming"}
+
+@dataclass(frozen=True)
+class Way:
+    """How an engine computes."""
+
+    layout: tuple[tuple[str, ...], ...] = (("cpu",), ("cpu",))
+    """Kinds of ranks by stage; none is stock vLLM."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    cpu: dict[str, Any] = field(default_factory=dict)
+    """Keys of the configuration's section `cpu`."""
+
+    def arguments(self, form: Format) -> dict[str, Any]:
+        """Arguments of LLM() for weights in a format."""
+        if not self.layout:
+            return dict(self.engine)
+        size = len(self.layout[0])
+        cpu = {
+            "kv_cache_gib": 0.5, "linear_kernel": "streaming", "compact_weights": form.compact,
+            "ranks_per_socket": sum(stage.count("cpu") for stage in self.layout), **self.cpu,
+        }  # fmt: skip
         return {
             "distributed_executor_backend": "ray_hetero",
-            "pipeline_parallel_size": self.pipeline,
-            "tensor_parallel_size": self.tensor,
-            "additional_config": {"ray_hetero": {"cpu": cpu}},
+            "pipeline_parallel_size": len(self.layout),
+            "tensor_parallel_size": size,
+            "additional_config": {
+                "ray_hetero": {"cpu": cpu, "layout": [list(stage) for stage in self.layout]}
+            },
+            **self.engine,
         }
 
 
-LAYOUTS = {"one": Layout(), "pipeline": Layout(pipeline=2), "tensor": Layout(tensor=3)}
-"""The model has three heads of keys and values."""
+def formats() -> dict[str, Format]:
+    """Formats by name."""
+    from ray_hetero.cli.demo.stored import FORMATS
+
+    plain = {
+        "bf16": Format(), "12 bits": Format(compact=True), "fp16": Format(dtype="float16")
+    }  # fmt: skip
+    return {**plain, **{name: Format(stored=name) for name in FORMATS}}
+
+
+NGRAM = {
+    "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4
+}  # fmt: skip
+ON_GPU = (("cpu",), ("gpu",))
+WAYS = {
+    "stock": Way(()),
+    "one": Way((("cpu",),)),
+    "pipeline": Way(),
+    # The model has three heads of keys and values.
+    "tensor": Way((("cpu",) * 3,)),
+    "chunks": Way(engine={"max_num_batched_tokens": 96}),
+    "drafts": Way(engine={"speculative_config": NGRAM, "disable_log_stats": False}),
+    "gpu": Way(ON_GPU),
+    "gpu-cores": Way(ON_GPU, cpu={"prefill_on_gpu": False}),
+    "gpu-shares": Way(ON_GPU, cpu={"decode_gpu_share": 0.5}),
+    "gpu-no-shares": Way(ON_GPU, cpu={"decode_gpu_share": 0}),
+}
+"""Ways by name.  Those of a GPU have half of the layers on a socket: prompts of them on the GPU and
+on the cores, and decode steps with and without columns on the GPU."""
+STOCK = ("bf16", "stock")
+"""Format and way whose spread is the measure."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What an engine has said of one window: logprobs of tokens."""
+
+    prompt: list[float]
+    """Of the window, without its first token."""
+    tokens: list[int]
+    """That it goes on with."""
+    answer: list[float]
+    """Of these."""
+    cached: int
+    """Tokens of the window that were in the prefix cache when it went on."""
 
 
 def main() -> None:
-    """Measure the formats, one after the other; written down after each."""
-    from ray_hetero.cli.demo.stored import FORMATS
-
+    """Measure formats and ways, one after the other; written down after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="of `demo-model --trained`")
     parser.add_argument("--out", type=Path, required=True, help="folder")
-    parser.add_argument("--formats", default=",".join((PLAIN, *FORMATS)))
-    parser.add_argument("--layout", choices=LAYOUTS, default="pipeline")
+    parser.add_argument("--formats", default=",".join(formats()))
+    parser.add_argument("--ways", default="pipeline", help=", ".join(WAYS))
+    parser.add_argument("--rows", help="FORMAT/WAY,…: these instead of all formats in all ways")
+    parser.add_argument("--windows", type=int, default=WINDOWS)
     options = parser.parse_args()
     # Engines one after the other in one process, which imports vLLM once.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Of stock vLLM, in GiB; it would take most of the memory.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     options.out.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, Any] = {}
-    about = {"layout": options.layout, "window": WINDOW, "windows": WINDOWS, "text": text_digest()}
-    for name in options.formats.split(","):
-        stored = stored_model(options.model, name, options.out / name)
-        began = time.monotonic()
-        rows[name] = {"reference": reference(stored, options.out / f"{name}-plain")}
-        rows[name] |= measured(stored, LAYOUTS[options.layout])
-        rows[name]["bytes"] = (stored / "model.safetensors").stat().st_size
-        rows[name]["seconds"] = round(time.monotonic() - began, 1)
-        found = json.dumps(about | {"formats": rows}, indent=1)
-        (options.out / f"quality-{options.layout}.json").write_text(found + "\n")
-        print(line(name, rows), flush=True)
+    file = options.out / "quality.json"
+    about = {"window": WINDOW, "windows": options.windows, "answer": ANSWER, "text": text_digest()}
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    for name, way in pairs(options):
+        row = {"format": name, "way": way}
+        row |= measure(options.model, options.out, name, way, options.windows)
+        rows = [one for one in rows if not is_of(one, name, way)] + [row]
+        file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        print(line(row, rows), flush=True)
+
+
+def pairs(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Formats and ways that are asked for."""
+    if options.rows:
+        return [
+            (name, way) for name, _, way in (row.partition("/") for row in options.rows.split(","))
+        ]
+    return [(name, way) for way in options.ways.split(",") for name in options.formats.split(",")]
+
+
+def measure(model: Path, out: Path, name: str, way: str, windows: int) -> dict[str, Any]:
+    """Figures of a format in a way."""
+    form = formats()[name]
+    stored = stored_model(model, form.stored, out)
+    began = time.monotonic()
+    asked = windows_of(stored, windows)
+    engine = {"dtype": form.dtype, **WAYS[way].arguments(form)}
+    scored, answers, accepted = ask(stored, engine, asked)
+    took = time.monotonic() - began
+    whole = [[*ids, *one.tokens] for ids, one in zip(asked, scored, strict=True)]
+    known = reference(stored, out / f"{stored.name}-plain", whole)
+    prompts = [(one.prompt, row[: WINDOW - 1]) for one, row in zip(scored, known, strict=True)]
+    later = [(one.answer, row[WINDOW - 1 :]) for one, row in zip(scored, known, strict=True)]
+    return {
+        **figures(prompts),
+        "continued": figures(later),
+        "cached": min(one.cached for one in scored),
+        "accepted": accepted,
+        "bytes": (stored / "model.safetensors").stat().st_size,
+        "seconds": round(took, 1),
+        "answers": answers,
+    }
 
 
 def text() -> str:
@@ -103,19 +208,20 @@ def text_digest() -> str:
     return hashlib.sha256(text().encode()).hexdigest()[:16]
 
 
-def windows(folder: Path) -> list[list[int]]:
+def windows_of(folder: Path, count: int) -> list[list[int]]:
     """Token ids of the prompts, each `WINDOW` long."""
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(folder)(text()).input_ids
-    assert len(ids) >= WINDOW * WINDOWS, f"the text has {len(ids)} tokens"
-    return [ids[at * WINDOW : (at + 1) * WINDOW] for at in range(WINDOWS)]
+    assert len(ids) >= WINDOW * count, f"the text has {len(ids)} tokens"
+    return [ids[at * WINDOW : (at + 1) * WINDOW] for at in range(count)]
 
 
-def stored_model(model: Path, name: str, folder: Path) -> Path:
+def stored_model(model: Path, stored: str | None, out: Path) -> Path:
     """The checkpoint in a format; the model's own in bf16."""
-    if name == PLAIN:
+    if stored is None:
         return model
+    folder = out / stored
     if not (folder / "config.json").exists():
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -123,14 +229,14 @@ def stored_model(model: Path, name: str, folder: Path) -> Path:
         from ray_hetero.cli.demo.stored import quantise
 
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        plain.config.quantization_config, state = quantise(plain, name)
+        plain.config.quantization_config, state = quantise(plain, stored)
         plain.save_pretrained(folder, state_dict=state, save_original_format=False)
         AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
 
 
-def reference(stored: Path, plain: Path) -> float:
-    """Mean negative log-likelihood of the stored weights in Transformers, in float32."""
+def reference(stored: Path, plain: Path, sequences: Sequence[list[int]]) -> list[list[float]]:
+    """Logprobs of tokens behind the first, by the stored weights in Transformers, in float32."""
     import torch
     from dequantised import dequantised
     from transformers import AutoModelForCausalLM
@@ -140,55 +246,119 @@ def reference(stored: Path, plain: Path) -> float:
         dequantised(stored, plain, torch.float32)
     folder = plain if plain.exists() else stored
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    lost = []
+    found = []
     with torch.no_grad():
-        for ids in windows(stored):
+        for ids in sequences:
             rows = torch.tensor([ids])
             logprobs = model(rows).logits[0, :-1].log_softmax(-1)
-            lost.append(-logprobs.gather(1, rows[0, 1:, None]).mean().item())
-    return sum(lost) / len(lost)
+            found.append(logprobs.gather(1, rows[0, 1:, None])[:, 0].tolist())
+    return found
 
 
-def measured(stored: Path, layout: Layout) -> dict[str, Any]:
-    """The same likelihood from an engine, and its answers."""
+def ask(
+    stored: Path, engine: dict[str, Any], asked: Sequence[list[int]]
+) -> tuple[list[Scored], list[str], float | None]:
+    """What an engine says of windows and questions, and the share of accepted drafts, if any."""
     from vllm import LLM, SamplingParams
 
+    engine = {"max_num_batched_tokens": 1024, **engine}
     llm = LLM(
-        model=str(stored), dtype="bfloat16", max_model_len=1024, max_num_seqs=16,
-        max_num_batched_tokens=1024, enforce_eager=True, seed=0, **layout.engine,
-    )  # fmt: skip
+        model=str(stored), max_model_len=1024, max_num_seqs=16, enforce_eager=True, seed=0, **engine
+    )
     try:
-        prompts = [{"prompt_token_ids": ids} for ids in windows(stored)]
-        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        lost = []
-        for asked, output in zip(
-            prompts, llm.generate(prompts, params, use_tqdm=False), strict=True
-        ):
-            found = output.prompt_logprobs[1:]
-            ids = asked["prompt_token_ids"][1:]
-            each = [-one[token].logprob for one, token in zip(found, ids, strict=True)]
-            lost.append(sum(each) / len(each))
+        prompts = [{"prompt_token_ids": ids} for ids in asked]
+        score = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        scored = llm.generate(prompts, score, use_tqdm=False)
+        greedy = SamplingParams(max_tokens=ANSWER, temperature=0, logprobs=0, ignore_eos=True)
+        later = llm.generate(prompts, greedy, use_tqdm=False)
+        found = [_scored(*each) for each in zip(asked, scored, later, strict=True)]
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-        greedy = SamplingParams(max_tokens=ANSWER, temperature=0)
-        answers = [one.outputs[0].text for one in llm.chat(chats, greedy, use_tqdm=False)]
-        return {"engine": sum(lost) / len(lost), "answers": answers}
+        short = SamplingParams(max_tokens=ANSWER, temperature=0)
+        answers = [one.outputs[0].text for one in llm.chat(chats, short, use_tqdm=False)]
+        return found, answers, accepted_share(llm) if "speculative_config" in engine else None
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
 
 
-def line(name: str, rows: dict[str, Any]) -> str:
-    """One row of the table."""
-    row, plain = rows[name], rows.get(PLAIN)
-    same = "–"
-    if plain:
-        pairs = zip(row["answers"], plain["answers"], strict=True)
-        same = f"{sum(one == other for one, other in pairs)} of {len(QUESTIONS)}"
-    return (
-        f"| {name} | {row['bytes'] / 1e6:.0f} MB | {row['engine']:.4f} | {row['reference']:.4f} | "
-        f"{row['engine'] - row['reference']:+.4f} | {same} |"
+def _scored(ids: list[int], prompt: Any, later: Any) -> Scored:
+    (answer,) = later.outputs
+    tokens = list(answer.token_ids)
+    return Scored(
+        [at[token].logprob for at, token in zip(prompt.prompt_logprobs[1:], ids[1:], strict=True)],
+        tokens,
+        [at[token].logprob for at, token in zip(answer.logprobs, tokens, strict=True)],
+        later.num_cached_tokens or 0,
     )
+
+
+def accepted_share(llm: Any) -> float:
+    """Share of the draft tokens of an engine that were accepted."""
+    counts = {one.name: one.value for one in llm.get_metrics() if "spec_decode_num" in one.name
+              and hasattr(one, "value")}  # fmt: skip
+    drafted = counts["vllm:spec_decode_num_draft_tokens"]
+    return float(counts["vllm:spec_decode_num_accepted_tokens"] / drafted) if drafted else 0.0
+
+
+def figures(pairs: Sequence[tuple[list[float], list[float]]]) -> dict[str, float]:
+    """Likelihoods of an engine's logprobs and the reference's, by window, and their differences.
+
+    Returns:
+        Mean negative log-likelihoods, their difference, and the standard deviation of differences
+        between tokens and between the means of windows, all in nats a token.
+
+    """
+    means = [statistics.mean(theirs) - statistics.mean(ours) for ours, theirs in pairs]
+    each = [y - x for ours, theirs in pairs for x, y in zip(ours, theirs, strict=True)]
+    engine = -statistics.mean(x for ours, _ in pairs for x in ours)
+    return {
+        "engine": engine,
+        "reference": engine - statistics.mean(each),
+        "difference": statistics.mean(each),
+        "between_tokens": statistics.stdev(each),
+        "between_windows": statistics.stdev(means) if len(means) > 1 else 0.0,
+    }
+
+
+def bound(stock: dict[str, float], windows: int, deviations: int = DEVIATIONS) -> float:
+    """Nats that the mean difference of some windows may be away from zero.
+
+    Rounding errors are of either sign.  Those of stock vLLM in bf16 make a window's mean differ
+    from float32 with a standard deviation, and the mean of all windows with one that is smaller by
+    the root of their number.
+
+    Args:
+        stock: figures of stock vLLM in bf16.
+        windows: how many the mean is of.
+        deviations: standard errors that it may be away.
+
+    """
+    return deviations * stock["between_windows"] / float(windows**0.5)
+
+
+def is_of(row: dict[str, Any], name: str, way: str) -> bool:
+    """Whether a row is that of a format in a way."""
+    return bool((row["format"], row["way"]) == (name, way))
+
+
+def same_answers(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """How many answers are those of bf16 in the same way."""
+    plain = [one for one in rows if is_of(one, "bf16", row["way"])]
+    if not plain:
+        return "–"
+    pairs = zip(row["answers"], plain[0]["answers"], strict=True)
+    return f"{sum(one == other for one, other in pairs)} of {len(row['answers'])}"
+
+
+def line(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """One row of the table."""
+    cells = (
+        row["format"], row["way"], f"{row['bytes'] / 1e6:.0f} MB", f"{row['engine']:.4f}",
+        f"{row['reference']:.4f}", f"{row['difference']:+.4f}",
+        f"{row['continued']['difference']:+.4f}", same_answers(row, rows),
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

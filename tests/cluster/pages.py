@@ -164,6 +164,7 @@ NOT_RUN = {
     Block(RAY_SERVE, "ValueError"): EXAMPLE,
     Block(BENCHMARKS, "make soak"): MEASURES,
     Block(BENCHMARKS, "benchmarks/quality.py"): MEASURES,
+    Block(BENCHMARKS, "drafts_on_text.py --model"): MEASURES,
     Block(BENCHMARKS, "post_attention.py"): MEASURES,
     Block(BENCHMARKS, "engine_run.py"): MEASURES,
     Block(BENCHMARKS, "side_by_side.py --list"): MEASURES,

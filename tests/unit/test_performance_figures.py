@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import raw_figures as figures  # noqa: E402
+import write_benchmarks_page as benchmarks  # noqa: E402
 import write_performance_page as pages  # noqa: E402
 import write_speculation_page as drafts  # noqa: E402
 from raw_figures import OURS, PREFETCH  # noqa: E402
@@ -146,3 +147,32 @@ def test_as_many_runs_as_the_page_says(name: str, contender: str, runs: set[int]
 def test_the_page_of_drafts_is_that_of_the_raw_files() -> None:
     page = text_of("docs/speculation.md")
     assert drafts.written(page) == page, "type: python tools/write_speculation_page.py"
+
+
+def test_the_tables_of_benchmarks_are_those_of_the_raw_files() -> None:
+    page = benchmarks.PAGE.read_text(encoding="utf-8")
+    assert benchmarks.written(page) == page, "type: python tools/write_benchmarks_page.py"
+
+
+def test_published_likelihoods_are_within_the_bound_that_stock_sets() -> None:
+    rows = figures.raw(benchmarks.QUALITY)["rows"]
+    quality = benchmarks.quality
+    (stock,) = (row for row in rows if quality.is_of(row, *quality.STOCK))
+    assert {row["format"] for row in rows if row["way"] == "pipeline"} == quality.formats().keys()
+    for row in rows:
+        own, wanted = row["continued"], stock["continued"]
+        assert abs(row["difference"]) < quality.bound(stock, quality.WINDOWS), row
+        assert abs(own["difference"]) < quality.bound(wanted, quality.WINDOWS, 6), row
+        if row["format"] == "bf16":
+            assert abs(row["engine"] - stock["engine"]) < 0.002
+
+
+def test_a_likelihood_that_is_biased_is_out_of_bounds() -> None:
+    quality = benchmarks.quality
+    windows = [([-2.0, -1.0], [-2.1 + 0.2 * (at % 2), -0.9 - 0.2 * (at % 2)]) for at in range(14)]
+    fair = quality.figures(windows)
+    assert (fair["engine"], fair["difference"]) == pytest.approx((1.5, 0))
+    stock = {"between_windows": 0.003}
+    assert abs(fair["difference"]) < quality.bound(stock, 14) == pytest.approx(0.0032, abs=1e-4)
+    biased = [([x + 0.01 for x in ours], theirs) for ours, theirs in windows]
+    assert quality.figures(biased)["difference"] == pytest.approx(-0.01)

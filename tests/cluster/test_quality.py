@@ -1,0 +1,121 @@
+"""A trained model's likelihood of a text, from engines in every format and way of computing.
+
+benchmarks/quality.py asks, and compares with the same weights in Transformers, in float32.  Mean
+differences have to be as near to zero as the differences of stock vLLM in bf16, which were measured
+from window to window of the text, allow; between single tokens they may not be much larger.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from engines import START_SECONDS, Json, start
+from filelock import FileLock
+from leftovers import Scene
+
+from ray_hetero.cli.demo.trained import write_trained_model
+from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.linear import streaming_linear
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import quality  # noqa: E402
+
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module"),
+]
+SCRIPT = ROOT / "benchmarks" / "quality.py"
+RAW = ROOT / "benchmarks" / "results" / "2026-11-29-quality.json"
+OF_STOCK = 0.002
+"""Nats that bf16 may be away from stock vLLM over the whole text."""
+NOISIER = 2
+"""Times stock's standard deviation between tokens that an engine may have."""
+FEW = 6
+"""Windows of the rows that `make test` has."""
+USUAL = ("bf16/pipeline", "12 bits/tensor", "fp8/chunks", "w4a16/drafts")
+
+Measured = Callable[..., list[Json]]
+
+
+@pytest.fixture(scope="session")
+def trained(request: pytest.FixtureRequest) -> Path:
+    """The trained model, kept for the next run."""
+    kept = request.config.cache.mkdir("trained")
+    folder = kept / "smollm2"
+    with FileLock(kept / "lock"):
+        if not (folder / "config.json").exists():
+            try:
+                write_trained_model(folder, force=True)
+            except UnsupportedError as error:
+                pytest.skip(str(error))
+    return folder
+
+
+@pytest.fixture
+def measured(scene: Scene, trained: Path, tmp_path: Path) -> Measured:
+    """Measure rows FORMAT/WAY over some windows, in one process."""
+
+    def measure(rows: Sequence[str], windows: int = quality.WINDOWS) -> list[Json]:
+        command = [
+            sys.executable, str(SCRIPT), "--model", str(trained), "--out", str(tmp_path),
+            "--rows", ",".join(rows), "--windows", str(windows),
+        ]  # fmt: skip
+        child = start(scene, command, tmp_path / "log")
+        status = child.wait(START_SECONDS * (len(rows) + 1))
+        assert status == 0, child.tail()
+        found: list[Json] = json.loads((tmp_path / "quality.json").read_text())["rows"]
+        assert [f"{row['format']}/{row['way']}" for row in found] == list(rows)
+        return found
+
+    return measure
+
+
+def stock() -> Json:
+    """Figures of stock vLLM in bf16, as measured."""
+    rows: list[Json] = json.loads(RAW.read_text())["rows"]
+    (found,) = (row for row in rows if quality.is_of(row, *quality.STOCK))
+    return found
+
+
+def check(row: Json, windows: int) -> None:
+    """Fail if an engine's likelihoods are further away than rounding takes them."""
+    wanted = stock()
+    for mine, theirs, deviations in (
+        (row, wanted, quality.DEVIATIONS),
+        (row["continued"], wanted["continued"], quality.CHOSEN_DEVIATIONS),
+    ):
+        assert abs(mine["difference"]) < quality.bound(theirs, windows, deviations), row
+        assert mine["between_tokens"] < NOISIER * theirs["between_tokens"], row
+    # Half of each window was read from the prefix cache when the engine went on with it.
+    assert row["cached"] == quality.WINDOW // 2
+    assert "Paris" in row["answers"][0]
+
+
+def test_usual_formats(measured: Measured) -> None:
+    rows = measured(USUAL, FEW)
+    for row in rows:
+        check(row, FEW)
+    assert rows[-1]["accepted"] > 0
+
+
+@pytest.mark.slow
+def test_bf16_is_as_far_from_float32_as_stock_is(measured: Measured) -> None:
+    theirs, *rows = measured(
+        [f"bf16/{way}" for way in ("stock", "one", "pipeline", "tensor", "drafts")]
+    )
+    for row in rows:
+        check(row, quality.WINDOWS)
+        assert abs(row["engine"] - theirs["engine"]) < OF_STOCK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_format(half: int, measured: Measured) -> None:
+    for row in measured([f"{name}/pipeline" for name in quality.formats()][half::2]):
+        check(row, quality.WINDOWS)

@@ -1,0 +1,96 @@
+"""Write the tables of docs/benchmarks/index.md that come from raw files.
+
+    python tools/write_benchmarks_page.py
+
+Figures come from benchmarks/results/ alone; the text around the tables is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from page_blocks import DOCS, replaced, table
+from raw_figures import raw
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import quality
+
+PAGE = DOCS / "benchmarks" / "index.md"
+END = "<!-- end of figures -->"
+QUALITY = "2026-11-29-quality"
+DRAFTS = "2026-11-29-drafts-on-text"
+USUAL = "pipeline"
+
+
+def begin(name: str) -> str:
+    """The mark before a table."""
+    return f"<!-- figures, {name}: written by tools/write_benchmarks_page.py -->"
+
+
+def _of_rows(rows: Iterable[dict[str, Any]]) -> Iterable[tuple[str, ...]]:
+    for row in rows:
+        yield (
+            f"{row['engine']:.4f}",
+            f"{row['reference']:.4f}",
+            f"{row['difference']:+.4f}",
+            f"{row['continued']['difference']:+.4f}",
+            f"{row['between_tokens']:.3f}",
+            quality.same_answers(row, raw(QUALITY)["rows"]),
+        )
+
+
+FIGURES = ("engine", "Transformers", "difference", "of its own words", "between tokens", "answers")
+
+
+def formats() -> str:
+    """Likelihoods by format, over two CPU ranks."""
+    rows = [row for row in raw(QUALITY)["rows"] if row["way"] == USUAL]
+    heads = ((row["format"], f"{row['bytes'] / 1e6:.0f} MB") for row in rows)
+    cells = zip(heads, _of_rows(rows), strict=True)
+    return table(("format", "checkpoint", *FIGURES), ((*head, *rest) for head, rest in cells))
+
+
+def ways() -> str:
+    """Likelihoods by layout and way."""
+    rows = [row for row in raw(QUALITY)["rows"] if row["way"] != USUAL]
+    heads = ((row["format"], row["way"]) for row in rows)
+    cells = zip(heads, _of_rows(rows), strict=True)
+    return table(("format", "way", *FIGURES), ((*head, *rest) for head, rest in cells))
+
+
+def drafts() -> str:
+    """Accepted drafts by kind of text, all requests of a kind together."""
+    rows = [row for row in raw(DRAFTS)["summary"] if row["drafter"] != "none"]
+    return table(
+        ("text", "requests at once", "drafter", "accepted", "tokens a step"),
+        (
+            (
+                row["text"], str(row["requests"]), row["drafter"],
+                f"{row['accepted']:.0%}".replace("%", " %"), f"{row['tokens_a_step']:.2f}",
+            )
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+TABLES = {"likelihood by format": formats, "likelihood by way": ways, "drafts": drafts}
+
+
+def written(page: str) -> str:
+    """The page with its tables written anew."""
+    for name, make in TABLES.items():
+        page = replaced(page, begin(name), END, make())
+    return page
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
