@@ -9,6 +9,9 @@ from packaging.version import InvalidVersion, Version
 SUPPORTED_VLLM = {"0.32": "0.32.0", "0.33": "0.33.0"}
 """Minor releases, oldest first, and the release of each that the contract tests compare with."""
 
+UNTRIED = ("0.33",)
+"""Supported minor releases that only the contract tests compare: no engine has run with them."""
+
 
 def installed_vllm() -> str:
     """Version of the installed vLLM, from either wheel; 'none' when there is no vLLM."""
@@ -23,6 +26,11 @@ def installed_vllm() -> str:
 def is_supported(vllm_version: str) -> bool:
     """Whether this package works with that vLLM."""
     return _minor(vllm_version) in map(_minor, SUPPORTED_VLLM)
+
+
+def is_untried(vllm_version: str) -> bool:
+    """Whether no engine has run with that supported release yet."""
+    return _minor(vllm_version) in map(_minor, UNTRIED)
 
 
 def is_since(minor: str) -> bool:

@@ -181,6 +181,7 @@ class EnginePlanner:
             CheckpointOnCpus.of_model(model_config, linear_kernel),
             has_cpu=world.has_cpu,
             has_experts=bool(world.experts),
+            is_divided=world.layout.tensor_parallel_size > 1,
         )
         if world.is_stock:
             return

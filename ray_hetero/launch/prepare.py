@@ -33,11 +33,13 @@ from ray_hetero.launch.early_layout import (
     resolve_auto_layout,
 )
 from ray_hetero.launch.found_machine import is_elsewhere
+from ray_hetero.log import logger
 from ray_hetero.observability import metrics
 from ray_hetero.planning.activation_dtype import dtype_with_cpus
 from ray_hetero.preflight.checks import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason, heartbeat, ray_ahead
+from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_untried
 from ray_hetero.world import EngineSpec
 
 if TYPE_CHECKING:
@@ -58,6 +60,13 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     from vllm.platforms import current_platform
 
     from ray_hetero.executor.hetero_executor import HeteroExecutor
+
+    if is_untried(release := installed_vllm()):
+        logger.warning(
+            "vLLM %s: only its names are compared with those that ray_hetero uses, and no engine "
+            "has run with it. Compare its answers, or type: pip install 'vllm==%s.*'",
+            release, next(iter(SUPPORTED_VLLM)),
+        )  # fmt: skip
 
     exit_reason.catch()
     ray_ahead.wait_at_exit()

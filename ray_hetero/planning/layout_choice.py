@@ -218,6 +218,7 @@ def _unless_refused(found: Candidate, checkpoint: CheckpointOnCpus) -> Candidate
             checkpoint,
             has_cpu=bool(found.layout.count("cpu")),
             has_experts=bool(found.experts),
+            is_divided=found.layout.tensor_parallel_size > 1,
         )
     except UnsupportedError as error:
         return replace(found, plan=None, problem=str(error), is_unknown=False, is_refused=True)

@@ -178,7 +178,12 @@ def _planned(
         if problem:
             raise UnsupportedError(problem)
     if checkpoint is not None:
-        refuse_ranks(checkpoint, has_cpu=found.world.has_cpu, has_experts=bool(found.world.experts))
+        refuse_ranks(
+            checkpoint,
+            has_cpu=found.world.has_cpu,
+            has_experts=bool(found.world.experts),
+            is_divided=found.world.layout.tensor_parallel_size > 1,
+        )
     if found.split is None:
         if found.unknown:
             raise UnknownDeviceError(found.unknown)

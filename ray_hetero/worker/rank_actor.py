@@ -29,7 +29,12 @@ from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from placement.units import GIB
 from ray_hetero.compat import stage_layers
-from ray_hetero.compat.models import expert_router, lora, pipeline_models
+from ray_hetero.compat.models import (
+    expert_router,
+    latent_attention,
+    lora,
+    pipeline_models,
+)
 from ray_hetero.compat.worker import (
     cpu_worker,
     kv_cache,
@@ -125,6 +130,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         linear_layers, has_whole = None, False
         if current_platform.is_cpu():
             expert_router.use_routing(route)
+            latent_attention.turn_all_heads()
         if seat.kind == "cpu":
             linear_layers = LinearLayers(
                 self._rank.engine.config.cpu,

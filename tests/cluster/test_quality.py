@@ -97,6 +97,7 @@ def check(row: Json, windows: int) -> None:
     assert "Paris" in row["answers"][0]
 
 
+@pytest.mark.slow
 def test_usual_formats(measured: Measured) -> None:
     rows = measured(USUAL, FEW)
     for row in rows:

@@ -222,7 +222,7 @@ def test_experts_of_this_project(
     assert apart_from(theirs, ours)[0] < 0.1
 
 
-# As published; without scaling vLLM's operator for CPUs does not turn all heads.
+# As published; without scaling stock vLLM's operator for CPUs does not rotate all heads.
 YARN = {
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,

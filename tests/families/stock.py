@@ -26,4 +26,6 @@ def stock_arguments(directory: Path) -> dict[str, Any]:
     if config.get("kv_lora_rank"):
         # vLLM's backend of latent attention for AMX computes no float32.
         given["attention_backend"] = "CPU_MLA"
+        # vLLM's operator for CPUs leaves most heads of its queries as they are.
+        given["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return given

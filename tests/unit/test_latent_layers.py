@@ -45,6 +45,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl  # noqa: E402
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl  # noqa: E402
 
+from ray_hetero.compat.models import latent_attention  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
@@ -777,30 +778,30 @@ WRONG: dict[str, tuple[str, Any]] = {
     "another norm": (
         "norm", lambda step: setattr(step.layer, "input_layernorm", parameter_norm())
     ),
-    "an operator that turns wrongly": ("all heads", lambda step: turn_wrongly(step.wrapper)),
     "a drafter": ("drafter", lambda step: setattr(step.model, "aux_hidden_state_layers", (1,))),
 }  # fmt: skip
 
 
-def turn_wrongly(wrapper: Any) -> None:
-    other = bare(
-        RotaryEmbedding, head_size=ROTATED, rotary_dim=ROTATED, is_neox_style=False
-    )  # fmt: skip
-    other.register_buffer("cos_sin_cache", wrapper.rotary_emb.cos_sin_cache)
-    other._forward_method = other.forward_cpu
-    wrapper.rotary_emb = other
-
-
 @pytest.mark.skipif(not hasattr(torch.ops._C, "rotary_embedding"), reason="needs vLLM's operator")
-def test_vllms_operator_does_not_turn_all_heads() -> None:
+def test_all_heads_are_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step([40, 50])
-    turn_wrongly(step.wrapper)
+    other = bare(RotaryEmbedding, head_size=ROTATED, rotary_dim=ROTATED, is_neox_style=False)
+    other.register_buffer("cos_sin_cache", step.wrapper.rotary_emb.cos_sin_cache)
     queries = torch.randn(step.tokens, 4, ROTATED).bfloat16()
-    expected = step.turned(queries.float())
     keys = torch.randn(step.tokens, 1, ROTATED).bfloat16()
-    found, _ = step.wrapper.rotary_emb._forward_method(step.positions, queries.clone(), keys)
-    # When this is no longer so, such layers need not be left to vLLM.
-    assert not torch.allclose(found.float(), expected, **CLOSE)
+    expected = step.turned(queries.float()), step.turned(keys.float())
+    stock, _ = other.forward_cpu(step.positions, queries.clone(), keys.clone())
+    # When this is no longer so, the patch can go.
+    assert not torch.allclose(stock.float(), expected[0], **CLOSE)
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
+    latent_attention.turn_all_heads()
+    found = other.forward_cpu(step.positions, queries.clone(), keys.clone())
+    for one, right in zip(found, expected, strict=True):
+        assert torch.allclose(one.float(), right, **CLOSE)
+    # Queries of attention without latents still go to the operator, which rotates them in place.
+    flat = queries.flatten(1).clone()
+    assert other.forward_cpu(step.positions, flat, keys.flatten(1).clone())[0] is flat
+    assert torch.allclose(flat.view_as(queries).float(), expected[0], **CLOSE)
 
 
 def parameter_norm() -> Any:

@@ -10,7 +10,7 @@ import pytest
 from ray_hetero.cli.demo.stored import FORMATS
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.preflight.refusal import refuse_first
-from ray_hetero.preflight.refused_models import MODELS_OF_CPU_RANKS
+from ray_hetero.preflight.refused_models import MODELS_OF_CPU_RANKS, refuse_ranks
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 COMPRESSED = "compressed-tensors"
@@ -106,6 +106,20 @@ def test_experts_with_one_scale_are_refused(method: str, name: str) -> None:
 def test_an_architecture_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"Mamba layers.* scan\. Write a layout without"):
         _refuse(_model(None, model_type="mamba"))
+
+
+@pytest.mark.parametrize("pattern", [[0.95, 0.0], 0.95])
+def test_sparse_activations_are_refused_where_ranks_divide_them(pattern: object) -> None:
+    model = _model(None, model_type="gemma3n")
+    model.hf_text_config.to_dict = lambda: {"activation_sparsity_pattern": pattern}
+    checkpoint = CheckpointOnCpus.of_model(model, "auto")
+    refuse_ranks(checkpoint, has_cpu=True, has_experts=False)
+    refuse_ranks(checkpoint, has_cpu=False, has_experts=False, is_divided=True)
+    with pytest.raises(UnsupportedError, match=r"sparse activations.* stages of one rank"):
+        refuse_ranks(checkpoint, has_cpu=True, has_experts=False, is_divided=True)
+    model.hf_text_config.to_dict = lambda: {"activation_sparsity_pattern": [0.0, 0.0]}
+    dense = CheckpointOnCpus.of_model(model, "auto")
+    refuse_ranks(dense, has_cpu=True, has_experts=False, is_divided=True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ray_hetero.compat.patching import original
+from ray_hetero.compat.patching import original, replace
 
 KNOWN = ("AMXMLAImpl", "CPUMLAImpl")
 """Backends whose latents lie in blocks token by token, each with the rotated part of its key behind
@@ -51,22 +51,34 @@ def why_unknown(wrapper: Any) -> str:
     return ""
 
 
-def turns_wrongly(rotary: Any) -> bool:
-    """Whether vLLM's module calls an operator that does not turn all of a token's heads.
+def turn_all_heads() -> None:
+    """Rotate all heads of queries [tokens, heads, size] on a CPU.
 
-    The native operator for CPUs takes queries [tokens, heads, size], which latent attention gives
-    it, for another shape, and leaves most of them as they are.  Rotations with a forward function
-    of their own (YaRN), and compiled models, do not call it.
-
-    Args:
-        rotary: of the attention.
-
-    Uses: `CustomOp._forward_method`.
+    Replaces: `RotaryEmbedding.forward_cpu`.
+    Why: the native operator takes three dimensions for [batch, sequence, heads · size], and leaves
+        most heads of a query of latent attention as they are: tokens are others than those of
+        Transformers.  Rotations with a forward function of their own (YaRN), and compiled models,
+        do not call it.
+    Can go when: `MultiHeadLatentAttentionWrapper` gives the operator two dimensions, or it looks
+        at the shape of the positions.
     """
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    chosen = original(rotary, "_forward_method")
-    return getattr(chosen, "__func__", None) is RotaryEmbedding.forward_cpu
+    def make(stock: Any) -> Any:
+        def forward_cpu(
+            self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if positions.dim() == 1 and query.dim() > 2:
+                found: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(
+                    positions, query, key
+                )
+                return found
+            rotated: tuple[torch.Tensor, torch.Tensor | None] = stock(self, positions, query, key)
+            return rotated
+
+        return forward_cpu
+
+    replace(RotaryEmbedding, "forward_cpu", make)
 
 
 def head_weights(attend: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
 
-from ray_hetero.compat.models.latent_attention import turns_wrongly, why_unknown
+from ray_hetero.compat.models.latent_attention import why_unknown
 from ray_hetero.compat.models.lora import base_layer
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.layers import latent_weights
@@ -105,9 +105,6 @@ def _why_unsuited(modules: LatentModules, linears: Mapping[nn.Module, Linear]) -
         or rotary.cos_sin_cache.shape[1] != rotated
     ):
         return f"positions are another rotation ({type(rotary).__name__})"
-    if turns_wrongly(rotary):
-        # Prompts, which stay vLLM's, would be turned otherwise than decode steps.
-        return "vLLM's operator for CPUs does not turn all heads (compiled models do not call it)"
     sizes = (attend.kv_lora_rank, attend.qk_nope_head_dim, attend.v_head_dim,
              attend.kv_lora_rank + rotated)  # fmt: skip
     if any(size % BLOCK for size in sizes) or rotated % ROTATED_MULTIPLE:
