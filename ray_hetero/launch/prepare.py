@@ -61,12 +61,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
 
     from ray_hetero.executor.hetero_executor import HeteroExecutor
 
-    if is_untried(release := installed_vllm()):
-        logger.warning(
-            "vLLM %s: only its names are compared with those that ray_hetero uses, and no engine "
-            "has run with it. Compare its answers, or type: pip install 'vllm==%s.*'",
-            release, next(iter(SUPPORTED_VLLM)),
-        )  # fmt: skip
+    _say_if_untried()
 
     exit_reason.catch()
     ray_ahead.wait_at_exit()
@@ -118,6 +113,16 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     model_registry.inspect_here()
     model_registry.load_models_without_torchvision()
     return spec
+
+
+def _say_if_untried() -> None:
+    """Warn of a supported vLLM with which no engine has run."""
+    if is_untried(release := installed_vllm()):
+        logger.warning(
+            "vLLM %s: only its names are compared with those that ray_hetero uses, and no engine "
+            "has run with it. Compare its answers, or type: pip install 'vllm==%s.*'",
+            release, next(iter(SUPPORTED_VLLM)),
+        )  # fmt: skip
 
 
 def _late(vllm_config: Any) -> str | None:
