@@ -37,7 +37,11 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     found = [row.get(key, {}) for key in COLUMNS]
     sentences = dict.fromkeys(one["sentence"] for one in found if "sentence" in one)
     outcomes = (one.get("outcome", NOT_ASKED) for one in found)
-    return (*outcomes, "; ".join(map(_quoted, sentences)))
+    why = [_quoted(sentence) for sentence in sentences]
+    if "in_place_of_stock" in row:
+        error = _quoted(row["in_place_of_stock"])
+        why.append(f"engines are beside Transformers: stock vLLM fails with {error}")
+    return (*outcomes, "; ".join(why))
 
 
 def _quoted(sentence: str) -> str:

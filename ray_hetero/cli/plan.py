@@ -18,6 +18,7 @@ from placement.model.shape import ModelShape
 from placement.plan.described import read_described
 from placement.plan.drafts import Drafter
 from placement.plan.picture import plan_svg
+from placement.plan.plan import Plan
 from ray_hetero.cli import plan_output
 from ray_hetero.cli.serve_command import serve_command, speculative_option
 from ray_hetero.compat.models.fused_architectures import family_of
@@ -36,7 +37,11 @@ from ray_hetero.planning.model_plan import plan_model
 from ray_hetero.planning.model_sizes import sizes_of, with_caches
 from ray_hetero.planning.quantise_first import quantised_forms
 from ray_hetero.preflight.node_software import lacking_kernels
-from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
+from ray_hetero.preflight.unsupported_checkpoints import (
+    MAMBA_2,
+    NO_PREFIX_CACHING,
+    CheckpointOnCpus,
+)
 
 MOST_TOKENS = 1_000_000_000
 MOST_SEQUENCES = 1_000_000
@@ -210,6 +215,7 @@ def plan(
         "--gpu-memory-utilization": _unless(DEFAULT_GPU_SHARE, gpu_memory_utilization),
         "--dtype": _unless("auto", dtype),
         "--kv-cache-dtype": _unless("auto", kv_cache_dtype),
+        NO_PREFIX_CACHING: _unless(False, _keeps_states_by_chunks(found.plan)),
         "--speculative-config": drafter and speculative_option(drafter.drafts, draft_model),
     }
     command = serve_command(model, options, settings)
@@ -219,6 +225,12 @@ def plan(
         typer.echo(plan_output.as_json(plan, shown, command))
     else:
         plan_output.print_plan(plan, shown, command)
+
+
+def _keeps_states_by_chunks(plan: Plan) -> bool:
+    """Whether CPU ranks would keep states of Mamba 2 by chunks, if prompts were cached."""
+    kinds = {kind for stage in plan.split.stages for kind in stage.devices.kinds}
+    return "cpu" in kinds and plan.shape.model_type in MAMBA_2
 
 
 def _unless(default: object, value: object) -> object:

@@ -17,14 +17,15 @@ def serve_command(model: str, options: Mapping[str, object], settings: Mapping[s
 
     Args:
         model: what the plan was asked for; a config.json alone cannot be served, and is MODEL.
-        options: of vLLM, by their names, with None for those that are left to vLLM.
+        options: of vLLM, by their names, with None for those that are left to vLLM, and True for
+            those without a value.
         settings: of this backend.
 
     """
     words = ["vllm", "serve", _served(model), "--distributed-executor-backend", BACKEND]
     for name, value in options.items():
         if value is not None:
-            words += [name, str(value)]
+            words += [name] if value is True else [name, str(value)]
     if settings:
         words += [ADDITIONAL_CONFIG, json.dumps({KEY: settings})]
     return shlex.join(words)

@@ -168,7 +168,11 @@ def row(architecture: str, kinds: Sequence[str], known: Json, work: Path, limit_
         return known
     stock = ask("stock", directory, logs, limit_s) if set(wanted) - {STAGES} else {}
     if "error" in stock:
-        return known | {"stock": f"{stock['type']}: {first_sentence(stock['error'])}"}
+        sentence = f"{stock['type']}: {first_sentence(stock['error'])}"
+        stock = ask(TRANSFORMERS, directory, logs, limit_s)
+        if "error" in stock:
+            return known | {"stock": sentence}
+        known = known | {"in_place_of_stock": sentence}
     for kind in wanted:
         ours = ask(kind, directory, logs, limit_s)
         found = compared(stock, ours)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ray_hetero.preflight.unsupported_checkpoints import MAMBA_2
+
 
 def stock_arguments(directory: Path) -> dict[str, Any]:
     """Arguments of an engine of one process, without a backend of this project.
@@ -23,6 +25,9 @@ def stock_arguments(directory: Path) -> dict[str, Any]:
     }
     if not any(directory.glob("*.safetensors")):
         given["load_format"] = "dummy"
+    if config.get("model_type") in MAMBA_2:
+        # vLLM's operator for CPUs gives no states of a prompt's chunks.
+        given["enable_prefix_caching"] = False
     if config.get("kv_lora_rank"):
         # vLLM's backend of latent attention for AMX computes no float32.
         given["attention_backend"] = "CPU_MLA"

@@ -77,3 +77,8 @@ def test_a_folder_is_named_where_it_can_be_served(tmp_path: Path, has_weights: b
 
 def test_a_name_on_the_hub_is_kept() -> None:
     assert shlex.split(serve_command("some/model", {}, {}))[2] == "some/model"
+
+
+def test_an_option_without_a_value_is_printed_alone() -> None:
+    command = serve_command("a/b", {"--no-enable-prefix-caching": True, "--seed": 3}, {})
+    assert shlex.split(command)[-3:] == ["--no-enable-prefix-caching", "--seed", "3"]
