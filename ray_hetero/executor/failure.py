@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -41,6 +42,10 @@ class Severity(IntEnum):
     """The rank failed in an exchange with another rank."""
 
 
+PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+"""Places of code in the text of a traceback: file and line."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """How a call of one rank ended without an answer."""
@@ -57,7 +62,7 @@ def ending_of(rank: int, ref: Any) -> Ending | None:
     try:
         ray.get(ref, timeout=0)
     except RayTaskError as error:
-        return ending(rank, error.cause)
+        return ending(rank, error.cause, error.traceback_str)
     except RayActorError as error:
         return Ending(rank, Severity.DIED, " ".join(["died", plain(str(error))]).strip())
     except RayError as error:
@@ -65,13 +70,23 @@ def ending_of(rank: int, ref: Any) -> Ending | None:
     return None
 
 
-def ending(rank: int, cause: Exception) -> Ending:
-    """Describe the end of a rank that has raised."""
+def ending(rank: int, cause: Exception, traceback: str = "") -> Ending:
+    """Describe the end of a rank that has raised.
+
+    Args:
+        rank: the rank.
+        cause: its error.
+        traceback: text of the error's traceback, of which the last line of code is told where the
+            error has no message, as an assertion.
+
+    """
     if isinstance(cause, RayHeteroError | PlacementError):
         return Ending(rank, Severity.FAILED, f"failed: {cause}", cause)
     has_lost_peer = isinstance(cause, dist.DistError) or "gloo" in str(cause)
     severity = Severity.LOST_A_PEER if has_lost_peer else Severity.FAILED
-    return Ending(rank, severity, f"failed: {said_by(cause)}")
+    places = PLACE.findall(traceback) if not str(cause) else []
+    where = f" at {'/'.join(Path(places[-1][0]).parts[-3:])}:{places[-1][1]}" if places else ""
+    return Ending(rank, severity, f"failed: {said_by(cause)}{where}")
 
 
 def said_by(error: Exception) -> str:

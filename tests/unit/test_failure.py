@@ -62,6 +62,20 @@ def test_of_an_error_of_several_lines_the_first_is_said() -> None:
     assert ending(1, cuda).text == "failed: RuntimeError('CUDA error: an assertion failed')"
 
 
+def test_the_place_of_an_error_without_a_message_is_told() -> None:
+    traceback = """Traceback (most recent call last):
+  File "/opt/site-packages/vllm/v1/worker/worker.py", line 12, in load_model
+    self.load()
+  File "/opt/site-packages/vllm/models/nemotron_h.py", line 871, in set_moe_parameters
+    assert example_moe is not None
+AssertionError"""
+    said = ending(1, AssertionError(), traceback)
+    assert said.text == "failed: AssertionError() at vllm/models/nemotron_h.py:871"
+    assert ending(1, AssertionError("no experts"), traceback).text == (
+        "failed: AssertionError('no experts')"
+    )
+
+
 def test_the_first_report_of_a_failure_stays() -> None:
     failure = Failure()
     failure.check()
