@@ -71,6 +71,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w8a8_mxfp8,
 )
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -489,6 +490,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
         for backend in (AMXMLAImpl, CPUMLAImpl)
     ),
     ("compat/models/latent_attention", MultiHeadLatentAttentionWrapper, "forward"),
+    ("compat/models/latent_attention", RotaryEmbedding, "forward_cpu"),
     ("compat/models/lora", lora_ops, "bgmv_shrink"),
     ("compat/models/lora", punica_cpu, "bgmv_shrink"),
     ("compat/models/lora", PunicaWrapperBase, "token_lora_indices"),
