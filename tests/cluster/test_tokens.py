@@ -111,20 +111,16 @@ def test_others(name: str, pipeline: int, tensor: int, others: Tokens, stock: St
     _same(others[name], stock(name))
 
 
+# test_quality.py has these kernels in the default run.
+@pytest.mark.slow
 @pytest.mark.skipif(has_no_native, reason="needs the native module")
 @pytest.mark.parametrize(
     ("architecture", "pipeline", "tensor"),
     [
-        ("llama", 1, 2),
-        *(
-            pytest.param(architecture, *world, marks=pytest.mark.slow)
-            for architecture, world in [
-                ("llama", (2, 1)), ("qwen3", (2, 1)), ("qwen3", (2, 2)), ("gemma2", (1, 2)),
-                *((other, (2, 1)) for other in (
-                    "mistral", "gemma", "gemma2", "phi3", "granite", "glm4", "stablelm", "opt",
-                )),
-            ]
-        ),
+        ("llama", 1, 2), ("llama", 2, 1), ("qwen3", 2, 1), ("qwen3", 2, 2), ("gemma2", 1, 2),
+        *((other, 2, 1) for other in (
+            "mistral", "gemma", "gemma2", "phi3", "granite", "glm4", "stablelm", "opt",
+        )),
     ],
 )  # fmt: skip
 def test_kernels_of_this_project(
